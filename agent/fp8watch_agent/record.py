@@ -1,0 +1,259 @@
+"""The sketch: what one site says about one step. The one table of its fields.
+
+Upstream:   fp8watch.slab              Downstream: fp8watch_agent.ring
+Shapes:     one slab row = one ROW item, a packed little-endian structured dtype
+Thread:     any; only data and pure functions
+
+Every other place that knows a field (device slab, ring, wire, store, API, docs) derives it from `FIELDS`, so a
+field is added here and nowhere else. Fields of one dtype and one way of merging lie side by side: a device
+kernel merges a section with one operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Merge = Literal["sum", "max", "min", "first", "of_amax_max", "of_noise_max", "or", "keep"]
+
+NUM_AMAX_BUCKETS = 64
+NUM_DEPTH_BUCKETS = 32
+
+
+class Measured(IntFlag):
+    """Groups of fields, one bit each: what was measured for this record. What is not, is absent, never 0."""
+
+    COUNTS = 1
+    AMAX = 2
+    SCALE = 4
+    RATIO = 8
+    ENERGIES = 16
+    MOMENTS = 32
+    DEPTH = 64
+    HASH = 128
+
+
+class StepStatus(IntEnum):
+    """How a step ended."""
+
+    OK = 0
+    SKIPPED = 1  # no update: GradScaler found a non-finite gradient
+    ABORTED = 2  # an exception, SIGTERM or the end of the process came first
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the sketch.
+
+    `default` is the value before anything was merged; on the wire a column of defaults is left out.
+    """
+
+    name: str
+    dtype: str
+    merge: Merge
+    group: Measured
+    default: float
+    unit: str
+    doc: str
+    size: int = 1  # elements per record: 1 for scalars, 2–3 for coordinates, 64 or 32 for histograms
+
+
+_INF = float("inf")
+_C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
+_E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
+
+FIELDS: tuple[Field, ...] = (
+    # float64 sums
+    Field("signal_energy", "<f8", "sum", _E, 0, "x²", "Σ x² over finite elements"),
+    Field("noise_energy", "<f8", "sum", _E, 0, "x²", "Σ (x − dequantised x)² over finite elements"),
+    Field("tile_noise_ratio_sum", "<f8", "sum", _E, 0, "ratio", "Σ over tiles of noise energy / signal energy"),
+    Field("moment2", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)² over finite elements"),
+    Field("moment4", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)⁴ over finite elements"),
+    # float64 maximum
+    Field("tile_noise_ratio_max", "<f8", "max", _E, 0, "ratio", "largest noise energy / signal energy of a tile"),
+    # int64 sums
+    Field("num_elements", "<i8", "sum", _C, 0, "elements", "elements seen, padding left out"),
+    Field("num_nonzero", "<i8", "sum", _C, 0, "elements", "x ≠ 0 (NaN and Inf count as non-zero)"),
+    Field("num_saturated", "<i8", "sum", _C, 0, "elements", "finite x with |x·scale| ≥ the midpoint above FP8_MAX"),
+    Field("num_underflow", "<i8", "sum", _C, 0, "elements", "x ≠ 0 that became 0"),
+    Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast"),
+    Field("num_inf", "<i8", "sum", _C, 0, "elements", "±Inf before the cast"),
+    Field("depth_hist", "<i8", "sum", _D, 0, "elements", "octave buckets of log2(tile amax / |x|)", NUM_DEPTH_BUCKETS),
+    # a hash is compared across replicas, never merged
+    Field("weight_hash", "<i8", "keep", _H, 0, "bits", "Σ bits(element i)·odd(i) mod 2^64, read as two's complement"),
+    # int32 sums
+    Field("num_tiles", "<i4", "sum", _C, 0, "tiles", "tiles seen"),
+    Field("num_zero_tiles", "<i4", "sum", _A, 0, "tiles", "amax 0: all zero, or NaN only"),
+    Field("num_eps_tiles", "<i4", "sum", _A, 0, "tiles", "0 < amax < eps: clamped"),
+    Field("num_sentinel_tiles", "<i4", "sum", _A, 0, "tiles", "amax Inf: the scale was forced to 1"),
+    Field("num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles", "scale invariant broken, or scale not finite and positive"),
+    Field("num_calls", "<i4", "sum", _C, 0, "calls", "quantisations merged into this record (micro-batches)"),
+    Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", NUM_AMAX_BUCKETS),
+    # float32 maxima and minima
+    Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is"),
+    Field("scale_inv_max", "<f4", "max", _S, 0, "1", "largest scale_inv of a tile"),
+    Field("scale_ratio_max", "<f4", "max", _R, 0, "ratio", "largest amax·scale/FP8_MAX of a tile: the clip depth"),
+    Field("amax_min_nonzero", "<f4", "min", _A, _INF, "x", "smallest tile amax above 0"),
+    Field("scale_inv_min", "<f4", "min", _S, _INF, "1", "smallest scale_inv of a tile"),
+    Field("scale_ratio_min", "<f4", "min", _R, _INF, "ratio", "smallest amax·scale/FP8_MAX of a tile"),
+    # coordinates, −1 where there is none
+    Field("worst_tile", "<i4", "of_amax_max", _A, -1, "tile", "(row, column) of the tile of amax_max", 2),
+    Field("noise_tile", "<i4", "of_noise_max", _E, -1, "tile", "(row, column) of the tile of tile_noise_ratio_max", 2),
+    Field("off_scale_tile", "<i4", "first", _R, -1, "tile", "(row, column) of the worst off-scale tile of the first call that had one", 2),
+    Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 3),
+    # bookkeeping
+    Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call"),
+    Field("measured", "<i4", "or", _C, 0, "bits", "Measured: groups of fields that this record holds"),
+)
+
+FIELD_BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
+HISTOGRAMS = ("amax_hist", "depth_hist")
+
+_BASE: dict[str, Any] = {"<f8": np.float64, "<i8": np.int64, "<i4": np.int32, "<f4": np.float32}
+
+
+def _row_dtype() -> np.dtype[np.void]:
+    dtype = np.dtype([(f.name, f.dtype) if f.size == 1 else (f.name, f.dtype, (f.size,)) for f in FIELDS])
+    padded = -(-dtype.itemsize // 8) * 8  # rows stay aligned to 8 bytes, so that typed device views exist
+    return np.dtype(
+        {
+            "names": list(dtype.names or ()),
+            "formats": [dtype[n] for n in dtype.names or ()],
+            "offsets": [dtype.fields[n][1] for n in dtype.names or ()] if dtype.fields else [],
+            "itemsize": padded,
+        }
+    )
+
+
+ROW: np.dtype[np.void] = _row_dtype()
+"""One record as it lies in the slab and in the ring: packed, little-endian, 8-byte aligned."""
+
+
+def empty_rows(num_rows: int) -> npt.NDArray[np.void]:
+    """Rows [num_rows] of ROW with every field at its default."""
+    rows = np.zeros(num_rows, dtype=ROW)
+    for f in FIELDS:
+        if f.default != 0:
+            rows[f.name] = f.default
+    return rows
+
+
+def merge_rows(into: npt.NDArray[np.void], other: npt.NDArray[np.void]) -> None:
+    """Merge records of the same sites, row by row, in place: the host twin of the device kernels.
+
+    Args:
+        into: [N] of ROW, the earlier records.
+        other: [N] of ROW, the later ones. Of two coordinates of equal rank the earlier stays.
+    """
+    later_amax = other["amax_max"] > into["amax_max"]
+    later_noise = other["tile_noise_ratio_max"] > into["tile_noise_ratio_max"]
+    for f in FIELDS:
+        a, b = into[f.name], other[f.name]
+        if f.merge == "sum":
+            a += b
+        elif f.merge == "max":
+            np.maximum(a, b, out=a)
+        elif f.merge == "min":
+            np.minimum(a, b, out=a)
+        elif f.merge == "or":
+            np.bitwise_or(a, b, out=a)
+        else:
+            if f.merge == "of_amax_max":
+                take = later_amax
+            elif f.merge == "of_noise_max":
+                take = later_noise
+            elif f.merge == "first":
+                take = (a if f.size == 1 else a[:, 0]) < 0
+            else:
+                take = a == f.default
+            a[take] = b[take]
+
+
+def site_id(module: str, operand: str, direction: str) -> int:
+    """Identity of a site, equal on all ranks and in all sessions: 53 bits of blake2b, so that JSON keeps it exact."""
+    digest = hashlib.blake2b(f"{module}\0{operand}\0{direction}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & ((1 << 53) - 1)
+
+
+STEP = np.dtype(
+    [
+        ("step", "<i8"),
+        ("status", "<u1"),  # StepStatus
+        ("present", "<u1"),  # StepPresent: which of the scalars below were given; an absent one is never 0
+        ("time", "<f8"),  # seconds since 1970, by the clock of this process
+        ("loss", "<f8"),
+        ("grad_norm", "<f8"),
+        ("lr", "<f8"),
+        ("loss_scale", "<f8"),
+    ]
+)
+"""One optimizer step."""
+
+
+class StepPresent(IntFlag):
+    """Which scalars of a step were given."""
+
+    LOSS = 1
+    GRAD_NORM = 2
+    LR = 4
+    LOSS_SCALE = 8
+
+
+STEP_SCALARS: dict[str, StepPresent] = {
+    "loss": StepPresent.LOSS,
+    "grad_norm": StepPresent.GRAD_NORM,
+    "lr": StepPresent.LR,
+    "loss_scale": StepPresent.LOSS_SCALE,
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One quantised operand: static facts, sent once, and again when they change."""
+
+    id: int
+    module: str  # fully qualified name
+    operand: str  # input | weight | grad_output
+    direction: str  # rowwise | columnwise
+    gemm: str  # fprop | dgrad | wgrad: the GEMM that reads it
+    order: int  # place in data-flow order within the model: modules as they run, input before weight before grad_output
+    shape: tuple[int, int]  # of the operand as quantised, rows × columns, at registration
+    tile: tuple[int, int]  # (1, 128) or (128, 128), in the operand's own (untransposed) rows × columns: columnwise is (128, 1)
+    format: str  # E4M3 | E5M2
+    power_2_scale: bool
+    eps: float
+    recipe: str  # blockwise | current | delayed | mxfp8 | observe
+    backend: str
+    evidence: dict[str, str]  # group of fields -> exact | derived | absent
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Every tile of one site in one step. Arrays are [Mt·Kt], row-major."""
+
+    site: int
+    step: int
+    shape: tuple[int, int]  # Mt, Kt
+    amax: npt.NDArray[np.uint16]  # bfloat16 bits, rounded up in magnitude only by the cast
+    scale_inv: npt.NDArray[np.float32]  # as the GEMM used it
+    flags: npt.NDArray[np.uint8]  # TileFlag
+    num_nonfinite: npt.NDArray[np.uint16]
+    num_underflow: npt.NDArray[np.uint16]
+
+
+class TileFlag(IntFlag):
+    """What is to be said of one tile."""
+
+    NAN = 1
+    INF = 2
+    SENTINEL = 4
+    ZERO = 8
+    EPS = 16
+    OFF_SCALE = 32
+    SATURATED = 64
+    UNDERFLOW = 128
