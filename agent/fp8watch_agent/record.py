@@ -91,7 +91,9 @@ FIELDS: tuple[Field, ...] = (
     Field("num_zero_tiles", "<i4", "sum", _A, 0, "tiles", "amax 0: all zero, or NaN only"),
     Field("num_eps_tiles", "<i4", "sum", _A, 0, "tiles", "0 < amax < eps: clamped"),
     Field("num_sentinel_tiles", "<i4", "sum", _A, 0, "tiles", "amax Inf: the scale was forced to 1"),
-    Field("num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles", "scale invariant broken, or scale not finite and positive"),
+    Field(
+        "num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles", "scale invariant broken, or scale not finite and positive"
+    ),
     Field("num_calls", "<i4", "sum", _C, 0, "calls", "quantisations merged into this record (micro-batches)"),
     Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", NUM_AMAX_BUCKETS),
     # float32 maxima and minima
@@ -104,7 +106,16 @@ FIELDS: tuple[Field, ...] = (
     # coordinates, −1 where there is none
     Field("worst_tile", "<i4", "of_amax_max", _A, -1, "tile", "(row, column) of the tile of amax_max", 2),
     Field("noise_tile", "<i4", "of_noise_max", _E, -1, "tile", "(row, column) of the tile of tile_noise_ratio_max", 2),
-    Field("off_scale_tile", "<i4", "first", _R, -1, "tile", "(row, column) of the worst off-scale tile of the first call that had one", 2),
+    Field(
+        "off_scale_tile",
+        "<i4",
+        "first",
+        _R,
+        -1,
+        "tile",
+        "(row, column) of the worst off-scale tile of the first call that had one",
+        2,
+    ),
     Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 3),
     # bookkeeping
     Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call"),
@@ -223,7 +234,9 @@ class Site:
     gemm: str  # fprop | dgrad | wgrad: the GEMM that reads it
     order: int  # place in data-flow order within the model: modules as they run, input before weight before grad_output
     shape: tuple[int, int]  # of the operand as quantised, rows × columns, at registration
-    tile: tuple[int, int]  # (1, 128) or (128, 128), in the operand's own (untransposed) rows × columns: columnwise is (128, 1)
+    tile: tuple[
+        int, int
+    ]  # (1, 128) or (128, 128), in the operand's own (untransposed) rows × columns: columnwise is (128, 1)
     format: str  # E4M3 | E5M2
     power_2_scale: bool
     eps: float

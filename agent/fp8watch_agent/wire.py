@@ -59,9 +59,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     num_records: int
     clock: float = 0.0
     version: int = WIRE_VERSION
-    health: dict[str, float] = {}  # noqa: RUF012  (msgspec copies defaults)
-    logs: dict[str, list[float | None]] = {}  # noqa: RUF012  names given to watch.log -> one value a step
-    batch_ids: list[str | None] = []  # noqa: RUF012
+    health: dict[str, float] = {}
+    logs: dict[str, list[float | None]] = {}
+    batch_ids: list[str | None] = []
 
 
 class _Body(msgspec.Struct):
