@@ -1,3 +1,63 @@
-"""fp8watch: numerical-stability diagnostics for FP8 training."""
+"""fp8watch: which step, rank, module, GEMM, operand and tile of an FP8 training run broke, why, and what to change.
+
+    watch = fp8watch.attach(model)
+
+Everything here is imported when it is first used, so that `import fp8watch` needs neither torch nor time.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .attach import attach
+    from .quantize import BlockwiseQuantized, TileStats, quantize_blockwise
+    from .recipe import OperandRecipe, Recipe, blockwise
+    from .watch import Watch
+
+_PUBLIC = {
+    "attach": "attach",
+    "Watch": "watch",
+    "quantize_blockwise": "quantize",
+    "BlockwiseQuantized": "quantize",
+    "TileStats": "quantize",
+    "Recipe": "recipe",
+    "OperandRecipe": "recipe",
+    "blockwise": "recipe",
+}
+
+__all__ = [
+    "BlockwiseQuantized",
+    "OperandRecipe",
+    "Recipe",
+    "TileStats",
+    "Watch",
+    "__version__",
+    "attach",
+    "blockwise",
+    "quantize_blockwise",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fp8watch' has no attribute {name!r}; public are {', '.join(sorted(_PUBLIC))}")
+    try:
+        loaded = importlib.import_module(f".{module}", __name__)
+    except ModuleNotFoundError as e:
+        if e.name == "torch":
+            raise ModuleNotFoundError(
+                f"fp8watch.{name} needs torch ≥ 2.8: pip install 'fp8watch[train]'", name="torch"
+            ) from e
+        raise
+    value = getattr(loaded, name)
+    globals()[name] = value  # wins over the submodule of the same name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,232 @@
+"""Find the Linears of a model, put them on the FP8 path, and return a Watch.
+
+Upstream:   (the model)                Downstream: fp8watch.linear, fp8watch.step_end
+Thread:     training, once
+
+A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held
+elsewhere, torch.compile, DDP and state_dict do not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import time
+import uuid
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import torch
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.record import site_id
+from fp8watch_agent.recorder import Recorder
+from fp8watch_agent.session import Session
+from fp8watch_agent.settings import AgentSettings
+from torch import nn
+
+from . import ops
+from .filter import FilterFn, LeftOut, select_linears
+from .identity import Identity, identify
+from .kernels.registry import resolve
+from .linear import take_over
+from .recipe import Recipe, resolve_recipe
+from .slab import Slab
+from .watch import SiteTable, Watch
+
+_SITES = (
+    ("input", "rowwise", "fprop"),
+    ("input", "columnwise", "wgrad"),
+    ("weight", "rowwise", "fprop"),
+    ("grad_output", "rowwise", "dgrad"),
+    ("grad_output", "columnwise", "wgrad"),
+)
+
+
+def attach(
+    model: nn.Module,
+    *,
+    run: str | None = None,
+    recipe: object = None,
+    filter_fn: FilterFn | None = None,
+    every: int = 1,
+    tile_maps: str = "triggered",
+    overhead_budget: float | None = 0.01,
+    optimizer: torch.optim.Optimizer | None = None,
+    start_step: int = 0,
+    collector: str | None = None,
+) -> Watch:
+    """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
+
+    Works in place and is reversible: `watch.detach()`, or use it as a context manager. Once attached, the observer
+    never raises and changes no number; the compute path raises like any module.
+
+    Args:
+        model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
+        run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
+        recipe: None (FP8WATCH_RECIPE, else "blockwise"), "blockwise", "observe" (leave the GEMMs as they are), or a Recipe.
+        filter_fn: (module, fully qualified name) -> bool; default: all but output head, router and tied embeddings.
+        every: full statistics each n-th optimizer step.
+        tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
+        overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
+        optimizer: the one whose steps count; default: those that hold watched parameters.
+        start_step: number of the first step, from a checkpoint.
+        collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
+
+    Raises:
+        TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
+    maps = _check(every, tile_maps, overhead_budget, start_step, run, optimizer)
+    settings = AgentSettings.from_environ(**({} if collector is None else {"collector": _check_url(collector)}))
+    chosen = resolve_recipe(recipe if recipe is not None else settings.recipe)
+    guard = Guard()
+    session = uuid.uuid4().hex
+    identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
+
+    def say(text: str) -> None:
+        if identity.rank == 0:
+            sys.stderr.write(f"fp8watch: {text}\n")
+
+    def watch(plan: ops.Plan | None, table: list[SiteTable], recorder: Recorder | None) -> Watch:
+        url = None
+        if recorder is not None and settings.collector is not None:
+            url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
+        return Watch(
+            model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
+            tile_maps=maps, overhead_budget=overhead_budget, optimizer=optimizer, start_step=start_step, url=url, say=say,
+        )  # fmt: skip
+
+    if settings.disabled == "1":
+        say("switched off by FP8WATCH_DISABLED=1; the model is untouched")
+        return watch(None, [], None)
+
+    linears, left_out = select_linears(model, filter_fn)
+    backend = resolve(None, next((m.weight.device for _, m in linears), torch.device("cpu")))
+    plan, table = _plan(linears, chosen, backend, guard, observe=settings.disabled != "stats")
+    plan.keep_tiles = plan.slab is not None
+    recorder = None
+    if plan.slab is not None:
+        recorder = guard.run(
+            "start", _start_recorder, settings, identity, session, run, chosen, backend.NAME, left_out, len(linears)
+        )
+        if recorder is None:
+            plan.slab = None
+    ops.add_plan(plan)
+    for i, (_, module) in enumerate(linears):
+        take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
+    say(_line(linears, left_out, chosen, backend.NAME, settings, identity, recorder))
+    return watch(plan, table, recorder)
+
+
+def _check(
+    every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None, optimizer: object
+) -> tuple[str, int]:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
+    if not isinstance(start_step, int) or start_step < 0:
+        raise ValueError(f"start_step={start_step!r}: must be a whole number, 0 or more")
+    if budget is not None and not 0 <= budget <= 1:
+        raise ValueError(f"overhead_budget={budget!r}: must be a share of the step from 0 to 1, or None")
+    if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
+        raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer; call watch.step() for others")
+    if tile_maps in ("triggered", "all"):
+        return tile_maps, 0
+    got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None
+    if got is None:
+        raise ValueError(f"tile_maps={tile_maps!r}: must be 'triggered', 'all' or 'every:N' with N ≥ 1")
+    return "every", int(got[1])
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"collector={url!r}: must be a URL such as http://127.0.0.1:8900")
+    return url
+
+
+def _plan(
+    linears: list[tuple[str, nn.Linear]], recipe: Recipe, backend: ops.Backend, guard: Guard, *, observe: bool
+) -> tuple[ops.Plan, list[SiteTable]]:
+    table: list[SiteTable] = []
+    quantizers: list[ops.SiteQuantizer] = []
+    for fqn, _ in linears:
+        for operand, direction, gemm in _SITES:
+            table.append(SiteTable(fqn, operand, direction, gemm, site_id(fqn, operand, direction)))
+            quantizers.append(ops.SiteQuantizer(recipe.operand(operand), direction == "columnwise", backend))
+    slab = None
+    if observe and linears:
+        slab = guard.run("slab", Slab, len(table), linears[0][1].weight.device)
+    return ops.Plan(quantizers, slab, guard, recipe.observe_only), table
+
+
+def _start_recorder(
+    settings: AgentSettings,
+    identity: Identity,
+    session: str,
+    run: str | None,
+    recipe: Recipe,
+    backend: str,
+    left_out: list[LeftOut],
+    num_linears: int,
+) -> Recorder:
+    from . import __version__
+
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
+    facts = recipe.facts()
+    facts["num_linears"] = num_linears
+    facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
+    versions = {"fp8watch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return Recorder(
+        settings,
+        Session(
+            run_id=identity.run_id,
+            run_name=run or f"{script}-{identity.run_id}",
+            session=session,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            mesh={},
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_at=time.time(),
+            versions=versions,
+            recipe=recipe.name,
+            fingerprint=recipe.fingerprint(),
+            backend=backend,
+            facts=facts,
+        ),
+    )
+
+
+def _line(
+    linears: list[tuple[str, nn.Linear]],
+    left_out: list[LeftOut],
+    recipe: Recipe,
+    backend: str,
+    settings: AgentSettings,
+    identity: Identity,
+    recorder: Recorder | None,
+) -> str:
+    """The one line that attach prints."""
+    n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
+    if not linears:
+        parts = ["no Linear to watch in this model"]
+    elif recipe.observe_only:
+        parts = [f"{n} observed, computing as before (backend {backend})"]
+    else:
+        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}); recipe='observe' to only watch"]
+    if left_out:
+        more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
+        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in left_out[:6]) + more)
+    if settings.disabled == "stats":
+        parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
+    elif recorder is not None:
+        where = settings.collector or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
+        local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
+        parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
+    return "; ".join(parts)

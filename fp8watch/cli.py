@@ -1,0 +1,53 @@
+"""The command line: `fp8watch COMMAND`. Commands are entry points, so this file imports nothing of theirs."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, entry_points
+
+GROUP = "fp8watch.commands"
+HELP = {
+    "demo": "train a small model in FP8, break it on purpose, and see it named",
+    "serve": "run the collector",
+    "sync": "send what lies in the local spool",
+    "notify": "try the notification channels",
+}
+
+
+def _commands() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP)}
+
+
+def _usage(commands: dict[str, EntryPoint]) -> str:
+    width = max((len(name) for name in commands), default=0)
+    lines = [f"  {name:<{width}}  {HELP.get(name, '')}".rstrip() for name in sorted(commands)]
+    return "\n".join(["usage: fp8watch COMMAND [OPTIONS]", "", *lines, "", "fp8watch COMMAND --help tells more"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status is its own, 2 for a command line that makes no sense."""
+    args = sys.argv[1:] if argv is None else argv
+    commands = _commands()
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage(commands))
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        from . import __version__
+
+        print(__version__)
+        return 0
+    entry = commands.get(args[0])
+    if entry is None:
+        print(f"fp8watch: {args[0]!r} is no command; known are {', '.join(sorted(commands))}", file=sys.stderr)
+        return 2
+    try:
+        run = entry.load()
+    except ModuleNotFoundError as e:
+        extra = {"serve": "server", "notify": "server", "demo": "demo"}.get(args[0], "train")
+        print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch[{extra}]'", file=sys.stderr)
+        return 2
+    return int(run(args[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

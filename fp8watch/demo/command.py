@@ -1,0 +1,166 @@
+"""`fp8watch demo`: start a collector, train a small model in FP8 on real text, break it, and see it named."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import attach
+from .collector import detected_step, incidents, running_collector
+from .faults import FAULTS, Fault
+from .model import ByteModel
+from .text import batches, load_text
+
+BATCH, TOKENS = 4, 64
+LEARNING_RATE = 2e-3
+FAULT_STEP = 80
+STEPS_AFTER_FAULT = 24  # so that the charts show what came after
+PATIENCE_STEPS = 120  # the longest that a failure may stay unnamed
+HEALTHY_STEPS = 600
+SETTLE_S = 30
+
+console = Console(highlight=False)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="fp8watch demo", description=__doc__)
+    parser.add_argument("--fault", choices=sorted(FAULTS), default="inf", help="what to break (default: inf)")
+    parser.add_argument("--steps", type=int, help=f"training steps of a healthy run (default: {HEALTHY_STEPS})")
+    parser.add_argument("--fault-step", type=int, default=FAULT_STEP, help="step of the failure (default: %(default)s)")
+    parser.add_argument("--exit", action="store_true", help="end by itself; status 0 only when the failure was named")
+    parser.add_argument("--collector", help="URL of a running collector instead of one of the demo's own")
+    parser.add_argument("--port", type=int, default=8900, help="port of the demo's collector (default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="keep the database here (default: a temporary folder)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.fault_step < 1 or (args.steps is not None and args.steps < 1):
+        parser.error("--steps and --fault-step must be 1 or more")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0: the failure was named as it is, or nothing was raised in a healthy run. 1: not. 2: usage."""
+    args = _parse(argv)
+    fault = FAULTS[args.fault]
+    with contextlib.ExitStack() as stack:
+        folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8watch-demo-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("FP8WATCH_SPOOL_DIR", str(folder / "spool"))
+        try:
+            url = args.collector or stack.enter_context(running_collector(folder, args.port))
+        except RuntimeError as e:
+            console.print(f"[red]{e}[/red]", markup=False)
+            return 1
+        run_id, named = _train(args, fault, url)
+        ok = _report(fault, named, url, run_id)
+        if not args.exit:
+            console.print("The pages stay up. Ctrl-C ends.")
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600)
+    return 0 if ok else 1
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=30),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[rate]:.0f} sketches/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        yield progress
+
+
+def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[dict[str, Any]]]:
+    torch.manual_seed(args.seed)
+    data = batches(load_text(), BATCH, TOKENS, args.seed)
+    model = ByteModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    healthy = fault.mode is None
+    last = (args.steps or HEALTHY_STEPS) if healthy else args.fault_step + PATIENCE_STEPS
+    num_parameters = sum(p.numel() for p in model.parameters())
+    console.print(f"{num_parameters / 1e6:.2f} M parameters, batches of {BATCH} × {TOKENS} bytes of Python's own sources")
+    if not healthy:
+        console.print(f"Step {args.fault_step}: {fault.says}.")
+    watch = attach(
+        model, run=f"demo {fault.name}", tile_maps="all", overhead_budget=None, optimizer=optimizer, collector=url
+    )
+    run_id = watch.identity.run_id
+    console.print(f"Live: {watch.url}")
+    named: list[dict[str, Any]] = []
+    asked = time.monotonic()
+    with watch, _progress() as progress:
+        task = progress.add_task("", total=last, loss=0.0, rate=0.0)
+        began = time.monotonic()
+        for step in range(last):
+            undo = fault.inject(model, optimizer, step) if step == args.fault_step else None
+            loss = model(*next(data))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if undo is not None:
+                undo()
+            rate = (step + 1) * watch.summary()["num_sites"] / (time.monotonic() - began)
+            progress.update(task, completed=step + 1, loss=float(loss.detach()), rate=rate)
+            if time.monotonic() - asked > 1:
+                named, asked = incidents(url, run_id), time.monotonic()
+            if not healthy and step >= args.fault_step + STEPS_AFTER_FAULT and named:
+                break
+        watch.flush(10)
+        last_step = watch.last_step
+    deadline = time.monotonic() + SETTLE_S
+    while last_step is not None and detected_step(url, run_id) < last_step and time.monotonic() < deadline:
+        time.sleep(0.2)
+    while time.monotonic() < deadline and not healthy and not incidents(url, run_id):
+        time.sleep(0.2)
+    return run_id, incidents(url, run_id)
+
+
+def _is_named(fault: Fault, incident: dict[str, Any], fault_step: int | None = None) -> bool:
+    place = incident["place"]
+    return bool(
+        incident["mode"] == fault.mode
+        and incident["verdict"] == fault.verdict
+        and (fault.module is None or place["module"] == fault.module)
+        and (fault.operand is None or place["operand"] == fault.operand)
+        and (fault.operand is None or place["tile"] is not None)
+    )
+
+
+def _report(fault: Fault, found: list[dict[str, Any]], url: str, run_id: str) -> bool:
+    for i in found:
+        place = i["place"]
+        console.print()
+        console.rule(f"{i['severity']}: {i['title']}", align="left", characters="─")
+        where = [f"step {i['first_step']}"]
+        where += [f"{k} {place[k]}" for k in ("module", "gemm", "operand", "direction", "tile", "element") if place.get(k)]
+        console.print(f"where    {', '.join(where)}", markup=False)
+        console.print(f"why      {i['cause']}", markup=False)
+        for fix in i["fix"]:
+            console.print(f"fix      {fix['text']}", markup=False)
+        console.print(f"verdict  {i['verdict']}", markup=False)
+        console.print(f"page     {url}/incidents/{i['id']}", markup=False)
+    console.print()
+    if fault.mode is None:
+        ok = not found
+        console.print("Nothing was raised, as it should be." if ok else f"{len(found)} incidents in a healthy run.")
+    else:
+        ok = len(found) == 1 and _is_named(fault, found[0])
+        text = "named as injected" if ok else f"NOT named as injected: wanted {fault.mode} in {fault.module}"
+        console.print(f"The failure was {text}; incidents: {len(found)}.")
+    console.print(f"Run: {url}/runs/{run_id}")
+    return ok

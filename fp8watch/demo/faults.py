@@ -1,0 +1,144 @@
+"""The failures that the demo injects, each as it happens in real runs, and what must be said of it.
+
+Every fault acts where the real one would: on an activation, in one site's quantiser, or on the optimizer. Nothing
+here tells the observer anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..formats import fp8_format
+from ..linear import SITE_KEY
+from ..quantize.stats import TileStats
+
+FAULT_MODULE = "layers.1.mlp.down_proj"
+STALE_MODULE = "layers.1.mlp.up_proj"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure. `mode`, `module`, `operand` are what the collector has to find."""
+
+    name: str
+    says: str
+    mode: str | None
+    module: str | None
+    operand: str | None
+    verdict: str
+    inject: Callable[[nn.Module, torch.optim.Optimizer, int], Callable[[], None] | None]
+    """(model, optimizer, step) at the start of the faulty step; what it returns is called after that step."""
+
+
+def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
+    """One element of the SwiGLU product overflows, for one step."""
+
+    def overflow(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].clone()
+        x[0, 37, 300] = float("inf")
+        return (x,)
+
+    return model.get_submodule(FAULT_MODULE).register_forward_pre_hook(overflow).remove
+
+
+class _Unguarded(ops.SiteQuantizer):
+    """A kernel that computes 448/amax without looking at amax."""
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        s = self.spec
+        out, _, measured = self.backend.quantize_dequantize(
+            x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, guard=False, stats=stats, heavy=heavy
+        )
+        return out, measured
+
+
+class _Stale(ops.SiteQuantizer):
+    """A weight cache that is never refreshed: the scale of the first call serves all later weights."""
+
+    cached: Tensor | None = None
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        s = self.spec
+        if self.cached is None:
+            _, scale_inv, _ = self.backend.quantize(
+                x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=False
+            )
+            self.cached = 1.0 / scale_inv
+        out, _, measured = self.backend.quantize_dequantize(
+            x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, scale=self.cached, stats=stats, heavy=heavy
+        )
+        return out, measured
+
+
+def _replace(model: nn.Module, module: str, row: int, kind: type[ops.SiteQuantizer]) -> None:
+    plan, first = ops._lookup(model.get_submodule(module).__dict__[SITE_KEY])
+    old = plan.quantizers[first + row]
+    plan.quantizers[first + row] = kind(old.spec, old.columnwise, old.backend)
+
+
+def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
+    """128 channels die, and the site's kernel has no guard for a tile of zeros."""
+    _replace(model, FAULT_MODULE, ops.FIRST_ROW[ops.INPUT], _Unguarded)
+
+    def die(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].clone()
+        x[..., 128:256] = 0
+        return (x,)
+
+    return model.get_submodule(FAULT_MODULE).register_forward_pre_hook(die).remove
+
+
+def _stale_weight_scale(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One layer's weight scale is cached from here on."""
+    _replace(model, STALE_MODULE, ops.FIRST_ROW[ops.WEIGHT], _Stale)
+
+
+def _lr(_model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The learning rate jumps by a factor of 30."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 30
+
+
+def _nothing(_model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
+    """A healthy run."""
+
+
+FAULTS: dict[str, Fault] = {
+    f.name: f
+    for f in (
+        Fault(
+            "inf",
+            f"one activation into {FAULT_MODULE} becomes Inf, for one step",
+            "inf-laundering",
+            FAULT_MODULE,
+            "input",
+            "fp8",
+            _inf,
+        ),
+        Fault(
+            "zero-tile",
+            f"128 channels into {FAULT_MODULE} die; its quantiser has no guard for amax 0",
+            "zero-tile-eps",
+            FAULT_MODULE,
+            "input",
+            "fp8",
+            _zero_tile,
+        ),
+        Fault(
+            "stale-weight-scale",
+            f"the weight scale of {STALE_MODULE} is cached from here on",
+            "stale-weight-scale",
+            STALE_MODULE,
+            "weight",
+            "fp8",
+            _stale_weight_scale,
+        ),
+        Fault("lr", "the learning rate jumps ×30", "optimizer-divergence", None, None, "shared", _lr),
+        Fault("none", "nothing", None, None, None, "unknown", _nothing),
+    )
+}

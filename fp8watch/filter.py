@@ -1,0 +1,88 @@
+"""The precision map: which Linears go on the FP8 path, and for each other one the reason why not.
+
+FP8: QKV, attention output, MLP, expert Linears. High precision: embeddings, output head, router and gate, norms.
+After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from .linear import SITE_KEY
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"})
+ROUTER_NAMES = frozenset({"router", "gate", "gating", "wg"})
+MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A Linear-like module that stays as it is, and why."""
+
+    fqn: str
+    reason: str
+
+
+def default_filter(module: nn.Module, fqn: str) -> str | None:
+    """None when the Linear belongs on the FP8 path, else the reason that keeps it off."""
+    name = fqn.rpartition(".")[2]
+    if name in HEAD_NAMES and fqn.count(".") <= 1:
+        return "output head"
+    if name in ROUTER_NAMES:
+        return "router"
+    return None
+
+
+def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
+    """Linears to take over, in the order of the model's modules, and those left out.
+
+    Raises:
+        TypeError: `filter_fn` is not callable, or returned something else than a bool.
+    """
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn={filter_fn!r}: must be a function (module, fqn) -> bool")
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    taken: list[tuple[str, nn.Linear]] = []
+    left: list[LeftOut] = []
+    for fqn, module in model.named_modules():
+        if type(module).__module__.startswith("transformer_engine"):
+            left.append(LeftOut(fqn, "Transformer Engine module: not observed by this version"))
+            continue
+        if not isinstance(module, nn.Linear):
+            continue
+        reason: str | None = None
+        if SITE_KEY in module.__dict__:
+            reason = "watched already by another attach"
+        elif type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+            reason = f"own forward ({type(module).__name__})"
+        elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            reason = "never called by MultiheadAttention, which reads its weight"
+        elif isinstance(module.weight, nn.parameter.UninitializedParameter):
+            reason = "lazy: run one batch first"
+        elif type(module.weight.data).__name__ == "DTensor" and not _is_fsdp(module):
+            reason = "DTensor weight (tensor parallel): not taken over by this version"
+        elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
+            reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
+        elif filter_fn is not None:
+            wanted = filter_fn(module, fqn)
+            if not isinstance(wanted, bool):
+                raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True or False")
+            reason = None if wanted else "filter_fn"
+        else:
+            reason = "weight tied to an embedding" if id(module.weight) in embeddings else default_filter(module, fqn)
+        if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+            reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
+        if reason is None:
+            taken.append((fqn, module))
+        else:
+            left.append(LeftOut(fqn, reason))
+    return taken, left
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(c.__name__ == "FSDPModule" for c in type(module).__mro__)

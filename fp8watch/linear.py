@@ -1,0 +1,164 @@
+"""The three GEMMs of a Linear in FP8, and which site feeds which.
+
+Upstream:   fp8watch.attach            Downstream: fp8watch.ops
+Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
+Thread:     training, and autograd's
+
+    GEMM    reads                                        gives
+    fprop   input rowwise 1×128, weight 128×128          y [M, N]
+    dgrad   grad_output rowwise 1×128, weight 128×128    grad of input [M, K]
+    wgrad   grad_output columnwise, input columnwise     grad of weight [N, K]
+
+The emulated path multiplies dequantised operands in float32 (within 3e-7 of float64, five orders below the
+quantisation itself), adds the bias in float32, and casts last.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .kernels import gemm
+from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
+
+SITE_KEY = "_fp8watch_site"
+OBSERVE_KEY = "_fp8watch_observe"
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """y = x·wᵀ + b with every operand quantised. Saved for backward: the dequantised operands that backward reads."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, site: Tensor, count: bool, wgrad: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x_MK.device.type, enabled=False):
+            xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad)
+            w, _ = quantize_dequantize(weight_NK, site, WEIGHT, count, True, False)
+            return gemm.fprop(xr, w, bias_N, x_MK.dtype), xc, w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, weight, bias, site, count, wgrad = inputs
+        _, xc, w = output
+        ctx.mark_non_differentiable(xc, w)
+        ctx.save_for_backward(xc, w, site)
+        ctx.count, ctx.wgrad = count, wgrad
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        xc, w, site = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dgrad, wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.wgrad
+        dx = dw = db = None
+        with torch.autocast(grad_MN.device.type, enabled=False):
+            if dgrad or wgrad:
+                gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
+                if dgrad:
+                    dx = gemm.dgrad(gr, w, x_dtype)
+                if wgrad:
+                    dw = gemm.wgrad(gc, xc, weight_dtype)
+            if bias_dtype is not None and ctx.needs_input_grad[2]:
+                db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+class _ObserveOutput(torch.autograd.Function):
+    """Identity in both directions; backward shows the gradient to its sites and passes it on untouched."""
+
+    @staticmethod
+    def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:  # type: ignore[override]
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.directions = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (site,) = ctx.saved_tensors
+        observe(grad.detach().reshape(-1, grad.shape[-1]), site, GRAD_OUTPUT, *ctx.directions)
+        return grad, None, None, None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor, *, count: bool) -> Tensor:
+    """`F.linear` on the FP8 path of a site, for any leading shape.
+
+    Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
+    quantised from its own precision. `count` says whether the call enters the statistics.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    wgrad = weight.requires_grad and torch.is_grad_enabled()
+    y, _, _ = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, site, count, wgrad)  # type: ignore[no-untyped-call]
+    out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
+    return out
+
+
+class WatchedLinear(nn.Linear):
+    """Mixin that `attach` puts over the class of a Linear. Parameters, hooks, names and state_dict stay as they are.
+
+    Without its site (after detach, in a copy, in a loaded pickle) it is the plain Linear again.
+    """
+
+    _fp8watch_base: type[nn.Linear]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        site = self.__dict__.get(SITE_KEY)
+        if site is None:
+            return F.linear(input, self.weight, self.bias)
+        if not self.__dict__[OBSERVE_KEY]:
+            return fp8_linear(input, self.weight, self.bias, site, count=self.training)
+        y = F.linear(input, self.weight, self.bias)
+        if not self.training:
+            return y
+        grad = torch.is_grad_enabled()
+        wgrad = self.weight.requires_grad and grad
+        observe(input.detach().reshape(-1, input.shape[-1]), site, INPUT, True, wgrad)
+        observe(self.weight.detach(), site, WEIGHT, True, False)
+        if y.requires_grad:
+            out: Tensor = _ObserveOutput.apply(y, site, input.requires_grad, wgrad)  # type: ignore[no-untyped-call]
+            return out
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
+        state = {k: v for k, v in self.__dict__.items() if k not in (SITE_KEY, OBSERVE_KEY)}
+        return copyreg.__newobj__, (self._fp8watch_base,), state  # type: ignore[attr-defined]
+
+
+_classes: dict[type[nn.Linear], type[WatchedLinear]] = {}
+
+
+def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
+    """The watched subclass of a Linear's own class, made once."""
+    got = _classes.get(base)
+    if got is None:
+        namespace = {"_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+        got = type(base.__name__, (WatchedLinear, base) if base is not nn.Linear else (WatchedLinear,), namespace)
+        _classes[base] = got
+    return got
+
+
+def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool) -> None:
+    """Put a Linear on its site, in place."""
+    module.__dict__[SITE_KEY] = site
+    module.__dict__[OBSERVE_KEY] = observe_only
+    module.__class__ = watched_class(type(module))
+
+
+def release(module: nn.Module) -> None:
+    """Undo `take_over`. When another class came on top since, the class stays and only the site goes."""
+    module.__dict__.pop(SITE_KEY, None)
+    module.__dict__.pop(OBSERVE_KEY, None)
+    cls = type(module)
+    if "_fp8watch_base" in cls.__dict__:
+        module.__class__ = cls.__dict__["_fp8watch_base"]

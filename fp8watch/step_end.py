@@ -1,0 +1,168 @@
+"""When a step ends: optimizers, GradScaler, exceptions, SIGTERM and exit, noticed without being told.
+
+Upstream:   fp8watch.attach            Downstream: fp8watch.watch
+Thread:     training
+
+torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of
+ours, twice for wrappers and once a parameter for optimizers in backward, so a step only ends when the optimizer
+holds a watched parameter and a watched module ran a backward since the last end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fp8watch_agent.record import StepStatus
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_undo: list[Callable[[], None]] = []
+_lock = threading.Lock()
+
+
+def _each(action: Callable[[Watch], Any]) -> None:
+    for watch in list(_watches):
+        watch.guard.run("step_end", action, watch)
+
+
+def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _each(lambda w: w._on_optimizer(optimizer))
+
+
+def _wrap_scaler() -> Callable[[], None]:
+    """GradScaler skips by not calling the optimizer; its update() is where that can be seen."""
+    cls: Any = torch.amp.GradScaler
+    original = cls.update
+
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = self._scale
+        result = original(self, *args, **kwargs)
+        _each(lambda w: w._on_scaler(scale))
+        return result
+
+    cls.update = update
+
+    def undo() -> None:
+        if cls.update is update:
+            cls.update = original
+
+    return undo
+
+
+def _wrap_excepthook() -> Callable[[], None]:
+    original = sys.excepthook
+
+    def excepthook(*args: Any) -> None:
+        _each(lambda w: w._on_death())
+        original(*args)
+
+    sys.excepthook = excepthook
+
+    def undo() -> None:
+        if sys.excepthook is excepthook:
+            sys.excepthook = original
+
+    return undo
+
+
+def _wrap_sigterm() -> Callable[[], None]:
+    """Only where the default action stands: a handler of the host's own knows better when to die."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return lambda: None
+
+    def on_sigterm(signum: int, _frame: Any) -> None:
+        _each(lambda w: w._on_death())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+    def undo() -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and signal.getsignal(signal.SIGTERM) is on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return undo
+
+
+def _at_exit() -> None:
+    _each(lambda w: w._on_death())
+
+
+def start(watch: Watch) -> None:
+    """Begin to tell a watch where its steps end."""
+    with _lock:
+        if not _undo:
+            handle = register_optimizer_step_post_hook(_after_optimizer)
+            atexit.register(_at_exit)
+            _undo.extend([handle.remove, _wrap_scaler(), _wrap_excepthook(), _wrap_sigterm()])
+            _undo.append(lambda: atexit.unregister(_at_exit))
+        _watches.add(watch)
+
+
+def stop(watch: Watch) -> None:
+    """Take everything back when the last watch goes."""
+    with _lock:
+        _watches.discard(watch)
+        if not _watches:
+            while _undo:
+                watch.guard.run("step_end.undo", _undo.pop())
+
+
+class StepOwner:
+    """Which optimizers own the step: those that hold a watched parameter."""
+
+    def __init__(self, parameters: Callable[[], set[int]], optimizer: torch.optim.Optimizer | None) -> None:
+        self._find_ids = parameters
+        self._ids = parameters()
+        self._only = None if optimizer is None else weakref.ref(optimizer)
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._only is not None:
+            return self._only() is optimizer
+        ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if ids & self._ids:
+            return True
+        self._ids = self._find_ids()  # FSDP2 replaces parameters after attach
+        return bool(ids & self._ids)
+
+    def closes(self, optimizer: torch.optim.Optimizer, backward_seen: bool) -> bool:
+        """Whether the step of this optimizer ends the step of the run."""
+        if optimizer not in self._known:
+            if not self._holds(optimizer):
+                return False
+            self._known.add(optimizer)
+        again = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        if not backward_seen:
+            return False
+        if again:  # the others sit this one out
+            self._known = weakref.WeakSet([optimizer])
+        if all(o in self._stepped for o in self._known):
+            self._stepped.clear()
+            return True
+        return False
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> tuple[float | None, StepStatus]:
+    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler."""
+    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    if isinstance(lr, torch.Tensor):
+        lr = float(lr) if lr.device.type == "cpu" else None
+    found_inf = getattr(optimizer, "found_inf", None)
+    skipped = isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
+    return (None if lr is None else float(lr)), StepStatus.SKIPPED if skipped else StepStatus.OK

@@ -1,0 +1,338 @@
+"""The handle that attach returns: closes steps, hands them to the agent, and takes itself away again.
+
+Upstream:   fp8watch.slab, fp8watch.step_end    Downstream: fp8watch_agent.recorder
+Shapes:     slab rows [sites] of ROW, once a step
+Thread:     training
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.record import STEP, STEP_SCALARS, Site, StepStatus
+from fp8watch_agent.recorder import Recorder
+from torch import Tensor, nn
+
+from . import ops, step_end
+from .identity import Identity
+from .linear import SITE_KEY, release
+from .recipe import Recipe
+from .tiles import tile_map_of
+
+CALIBRATION_STEP = 3
+MAX_EVERY = 64
+LOSS_MISSING_STEPS = 20
+
+
+@dataclass
+class SiteTable:
+    """What a row of the slab stands for; shape and order are known after the first step."""
+
+    fqn: str
+    operand: str
+    direction: str
+    gemm: str
+    site_id: int
+
+
+class Watch:
+    """Observes one model. Made by `fp8watch.attach`; a context manager that detaches at the end.
+
+    None of its methods raises into training once attached: what goes wrong inside is counted, see `summary()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ops.Plan | None,
+        table: list[SiteTable],
+        recorder: Recorder | None,
+        guard: Guard,
+        recipe: Recipe,
+        identity: Identity,
+        session: str,
+        *,
+        every: int,
+        tile_maps: tuple[str, int],
+        overhead_budget: float | None,
+        optimizer: torch.optim.Optimizer | None,
+        start_step: int,
+        url: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
+        self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
+        self._every, self._tile_maps, self._budget, self._say = every, tile_maps, overhead_budget, say
+        self._step, self.url = start_step, url
+        self._owner = step_end.StepOwner(self._parameter_ids, optimizer)
+        self._ids = np.array([s.site_id for s in table], dtype=np.uint64)
+        self._logged: dict[str, Any] = {}
+        self._batch_id: str | None = None
+        self._lr: float | None = None
+        self._loss_scale: float | None = None
+        self._steps_without_loss = 0
+        self._num_closed = 0
+        self._registered = False
+        self._paused = False
+        self._closed_at = time.perf_counter()
+        self._hooks: list[Any] = []
+        self._detached = plan is None
+        if plan is not None and recorder is not None:
+            plan.begin_step(sampled=True)
+            if table:
+                self._hooks.append(model.register_forward_hook(self._after_forward))
+            step_end.start(self)
+
+    # ---- what training says -------------------------------------------------------------------------------------
+
+    def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
+        """Give scalars of the step that is running: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
+
+        Tensors of one element are kept as they are and read when the step closes.
+        """
+        self.guard.run("log", self._log, values, batch_id)
+
+    def _log(self, values: dict[str, float | Tensor], batch_id: str | None) -> None:
+        for name, value in values.items():
+            self._logged[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+        if batch_id is not None:
+            self._batch_id = str(batch_id)[:512]
+
+    def step(self, step: int | None = None) -> None:
+        """End the step by hand, in loops without a torch optimizer. `step` sets the number of the step that ends."""
+        self.guard.run("step", self._close, StepStatus.OK, step)
+
+    def pause(self) -> None:
+        """Observe nothing until `resume`; the compute path stays."""
+        self._paused = True
+        if self._plan is not None:
+            self._plan.paused = True
+
+    def resume(self) -> None:
+        """Observe again."""
+        self._paused = False
+        if self._plan is not None:
+            self._plan.paused = False
+
+    # ---- where steps end ----------------------------------------------------------------------------------------
+
+    def _parameter_ids(self) -> set[int]:
+        watched = (m for m in self._model.modules() if SITE_KEY in m.__dict__)
+        return {id(p) for m in watched for p in m.parameters(recurse=False)}
+
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+        self.guard.run("loss", self._see_loss, module, output)
+
+    def _see_loss(self, module: nn.Module, output: Any) -> None:
+        if not module.training or self._plan is None:
+            return
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            ops.note_loss(loss.detach(), ops.site_tensor(self._plan, 0))
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._plan is None or self._detached:
+            return
+        if self._owner.closes(optimizer, self._plan.backward_seen):
+            self._lr, status = step_end.optimizer_facts(optimizer)
+            self._close(status)
+
+    def _on_scaler(self, scale: Tensor | None) -> None:
+        if isinstance(scale, Tensor) and scale.device.type == "cpu":
+            self._loss_scale = float(scale)
+        if self._plan is not None and self._plan.backward_seen:
+            self._close(StepStatus.SKIPPED)
+
+    def _on_death(self) -> None:
+        """Training is over, one way or another: what the slab holds goes out now."""
+        if self._plan is not None and not self._detached and (self._plan.forward_seen or self._plan.backward_seen):
+            self._close(StepStatus.ABORTED)
+        if self._recorder is not None:
+            self._recorder.close(timeout_s=2.0)
+
+    def _close(self, status: StepStatus, step: int | None = None) -> None:
+        plan, recorder = self._plan, self._recorder
+        if plan is None or plan.slab is None or recorder is None or self._detached:
+            return
+        began = time.perf_counter()
+        if step is not None:
+            self._step = int(step)
+        rows = plan.slab.copy_rows()[: len(self._table)]
+        if not self._registered:
+            self._register(recorder, rows)
+        header = self._header(status)
+        touched = rows["measured"] != 0
+        if not plan.sampled:  # between samples only what is broken leaves
+            touched &= (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
+        if not self._paused:
+            logs = {k: _number(v) for k, v in self._logged.items() if k not in STEP_SCALARS}
+            recorder.record_step(header, self._ids[touched], rows[touched], logs, self._batch_id)
+            self._send_tile_maps(plan, recorder, rows)
+        self._num_closed += 1
+        self._step += 1
+        self._logged.clear()
+        self._batch_id = None
+        plan.slab.clear()
+        self._watch_overhead(plan, began)
+        plan.begin_step(sampled=self._step % self._every == 0)
+        plan.calibrating = self._budget is not None and self._num_closed == CALIBRATION_STEP
+
+    def _header(self, status: StepStatus) -> np.ndarray[Any, Any]:
+        assert self._plan is not None
+        given: dict[str, Any] = {"lr": self._lr, "loss_scale": self._loss_scale}
+        if self._plan.losses:
+            given["loss"] = torch.stack([x.float() for x in self._plan.losses]).mean()
+        given.update({k: v for k, v in self._logged.items() if k in STEP_SCALARS})
+        header = np.zeros((), dtype=STEP)
+        header["step"], header["status"], header["time"] = self._step, int(status), time.time()
+        for name, bit in STEP_SCALARS.items():
+            value = given.get(name)
+            if value is not None:
+                header[name] = _number(value)
+                header["present"] |= int(bit)
+        self._steps_without_loss = 0 if "loss" in given else self._steps_without_loss + 1
+        if self._steps_without_loss == LOSS_MISSING_STEPS:
+            self._say("loss not seen for 20 steps: call watch.log(loss=...)")
+        return header
+
+    def _register(self, recorder: Recorder, rows: np.ndarray[Any, Any]) -> None:
+        assert self._plan is not None
+        sites = []
+        for row, s in enumerate(self._table):
+            quantizer, shape = self._plan.quantizers[row], self._plan.shapes.get(row)
+            if shape is None:
+                continue
+            spec = quantizer.spec
+            sites.append(
+                Site(
+                    id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm,
+                    order=int(rows["order"][row]), shape=shape, tile=quantizer.tile, format=spec.format,
+                    power_2_scale=spec.power_2_scale, eps=spec.eps, recipe=self._recipe.name,
+                    backend=quantizer.backend.NAME, evidence={"all": "exact"},
+                )
+            )  # fmt: skip
+        if not sites:
+            return
+        recorder.register_sites(sites)
+        self._registered = True
+        seen = {s.module for s in sites}
+        silent = sorted({s.fqn for s in self._table} - seen)
+        if silent:
+            more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+            self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+
+    def _send_tile_maps(self, plan: ops.Plan, recorder: Recorder, rows: np.ndarray[Any, Any]) -> None:
+        mode, n = self._tile_maps
+        everything = mode == "all" or (mode == "every" and self._step % n == 0)
+        broken = (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
+        wanted = recorder.wanted_captures()
+        maps = []
+        for row, calls in plan.tiles.items():
+            site = self._table[row].site_id
+            if everything or broken[row] or site in wanted:
+                maps.append(tile_map_of(site, self._step, _of_event(calls, rows[row])))
+        if maps:
+            recorder.record_tile_maps(maps)
+
+    def _watch_overhead(self, plan: ops.Plan, began: float) -> None:
+        """Raise `every` when observing costs more of the step than the budget allows, and say so once."""
+        now = time.perf_counter()
+        if plan.calibrating and self._budget is not None:
+            step_s = max(began - self._closed_at - plan.calibration_s, 1e-9)
+            ratio = (max(plan.observing_s, 0.0) + now - began) / step_s
+            if self._recorder is not None:
+                self._recorder.set_overhead_ratio(ratio)
+            every = min(MAX_EVERY, math.ceil(ratio / self._budget)) if self._budget > 0 else MAX_EVERY
+            if every > self._every:
+                self._say(
+                    f"observing costs {ratio:.1%} of a step here, the budget is {self._budget:.1%}: full statistics now "
+                    f"each {every} steps, non-finite values still each step; overhead_budget=None keeps every={self._every}"
+                )
+                self._every = every
+        self._closed_at = now
+
+    # ---- the life of the handle ---------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the last closed step."""
+        return self._step - 1 if self._num_closed else None
+
+    def flush(self, timeout_s: float = 5) -> bool:
+        """Wait until what was recorded has left the process; False when it had not in time."""
+        recorder = self._recorder
+        return bool(self.guard.run("flush", recorder.flush, timeout_s)) if recorder is not None else True
+
+    def summary(self) -> dict[str, Any]:
+        """Where the watch stands: run, steps, sites, and the agent's own health, counts of swallowed errors included."""
+        health = self._recorder.health().as_dict() if self._recorder is not None else {}
+        return {
+            "run_id": self.identity.run_id,
+            "session": self.session,
+            "rank": self.identity.rank,
+            "recipe": self._recipe.name,
+            "fingerprint": self._recipe.fingerprint(),
+            "num_sites": len(self._table),
+            "num_steps": self._num_closed,
+            "last_step": self.last_step,
+            "every": self._every,
+            "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
+            "url": self.url,
+            "health": health,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
+        return {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
+
+    def detach(self) -> None:
+        """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
+        if self._detached:
+            return
+        self.guard.run("detach", self._detach)
+
+    def _detach(self) -> None:
+        assert self._plan is not None
+        if self._plan.backward_seen:
+            self._close(StepStatus.ABORTED)
+        self._detached = True
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._model.modules():
+            site = module.__dict__.get(SITE_KEY)
+            if site is not None and int(site) >> 32 == self._plan.handle:
+                release(module)
+        ops.remove_plan(self._plan)
+        step_end.stop(self)
+        if self._recorder is not None:
+            self._recorder.close(timeout_s=2.0)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            self.guard.run("death", self._on_death)
+        self.detach()
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
+
+
+def _of_event(calls: list[tuple[int, Any]], row: Any) -> Any:
+    """Statistics of the call that broke, else of the last one."""
+    call = int(row["first_nonfinite"][2])
+    for order, stats in calls:
+        if order == call:
+            return stats
+    return calls[-1][1]
