@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target that needs it makes. PIP_ARGS is passed on to pip:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON   ?= python3
+VENV     ?= .venv
+PIP_ARGS ?=
+ARGS     ?=
+BIN      := $(VENV)/bin
+
+.PHONY: demo test test-long lint serve bench screenshots clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep -B1 -E '^[a-z-]+:' Makefile | grep -E '^# ' | sed 's/^# /  /'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+# make demo         train a small model in FP8, break it, see it named (ARGS="--fault lr --exit")
+demo: $(VENV)/.demo
+	$(BIN)/fp8watch demo $(ARGS)
+
+# make test         all tests of every change, ten minutes on two cores at most
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+# make test-long    the full counts: every fault of the demo, 600 healthy steps
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+# make lint         ruff and mypy --strict
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# make serve        the collector on http://127.0.0.1:8900 (ARGS="--port 9000")
+serve: $(VENV)/.demo
+	$(BIN)/fp8watch serve $(ARGS)
+
+# make bench        measure, and write docs/benchmarks.md with machine and versions
+bench: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+# make screenshots  docs/images from a real run of the demo
+screenshots: $(VENV)/.dev
+	$(BIN)/python docs/screenshots.py $(ARGS)
+
+# make clean        forget the virtual environment and the caches
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
