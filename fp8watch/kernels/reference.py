@@ -1,0 +1,223 @@
+"""The reference backend: blockwise quantisation in plain torch, on any device. Short, and right.
+
+Upstream:   fp8watch.linear     Downstream: fp8watch.quantize.stats
+Shapes:     x [M, K] -> codes [M, K], scale_inv [Mt, Kt], TileStats     Thread: training
+
+Every other backend equals this one exactly: codes and scales with tolerance 0.
+Source of the rule: Transformer Engine's Float8BlockScaling (compute_scale_from_amax and the kernels around it).
+Legend: M rows, K columns, Mt × Kt tiles of bm × bk elements; a `_t` tensor is [Mt, bm, Kt, bk].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fp8watch.formats import Fp8Format
+from fp8watch.kernels import reference_stats
+from fp8watch.quantize.checks import check_denormals, check_operand, check_scale, check_tile_shape
+from fp8watch.quantize.stats import INF, TileStats
+
+NAME = "reference"
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
+
+
+def probe(device: torch.device) -> str | None:
+    """The reference serves every device that holds values."""
+    return "tensors on device meta have no values" if device.type == "meta" else None
+
+
+class _Quantized(NamedTuple):
+    values_t: torch.Tensor  # float32, on the format's grid, before scale_inv
+    scale_inv: torch.Tensor
+    dequantized_t: torch.Tensor | None
+    stats: TileStats | None
+
+
+def quantize(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    guard: bool = True,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+    """Quantise a 2-D operand tile by tile.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16; any strides. Not differentiated.
+        tile_shape: (1, 128), (128, 1) for columnwise data in untransposed coordinates, (128, 128), or any other.
+            Cells of the last tiles that lie beyond the edge count as 0 and enter no statistic.
+        fmt: E4M3 or E5M2.
+        power_2_scale: round each scale down to a power of two.
+        eps: smallest amax a scale is computed from; 0 switches it off.
+        scale: float32 [Mt, Kt] to use in place of the computed one (a cached or delayed scale). The scale ratio is
+            then that of this tensor's amax to the given scale.
+        guard: False leaves out the rule that a zero or infinite amax has scale 1, as kernels do that lack it: an
+            all-zero tile then has scale Inf and NaN codes.
+        stats: whether to measure.
+        heavy: whether to measure energies, moments and the depth histogram too.
+
+    Returns:
+        Codes [M, K] of fmt.dtype, scale_inv float32 [Mt, Kt], and the statistics or None.
+
+    Raises:
+        TypeError, ValueError: x, tile_shape or scale is not as said above.
+        RuntimeError: subnormal numbers are flushed to zero in this thread (CPU).
+    """
+    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, stats, heavy, dequantized=False)
+    return _untile(got.values_t.to(fmt.dtype), x), got.scale_inv, got.stats
+
+
+def quantize_dequantize(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    guard: bool = True,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+    """As `quantize`, with the dequantised operand (float32 [M, K]) in place of the codes.
+
+    Equal to `dequantize` of what `quantize` returns bit by bit; the codes themselves are never made, because the
+    values are rounded to the format's grid in float32 anyway and the cast to FP8 and back would change nothing.
+    """
+    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, stats, heavy, dequantized=True)
+    assert got.dequantized_t is not None
+    return _untile(got.dequantized_t, x), got.scale_inv, got.stats
+
+
+def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
+    """Multiply codes by their tile's scale_inv.
+
+    Args:
+        data: [M, K] of an FP8 dtype.
+        scale_inv: float32 [ceil(M/bm), ceil(K/bk)].
+        tile_shape: (bm, bk).
+
+    Returns:
+        float32 [M, K].
+    """
+    bm, bk = check_tile_shape(tile_shape)
+    num_tiles = (-(-data.shape[0] // bm), -(-data.shape[1] // bk))
+    check_scale(scale_inv, num_tiles, data)
+    check_denormals(data)
+    return _untile(tiled(data.to(torch.float32), (bm, bk)) * spread(scale_inv), data)
+
+
+def tile_scale(
+    amax: torch.Tensor, fmt: Fp8Format, power_2_scale: bool, eps: float, dtype: torch.dtype, guard: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each tile, and FP8_MAX/amax as it came out of the division.
+
+    Args:
+        amax: float32, 0 or more, Inf where an element is.
+        fmt, power_2_scale, eps, guard: as for `quantize`.
+        dtype: of the operand; its largest finite value stands in for a scale that overflows.
+    """
+    if eps > 0:
+        amax = amax.clamp_min(eps)
+    # torch.div of two tensors: a Python number over a tensor is a reciprocal and a product, other codes
+    quotient = torch.full_like(amax, fmt.max_finite).div_(amax)
+    scale = quotient
+    if guard:
+        scale = quotient.masked_fill(quotient == INF, torch.finfo(dtype).max)
+        scale.masked_fill_((amax == 0).logical_or_(amax == INF), 1.0)
+    if power_2_scale:
+        scale = scale.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    return scale, quotient
+
+
+def round_to_grid(y: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Round to the nearest value of the format, ties to even: float32 in, float32 out.
+
+    Args:
+        y: 0 … fmt.max_finite, or NaN.
+
+    Adding 2^(e + 23 − mantissa bits) to a number of exponent e leaves exactly the format's mantissa bits in the
+    float32 sum, rounded by the processor; below the smallest normal number the exponent stays where it is.
+    """
+    exponent = y.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32).clamp_min_(fmt.min_normal)
+    lift = 2.0 ** (23 - _MANTISSA_BITS[fmt.name])
+    return y.add(exponent, alpha=lift).sub_(exponent, alpha=lift)
+
+
+def tiled(x: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
+    """View [M, K] float32 as [Mt, bm, Kt, bk]; a copy, zero beyond the edges, where tiles are ragged."""
+    (rows, columns), (bm, bk) = x.shape, tile_shape
+    mt, kt = -(-rows // bm), -(-columns // bk)
+    if mt * bm != rows or kt * bk != columns:
+        x = F.pad(x, (0, kt * bk - columns, 0, mt * bm - rows))
+    return x.contiguous().view(mt, bm, kt, bk)
+
+
+def spread(per_tile: torch.Tensor) -> torch.Tensor:
+    """View [Mt, Kt] so that it broadcasts over [Mt, bm, Kt, bk]."""
+    return per_tile[:, None, :, None]
+
+
+def _untile(values_t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Undo `tiled`: contiguous [M, K]."""
+    mt, bm, kt, bk = values_t.shape
+    return values_t.view(mt * bm, kt * bk)[: x.shape[0], : x.shape[1]].contiguous()
+
+
+def _quantize(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    given: torch.Tensor | None,
+    guard: bool,
+    stats: bool,
+    heavy: bool,
+    dequantized: bool,
+) -> _Quantized:
+    tile_shape = check_tile_shape(tile_shape)
+    check_operand(x)
+    check_denormals(x)
+    x_t = tiled(x.detach().to(torch.float32), tile_shape)
+    magnitude_t = x_t.abs()
+    amax = magnitude_t.amax((1, 3))
+    # Asking costs nothing on a CPU. On other devices it would wait for the device: there the careful way is taken.
+    finite = x.is_cpu and bool((amax < INF).all())
+    if not finite:
+        amax = magnitude_t.nan_to_num(0.0, posinf=INF).amax((1, 3))
+    scale, quotient = tile_scale(amax, fmt, power_2_scale, eps, x.dtype, guard)
+    if given is not None:
+        scale = check_scale(given, (amax.shape[0], amax.shape[1]), x)
+    scale_inv = torch.ones_like(scale).div_(scale)
+
+    y_t = magnitude_t * spread(scale)
+    plain = finite and guard and given is None
+    saturated = reference_stats.saturated(y_t, magnitude_t, fmt) if stats and not plain else None
+    rounded_t = round_to_grid(y_t.clamp_(max=fmt.max_finite), fmt)
+    values_t = torch.copysign(rounded_t, x_t)
+    if not plain:
+        values_t.masked_fill_(rounded_t.isnan(), float("nan"))  # one NaN code, whatever sign came in
+    dequantized_t = values_t * spread(scale_inv) if dequantized or (stats and heavy) else None
+    if not stats:
+        return _Quantized(values_t, scale_inv, dequantized_t, None)
+    measured = reference_stats.measure(
+        reference_stats.Operand(
+            x_t, magnitude_t, rounded_t, dequantized_t if heavy else None, amax, scale, scale_inv, quotient, saturated
+        ),
+        (x.shape[0], x.shape[1]),
+        tile_shape,
+        fmt,
+        power_2_scale,
+        eps,
+    )
+    return _Quantized(values_t, scale_inv, dequantized_t, measured)

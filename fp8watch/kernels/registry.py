@@ -1,0 +1,134 @@
+"""Which backend quantises: found by name, probed, and never swapped in silence.
+
+A backend is one module of `fp8watch.kernels` with the functions of `Backend`. Its `probe` says in words why it
+cannot serve a device. `resolve(None, device)` takes the first in the order of speed that can; a name that was
+asked for explicitly is used or refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from fp8watch.formats import Fp8Format
+    from fp8watch.quantize.stats import TileStats
+
+_LOG = logging.getLogger("fp8watch.kernels")
+
+BACKEND_NAMES: tuple[str, ...] = ("triton", "cpu", "reference")
+"""Every name, the fastest first: the order in which AUTO tries them."""
+
+_DEVICES: dict[str, tuple[str, ...]] = {"triton": ("cuda",), "cpu": ("cpu",)}  # not listed: any device
+_said: set[tuple[str, str]] = set()
+
+
+class Backend(Protocol):
+    """The functions that a backend's module has. `fp8watch.kernels.reference` documents them and is their judge."""
+
+    NAME: str
+
+    def probe(self, device: torch.device) -> str | None:
+        """Return why this backend cannot serve the device, or None when it can."""
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        tile_shape: tuple[int, int],
+        fmt: Fp8Format,
+        power_2_scale: bool,
+        eps: float,
+        *,
+        scale: torch.Tensor | None = None,
+        guard: bool = True,
+        stats: bool = True,
+        heavy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+        """Return the codes, scale_inv and, when asked for, the statistics."""
+
+    def quantize_dequantize(
+        self,
+        x: torch.Tensor,
+        tile_shape: tuple[int, int],
+        fmt: Fp8Format,
+        power_2_scale: bool,
+        eps: float,
+        *,
+        scale: torch.Tensor | None = None,
+        guard: bool = True,
+        stats: bool = True,
+        heavy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+        """As `quantize`, with what the codes stand for (float32) in place of the codes."""
+
+    def dequantize(self, data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
+        """Return the codes' values times scale_inv, float32."""
+
+
+def _module_name(name: str) -> str:
+    return f"fp8watch.kernels.{name}"
+
+
+def _reason(name: str, device: torch.device) -> str | None:
+    """Why the backend cannot serve the device, or None."""
+    devices = _DEVICES.get(name)
+    if devices is not None and device.type not in devices:
+        return f"serves {' and '.join(devices)} tensors, not {device.type}"
+    if importlib.util.find_spec(_module_name(name)) is None:
+        return "not part of this version"
+    return _load(name).probe(device)
+
+
+def _load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(_module_name(name)))
+
+
+def available(device: torch.device | str = "cpu") -> dict[str, str | None]:
+    """Return every backend's name with the reason why it cannot serve the device, None for those that can."""
+    device = torch.device(device)
+    return {name: _reason(name, device) for name in BACKEND_NAMES}
+
+
+def resolve(name: str | None, device: torch.device | str) -> Backend:
+    """Return the backend of that name, or the fastest that can serve the device.
+
+    Args:
+        name: one of BACKEND_NAMES, or None for the fastest available. With None a faster backend that was passed
+            over is told once per device type, in the log "fp8watch.kernels".
+        device: where the operand lies.
+
+    Raises:
+        ValueError: the name is unknown, or that backend cannot serve the device; the message says which can.
+    """
+    device = torch.device(device)
+    if name is not None:
+        reason = _reason(name, device) if name in BACKEND_NAMES else "no backend has that name"
+        if reason is None:
+            return _load(name)
+        raise ValueError(f"backend={name!r} cannot be used: {reason}. {_choices(device)}")
+    for candidate in BACKEND_NAMES:
+        reason = _reason(candidate, device)
+        if reason is None:
+            return _load(candidate)
+        _say_once(candidate, device, reason)
+    raise ValueError(f"no backend can serve {device.type} tensors. {_choices(device)}")
+
+
+def _say_once(name: str, device: torch.device, reason: str) -> None:
+    if device.type not in _DEVICES.get(name, (device.type,)) or (name, device.type) in _said:
+        return  # a backend for other devices is no loss
+    _said.add((name, device.type))
+    # What this version does not have is no surprise; what is here and does not work is one.
+    level = logging.INFO if reason == "not part of this version" else logging.WARNING
+    _LOG.log(level, "backend %r passed over for %s tensors: %s", name, device.type, reason)
+
+
+def _choices(device: torch.device) -> str:
+    reasons = available(device)
+    usable = ", ".join(repr(n) for n, reason in reasons.items() if reason is None) or "none"
+    refused = "; ".join(f"{n!r}: {reason}" for n, reason in reasons.items() if reason is not None)
+    return f"Available for {device.type} tensors: {usable}; not available: {refused}. backend=None takes the best."

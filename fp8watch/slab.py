@@ -1,0 +1,133 @@
+"""The site slab: one row per site on the device, merged call by call over a step's micro-batches.
+
+Upstream:   fp8watch.quantize.stats     Downstream: fp8watch_agent.record
+Shapes:     TileStats -> one uint8 buffer [capacity, ROW.itemsize]     Thread: training
+
+The buffer keeps its address for its whole life, and nothing here reads it back but `copy_rows`: a CUDA graph may
+capture `accumulate`. A row has the layout of `fp8watch_agent.record.ROW`, and merging has the meaning of
+`fp8watch_agent.record.merge_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, empty_rows
+
+if TYPE_CHECKING:
+    from fp8watch.quantize.stats import TileStats
+
+_TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
+
+
+class _RowViews(NamedTuple):
+    """One row by section."""
+
+    energies: torch.Tensor
+    noise_max: torch.Tensor
+    counts: torch.Tensor
+    counts_and_depth: torch.Tensor
+    tiles: torch.Tensor
+    maxima: torch.Tensor
+    minima: torch.Tensor
+    amax_max: torch.Tensor
+    worst_tile: torch.Tensor
+    noise_tile: torch.Tensor
+    firsts: torch.Tensor  # off_scale_tile, row and column of first_nonfinite
+    first_call: torch.Tensor  # call of first_nonfinite
+    order: torch.Tensor
+    measured: torch.Tensor
+
+
+class Slab:
+    """Rows of ROW on a device, each the sketch of one site in the running step.
+
+    Args:
+        capacity: number of rows.
+        device: where the operands are quantised.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: must be at least 1 row, one for each site")
+        self.capacity = capacity
+        self.device = torch.device(device)
+        defaults = torch.from_numpy(empty_rows(1).view(np.uint8).reshape(1, ROW.itemsize))
+        self._defaults = defaults.to(self.device)
+        self.buffer = self._defaults.repeat(capacity, 1)
+        self._views: dict[int, _RowViews] = {}
+
+    def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
+        """Merge one quantisation into a row.
+
+        Args:
+            row: 0 … capacity − 1.
+            stats: of the call, on this device.
+            call_order: index of the call in the step's order of execution; kept as `order` for the first call of a
+                row and as the third number of `first_nonfinite`.
+        """
+        into = self._views.get(row) or self._row_views(row)
+        call = stats.sections()
+        torch.where(call.maxima[0] > into.amax_max, call.worst_tile, into.worst_tile, out=into.worst_tile)
+        if call.energies is None or call.noise_max is None or call.noise_tile is None:
+            into.counts.add_(call.counts)
+        else:
+            torch.where(call.noise_max > into.noise_max, call.noise_tile, into.noise_tile, out=into.noise_tile)
+            torch.maximum(into.noise_max, call.noise_max, out=into.noise_max)
+            into.energies.add_(call.energies)
+            into.counts_and_depth.add_(call.counts)
+        into.tiles.add_(call.tiles)
+        torch.maximum(into.maxima, call.maxima, out=into.maxima)
+        torch.minimum(into.minima, call.minima, out=into.minima)
+        # A coordinate is −1 as a whole or not at all, so element by element is the same as field by field.
+        fresh = into.firsts < 0
+        torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
+        into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
+        into.order.masked_fill_(into.order < 0, call_order)
+        into.measured.bitwise_or_(call.measured)
+
+    def copy_rows(self) -> npt.NDArray[np.void]:
+        """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
+        host = self.buffer.cpu().numpy()
+        return host.reshape(-1).view(ROW).copy()
+
+    def clear(self) -> None:
+        """Set every row to the defaults, in place."""
+        self.buffer.copy_(self._defaults.expand(self.capacity, -1))
+
+    def _row_views(self, row: int) -> _RowViews:
+        """Typed views of one row, derived from the offsets of FIELDS and kept: the address never changes."""
+        if not 0 <= row < self.capacity:
+            raise ValueError(f"row={row}: must be 0 … {self.capacity - 1}; the slab has {self.capacity} rows")
+        views = self._views[row] = _RowViews(
+            energies=self._span(row, "signal_energy", "moment4"),
+            noise_max=self._span(row, "tile_noise_ratio_max"),
+            counts=self._span(row, "num_elements", "num_inf"),
+            counts_and_depth=self._span(row, "num_elements", "depth_hist"),
+            tiles=self._span(row, "num_tiles", "amax_hist"),
+            maxima=self._span(row, "amax_max", "scale_ratio_max"),
+            minima=self._span(row, "amax_min_nonzero", "scale_ratio_min"),
+            amax_max=self._span(row, "amax_max"),
+            worst_tile=self._span(row, "worst_tile"),
+            noise_tile=self._span(row, "noise_tile"),
+            firsts=self._span(row, "off_scale_tile", "first_nonfinite")[:4],
+            first_call=self._span(row, "first_nonfinite")[2:],
+            order=self._span(row, "order"),
+            measured=self._span(row, "measured"),
+        )
+        return views
+
+    def _span(self, row: int, first: str, last: str | None = None) -> torch.Tensor:
+        """Typed view [num elements] of consecutive fields, `last` included."""
+        names = [f.name for f in FIELDS]
+        fields = FIELDS[names.index(first) : names.index(last or first) + 1]
+        if len({(f.dtype, f.merge) for f in fields}) != 1:
+            raise ValueError(f"fields {first} … {last} differ in dtype or in merging: they are not one section")
+        assert ROW.fields is not None
+        start = int(ROW.fields[first][1])
+        stop = start + sum(np.dtype(f.dtype).itemsize * f.size for f in fields)
+        return self.buffer[row, start:stop].view(_TORCH_DTYPES[FIELD_BY_NAME[first].dtype])
