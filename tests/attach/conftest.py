@@ -1,0 +1,107 @@
+"""Models and a recorder that keeps what it is handed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fp8watch_agent.record import StepPresent
+from torch import nn
+
+import fp8watch
+import fp8watch.attach as attach_module
+
+
+class Kept:
+    """What the Recorder was handed, in place of a sender."""
+
+    def __init__(self, settings, session, *_, **__):
+        self.settings, self.session = settings, session
+        self.sites, self.steps, self.maps, self.closed = [], [], [], 0
+
+    def register_sites(self, sites):
+        self.sites += sites
+
+    def record_step(self, step, site_ids, rows, logs, batch_id):
+        self.steps.append((np.array(step), np.array(site_ids), rows.copy(), dict(logs), batch_id))
+
+    def record_tile_maps(self, maps):
+        self.maps += maps
+
+    def wanted_captures(self):
+        return frozenset()
+
+    def set_overhead_ratio(self, ratio):
+        self.overhead = ratio
+
+    def flush(self, timeout_s):
+        return True
+
+    def close(self, timeout_s=2.0):
+        self.closed += 1
+
+    # what tests ask
+
+    def step(self, i):
+        header, ids, rows, *_ = self.steps[i]
+        by_id = {s.id: s for s in self.sites}
+        return header, {(by_id[int(n)].module, by_id[int(n)].operand, by_id[int(n)].direction): rows[k] for k, n in enumerate(ids)}
+
+    def losses(self):
+        return [float(h["loss"]) if int(h["present"]) & StepPresent.LOSS else None for h, *_ in self.steps]
+
+
+@pytest.fixture
+def attach(monkeypatch, tmp_path):
+    """`fp8watch.attach` with a kept recorder; every watch is detached at the end."""
+    monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
+    monkeypatch.setattr(attach_module, "Recorder", Kept)
+    made = []
+
+    def run(model, **kwargs):
+        kwargs.setdefault("overhead_budget", None)
+        watch = fp8watch.attach(model, **kwargs)
+        made.append(watch)
+        return watch
+
+    yield run
+    for watch in made:
+        watch.detach()
+
+
+class Mlp(nn.Module):
+    """Two Linears and a head; returns a 0-d loss."""
+
+    def __init__(self, dim=64, bias=True):
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim, bias=bias)
+        self.down = nn.Linear(2 * dim, dim, bias=bias)
+        self.lm_head = nn.Linear(dim, 16)
+
+    def forward(self, x):
+        return self.lm_head(self.down(torch.relu(self.up(x)))).pow(2).mean()
+
+
+@pytest.fixture
+def mlp():
+    torch.manual_seed(0)
+    return Mlp()
+
+
+def train(model, steps=3, lr=1e-2, seed=1, batch=32, dim=64, optimizer=None):
+    """Plain training; returns the losses."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
+    g = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(batch, dim, generator=g))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.fixture(name="train")
+def train_fixture():
+    return train
