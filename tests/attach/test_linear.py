@@ -1,0 +1,157 @@
+"""A Linear on the FP8 path: what it computes, and that nothing around it notices."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8watch.formats import E4M3
+from fp8watch.kernels import reference
+
+
+def qdq(x, tile):
+    return reference.quantize_dequantize(x, tile, E4M3, True, 0.0, stats=False)[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64), (64,)])
+def test_three_gemms_are_those_of_the_specification(attach, bias, shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=bias))
+    x = torch.randn(shape, requires_grad=True)
+    grad = torch.randn(*shape[:-1], 48)
+    attach(model)
+    y = model(x)
+    y.backward(grad)
+    x2, g2, w = x.detach().reshape(-1, 64), grad.reshape(-1, 48), model[0].weight.detach()
+    want = qdq(x2, (1, 128)) @ qdq(w, (128, 128)).t()
+    want = want + model[0].bias.detach() if bias else want
+    assert torch.equal(y.detach().reshape(-1, 48), want)
+    assert torch.equal(x.grad.reshape(-1, 64), qdq(g2, (1, 128)) @ qdq(w, (128, 128)))
+    assert torch.equal(model[0].weight.grad, qdq(g2, (128, 1)).t() @ qdq(x2, (128, 1)))
+    if bias:
+        assert torch.allclose(model[0].bias.grad, g2.sum(0))
+
+
+def test_an_empty_batch_is_as_empty_as_before(attach):
+    model = nn.Sequential(nn.Linear(64, 48))
+    attach(model)
+    x = torch.zeros(0, 64, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (0, 48)
+    assert torch.equal(model[0].weight.grad, torch.zeros(48, 64))
+
+
+def test_autocast_gives_the_dtype_of_a_plain_linear(attach):
+    model = nn.Sequential(nn.Linear(64, 48))
+    x = torch.randn(32, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(x)
+        attach(model)
+        y = model(x)
+        y.sum().backward()
+    assert y.dtype == plain.dtype == torch.bfloat16
+    assert model[0].weight.grad.dtype == torch.float32
+    assert (y.float() - plain.float()).abs().max() < 0.2
+
+
+def test_frozen_weights_and_inputs_without_grad(attach):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    watch = attach(model)
+    model(torch.randn(32, 64)).sum().backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    assert model[0].weight.grad is None
+    assert model[0].bias.grad is not None
+    assert ("0", "grad_output", "columnwise") not in rows
+    assert ("0", "grad_output", "rowwise") not in rows
+    assert ("1", "grad_output", "rowwise") in rows
+
+
+def test_detach_puts_everything_back(attach, mlp):
+    before = {k: v.clone() for k, v in mlp.state_dict().items()}
+    identities = {k: id(p) for k, p in mlp.named_parameters()}
+    classes = [type(m) for m in mlp.modules()]
+    watch = attach(mlp)
+    assert {k: id(p) for k, p in mlp.named_parameters()} == identities
+    assert list(mlp.state_dict()) == list(before)
+    assert isinstance(mlp.up, nn.Linear)
+    watch.detach()
+    watch.detach()
+    assert [type(m) for m in mlp.modules()] == classes
+    assert not [k for m in mlp.modules() for k in m.__dict__ if "fp8watch" in k]
+    assert all(torch.equal(v, before[k]) for k, v in mlp.state_dict().items())
+    x = torch.randn(4, 64)
+    assert torch.equal(mlp.up(x), F.linear(x, mlp.up.weight, mlp.up.bias))
+
+
+def test_copies_and_pickles_are_plain(attach, mlp):
+    attach(mlp)
+    twin = copy.deepcopy(mlp)
+    assert type(twin.up) is nn.Linear
+    assert type(pickle.loads(pickle.dumps(mlp.up))) is nn.Linear
+    file = io.BytesIO()
+    torch.save(mlp.state_dict(), file)
+    file.seek(0)
+    mlp.load_state_dict(torch.load(file))
+
+
+def test_compile_makes_one_graph_and_the_same_numbers(attach, train):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    compiled = copy.deepcopy(eager)
+    watches = [attach(eager), attach(compiled)]
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64)
+    for model, call in ((eager, eager), (compiled, run)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            call(x).pow(2).mean().backward()
+            optimizer.step()
+    assert torch.equal(eager[0].weight, compiled[0].weight)
+    a, b = (w._recorder.step(2)[1] for w in watches)
+    assert a.keys() == b.keys()
+    assert all(a[k]["num_elements"] == b[k]["num_elements"] and a[k]["amax_max"] == b[k]["amax_max"] for k in a)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_not_counted_twice(attach, reentrant):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    watch = attach(model)
+    x = torch.randn(32, 64, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    assert {k[1]: int(r["num_calls"]) for k, r in rows.items()} == {"input": 1, "weight": 1, "grad_output": 1}
+
+
+def test_evaluation_computes_in_fp8_and_counts_nothing(attach, mlp):
+    watch = attach(mlp)
+    mlp.eval()
+    with torch.no_grad():
+        mlp(torch.randn(32, 64))
+    mlp.train()
+    mlp(torch.randn(32, 64)).backward()
+    watch.step()
+    assert {int(r["num_calls"]) for r in watch._recorder.step(0)[1].values()} == {1}
+
+
+def test_two_forwards_before_a_backward(attach):
+    model = nn.Sequential(nn.Linear(64, 64))
+    watch = attach(model)
+    a, b = model(torch.randn(32, 64)), model(torch.randn(16, 64))
+    (a.sum() + b.sum()).backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    assert int(rows["0", "input", "rowwise"]["num_elements"]) == 48 * 64
+    assert int(rows["0", "grad_output", "rowwise"]["num_calls"]) == 2

@@ -1,0 +1,79 @@
+"""The observer changes no number and never raises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fp8watch import slab
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_observe_leaves_every_number_bitwise_as_it_was(attach, mlp, train):
+    twin = copy.deepcopy(mlp)
+    plain = train(twin, steps=5)
+    watch = attach(mlp, recipe="observe")
+    assert train(mlp, steps=5) == plain
+    assert all(torch.equal(a, b) for a, b in zip(weights(mlp), weights(twin), strict=True))
+    assert len(watch._recorder.steps) == 5
+    assert len(watch._recorder.step(0)[1]) == 10 - 1  # the first input has no gradient: its dgrad does not exist
+
+
+def test_statistics_change_no_number(attach, mlp, train, monkeypatch):
+    twin = copy.deepcopy(mlp)
+    attach(mlp, tile_maps="all")
+    watched = train(mlp, steps=5)
+    monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
+    silent = attach(twin)
+    assert train(twin, steps=5) == watched
+    assert all(torch.equal(a, b) for a, b in zip(weights(mlp), weights(twin), strict=True))
+    assert silent._recorder is None
+
+
+def test_the_kill_switch_leaves_the_model_untouched(attach, mlp, monkeypatch):
+    monkeypatch.setenv("FP8WATCH_DISABLED", "1")
+    watch = attach(mlp)
+    assert type(mlp.up) is torch.nn.Linear
+    watch.log(loss=1.0)
+    watch.step()
+    watch.detach()
+    assert watch.summary()["num_steps"] == 0
+
+
+@pytest.mark.parametrize("place", ["accumulate", "copy_rows", "clear"])
+def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, train, monkeypatch, place):
+    twin = copy.deepcopy(mlp)
+    attach(twin)
+    want = train(twin, steps=4)
+
+    def broken(*_args, **_kwargs):
+        raise OSError("planted")
+
+    watch = attach(mlp)
+    monkeypatch.setattr(slab.Slab, place, broken)
+    assert train(mlp, steps=4) == want
+    assert sum(watch.guard.errors.values()) >= 4
+
+
+@pytest.mark.parametrize("method", ["record_step", "register_sites", "record_tile_maps", "close", "wanted_captures"])
+def test_an_agent_that_raises_does_not_reach_training(attach, mlp, train, method):
+    watch = attach(mlp, tile_maps="all")
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("planted")
+
+    setattr(watch._recorder, method, broken)
+    train(mlp, steps=3)
+    watch.detach()
+    assert sum(watch.guard.errors.values()) >= 1
+
+
+def test_the_users_own_exceptions_pass(attach, mlp):
+    attach(mlp)
+    with pytest.raises(RuntimeError, match="mat1 and mat2|shape"):
+        mlp(torch.randn(3, 63))

@@ -1,0 +1,78 @@
+"""Two ranks make one run, and DDP does not notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+
+from fp8watch.identity import identify
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys, torch, torch.distributed as dist, fp8watch
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    watch = fp8watch.attach(model)
+    ddp = DDP(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        opt.zero_grad()
+        ddp(torch.randn(16, 64)).pow(2).mean().backward()
+        opt.step()
+    s = watch.summary()
+    print("RESULT", s["run_id"], s["session"], s["rank"], s["num_steps"], float(model[0].weight.sum()))
+    watch.detach()
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_two_ranks_are_one_run(tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FP8WATCH", "TORCHELASTIC"))}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "FP8WATCH_SPOOL_DIR": str(tmp_path), "WORLD_SIZE": "2"}
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        env["MASTER_PORT"] = str(s.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in (0, 1)
+    ]
+    results = []
+    for p in ranks:
+        out, err = p.communicate(timeout=120)
+        assert p.returncode == 0, err
+        results.append(next(line for line in out.splitlines() if line.startswith("RESULT")).split())
+    (run_a, session_a, rank_a, steps_a, sum_a), (run_b, session_b, rank_b, steps_b, sum_b) = (r[1:] for r in results)
+    assert run_a == run_b
+    assert session_a != session_b
+    assert {rank_a, rank_b} == {"0", "1"}
+    assert steps_a == steps_b == "3"
+    assert sum_a == sum_b
+
+
+def test_the_launchers_id_comes_first():
+    assert identify({"FP8WATCH_RUN": "mine", "SLURM_JOB_ID": "7"}).run_id == "mine"
+    assert identify({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}).run_id == "7"
+    local = identify({})
+    assert (local.source, local.rank, local.world_size) == ("local", 0, 1)
+
+
+def test_many_ranks_without_a_common_id_warn_once():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        identify({"RANK": "1", "WORLD_SIZE": "4"})
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="FP8WATCH_RUN"):
+        identify({"FP8WATCH_RUN": "a/b"})

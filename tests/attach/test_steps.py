@@ -1,0 +1,176 @@
+"""When a step ends, and what it carries."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from fp8watch_agent.record import StepStatus
+from torch import nn
+
+
+def steps(watch):
+    return [(int(h["step"]), StepStatus(int(h["status"])).name) for h, *_ in watch._recorder.steps]
+
+
+def test_steps_are_noticed_without_being_told(attach, mlp, train):
+    watch = attach(mlp, start_step=100)
+    losses = train(mlp, steps=4, lr=0.5)
+    assert steps(watch) == [(100, "OK"), (101, "OK"), (102, "OK"), (103, "OK")]
+    assert watch._recorder.losses() == pytest.approx(losses, rel=1e-6)
+    assert {float(h["lr"]) for h, *_ in watch._recorder.steps} == {0.5}
+
+
+def test_micro_batches_are_one_step(attach, mlp):
+    watch = attach(mlp)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = mlp(torch.randn(32, 64))
+        (loss / 3).backward()
+        losses.append(float(loss.detach()))
+    optimizer.step()
+    assert steps(watch) == [(0, "OK")]
+    _, rows = watch._recorder.step(0)
+    assert {int(r["num_calls"]) for r in rows.values()} == {3}
+    assert watch._recorder.losses() == pytest.approx([np.mean(losses)], rel=1e-6)
+
+
+def test_an_optimizer_of_something_else_ends_nothing(attach, mlp):
+    watch = attach(mlp)
+    other = nn.Linear(16, 16)
+    stranger = torch.optim.SGD(other.parameters(), lr=0.1)
+    mlp(torch.randn(32, 64)).backward()
+    other(torch.randn(4, 16)).sum().backward()
+    stranger.step()
+    assert steps(watch) == []
+
+
+def test_an_optimizer_step_without_a_backward_ends_nothing(attach, mlp, train):
+    watch = attach(mlp)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    optimizer.step()
+    train(mlp, steps=1, optimizer=optimizer)
+    optimizer.step()
+    assert steps(watch) == [(0, "OK")]
+
+
+def test_two_optimizers_end_one_step_together(attach, mlp):
+    watch = attach(mlp)
+    a = torch.optim.SGD(mlp.up.parameters(), lr=0.1)
+    b = torch.optim.SGD(mlp.down.parameters(), lr=0.1)
+    for _ in range(4):
+        mlp(torch.randn(32, 64)).backward()
+        a.step()
+        b.step()
+    assert [s for _, s in steps(watch)] == ["OK"] * 4
+
+
+def test_a_step_that_gradscaler_skips_is_skipped(attach, mlp):
+    watch = attach(mlp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1, foreach=False)
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        loss = mlp(torch.randn(32, 64)) * (math.inf if bad else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [s for _, s in steps(watch)] == ["OK", "SKIPPED", "OK"]
+    assert float(watch._recorder.steps[-1][0]["loss_scale"]) == 8.0
+
+
+def test_a_loop_without_a_torch_optimizer_says_step(attach, mlp):
+    watch = attach(mlp)
+    for n in (5, 6):
+        mlp(torch.randn(32, 64)).backward()
+        watch.log(loss=torch.tensor(2.0), grad_norm=3, max_attention_logit=7.0, batch_id="b1")
+        watch.step(n)
+    assert [n for n, _ in steps(watch)] == [5, 6]
+    header, _, _, logs, batch_id = watch._recorder.steps[0]
+    assert (float(header["loss"]), float(header["grad_norm"])) == (2.0, 3.0)
+    assert logs == {"max_attention_logit": 7.0}
+    assert batch_id == "b1"
+
+
+def test_an_exception_inside_the_context_sends_the_dying_step(attach, mlp):
+    watch = attach(mlp)
+    with pytest.raises(ZeroDivisionError), watch:
+        mlp(torch.randn(32, 64)).backward()
+        raise ZeroDivisionError
+    assert steps(watch) == [(0, "ABORTED")]
+
+
+def test_non_finite_losses_are_kept_as_they_are(attach, mlp):
+    watch = attach(mlp)
+    for value in (math.nan, math.inf, -math.inf):
+        mlp(torch.randn(32, 64)).backward()
+        watch.log(loss=value)
+        watch.step()
+    assert str(watch._recorder.losses()) == "[nan, inf, -inf]"
+
+
+def test_a_missing_loss_is_absent_and_said_once(attach, capsys):
+    model = nn.Sequential(nn.Linear(64, 64))
+    watch = attach(model)
+    for _ in range(25):
+        model(torch.randn(32, 64)).sum().backward()
+        watch.step()
+    assert watch._recorder.losses() == [None] * 25
+    assert capsys.readouterr().err.count("loss not seen") == 1
+
+
+def test_an_inf_shows_where_it_is(attach, mlp):
+    watch = attach(mlp)
+    x = torch.randn(200, 64)
+    x[130, 7] = math.inf
+    mlp(x).backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    row = rows["up", "input", "rowwise"]
+    assert (int(row["num_inf"]), int(row["num_sentinel_tiles"])) == (1, 1)
+    assert list(row["first_nonfinite"][:2]) == [130, 7]
+    captured = {m.site for m in watch._recorder.maps}
+    by_id = {s.id: s for s in watch._recorder.sites}
+    assert ("up", "input") in {(by_id[i].module, by_id[i].operand) for i in captured}
+
+
+def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path):
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, torch, fp8watch
+        import fp8watch.attach as module
+        class Kept:
+            def __init__(self, *a, **k): pass
+            def register_sites(self, sites): pass
+            def record_step(self, step, ids, rows, logs, batch): print("status", int(step["status"]), flush=True)
+            def record_tile_maps(self, maps): pass
+            def wanted_captures(self): return frozenset()
+            def close(self, timeout_s=2.0): print("closed", flush=True)
+        sys.modules["fp8watch.attach"].Recorder = Kept
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        watch = sys.modules["fp8watch.attach"].attach(model)
+        model(torch.randn(8, 32)).sum().backward()
+        if sys.argv[1] == "raise":
+            raise ValueError("mine")
+        os.kill(os.getpid(), signal.SIGTERM)
+        """
+    )
+    for how, code in (("raise", 1), ("term", -15)):
+        got = subprocess.run(
+            [sys.executable, "-c", script, how], capture_output=True, text=True, env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)}
+        )
+        assert got.returncode == code, got.stderr
+        assert got.stdout.split("\n")[:2] == ["status 2", "closed"]
+    assert "ValueError: mine" in got.stderr or how == "term"
+
+
+def _env():
+    import os
+
+    return dict(os.environ)
