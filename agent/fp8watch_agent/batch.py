@@ -1,0 +1,188 @@
+"""Frames of the ring become the bodies of batches: which steps go together, and how a body is halved.
+
+Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.wire, fp8watch_agent.sender, fp8watch_agent.sync
+Shapes:     frames of one step each -> one parcel: (kind, seq, body, number of records)
+Thread:     sender
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+
+from .record import TileMap
+from .ring_file import Frame
+from .session import Session
+from .wire import (
+    MAX_HEADER_BYTES,
+    Header,
+    decode_batch,
+    decode_tile_maps,
+    encode_batch,
+    encode_tile_maps,
+    rows_of,
+)
+
+MAX_BATCH_STEPS = 256
+MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become columns of the header
+MAX_RAW_BYTES = 8 << 20
+SPLIT_SHIFT = 48  # a part of a split batch keeps the parent's seq below, and its place in the tree of halves above
+MAX_SPLIT_PATH = 1 << (63 - SPLIT_SHIFT)
+
+
+class Kind(IntEnum):
+    """What a body is."""
+
+    BATCH = 1
+    MAPS = 2
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One body under one key. The same key always carries the same bytes."""
+
+    kind: Kind
+    seq: int
+    body: bytes
+    amount: int  # records, or tile maps
+    end: int = 0  # ring position behind its last frame; 0 when it does not come from the ring
+    frames_to: int = 0
+
+
+class BatchBuilder:
+    """Collects frames until the next one does not fit."""
+
+    def __init__(self, session: Session, max_records: int) -> None:
+        self._session = session
+        self._max_records = max_records
+        self.frames: list[Frame] = []
+        self.num_records = 0
+        self._raw_bytes = 0
+        self._extra_bytes = 0
+
+    def fits(self, frame: Frame) -> bool:
+        """A batch ascends in steps and stays within its limits; a single frame always fits."""
+        if not self.frames:
+            return True
+        first, last = self.frames[0].steps["step"][0], self.frames[-1].steps["step"][0]
+        step = frame.steps["step"][0]
+        return bool(
+            len(self.frames) < MAX_BATCH_STEPS
+            and last < step
+            and step - first < 1 << 32
+            and self.num_records + frame.num_records <= self._max_records
+            and self._raw_bytes + frame.rows.nbytes <= MAX_RAW_BYTES
+            and self._extra_bytes + frame.num_extra_bytes <= MAX_EXTRA_BYTES
+        )
+
+    def add(self, frame: Frame) -> None:
+        """Take a frame that `fits`."""
+        self.frames.append(frame)
+        self.num_records += frame.num_records
+        self._raw_bytes += frame.rows.nbytes
+        self._extra_bytes += frame.num_extra_bytes
+
+    def build(self, seq: int, clock: float, health: dict[str, float]) -> Parcel:
+        """The collected frames as one body.
+
+        Raises:
+            WireError, ValueError: they cannot be encoded.
+        """
+        frames = self.frames
+        steps = np.concatenate([f.steps for f in frames])
+        header = Header(
+            run=self._session.run_id,
+            session=self._session.session,
+            rank=self._session.rank,
+            seq=seq,
+            step0=int(steps["step"][0]),
+            num_steps=len(steps),
+            num_records=self.num_records,
+            clock=clock,
+            health=health,
+            logs=_columns_of_logs(frames),
+            batch_ids=[f.batch_id for f in frames] if any(f.batch_id is not None for f in frames) else [],
+        )
+        if len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES:  # thousands of different names, each given once
+            header = msgspec.structs.replace(header, logs={})
+        step = np.repeat(steps["step"], [f.num_records for f in frames])
+        site = np.concatenate([f.site_ids for f in frames])
+        rows = np.concatenate([f.rows for f in frames])
+        body = encode_batch(header, steps, step, site, rows)
+        return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1)
+
+
+def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:
+    names: dict[str, None] = {}
+    for f in frames:
+        names.update(dict.fromkeys(f.logs))
+    return {name: [f.logs.get(name) for f in frames] for name in names}
+
+
+def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iterable[BatchBuilder]:
+    """Frames grouped in the order in which they come."""
+    builder = BatchBuilder(session, max_records)
+    for frame in frames:
+        if not builder.fits(frame):
+            yield builder
+            builder = BatchBuilder(session, max_records)
+        builder.add(frame)
+    if builder.frames:
+        yield builder
+
+
+def maps_parcel(session: Session, seq: int, maps: list[TileMap]) -> Parcel:
+    """Tile maps as one body."""
+    body = encode_tile_maps(session.run_id, session.session, session.rank, seq, maps)
+    return Parcel(Kind.MAPS, seq, body, len(maps))
+
+
+def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
+    """Two halves of a body that the collector finds too large: by steps, then by records. None: it cannot be halved.
+
+    Keys and bytes follow from the parent alone, so that whoever sends the parent again makes the same halves.
+    """
+    path = (parcel.seq >> SPLIT_SHIFT) or 1
+    if path * 2 + 1 >= MAX_SPLIT_PATH:
+        return None
+    base = parcel.seq & ((1 << SPLIT_SHIFT) - 1)
+    seqs = [((path * 2 + k) << SPLIT_SHIFT) | base for k in range(2)]
+    if parcel.kind == Kind.MAPS:
+        got = decode_tile_maps(parcel.body)
+        if len(got.maps) < 2:
+            return None
+        middle = len(got.maps) // 2
+        left, right = (
+            Parcel(Kind.MAPS, seq, encode_tile_maps(got.run, got.session, got.rank, seq, maps), len(maps))
+            for seq, maps in zip(seqs, (got.maps[:middle], got.maps[middle:]), strict=True)
+        )
+        return left, right
+    batch = decode_batch(parcel.body)
+    rows, header, num_steps = rows_of(batch), batch.header, len(batch.steps)
+    if num_steps > 1:
+        cut = batch.steps["step"][num_steps // 2]
+        takes = [(slice(None, num_steps // 2), batch.step < cut), (slice(num_steps // 2, None), batch.step >= cut)]
+    elif len(rows) > 1:
+        place = np.arange(len(rows))
+        takes = [(slice(None), place < len(rows) // 2), (slice(None), place >= len(rows) // 2)]
+    else:
+        return None
+    halves = []
+    for seq, (of_steps, of_rows) in zip(seqs, takes, strict=True):
+        steps = batch.steps[of_steps]
+        part = msgspec.structs.replace(
+            header,
+            seq=seq,
+            step0=int(steps["step"][0]),
+            num_steps=len(steps),
+            num_records=int(of_rows.sum()),
+            logs={name: values[of_steps] for name, values in header.logs.items()},
+            batch_ids=header.batch_ids[of_steps],
+        )
+        body = encode_batch(part, steps, batch.step[of_rows], batch.site[of_rows], rows[of_rows])
+        halves.append(Parcel(Kind.BATCH, seq, body, part.num_records))
+    return halves[0], halves[1]

@@ -1,0 +1,56 @@
+"""The one guard between the observer and its host: what fails in here is counted, and never reaches training.
+
+Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.health
+Thread:     any; nothing is written or logged on the thread that failed
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+logger = logging.getLogger("fp8watch")
+
+T = TypeVar("T")
+MAX_PLACES = 64
+
+
+class Guard:
+    """Swallows exceptions by place. KeyboardInterrupt and SystemExit are the host's, and pass.
+
+    The first error of a place is kept as text; the sender thread writes it to the log, because logging is I/O.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        self._to_log: deque[str] = deque(maxlen=MAX_PLACES)
+
+    def call(self, place: str, fn: Callable[[], T], default: T) -> T:
+        """`fn()`, or `default` where it raised."""
+        try:
+            return fn()
+        except Exception as e:  # noqa: BLE001 - this is the guard
+            self.swallow(place, e)
+            return default
+
+    def swallow(self, place: str, error: BaseException) -> None:
+        """Count an error of `place`; remember the first for the log."""
+        seen = self.errors.get(place, 0)
+        self.errors[place] = seen + 1
+        if seen == 0:
+            # repr of a hostile exception may raise itself
+            try:
+                text = f"{type(error).__name__}: {error}"
+            except Exception:  # noqa: BLE001
+                text = type(error).__name__
+            self._to_log.append(
+                f"internal error in {place}, swallowed; training is not touched: {text} "
+                "(further ones of this place are only counted)"
+            )
+
+    def emit(self) -> None:
+        """Write what is waiting to the log. Never called on the training thread while it trains."""
+        while self._to_log:
+            logger.warning("%s", self._to_log.popleft())

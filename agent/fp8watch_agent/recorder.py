@@ -1,0 +1,326 @@
+"""The recorder: where a training process hands over what it measured, and forgets about it.
+
+Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.maps, fp8watch_agent.wire, fp8watch_agent.sender
+Shapes:     one step: STEP, site ids uint64 [N], rows [N] of ROW
+Thread:     training: `record_*` copy memory and return; they never wait, never raise, and do no I/O
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .courier import Courier
+from .guard import Guard
+from .health import (
+    DROP_CLOSED,
+    DROP_MAPS_FULL,
+    DROP_REENTRANT,
+    DROP_RING_FULL,
+    DROP_RING_TOO_LARGE,
+    DROP_SPOOL_DAMAGED,
+    DROP_SPOOL_FULL,
+    Books,
+    Health,
+    Ledger,
+    merged,
+)
+from .maps import MapQueue
+from .record import ROW, STEP, Site, TileMap
+from .ring import Ring
+from .sender import Sender
+from .session import Registration, Session
+from .settings import AgentSettings
+from .spool import Spool
+from .transport import Transport
+
+logger = logging.getLogger("fp8watch")
+
+MAX_EXTRA_BYTES = 16 << 10  # logs and batch id of one step
+_CLOSE_RESERVE_S = 0.5  # of close's time, kept for writing to disk what could not be sent
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class Recorder:
+    """The agent, as the training library sees it. One thread records; any thread may ask, flush and close."""
+
+    def __init__(self, settings: AgentSettings, session: Session) -> None:
+        """Make the ring and start the sender. Touches no network in the caller's thread.
+
+        Raises:
+            ValueError: settings that cannot work.
+        """
+        self._settings = settings
+        self._session = session
+        self._guard = Guard()
+        self._registration = Registration(session)
+        self._maps = MapQueue()
+        self._directory = usable_directory(settings.spool_dir)
+        self._ring = self._make_ring()
+        spool = None
+        if self._directory is not None:
+            spool = Spool(self._directory, self._registration, settings.spool_bytes)
+        courier = None
+        if settings.collector is not None:
+            courier = Courier(
+                Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s)
+            )
+        self._gauges: dict[str, float] = {}
+        self._late = Books()  # written by the training thread: what came when nothing is taken any more
+        self._late_maps = Books()
+        self._num_steps = 0
+        self._pushing = threading.Lock()  # only ever tried, never waited for
+        self._closed = False
+        self._inert = False
+        self._sender = Sender(
+            settings, self._registration, self._ring, self._maps, spool, courier, self._guard, self._health_floats
+        )
+        _recorders.add(self)
+        self._sender.thread.start()
+
+    # --- the training thread
+
+    def register_sites(self, sites: Sequence[Site]) -> None:
+        """Hand over static facts of sites: at attach, and again when they change. Only new and changed ones travel."""
+        if self._inert or self._closed:
+            return
+        try:
+            fresh = self._registration.add(sites)
+            if fresh and not self._ring.add_sites(fresh):
+                raise OverflowError(f"{len(fresh)} sites do not fit into the ring file: sync will lack them")
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("register_sites", e)
+
+    def record_step(
+        self,
+        step: np.void | npt.NDArray[np.void],
+        site_ids: npt.NDArray[np.uint64],
+        rows: npt.NDArray[np.void],
+        logs: Mapping[str, float] | None = None,
+        batch_id: str | None = None,
+    ) -> None:
+        """Hand over one step: copied before this returns.
+
+        Args:
+            step: one STEP.
+            site_ids: [N] uint64.
+            rows: [N] of ROW.
+            logs: named numbers of this step besides those of STEP.
+            batch_id: what the caller calls its data.
+        """
+        if self._inert:
+            return
+        if self._closed or not self._pushing.acquire(blocking=False):
+            self._late.drop(DROP_CLOSED if self._closed else DROP_REENTRANT, len(rows))
+            return
+        try:
+            raw = step.tobytes()
+            if rows.dtype != ROW or len(raw) != STEP.itemsize or len(site_ids) != len(rows):
+                raise ValueError(
+                    f"{len(site_ids)} site ids, {len(rows)} rows of {rows.dtype.itemsize} bytes, a step of {len(raw)}: "
+                    f"one id a row, rows of ROW ({ROW.itemsize} bytes), one STEP ({STEP.itemsize} bytes)"
+                )
+            extra = self._pack_extra(logs, batch_id) if logs or batch_id is not None else b""
+            self._num_steps += 1
+            ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
+            self._ring.push(raw, ids, np.ascontiguousarray(rows), extra)
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("record_step", e)
+        finally:
+            self._pushing.release()
+
+    def _pack_extra(self, logs: Mapping[str, float] | None, batch_id: str | None) -> bytes:
+        """Logs as msgpack. What cannot be packed is counted, and the step goes without it."""
+        try:
+            values = {str(k): float(v) for k, v in logs.items()} if logs else {}
+            extra = msgspec.msgpack.encode((values, None if batch_id is None else str(batch_id)))
+            if len(extra) > MAX_EXTRA_BYTES:
+                raise OverflowError(f"logs of {len(extra)} bytes; {MAX_EXTRA_BYTES} a step are taken")
+            return extra
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("logs", e)
+            return b""
+
+    def record_tile_maps(self, maps: Sequence[TileMap]) -> None:
+        """Hand over full tile maps. Their arrays are kept by reference and must not be written to afterwards."""
+        if self._inert:
+            return
+        try:
+            if self._closed:
+                self._late_maps.drop(DROP_CLOSED, len(maps))
+                return
+            for tile_map in maps:
+                self._maps.push(tile_map)
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("record_tile_maps", e)
+
+    def wanted_captures(self) -> frozenset[int]:
+        """Ids of the sites whose full tile maps the collector has asked for."""
+        return frozenset(self._sender.captures)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        """A number about the agent itself, such as `overhead_ratio`; travels in the header of each batch."""
+        self._gauges[name] = float(value)
+
+    # --- any thread
+
+    def health(self) -> Health:
+        """A snapshot of the books."""
+        if self._inert:
+            return Health(state="inert")
+        sender = self._sender
+        locked = sender.lock.acquire(timeout=0.2)  # busy writing to a slow disk: a look without the lock must do
+        try:
+            return self._snapshot()
+        finally:
+            if locked:
+                sender.lock.release()
+
+    def _snapshot(self) -> Health:
+        ring, sender, spool = self._ring, self._sender, self._sender.spool
+        in_hand = sender.in_hand
+        hand = [0, 0] if in_hand is None else [in_hand.amount * (in_hand.kind == k) for k in (1, 2)]
+        full, damaged = ([0, 0], [0, 0]) if spool is None else (spool.dropped_full, spool.dropped_damaged)
+        late = sum(self._late.dropped.values())
+        records = Ledger(
+            produced=ring.pushed_records + late,
+            acknowledged=sender.records.acknowledged,
+            queued=ring.queued_records() + hand[0],
+            spooled=0 if spool is None else spool.num_records,
+            dropped=merged(
+                {DROP_RING_FULL: ring.overwritten_records + ring.torn_records},
+                {DROP_RING_TOO_LARGE: ring.too_large_records},
+                {DROP_SPOOL_FULL: full[0], DROP_SPOOL_DAMAGED: damaged[0]},
+                sender.records.dropped,
+                self._late.dropped,
+            ),
+        )
+        maps = Ledger(
+            produced=self._maps.pushed + sum(self._late_maps.dropped.values()),
+            acknowledged=sender.maps_books.acknowledged,
+            queued=len(self._maps) + hand[1],
+            spooled=0 if spool is None else spool.num_maps,
+            dropped=merged(
+                {DROP_MAPS_FULL: self._maps.dropped},
+                {DROP_SPOOL_FULL: full[1], DROP_SPOOL_DAMAGED: damaged[1]},
+                sender.maps_books.dropped,
+                self._late_maps.dropped,
+            ),
+        )
+        return Health(
+            state="closed" if self._closed else sender.state,
+            records=records,
+            maps=maps,
+            num_steps=self._num_steps,
+            num_batches=sender.num_batches,
+            num_retries=sender.num_retries,
+            num_bytes=sender.num_bytes,
+            internal_errors=dict(self._guard.errors),
+            last_error=sender.last_error,
+            gauges=dict(self._gauges),
+        )
+
+    def _health_floats(self) -> dict[str, float]:
+        return self._snapshot().as_floats()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was handed over is acknowledged (without a collector: on disk). False: it was not."""
+        if self._inert or self._closed:
+            return False
+        sender, ring = self._sender, self._ring
+        target = ring.pushed_frames
+        until = time.monotonic() + timeout_s
+        sender.flushing = True
+        try:
+            while True:
+                sender.wake.set()
+                in_ring = sender.settled_to() < target or len(self._maps) > 0
+                spooled = sender.spool is not None and bool(sender.spool) and self._settings.collector is not None
+                if not in_ring and not spooled:
+                    return True
+                left_s = until - time.monotonic()
+                if left_s <= 0 or (not in_ring and sender.away_for_s() > left_s):
+                    return False
+                time.sleep(min(0.01, left_s))
+        finally:
+            sender.flushing = False
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what can be sent in the time given, spool the rest, end the thread. Idempotent, never raises."""
+        if self._inert or self._closed:
+            return
+        self._closed = True
+        try:
+            self._close(timeout_s)
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("close", e)
+        self._guard.emit()
+
+    def _close(self, timeout_s: float) -> None:
+        sender = self._sender
+        until = time.monotonic() + max(0.1, timeout_s)
+        sender.deadline = until - min(_CLOSE_RESERVE_S, timeout_s / 2)
+        if sender.courier is not None:
+            sender.courier.transport.deadline = sender.deadline
+        sender.wake.set()
+        sender.thread.join(max(0.0, sender.deadline - time.monotonic()))
+        # Still in a request: from here on its outcome does not count. The bytes in hand go to disk under their key.
+        if not sender.lock.acquire(timeout=max(0.01, until - time.monotonic())):
+            return  # it hangs in the disk: the ring file stays, with everything in it, for sync
+        try:
+            sender.take_over()
+            left = sender.in_hand is not None or len(self._ring) > 0
+            if sender.spool is not None:
+                sender.spool.close()
+            self._ring.close(keep=left)
+        finally:
+            sender.lock.release()
+        if not sender.thread.is_alive() and sender.courier is not None:
+            sender.courier.transport.close()
+
+    def _make_ring(self) -> Ring:
+        size = self._settings.ring_bytes
+        if self._directory is not None:
+            try:
+                return Ring(self._directory, self._session, size)
+            except OSError as e:
+                logger.warning("no ring file in %s (%s): a SIGKILL would lose the last steps", self._directory, e)
+        return Ring(None, self._session, size)
+
+    def _after_fork(self) -> None:
+        """In a child of fork: the ring belongs to the parent, and the sender's thread does not exist here."""
+        self._inert = True
+
+
+def usable_directory(wanted: Path) -> Path | None:
+    """`wanted` if it can be written to; else a temporary folder, with one warning; None where there is none at all."""
+    try:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted
+    except OSError as e:
+        try:
+            other = Path(tempfile.mkdtemp(prefix="fp8watch-"))
+        except OSError:
+            logger.warning("spool folder %s cannot be written (%s), nor a temporary one: nothing is spooled", wanted, e)
+            return None
+        logger.warning("spool folder %s cannot be written (%s); %s is used: set FP8WATCH_SPOOL_DIR", wanted, e, other)
+        return other
+
+
+def _inert_after_fork() -> None:
+    for recorder in list(_recorders):
+        recorder._after_fork()
+
+
+os.register_at_fork(after_in_child=_inert_after_fork)

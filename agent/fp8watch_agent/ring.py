@@ -1,0 +1,297 @@
+"""The ring: the last steps, in a memory-mapped file that outlives a SIGKILL of its process.
+
+Upstream:   fp8watch_agent.record      Downstream: fp8watch_agent.recorder
+Shapes:     one step of N records -> one frame (layout: fp8watch_agent.ring_file)
+Thread:     one producer (training), one consumer (sender)
+
+Pushing copies memory and nothing else: no system call, no lock, nobody is woken. Both sides share a deque of frame
+descriptors, and whoever pops a descriptor has to account for its records, so each is counted once: the producer pops
+what it is about to overwrite, the consumer what it takes. A frame that is overwritten while the consumer copies it
+is noticed afterwards (`_limit`, as a sequence lock), and counted as dropped by the consumer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from .record import ROW, STEP, Site
+from .ring_file import (
+    BODY_OFFSET,
+    COMMIT,
+    FRAME,
+    FRAME_CRC_BYTES,
+    FRAME_MAGIC,
+    SEAL,
+    SITES_BLOCK,
+    SLOT,
+    STEP_BYTES,
+    WORD,
+    WORD_DURABLE,
+    WORD_DURABLE_FRAME,
+    WORD_NEXT_SEQ,
+    WORDS_OFFSET,
+    Frame,
+    Layout,
+    commit_word,
+    frame_bytes,
+    head_bytes,
+    parse_frame,
+)
+from .session import Session, encode_registration
+
+RING_SUFFIX = ".ring"
+_MASK = (1 << 64) - 1
+live_paths: set[Path] = set()  # a POSIX lock does not keep its own process out: this does
+
+
+class _Slot(NamedTuple):
+    position: int
+    length: int
+    number: int
+    num_records: int
+    num_extra: int
+
+
+class Ring:
+    """Bounded by the size of its file; the oldest steps go first, and are counted."""
+
+    def __init__(self, directory: Path | None, session: Session, total_bytes: int) -> None:
+        """Make and touch the file, so that no page has to be found later.
+
+        Args:
+            directory: None keeps the ring in memory only: it then does not outlive the process.
+
+        Raises:
+            OSError: the file cannot be made, or the disk has no room for it.
+        """
+        self.layout = layout = Layout(total_bytes)
+        self._data, self._size, self._max_frames = layout.data, layout.data_bytes, layout.num_seals
+        self.session = session
+        self.path = None if directory is None else directory / f"{session.session}{RING_SUFFIX}"
+        self._fd = -1
+        head = head_bytes(layout, session)
+        if self.path is None:
+            self._map = mmap.mmap(-1, total_bytes)
+        else:
+            self._map = self._open(self.path, total_bytes)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes[:] = 0  # touches every page now, not in a step
+        self._map[: len(head)] = head
+        for word in (WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ):
+            self._put_word(word, 0)
+        if self.path is not None:
+            # Visible under its name only when locked and whole: `fp8watch sync` may look at any moment.
+            os.rename(self.path.with_suffix(".new"), self.path)
+            live_paths.add(self.path.resolve())
+        self._frames: deque[_Slot] = deque()
+        self._limit = 0  # the producer has written, or is writing, up to here
+        self._head = 0
+        self._next_number = 0
+        self._sealed_to = 0
+        self._declined: Frame | None = None  # taken out by the consumer, and kept for its next batch
+        self._sites_at = layout.sites
+        # written by the producer
+        self.pushed_records = 0
+        self.pushed_frames = 0
+        self.overwritten_records = 0
+        self.too_large_records = 0
+        # written by the consumer
+        self.torn_records = 0
+
+    def _open(self, path: Path, total_bytes: int) -> mmap.mmap:
+        new = path.with_suffix(".new")
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, total_bytes)  # a full disk is an error here, not a SIGBUS in a step
+            self._fd = fd
+            return mmap.mmap(fd, total_bytes)
+        except OSError:
+            os.close(fd)
+            new.unlink(missing_ok=True)
+            raise
+
+    # --- producer: the training thread
+
+    def push(
+        self, step: bytes, site_ids: npt.NDArray[np.uint64], rows: npt.NDArray[np.void], extra: bytes = b""
+    ) -> None:
+        """Copy one step in. O(bytes), and O(frames overwritten).
+
+        Args:
+            step: one STEP as bytes.
+            site_ids: [N] uint64, contiguous.
+            rows: [N] of ROW, contiguous.
+            extra: what is not in a column: logs and batch id as msgpack.
+        """
+        n = len(rows)
+        size = self._size
+        length = frame_bytes(n, len(extra))
+        if length > size:
+            self.too_large_records += n
+            self.pushed_records += n
+            return
+        position = self._head
+        offset = position % size
+        if offset + length > size:  # a frame never wraps
+            position += size - offset
+            offset = 0
+        end = position + length
+        frames = self._frames
+        floor = end - size
+        while frames and (frames[0].position < floor or len(frames) >= self._max_frames):
+            with contextlib.suppress(IndexError):  # the consumer was faster: the frame is the consumer's to count
+                self.overwritten_records += frames.popleft().num_records
+        self._limit = end
+        at = self._data + offset
+        view, number = self._bytes, self._next_number
+        header = FRAME.pack(FRAME_MAGIC, position, number, self.pushed_records & _MASK, length, n, len(extra), 0)
+        crc = zlib.crc32(header[:FRAME_CRC_BYTES])
+        self._map[at : at + BODY_OFFSET] = (header[:FRAME_CRC_BYTES] + COMMIT.pack(crc)).ljust(BODY_OFFSET, b"\0")
+        at_body = at + BODY_OFFSET
+        self._map[at_body : at_body + STEP.itemsize] = step
+        at_body += STEP_BYTES
+        if n:
+            view[at_body : at_body + 8 * n] = site_ids.view(np.uint8)
+            at_body += 8 * n
+            view[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8)
+            at_body += ROW.itemsize * n
+        if extra:
+            self._map[at_body : at_body + len(extra)] = extra
+        COMMIT.pack_into(self._map, at + FRAME.size, commit_word(position))  # last: the frame is whole
+        self._head = end
+        self._next_number = number + 1
+        self.pushed_records += n
+        self.pushed_frames += 1
+        frames.append(_Slot(position, length, number, n, len(extra)))
+
+    # --- consumer: the sender thread
+
+    def claim(self, wanted: Callable[[Frame], bool] | None = None) -> Frame | None:
+        """Take the oldest step out, copied; None when there is none, or when it is not `wanted`.
+
+        Its frame stays in the file until `settle`.
+        """
+        while self._frames or self._declined is not None:
+            frame = self._declined or self._copy_oldest()
+            self._declined = None
+            if frame is None:
+                continue
+            if wanted is not None and not wanted(frame):
+                self._declined = frame  # already ours, in memory: it comes first the next time
+                return None
+            return frame
+        return None
+
+    def _copy_oldest(self) -> Frame | None:
+        try:
+            slot = self._frames.popleft()
+        except IndexError:
+            return None
+        at = self._data + slot.position % self._size
+        raw = self._map[at : at + slot.length]
+        if self._limit - self._size > slot.position:
+            self.torn_records += slot.num_records
+            return None
+        return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+
+    def seal(self) -> None:
+        """Stamp a CRC for each new frame, off the training thread: it is what a reboot is survived by."""
+        for slot in list(self._frames):
+            if slot.number < self._sealed_to:
+                continue
+            at = self._data + slot.position % self._size
+            crc = zlib.crc32(memoryview(self._bytes[at + BODY_OFFSET : at + slot.length]))  # without the GIL
+            if self._limit - self._size <= slot.position:
+                check = zlib.crc32(SEAL.pack(slot.number, crc, 0)[:12])
+                place = self.layout.seals + (slot.number % self.layout.num_seals) * SEAL.size
+                SEAL.pack_into(self._map, place, slot.number, crc, check)
+            self._sealed_to = slot.number + 1
+
+    def journal(self, seq: int, kind: int, num_records: int, body: bytes, end: int, frames_to: int) -> bool:
+        """Keep the body that is about to be sent: after a SIGKILL the very same bytes are sent under the same key.
+
+        Args:
+            end, frames_to: position and number of the first frame that is not in the body.
+
+        Returns:
+            False where the body is too large for the slot; it must then be spooled before it is sent.
+        """
+        if SLOT.size + len(body) > self.layout.slot_bytes:
+            return False
+        at = self.layout.slot
+        head = SLOT.pack(end, frames_to, seq, num_records, kind, len(body), 0)[:-4]
+        crc = zlib.crc32(body, zlib.crc32(head))
+        SLOT.pack_into(self._map, at, 0, 0, 0, 0, 0, 0, 0)
+        self._map[at + SLOT.size : at + SLOT.size + len(body)] = body
+        self._map[at : at + SLOT.size] = head + COMMIT.pack(crc)
+        self._put_word(WORD_NEXT_SEQ, seq + 1)
+        return True
+
+    def settle(self, end: int, frames_to: int) -> None:
+        """Everything before `end` is acknowledged, on disk, or counted as dropped: nobody has to send it again."""
+        self._put_word(WORD_DURABLE, end)
+        self._put_word(WORD_DURABLE_FRAME, frames_to)
+
+    def note_next_seq(self, seq: int) -> None:
+        """The next free sequence number, for whoever continues after a SIGKILL."""
+        self._put_word(WORD_NEXT_SEQ, seq)
+
+    # --- any thread
+
+    def add_sites(self, sites: Sequence[Site]) -> bool:
+        """Keep the facts of sites beside the frames. False where there is no room: they are then only in memory."""
+        raw = zstandard.ZstdCompressor(level=3).compress(encode_registration(self.session, list(sites)))
+        size = SITES_BLOCK.size + len(raw)
+        if self._sites_at + size + SITES_BLOCK.size > self.layout.slot:
+            return False
+        self._map[self._sites_at + SITES_BLOCK.size : self._sites_at + size] = raw
+        SITES_BLOCK.pack_into(self._map, self._sites_at, len(raw), zlib.crc32(raw))
+        self._sites_at += size
+        return True
+
+    def queued_records(self) -> int:
+        """Records in frames that nobody has taken."""
+        declined = self._declined
+        waiting = 0 if declined is None else declined.num_records
+        return waiting + sum(slot.num_records for slot in list(self._frames))
+
+    def oldest_number(self) -> int:
+        """Number of the oldest frame that nobody has taken; of the next one when there is none."""
+        if self._declined is not None:
+            return self._declined.number
+        try:
+            return self._frames[0].number
+        except IndexError:
+            return self._next_number
+
+    def __len__(self) -> int:
+        return len(self._frames) + (self._declined is not None)
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of the file. `keep`: leave it for `fp8watch sync`; else it is removed."""
+        if self.path is None:
+            return
+        live_paths.discard(self.path.resolve())
+        if not keep:
+            self.path.unlink(missing_ok=True)
+        if self._fd >= 0:
+            os.close(self._fd)  # the lock goes with it
+            self._fd = -1
+
+    def _put_word(self, index: int, value: int) -> None:
+        at = WORDS_OFFSET + index * 2 * WORD.size
+        WORD.pack_into(self._map, at, value, value ^ _MASK)
+        WORD.pack_into(self._map, at + WORD.size, value, value ^ _MASK)

@@ -1,0 +1,294 @@
+"""The sender: takes steps out of the ring, encodes them, sends them, or keeps them on disk until it can.
+
+Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.courier
+Thread:     its own, a daemon; the training thread never waits for it and never wakes it
+
+One parcel is in hand at a time. It leaves the hand acknowledged, refused (counted), or on disk; until then the ring's
+slot keeps its bytes. Everything but the network happens under `lock`, so that close can take over from a sender that
+hangs in a request: the request's outcome then no longer counts, and the same bytes go out later under the same key.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from .batch import BatchBuilder, Kind, Parcel, maps_parcel
+from .courier import Courier, Receipt
+from .guard import Guard
+from .health import DROP_ENCODE, Books
+from .maps import MapQueue
+from .ring import Ring
+from .session import Registration
+from .settings import AgentSettings
+from .spool import Spool
+from .transport import Answer, Verdict
+
+logger = logging.getLogger("fp8watch")
+
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 30.0
+FIRST_BYTES_PER_RECORD = 48.0
+MAX_MAPS_BYTES = 2 << 20  # raw, in one body
+
+
+class Sender:
+    """The consumer side of a recorder."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        registration: Registration,
+        ring: Ring,
+        maps: MapQueue,
+        spool: Spool | None,
+        courier: Courier | None,
+        guard: Guard,
+        health: Callable[[], dict[str, float]],
+    ) -> None:
+        self._settings = settings
+        self._registration = registration
+        self._ring = ring
+        self._maps = maps
+        self.spool = spool
+        self.courier = courier
+        self._guard = guard
+        self._health = health
+        self.lock = threading.RLock()
+        self.wake = threading.Event()
+        self.records = Books()
+        self.maps_books = Books()
+        self.in_hand: Parcel | None = None
+        self.state = "local" if courier is None else "starting"
+        self.last_error = ""
+        self.num_batches = self.num_retries = self.num_bytes = 0
+        self.captures: dict[int, int] = {}
+        self.deadline: float | None = None  # set by close: finish by then
+        self.abandoned = False  # close has taken over: outcomes no longer count
+        self.flushing = False
+        self._next_seq = 0
+        self._away_until = 0.0
+        self._num_failures = 0
+        self._due_since: float | None = None
+        self._bytes_per_record = FIRST_BYTES_PER_RECORD
+        self._told: set[str] = set()
+        self._registered_once = False
+        self.thread = threading.Thread(target=self._run, name="fp8watch-sender", daemon=True)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self.abandoned:
+            self.wake.wait(self._settings.poll_interval_s)
+            self.wake.clear()
+            self._guard.call("sender", self.tick, None)
+            self._guard.emit()
+            if self.deadline is not None:
+                return
+
+    def tick(self) -> None:
+        """One look at the ring: everything that is due leaves it."""
+        self._ring.seal()
+        self._announce()
+        while True:
+            with self.lock:
+                if self.abandoned or (self.in_hand is None and not self._take()):
+                    break
+                parcel = self.in_hand
+            if parcel is not None and not self._dispose(parcel):
+                break
+        self._drain()
+
+    def can_send(self) -> bool:
+        if self.courier is None:
+            return False
+        now = time.monotonic()
+        return now >= self._away_until and (self.deadline is None or now < self.deadline)
+
+    def away_for_s(self) -> float:
+        """Seconds until the collector is asked again."""
+        return max(0.0, self._away_until - time.monotonic())
+
+    def settled_to(self) -> int:
+        """Number of the oldest frame that is neither acknowledged, dropped nor on disk."""
+        with self.lock:
+            return -1 if self.in_hand is not None else self._ring.oldest_number()
+
+    # --- from the ring into the hand (under the lock)
+
+    def _take(self) -> bool:
+        if len(self._ring) and self._due():
+            return self._take_batch()
+        if len(self._maps):
+            maps = self._maps.claim(MAX_MAPS_BYTES)
+            if maps:
+                seq = self._new_seq()
+                try:
+                    self.in_hand = maps_parcel(self._registration.session, seq, maps)
+                except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
+                    self._guard.swallow("encode", e)
+                    self.maps_books.drop(DROP_ENCODE, len(maps))
+                return True
+        return False
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        if self._due_since is None:
+            self._due_since = now
+        enough = self._ring.queued_records() * self._bytes_per_record >= self._settings.batch_bytes
+        waited = now - self._due_since >= self._settings.batch_interval_s
+        return enough or waited or self.flushing or self.deadline is not None or self.abandoned
+
+    def _take_batch(self) -> bool:
+        builder = BatchBuilder(
+            self._registration.session, max(1, int(self._settings.batch_bytes / self._bytes_per_record))
+        )
+        while (frame := self._ring.claim(builder.fits)) is not None:
+            builder.add(frame)
+        if not len(self._ring):
+            self._due_since = None
+        if not builder.frames:
+            return False
+        last = builder.frames[-1]
+        seq = self._new_seq()
+        try:
+            parcel = builder.build(seq, time.time(), self._health())
+            journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
+        except Exception as e:  # noqa: BLE001 - counted, and the next batch goes on
+            self._guard.swallow("encode", e)
+            self.records.drop(DROP_ENCODE, builder.num_records)
+            self._ring.settle(last.end, last.number + 1)
+            return True
+        if builder.num_records:
+            self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
+        self.in_hand = parcel
+        if not journaled and self.spool is not None and not self.abandoned:
+            self._keep(parcel)  # on disk first: after a SIGKILL the same bytes must be there
+        return True
+
+    def _new_seq(self) -> int:
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        self._ring.note_next_seq(self._next_seq)
+        return seq
+
+    # --- from the hand to the collector or the disk
+
+    def _dispose(self, parcel: Parcel) -> bool:
+        """True when the hand is empty again."""
+        if self.can_send() and self.courier is not None:
+            receipt = self.courier.send(parcel, self._registration)
+            with self.lock:
+                if self.abandoned:
+                    return False
+                if self._settle(receipt, parcel):
+                    self._let_go(parcel)
+                    return True
+        with self.lock:
+            return not self.abandoned and self._keep(parcel)
+
+    def _keep(self, parcel: Parcel) -> bool:
+        if self.spool is None:
+            return False
+        try:
+            self.spool.append(parcel)
+        except OSError as e:
+            self._tell("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
+            return False
+        self._let_go(parcel)
+        return True
+
+    def _let_go(self, parcel: Parcel) -> None:
+        self.in_hand = None
+        if parcel.end:
+            self._ring.settle(parcel.end, parcel.frames_to)
+
+    def _settle(self, receipt: Receipt, parcel: Parcel) -> bool:
+        """Enter an outcome into the books; False when the parcel has to wait."""
+        if receipt.verdict is not Verdict.ACKNOWLEDGED:
+            self._fail(receipt.verdict, receipt.answer)
+            return False
+        if self.state in ("away", "held"):
+            logger.info("the collector answers again")
+        self.state, self._num_failures = "up", 0
+        books = self.records if parcel.kind == Kind.BATCH else self.maps_books
+        books.acknowledged += receipt.acknowledged
+        for reason, n in receipt.refused.items():
+            books.drop(reason, n)
+        for refused, reason in receipt.refused_bodies:
+            self.last_error = f"batch {refused.seq} refused: {receipt.answer}"
+            self._tell(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
+            if self.spool is not None:
+                self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
+        self.num_batches += receipt.acknowledged > 0 or not receipt.refused
+        self.num_bytes += receipt.num_bytes
+        if receipt.captures is not None:
+            self.captures = receipt.captures
+        return True
+
+    def _fail(self, verdict: Verdict, answer: Answer) -> None:
+        self.num_retries += 1
+        self.last_error = str(answer)
+        if verdict is Verdict.HOLD:
+            self.state = "held"
+            delay_s = MAX_BACKOFF_S
+            remedy = "check FP8WATCH_TOKEN" if answer.status in (401, 403) else "check FP8WATCH_COLLECTOR"
+            self._tell("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
+            if self.courier is not None:
+                self.courier.transport.reload_token()
+        else:
+            self.state = "away"
+            delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._num_failures, 16)))
+            self._tell("away", f"no answer from the collector ({answer}); data is spooled, training is not touched")
+        if answer.retry_after_s is not None:
+            delay_s = max(delay_s, answer.retry_after_s)
+        self._num_failures += 1
+        self._away_until = time.monotonic() + delay_s
+
+    def _tell(self, key: str, message: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            logger.warning("%s", message)
+
+    # --- the rest of a tick
+
+    def _announce(self) -> None:
+        """Register as soon as there is something to say, so that the run is seen before its first batch."""
+        courier = self.courier
+        if courier is None or self._registered_once or not self.can_send():
+            return
+        failed = courier.register(self._registration)
+        with self.lock:
+            if self.abandoned:
+                return
+            if failed is None:
+                self._registered_once = True
+                self.state = "up" if self.state == "starting" else self.state
+            else:
+                self._fail(Verdict.HOLD if 300 <= failed.status < 408 else Verdict.RETRY, failed)
+
+    def _drain(self) -> None:
+        """Send what is on disk, oldest first, as long as nothing newer is due."""
+        spool, courier = self.spool, self.courier
+        started = time.monotonic()
+        while spool is not None and courier is not None and self.can_send():
+            with self.lock:
+                parcel = None if self.abandoned or self.in_hand is not None else spool.peek()
+            if parcel is None or time.monotonic() - started > self._settings.batch_interval_s:
+                return
+            receipt = courier.send(parcel, self._registration)
+            with self.lock:
+                if self.abandoned or not self._settle(receipt, parcel):
+                    return
+                spool.advance()
+
+    def take_over(self) -> None:
+        """Called by close, under the lock, when the thread did not end in time: all that is left goes to disk."""
+        self.abandoned = True
+        while self.in_hand is not None or self._take():
+            if self.in_hand is not None and not self._keep(self.in_hand):
+                return

@@ -1,0 +1,91 @@
+"""Who is sending: one attach of one process, and the sites that it registered.
+
+Upstream:   fp8watch.attach            Downstream: fp8watch_agent.courier
+Thread:     made where attach runs, read by the sender
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .record import Site
+
+
+@dataclass(frozen=True)
+class Session:
+    """One attach of one process. Travels as JSON, once, and lies in the head of the ring file."""
+
+    run_id: str
+    run_name: str
+    session: str  # UUID in hex
+    rank: int
+    world_size: int
+    mesh: dict[str, int]
+    host: str
+    pid: int
+    started_at: float  # seconds since 1970
+    versions: dict[str, str]
+    recipe: str
+    fingerprint: str
+    backend: str
+    facts: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    def run_facts(self) -> dict[str, str | int]:
+        """The body of `PUT /v1/runs/{run_id}`."""
+        return {
+            "name": self.run_name,
+            "recipe": self.recipe,
+            "backend": self.backend,
+            "world_size": self.world_size,
+        }
+
+
+class Registration:
+    """A session and its sites, in the order in which they were registered; a site whose facts changed comes again.
+
+    Appended to by one thread, read by another: a list that only grows needs no lock for that.
+    """
+
+    def __init__(self, session: Session, sites: Iterable[Site] = ()) -> None:
+        self.session = session
+        self._sites: list[Site] = []
+        self._by_id: dict[int, Site] = {}
+        self.add(sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def add(self, sites: Iterable[Site]) -> list[Site]:
+        """Take sites over; returns those that are new or changed."""
+        fresh = [s for s in sites if self._by_id.get(s.id) != s]
+        for site in fresh:
+            self._by_id[site.id] = site
+            self._sites.append(site)
+        return fresh
+
+    def sites(self, start: int = 0) -> list[Site]:
+        """Registered sites from the `start`-th registration on, each once, in its newest form."""
+        return list({s.id: s for s in self._sites[start:]}.values())
+
+
+class _Stored(msgspec.Struct):
+    session: Session
+    sites: list[Site] = []
+
+
+def encode_registration(session: Session, sites: list[Site]) -> bytes:
+    """Session and sites as JSON, for files that must explain themselves after the process is gone."""
+    return msgspec.json.encode(_Stored(session=session, sites=sites))
+
+
+def decode_registration(raw: bytes) -> Registration:
+    """The inverse of `encode_registration`.
+
+    Raises:
+        msgspec.MsgspecError: not such a JSON.
+    """
+    stored = msgspec.json.decode(raw, type=_Stored)
+    return Registration(stored.session, stored.sites)

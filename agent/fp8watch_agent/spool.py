@@ -1,0 +1,288 @@
+"""The spool: bodies on disk while the collector is away, in segments that explain themselves.
+
+Upstream:   fp8watch_agent.sender      Downstream: fp8watch_agent.sync
+Shapes:     segment = frames; the first is the registration (session and sites as JSON in zstd), the rest are bodies
+Thread:     sender
+
+Each frame has a CRC over its header and one over its payload, its number in the segment, and the records before it:
+a reader finds the next whole frame after a damaged one and knows what lay between. At the cap the oldest segment
+goes, and its records are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from .batch import Kind, Parcel
+from .session import Registration, Session, decode_registration, encode_registration
+from .wire import WireError, decompress
+
+MAGIC = b"FP8WSPL\x01"
+SEGMENT_SUFFIX = ".spool"
+KIND_REGISTRATION = 0
+FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, maps before, length, CRC
+HEADER_CRC = struct.Struct("<I")
+FRAME_BYTES = FRAME.size + HEADER_CRC.size
+SEGMENT_BYTES = 4 << 20
+MAX_QUARANTINED = 16
+
+
+@dataclass
+class SegmentContents:
+    """What a segment file holds."""
+
+    registration: Registration | None = None
+    parcels: list[Parcel] = field(default_factory=list)
+    num_damaged_bytes: int = 0
+    num_lost_frames: int = 0  # that later frames prove to have been there
+    num_lost_records: int = 0
+
+
+def pack_frame(kind: int, amount: int, seq: int, number: int, before: tuple[int, int], payload: bytes) -> bytes:
+    """One frame, header and payload. `before`: records and tile maps in earlier frames of the segment."""
+    head = FRAME.pack(MAGIC, kind, amount, seq, number, *before, len(payload), zlib.crc32(payload))
+    return head + HEADER_CRC.pack(zlib.crc32(head)) + payload
+
+
+def read_segment(path: Path) -> SegmentContents:
+    """Every whole frame of a segment, whatever was done to the rest of it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    raw = path.read_bytes()
+    out = SegmentContents()
+    at = good_to = expected = records = 0
+    while 0 <= at < len(raw):
+        frame = _frame_at(raw, at)
+        if frame is None:
+            at = raw.find(MAGIC, at + 1)
+            continue
+        kind, amount, seq, number, records_before, payload = frame
+        out.num_damaged_bytes += at - good_to
+        out.num_lost_frames += max(0, number - expected)
+        out.num_lost_records += max(0, records_before - records)
+        expected, records = number + 1, records_before + (amount if kind == Kind.BATCH else 0)
+        if kind == KIND_REGISTRATION:
+            _take_registration(out, payload)
+        else:
+            out.parcels.append(Parcel(Kind(kind), seq, payload, amount))
+        at += FRAME_BYTES + len(payload)
+        good_to = at
+    out.num_damaged_bytes += len(raw) - good_to
+    return out
+
+
+def _frame_at(raw: bytes, at: int) -> tuple[int, int, int, int, int, bytes] | None:
+    if at + FRAME_BYTES > len(raw):
+        return None
+    magic, kind, amount, seq, number, records_before, _, length, crc = FRAME.unpack_from(raw, at)
+    (header_crc,) = HEADER_CRC.unpack_from(raw, at + FRAME.size)
+    if magic != MAGIC or zlib.crc32(raw[at : at + FRAME.size]) != header_crc:
+        return None
+    payload = raw[at + FRAME_BYTES : at + FRAME_BYTES + length]
+    if len(payload) != length or zlib.crc32(payload) != crc or kind not in (KIND_REGISTRATION, *Kind):
+        return None
+    return kind, amount, seq, number, records_before, payload
+
+
+def _take_registration(out: SegmentContents, payload: bytes) -> None:
+    try:
+        got = decode_registration(decompress(payload))
+    except (WireError, msgspec.MsgspecError):
+        out.num_lost_frames += 1
+        return
+    if out.registration is None:
+        out.registration = got
+    else:
+        out.registration.add(got.sites())
+
+
+@dataclass
+class _Segment:
+    path: Path
+    num_bytes: int = 0
+    num_frames: int = 0
+    records: int = 0  # ever written
+    maps: int = 0
+    open_records: int = 0  # neither delivered nor given up
+    open_maps: int = 0
+
+
+class SegmentWriter:
+    """Appends frames to one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.segment = _Segment(path)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def append(self, kind: int, amount: int, seq: int, payload: bytes) -> None:
+        """One frame, whole or not at all.
+
+        Raises:
+            OSError: no room; what was begun is taken back.
+        """
+        s = self.segment
+        raw = pack_frame(kind, amount, seq, s.num_frames, (s.records, s.maps), payload)
+        written = 0
+        try:
+            while written < len(raw):
+                written += os.write(self._fd, raw[written:])
+        except OSError:
+            os.ftruncate(self._fd, s.num_bytes)
+            os.lseek(self._fd, s.num_bytes, os.SEEK_SET)
+            raise
+        s.num_bytes += len(raw)
+        s.num_frames += 1
+        if kind == Kind.BATCH:
+            s.records += amount
+            s.open_records += amount
+        elif kind == Kind.MAPS:
+            s.maps += amount
+            s.open_maps += amount
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def registration_payload(session: Session, registration: Registration) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(encode_registration(session, registration.sites()))
+
+
+class Spool:
+    """The segments of one session, oldest first."""
+
+    def __init__(self, directory: Path, registration: Registration, max_bytes: int) -> None:
+        self._directory = directory
+        self._registration = registration
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(SEGMENT_BYTES, max(max_bytes // 4, 4096))
+        self._segments: list[_Segment] = []
+        self._writer: SegmentWriter | None = None
+        self._written_sites = 0
+        self._next_segment = 0
+        self._reading: list[Parcel] | None = None  # what is left of the oldest segment
+        self.dropped_full = [0, 0]  # records, tile maps
+        self.dropped_damaged = [0, 0]
+        self.num_quarantined = 0
+
+    @property
+    def num_records(self) -> int:
+        return sum(s.open_records for s in self._segments)
+
+    @property
+    def num_maps(self) -> int:
+        return sum(s.open_maps for s in self._segments)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.num_bytes for s in self._segments)
+
+    def __bool__(self) -> bool:
+        return bool(self._segments)
+
+    def append(self, parcel: Parcel) -> None:
+        """Keep a parcel on disk.
+
+        Raises:
+            OSError: the disk is full or gone; nothing of the parcel was kept.
+        """
+        size = FRAME_BYTES + len(parcel.body)
+        if self._writer is not None and self._writer.segment.num_bytes + size > self._segment_bytes:
+            self._seal()
+        while self._segments and self.num_bytes + size > self._max_bytes:
+            self._drop_oldest()
+        if self._writer is None:
+            self._open()
+        writer = self._writer
+        if writer is None:
+            raise OSError("no segment")
+        if self._written_sites < len(self._registration):
+            self._write_registration(writer)
+        writer.append(parcel.kind, parcel.amount, parcel.seq, parcel.body)
+
+    def peek(self) -> Parcel | None:
+        """The oldest parcel on disk; None when there is none."""
+        while self._segments:
+            oldest = self._segments[0]
+            if self._reading is None:
+                if self._writer is not None and self._writer.segment is oldest:
+                    self._seal()
+                try:
+                    self._reading = read_segment(oldest.path).parcels
+                except OSError:
+                    self._reading = []
+            if self._reading:
+                return self._reading[0]
+            self._finish_oldest()
+        return None
+
+    def advance(self) -> None:
+        """The parcel that `peek` gave is delivered or refused for good."""
+        if self._reading and self._segments:
+            parcel, oldest = self._reading.pop(0), self._segments[0]
+            if parcel.kind == Kind.BATCH:
+                oldest.open_records -= parcel.amount
+            else:
+                oldest.open_maps -= parcel.amount
+            if not self._reading:
+                self._finish_oldest()
+
+    def quarantine(self, parcel: Parcel, reason: str) -> None:
+        """Keep a few refused bodies for whoever asks why."""
+        if self.num_quarantined < MAX_QUARANTINED:
+            self.num_quarantined += 1
+            folder = self._directory / "refused"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            name = f"{self._registration.session.session}-{parcel.seq}-{reason}.zst"
+            (folder / name).write_bytes(parcel.body)
+
+    def close(self) -> None:
+        self._seal()
+
+    def _open(self) -> None:
+        name = f"{self._registration.session.session}-{self._next_segment:06d}{SEGMENT_SUFFIX}"
+        writer = SegmentWriter(self._directory / name)
+        try:
+            self._write_registration(writer)
+        except OSError:
+            writer.close()
+            writer.segment.path.unlink(missing_ok=True)
+            raise
+        self._next_segment += 1
+        self._writer = writer
+        self._segments.append(writer.segment)
+
+    def _write_registration(self, writer: SegmentWriter) -> None:
+        count = len(self._registration)
+        writer.append(KIND_REGISTRATION, 0, 0, registration_payload(self._registration.session, self._registration))
+        self._written_sites = count
+
+    def _seal(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _drop_oldest(self) -> None:
+        if self._writer is not None and self._writer.segment is self._segments[0]:
+            self._seal()
+        self._give_up(self.dropped_full)
+
+    def _finish_oldest(self) -> None:
+        self._give_up(self.dropped_damaged)  # nothing is left of it but what could not be read back
+
+    def _give_up(self, counts: list[int]) -> None:
+        oldest = self._segments.pop(0)
+        counts[0] += oldest.open_records
+        counts[1] += oldest.open_maps
+        self._reading = None
+        oldest.path.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""HTTP to the collector: one kept-alive connection, bounded answers, and what each answer means.
+
+Upstream:   fp8watch_agent.courier     Downstream: fp8watch_server.ingest
+Thread:     sender; never the one that trains
+
+urllib3 retries nothing here and follows no redirect: the sender decides, because only it knows what is idempotent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import urllib3
+
+from .settings import read_token_file
+
+MAX_ANSWER_BYTES = 64 << 10
+MAX_RETRY_AFTER_S = 3600.0
+
+
+class Verdict(Enum):
+    """What an answer means for the body that was sent."""
+
+    ACKNOWLEDGED = "acknowledged"
+    REFUSED = "refused"  # this body will never be taken: count it, go on with the next
+    SPLIT = "split"  # too large
+    REGISTER = "register"  # the collector does not know the run, the session or a site
+    RETRY = "retry"  # later
+    HOLD = "hold"  # nothing will be taken until a person has changed something
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back; status 0 when nothing did."""
+
+    status: int
+    body: bytes = b""
+    retry_after_s: float | None = None
+    error: str = ""
+
+    def __str__(self) -> str:
+        if not self.status:
+            return self.error
+        text = self.body[:200].decode("utf-8", "replace").replace("\n", " ")
+        return f"HTTP {self.status} {text}".rstrip()
+
+
+class _Capture(msgspec.Struct):
+    site: int
+    steps: tuple[int, int]
+
+
+class Ack(msgspec.Struct):
+    """Body of a 200. Unknown keys of newer collectors are ignored."""
+
+    acked: int
+    captures: list[_Capture] | None = None
+
+
+def judge(answer: Answer) -> Verdict:
+    """Verdict on a status. A 200 is only believed when it also names the seq: see `read_ack`."""
+    status = answer.status
+    if status == 0 or status in (408, 425, 429) or status >= 500:
+        return Verdict.RETRY
+    if 200 <= status < 300:
+        return Verdict.ACKNOWLEDGED
+    if status in (400, 409, 415, 422):
+        return Verdict.REFUSED
+    if status == 413:
+        return Verdict.SPLIT
+    if status == 424:
+        return Verdict.REGISTER
+    return Verdict.HOLD  # 401, 403: token; 3xx, 404, 405: the URL is not that of a collector
+
+
+def read_ack(answer: Answer, seq: int) -> Ack | None:
+    """The acknowledgement of `seq`, or None: some proxy answers 200 to everything."""
+    try:
+        ack = msgspec.json.decode(answer.body, type=Ack)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None
+    return ack if ack.acked == seq else None
+
+
+def _retry_after(value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if seconds == seconds else None
+
+
+class Transport:
+    """Requests to one collector."""
+
+    def __init__(
+        self, collector: str, token: str | None = None, token_file: Path | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._base = collector.rstrip("/")
+        self._token = token
+        self._token_file = token_file
+        self._timeout_s = timeout_s
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=1, retries=False)
+        self.deadline: float | None = None  # time.monotonic(); no request lasts past it
+        self.num_requests = 0
+        self.reload_token()
+
+    def reload_token(self) -> None:
+        """Read the token's file again: it may have been rotated."""
+        if self._token_file is not None:
+            with contextlib.suppress(ValueError):
+                self._token = read_token_file(self._token_file)
+
+    def put(self, path: str, value: Any) -> Answer:
+        """PUT a JSON."""
+        return self._request("PUT", path, msgspec.json.encode(value), {"Content-Type": "application/json"})
+
+    def post(self, path: str, body: bytes, content_type: str) -> Answer:
+        """POST a compressed body."""
+        return self._request("POST", path, body, {"Content-Type": content_type, "Content-Encoding": "zstd"})
+
+    def close(self) -> None:
+        self._pool.clear()
+
+    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        timeout_s = self._timeout_s
+        if self.deadline is not None:
+            timeout_s = min(timeout_s, self.deadline - time.monotonic())
+            if timeout_s <= 0:
+                return Answer(0, error="no time left")
+        headers["User-Agent"] = "fp8watch-agent"
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        self.num_requests += 1
+        try:
+            response = self._pool.request(
+                method,
+                self._base + path,
+                body=body,
+                headers=headers,
+                redirect=False,
+                retries=False,
+                preload_content=False,
+                decode_content=False,
+                timeout=urllib3.Timeout(connect=timeout_s, read=timeout_s),
+            )
+            try:
+                return self._read(response, time.monotonic() + timeout_s)
+            finally:
+                response.release_conn()
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:
+            return Answer(0, error=f"{type(e).__name__}: {e}")
+
+    def _read(self, response: urllib3.BaseHTTPResponse, until: float) -> Answer:
+        """At most 64 KiB and one timeout: an answer that trickles must not hold the sender for hours."""
+        got = bytearray()
+        while True:
+            piece = response.read1(MAX_ANSWER_BYTES)
+            if not piece:
+                break
+            got += piece
+            if len(got) > MAX_ANSWER_BYTES or time.monotonic() > until:
+                response.close()  # the rest is not worth keeping the connection for
+                break
+        return Answer(response.status, bytes(got), _retry_after(response.headers.get("Retry-After")))
