@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .attach import attach
+    from ._attach import attach
     from .quantize import BlockwiseQuantized, TileStats, quantize_blockwise
     from .recipe import OperandRecipe, Recipe, blockwise
     from .watch import Watch
 
 _PUBLIC = {
-    "attach": "attach",
+    "attach": "_attach",
     "Watch": "watch",
     "quantize_blockwise": "quantize",
     "BlockwiseQuantized": "quantize",

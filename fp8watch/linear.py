@@ -1,6 +1,6 @@
 """The three GEMMs of a Linear in FP8, and which site feeds which.
 
-Upstream:   fp8watch.attach            Downstream: fp8watch.ops
+Upstream:   fp8watch._attach            Downstream: fp8watch.ops
 Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
 Thread:     training, and autograd's
 

@@ -1,6 +1,6 @@
 """When a step ends: optimizers, GradScaler, exceptions, SIGTERM and exit, noticed without being told.
 
-Upstream:   fp8watch.attach            Downstream: fp8watch.watch
+Upstream:   fp8watch._attach            Downstream: fp8watch.watch
 Thread:     training
 
 torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of

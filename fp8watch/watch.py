@@ -250,7 +250,7 @@ class Watch:
             step_s = max(began - self._closed_at - plan.calibration_s, 1e-9)
             ratio = (max(plan.observing_s, 0.0) + now - began) / step_s
             if self._recorder is not None:
-                self._recorder.set_overhead_ratio(ratio)
+                self._recorder.set_gauge("overhead_ratio", ratio)
             every = min(MAX_EVERY, math.ceil(ratio / self._budget)) if self._budget > 0 else MAX_EVERY
             if every > self._every:
                 self._say(
@@ -274,7 +274,7 @@ class Watch:
 
     def summary(self) -> dict[str, Any]:
         """Where the watch stands: run, steps, sites, and the agent's own health, counts of swallowed errors included."""
-        health = self._recorder.health().as_dict() if self._recorder is not None else {}
+        health = self._recorder.health().as_floats() if self._recorder is not None else {}
         return {
             "run_id": self.identity.run_id,
             "session": self.session,
@@ -287,6 +287,7 @@ class Watch:
             "every": self._every,
             "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
             "url": self.url,
+            "internal_errors": dict(self.guard.errors),
             "health": health,
         }
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 logger = logging.getLogger("fp8watch")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MAX_PLACES = 64
 
@@ -34,6 +35,14 @@ class Guard:
         except Exception as e:  # noqa: BLE001 - this is the guard
             self.swallow(place, e)
             return default
+
+    def run(self, place: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """`fn(*args, **kwargs)`, or None where it raised."""
+        try:
+            return fn(*args, **kwargs)
+        except Exception as e:  # noqa: BLE001 - this is the guard
+            self.swallow(place, e)
+            return None
 
     def swallow(self, place: str, error: BaseException) -> None:
         """Count an error of `place`; remember the first for the log."""

@@ -54,15 +54,17 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 class Recorder:
     """The agent, as the training library sees it. One thread records; any thread may ask, flush and close."""
 
-    def __init__(self, settings: AgentSettings, session: Session) -> None:
+    def __init__(self, settings: AgentSettings, session: Session, guard: Guard | None = None) -> None:
         """Make the ring and start the sender. Touches no network in the caller's thread.
+
+        `guard` is the host's, so that what it swallows is counted in the health of this agent too.
 
         Raises:
             ValueError: settings that cannot work.
         """
         self._settings = settings
         self._session = session
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self._registration = Registration(session)
         self._maps = MapQueue()
         self._directory = usable_directory(settings.spool_dir)

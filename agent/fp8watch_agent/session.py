@@ -1,6 +1,6 @@
 """Who is sending: one attach of one process, and the sites that it registered.
 
-Upstream:   fp8watch.attach            Downstream: fp8watch_agent.courier
+Upstream:   fp8watch._attach           Downstream: fp8watch_agent.courier
 Thread:     made where attach runs, read by the sender
 """
 

@@ -9,7 +9,7 @@ from fp8watch_agent.record import StepPresent
 from torch import nn
 
 import fp8watch
-import fp8watch.attach as attach_module
+import fp8watch._attach as attach_module
 
 
 class Kept:
@@ -31,8 +31,8 @@ class Kept:
     def wanted_captures(self):
         return frozenset()
 
-    def set_overhead_ratio(self, ratio):
-        self.overhead = ratio
+    def set_gauge(self, name, value):
+        self.gauge = (name, value)
 
     def flush(self, timeout_s):
         return True

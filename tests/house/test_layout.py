@@ -92,7 +92,7 @@ def test_every_stage_names_modules_that_exist():
 def test_the_way_of_the_data_is_whole():
     """From attach to what people see: following Downstream reaches every end of the way."""
     graph = {name: down for name, (_, down) in stages().items()}
-    reached, todo = set(), ["fp8watch.attach"]
+    reached, todo = set(), ["fp8watch._attach"]
     while todo:
         name = todo.pop()
         if name in reached:

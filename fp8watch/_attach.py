@@ -111,7 +111,7 @@ def attach(
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(
-            "start", _start_recorder, settings, identity, session, run, chosen, backend.NAME, left_out, len(linears)
+            "start", _start_recorder, guard, settings, identity, session, run, chosen, backend.NAME, left_out, len(linears)
         )
         if recorder is None:
             plan.slab = None
@@ -166,6 +166,7 @@ def _plan(
 
 
 def _start_recorder(
+    guard: Guard,
     settings: AgentSettings,
     identity: Identity,
     session: str,
@@ -200,6 +201,7 @@ def _start_recorder(
             backend=backend,
             facts=facts,
         ),
+        guard,
     )
 
 
