@@ -115,6 +115,7 @@ def attach(
         )
         if recorder is None:
             plan.slab = None
+            guard.emit()
     ops.add_plan(plan)
     for i, (_, module) in enumerate(linears):
         take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
@@ -182,7 +183,7 @@ def _start_recorder(
     facts = recipe.facts()
     facts["num_linears"] = num_linears
     facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
-    versions = {"fp8watch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return Recorder(
         settings,
         Session(

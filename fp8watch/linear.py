@@ -132,7 +132,7 @@ class WatchedLinear(nn.Linear):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
         state = {k: v for k, v in self.__dict__.items() if k not in (SITE_KEY, OBSERVE_KEY)}
-        return copyreg.__newobj__, (self._fp8watch_base,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
 _classes: dict[type[nn.Linear], type[WatchedLinear]] = {}

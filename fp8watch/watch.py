@@ -7,8 +7,10 @@ Thread:     training
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,22 @@ class SiteTable:
     direction: str
     gemm: str
     site_id: int
+
+
+class LossHook:
+    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
+    nothing, so that files load without fp8watch and copies report to nobody."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.guard.run("loss", watch._see_loss, module, output)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Watch:
@@ -87,7 +105,7 @@ class Watch:
         if plan is not None and recorder is not None:
             plan.begin_step(sampled=True)
             if table:
-                self._hooks.append(model.register_forward_hook(self._after_forward))
+                self._hooks.append(model.register_forward_hook(LossHook(self)))
             step_end.start(self)
 
     # ---- what training says -------------------------------------------------------------------------------------
@@ -126,9 +144,6 @@ class Watch:
     def _parameter_ids(self) -> set[int]:
         watched = (m for m in self._model.modules() if SITE_KEY in m.__dict__)
         return {id(p) for m in watched for p in m.parameters(recurse=False)}
-
-    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
-        self.guard.run("loss", self._see_loss, module, output)
 
     def _see_loss(self, module: nn.Module, output: Any) -> None:
         if not module.training or self._plan is None:

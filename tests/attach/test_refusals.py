@@ -75,13 +75,13 @@ def test_what_is_left_out_is_said_with_the_reason(attach, capsys):
             "odd": nn.Linear(32, 33),
             "router": nn.Linear(32, 32),
             "lm_head": nn.Linear(32, 64),
-            "double": nn.Linear(32, 32).double(),
+            "wide": nn.Linear(32, 32).double(),
         }
     )
     attach(model)
     line = capsys.readouterr().err
     assert line.startswith("fp8watch: 1 Linear now compute in FP8 (blockwise, backend reference)")
-    for part in ("lora (own forward (Lora))", "odd (32×33", "router (router)", "lm_head (output head)", "double (weight is float64"):
+    for part in ("lora (own forward (Lora))", "odd (32×33", "router (router)", "lm_head (output head)", "wide (weight is float64"):
         assert part in line
     assert line.count("\n") == 1
 

@@ -82,7 +82,7 @@ def test_a_step_that_gradscaler_skips_is_skipped(attach, mlp):
         scaler.step(optimizer)
         scaler.update()
     assert [s for _, s in steps(watch)] == ["OK", "SKIPPED", "OK"]
-    assert float(watch._recorder.steps[-1][0]["loss_scale"]) == 8.0
+    assert float(watch._recorder.steps[-1][0]["loss_scale"]) == 4.0  # halved by the skip
 
 
 def test_a_loop_without_a_torch_optimizer_says_step(attach, mlp):
