@@ -119,6 +119,8 @@ class Courier:
             if ack is None:
                 return Receipt(Verdict.RETRY, Answer(0, error=f"no acknowledgement of {parcel.seq}: {answer}"))
             return Receipt(verdict, answer, parcel.amount, captures=_captures(ack), num_bytes=len(parcel.body))
+        if parcel.kind == Kind.MAPS and answer.status in (404, 405):
+            verdict = Verdict.REFUSED  # a collector that takes no tile maps still takes batches
         if verdict is Verdict.SPLIT:
             halves = split(parcel)
             if halves is not None:

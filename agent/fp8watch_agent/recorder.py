@@ -81,6 +81,7 @@ class Recorder:
         self._late = Books()  # written by the training thread: what came when nothing is taken any more
         self._late_maps = Books()
         self._num_steps = 0
+        self._last_step = -1
         self._pushing = threading.Lock()  # only ever tried, never waited for
         self._closed = False
         self._inert = False
@@ -123,7 +124,8 @@ class Recorder:
         if self._inert:
             return
         if self._closed or not self._pushing.acquire(blocking=False):
-            self._late.drop(DROP_CLOSED if self._closed else DROP_REENTRANT, len(rows))
+            reason = DROP_CLOSED if self._closed else DROP_REENTRANT
+            self._guard.call("record_step", lambda: self._late.drop(reason, len(rows)), None)
             return
         try:
             raw = step.tobytes()
@@ -134,6 +136,7 @@ class Recorder:
                 )
             extra = self._pack_extra(logs, batch_id) if logs or batch_id is not None else b""
             self._num_steps += 1
+            self._last_step = int(step["step"])
             ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
             self._ring.push(raw, ids, np.ascontiguousarray(rows), extra)
         except Exception as e:  # noqa: BLE001
@@ -167,8 +170,8 @@ class Recorder:
             self._guard.swallow("record_tile_maps", e)
 
     def wanted_captures(self) -> frozenset[int]:
-        """Ids of the sites whose full tile maps the collector has asked for."""
-        return frozenset(self._sender.captures)
+        """Ids of the sites whose full tile maps the collector has asked for, and still wants."""
+        return frozenset(site for site, last in self._sender.captures.items() if last >= self._last_step)
 
     def set_gauge(self, name: str, value: float) -> None:
         """A number about the agent itself, such as `overhead_ratio`; travels in the header of each batch."""
@@ -197,7 +200,7 @@ class Recorder:
         records = Ledger(
             produced=ring.pushed_records + late,
             acknowledged=sender.records.acknowledged,
-            queued=ring.queued_records() + hand[0],
+            queued=ring.queued_records() + hand[0] + sender.building,
             spooled=0 if spool is None else spool.num_records,
             dropped=merged(
                 {DROP_RING_FULL: ring.overwritten_records + ring.torn_records},

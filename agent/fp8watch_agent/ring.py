@@ -213,7 +213,7 @@ class Ring:
             if slot.number < self._sealed_to:
                 continue
             at = self._data + slot.position % self._size
-            crc = zlib.crc32(memoryview(self._bytes[at + BODY_OFFSET : at + slot.length]))  # without the GIL
+            crc = zlib.crc32(self._bytes[at + BODY_OFFSET : at + slot.length].data)  # without the GIL
             if self._limit - self._size <= slot.position:
                 check = zlib.crc32(SEAL.pack(slot.number, crc, 0)[:12])
                 place = self.layout.seals + (slot.number % self.layout.num_seals) * SEAL.size

@@ -238,8 +238,12 @@ def _scan(raw: bytes, layout: Layout) -> list[_Header]:
     return sorted(found, key=lambda h: h.position)
 
 
-def recover(path: Path, boot_id: str) -> Recovered:
+def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
     """Read a dead process's ring: what was neither acknowledged nor spooled.
+
+    Args:
+        boot_id: of the machine now; in another boot only sealed frames are believed.
+        spooled_to: position up to which the spool holds it, whatever the ring's own word says.
 
     Raises:
         DamagedRing: nothing can be read.
@@ -251,7 +255,7 @@ def recover(path: Path, boot_id: str) -> Recovered:
     # Without its sites a record still arrives; the collector will say which ones it does not know.
     with contextlib.suppress(ValueError, msgspec.MsgspecError):
         _read_sites(raw, layout, out.registration)
-    durable = read_word(raw, WORD_DURABLE) or 0
+    durable = max(read_word(raw, WORD_DURABLE) or 0, spooled_to)
     frames_to = read_word(raw, WORD_DURABLE_FRAME) or 0
     out.in_flight, durable, slot_frames_to = _read_slot(raw, layout, durable)
     frames_to = max(frames_to, slot_frames_to)

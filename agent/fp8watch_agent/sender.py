@@ -26,7 +26,7 @@ from .ring import Ring
 from .session import Registration
 from .settings import AgentSettings
 from .spool import Spool
-from .transport import Answer, Verdict
+from .transport import Answer, Verdict, judge
 
 logger = logging.getLogger("fp8watch")
 
@@ -63,6 +63,7 @@ class Sender:
         self.records = Books()
         self.maps_books = Books()
         self.in_hand: Parcel | None = None
+        self.building = 0  # records on their way from the ring into the hand
         self.state = "local" if courier is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
@@ -155,6 +156,7 @@ class Sender:
             return False
         last = builder.frames[-1]
         seq = self._new_seq()
+        self.building = builder.num_records
         try:
             parcel = builder.build(seq, time.time(), self._health())
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
@@ -163,6 +165,8 @@ class Sender:
             self.records.drop(DROP_ENCODE, builder.num_records)
             self._ring.settle(last.end, last.number + 1)
             return True
+        finally:
+            self.building = 0
         if builder.num_records:
             self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
         self.in_hand = parcel
@@ -269,7 +273,7 @@ class Sender:
                 self._registered_once = True
                 self.state = "up" if self.state == "starting" else self.state
             else:
-                self._fail(Verdict.HOLD if 300 <= failed.status < 408 else Verdict.RETRY, failed)
+                self._fail(judge(failed), failed)
 
     def _drain(self) -> None:
         """Send what is on disk, oldest first, as long as nothing newer is due."""

@@ -21,13 +21,13 @@ import msgspec
 import zstandard
 
 from .batch import Kind, Parcel
-from .session import Registration, Session, decode_registration, encode_registration
+from .session import Registration, decode_registration, encode_registration
 from .wire import WireError, decompress
 
 MAGIC = b"FP8WSPL\x01"
 SEGMENT_SUFFIX = ".spool"
 KIND_REGISTRATION = 0
-FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, maps before, length, CRC
+FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, ring position, length, CRC
 HEADER_CRC = struct.Struct("<I")
 FRAME_BYTES = FRAME.size + HEADER_CRC.size
 SEGMENT_BYTES = 4 << 20
@@ -45,9 +45,10 @@ class SegmentContents:
     num_lost_records: int = 0
 
 
-def pack_frame(kind: int, amount: int, seq: int, number: int, before: tuple[int, int], payload: bytes) -> bytes:
-    """One frame, header and payload. `before`: records and tile maps in earlier frames of the segment."""
-    head = FRAME.pack(MAGIC, kind, amount, seq, number, *before, len(payload), zlib.crc32(payload))
+def pack_frame(kind: int, parcel: Parcel | None, number: int, records_before: int, payload: bytes) -> bytes:
+    """One frame, header and payload. `records_before`: in earlier frames of the segment."""
+    amount, seq, end = (0, 0, 0) if parcel is None else (parcel.amount, parcel.seq, parcel.end)
+    head = FRAME.pack(MAGIC, kind, amount, seq, number, records_before, end, len(payload), zlib.crc32(payload))
     return head + HEADER_CRC.pack(zlib.crc32(head)) + payload
 
 
@@ -65,7 +66,7 @@ def read_segment(path: Path) -> SegmentContents:
         if frame is None:
             at = raw.find(MAGIC, at + 1)
             continue
-        kind, amount, seq, number, records_before, payload = frame
+        kind, amount, seq, number, records_before, end, payload = frame
         out.num_damaged_bytes += at - good_to
         out.num_lost_frames += max(0, number - expected)
         out.num_lost_records += max(0, records_before - records)
@@ -73,24 +74,24 @@ def read_segment(path: Path) -> SegmentContents:
         if kind == KIND_REGISTRATION:
             _take_registration(out, payload)
         else:
-            out.parcels.append(Parcel(Kind(kind), seq, payload, amount))
+            out.parcels.append(Parcel(Kind(kind), seq, payload, amount, end))
         at += FRAME_BYTES + len(payload)
         good_to = at
     out.num_damaged_bytes += len(raw) - good_to
     return out
 
 
-def _frame_at(raw: bytes, at: int) -> tuple[int, int, int, int, int, bytes] | None:
+def _frame_at(raw: bytes, at: int) -> tuple[int, int, int, int, int, int, bytes] | None:
     if at + FRAME_BYTES > len(raw):
         return None
-    magic, kind, amount, seq, number, records_before, _, length, crc = FRAME.unpack_from(raw, at)
+    magic, kind, amount, seq, number, records_before, end, length, crc = FRAME.unpack_from(raw, at)
     (header_crc,) = HEADER_CRC.unpack_from(raw, at + FRAME.size)
     if magic != MAGIC or zlib.crc32(raw[at : at + FRAME.size]) != header_crc:
         return None
     payload = raw[at + FRAME_BYTES : at + FRAME_BYTES + length]
     if len(payload) != length or zlib.crc32(payload) != crc or kind not in (KIND_REGISTRATION, *Kind):
         return None
-    return kind, amount, seq, number, records_before, payload
+    return kind, amount, seq, number, records_before, end, payload
 
 
 def _take_registration(out: SegmentContents, payload: bytes) -> None:
@@ -111,7 +112,6 @@ class _Segment:
     num_bytes: int = 0
     num_frames: int = 0
     records: int = 0  # ever written
-    maps: int = 0
     open_records: int = 0  # neither delivered nor given up
     open_maps: int = 0
 
@@ -123,14 +123,28 @@ class SegmentWriter:
         self.segment = _Segment(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
-    def append(self, kind: int, amount: int, seq: int, payload: bytes) -> None:
+    def append_registration(self, registration: Registration) -> None:
+        """Session and sites as they are now."""
+        plain = encode_registration(registration.session, registration.sites())
+        self._append(KIND_REGISTRATION, None, zstandard.ZstdCompressor(level=3).compress(plain))
+
+    def append(self, parcel: Parcel) -> None:
+        """One body."""
+        self._append(parcel.kind, parcel, parcel.body)
+        if parcel.kind == Kind.BATCH:
+            self.segment.records += parcel.amount
+            self.segment.open_records += parcel.amount
+        else:
+            self.segment.open_maps += parcel.amount
+
+    def _append(self, kind: int, parcel: Parcel | None, payload: bytes) -> None:
         """One frame, whole or not at all.
 
         Raises:
             OSError: no room; what was begun is taken back.
         """
         s = self.segment
-        raw = pack_frame(kind, amount, seq, s.num_frames, (s.records, s.maps), payload)
+        raw = pack_frame(kind, parcel, s.num_frames, s.records, payload)
         written = 0
         try:
             while written < len(raw):
@@ -141,12 +155,6 @@ class SegmentWriter:
             raise
         s.num_bytes += len(raw)
         s.num_frames += 1
-        if kind == Kind.BATCH:
-            s.records += amount
-            s.open_records += amount
-        elif kind == Kind.MAPS:
-            s.maps += amount
-            s.open_maps += amount
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -154,8 +162,15 @@ class SegmentWriter:
             self._fd = -1
 
 
-def registration_payload(session: Session, registration: Registration) -> bytes:
-    return zstandard.ZstdCompressor(level=3).compress(encode_registration(session, registration.sites()))
+def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> None:
+    """Keep a refused body under `refused/`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = directory / "refused"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / f"{session}-{parcel.seq}-{reason}.zst").write_bytes(parcel.body)
 
 
 class Spool:
@@ -208,7 +223,7 @@ class Spool:
             raise OSError("no segment")
         if self._written_sites < len(self._registration):
             self._write_registration(writer)
-        writer.append(parcel.kind, parcel.amount, parcel.seq, parcel.body)
+        writer.append(parcel)
 
     def peek(self) -> Parcel | None:
         """The oldest parcel on disk; None when there is none."""
@@ -241,10 +256,7 @@ class Spool:
         """Keep a few refused bodies for whoever asks why."""
         if self.num_quarantined < MAX_QUARANTINED:
             self.num_quarantined += 1
-            folder = self._directory / "refused"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            name = f"{self._registration.session.session}-{parcel.seq}-{reason}.zst"
-            (folder / name).write_bytes(parcel.body)
+            quarantine(self._directory, self._registration.session.session, parcel, reason)
 
     def close(self) -> None:
         self._seal()
@@ -264,7 +276,7 @@ class Spool:
 
     def _write_registration(self, writer: SegmentWriter) -> None:
         count = len(self._registration)
-        writer.append(KIND_REGISTRATION, 0, 0, registration_payload(self._registration.session, self._registration))
+        writer.append_registration(self._registration)
         self._written_sites = count
 
     def _seal(self) -> None:

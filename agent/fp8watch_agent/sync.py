@@ -1,0 +1,286 @@
+"""`fp8watch sync`: sends what is left on disk, by a collector that was away or by a process that was killed.
+
+Upstream:   fp8watch_agent.spool, fp8watch_agent.ring       Downstream: fp8watch_agent.courier
+Thread:     its own process
+
+A ring is first turned into a segment of the spool, under one rename, and removed; nothing of it is sent before. So
+every body has its key and its bytes on disk before it travels, and sync may be killed at any point and run again.
+Sessions whose process is alive are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from .batch import Kind, Parcel, batches
+from .courier import Courier
+from .ring import RING_SUFFIX, live_paths
+from .ring_file import DamagedRing, read_boot_id, recover
+from .session import Registration, Session
+from .settings import AgentSettings
+from .spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
+from .transport import Transport, Verdict
+from .wire import WireError, decode_batch
+
+RECORDS_PER_BATCH = 4096
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 30.0
+
+
+@dataclass
+class Report:
+    """What one run of sync did, for all sessions."""
+
+    num_records: int = 0
+    num_maps: int = 0
+    num_bodies: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # records and tile maps, by reason
+    num_damaged_bytes: int = 0
+    num_lost_frames: int = 0
+    num_lost_records: int = 0
+    num_running: int = 0
+    num_left: int = 0  # files that wait for the next time
+    problems: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        yield f"sent {self.num_bodies} bodies: {self.num_records} records, {self.num_maps} tile maps"
+        for reason, n in sorted(self.refused.items()):
+            yield f"refused by the collector ({reason}): {n}; bodies are kept under refused/"
+        if self.num_damaged_bytes or self.num_lost_frames:
+            yield (
+                f"lost to damage: {self.num_lost_frames} frames and {self.num_lost_records} records that are known of, "
+                f"{self.num_damaged_bytes} damaged bytes"
+            )
+        if self.num_running:
+            yield f"{self.num_running} sessions are running, and send for themselves"
+        yield from self.problems
+        if self.num_left:
+            yield f"{self.num_left} files are left: run `fp8watch sync` again"
+
+    @property
+    def complete(self) -> bool:
+        return not (self.num_left or self.refused or self.problems or self.num_damaged_bytes or self.num_lost_frames)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, create: bool) -> Iterator[bool]:
+    """Whether the file could be locked. A process that lives holds its ring's lock."""
+    if path.resolve() in live_paths:  # of this very process; opening it would give its lock away
+        yield False
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    try:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def session_of(path: Path) -> str:
+    """Session of a file of the spool folder, from its name."""
+    return path.name.split(".")[0].split("-")[0]
+
+
+class Sync:
+    """One pass over a spool folder."""
+
+    def __init__(self, directory: Path, courier: Courier, timeout_s: float) -> None:
+        self._directory = directory
+        self._courier = courier
+        self._until = time.monotonic() + timeout_s
+        self.report = Report()
+
+    def run(self) -> Report:
+        """Everything of every session whose process is gone."""
+        running = set()
+        for ring in sorted(self._directory.glob(f"*{RING_SUFFIX}")):
+            with _locked(ring, create=False) as ours:
+                if not ours:
+                    running.add(session_of(ring))
+                    continue
+                self._take_ring(ring)
+        self.report.num_running = len(running)
+        for leftover in (*self._directory.glob("*.new"), *self._directory.glob("*.tmp")):
+            if session_of(leftover) not in running:
+                with _locked(leftover, create=False) as ours:
+                    if ours:  # made by a process that died before it got its name
+                        leftover.unlink(missing_ok=True)
+        segments = [p for p in sorted(self._directory.glob(f"*{SEGMENT_SUFFIX}")) if session_of(p) not in running]
+        for i, path in enumerate(segments):
+            if not self._send_segment(path):
+                self.report.num_left += len(segments) - i
+                break
+        return self.report
+
+    def _take_ring(self, ring: Path) -> None:
+        """The ring's contents as one segment; the ring is gone afterwards."""
+        try:
+            got = recover(ring, read_boot_id(), self._spooled_to(session_of(ring)))
+        except DamagedRing as e:
+            aside = ring.with_suffix(".damaged")
+            ring.rename(aside)
+            self.report.problems.append(f"{aside}: {e}; put aside, nothing of it can be sent")
+            return
+        self.report.num_lost_frames += got.num_lost_frames
+        self.report.num_lost_records += got.num_lost_records
+        parcels = []
+        if got.in_flight is not None:
+            f = got.in_flight
+            parcels.append(Parcel(Kind(f.kind), f.seq, f.body, f.num_records))
+        seq = got.next_seq
+        for builder in batches(got.registration.session, got.frames, RECORDS_PER_BATCH):
+            try:
+                parcels.append(builder.build(seq, float(builder.frames[-1].steps["time"][0]), {}))
+            except ValueError as e:
+                self.report.problems.append(f"{ring}: {builder.num_records} records cannot be encoded: {e}")
+            seq += 1
+        if parcels:
+            # Sorts behind the numbered segments, which are older.
+            final = self._directory / f"{session_of(ring)}-ring{SEGMENT_SUFFIX}"
+            writer = SegmentWriter(final.with_suffix(".tmp"))
+            try:
+                writer.append_registration(got.registration)
+                for parcel in parcels:
+                    writer.append(parcel)
+            finally:
+                writer.close()
+            os.replace(final.with_suffix(".tmp"), final)
+        ring.unlink()
+
+    def _spooled_to(self, session: str) -> int:
+        """A process killed between spooling and noting it would otherwise be sent twice, under two keys."""
+        ends = [0]
+        for path in self._directory.glob(f"{session}-*{SEGMENT_SUFFIX}"):
+            ends += [p.end for p in read_segment(path).parcels]
+        return max(ends)
+
+    def _send_segment(self, path: Path) -> bool:
+        """True when the file is done with, and removed."""
+        try:
+            contents = read_segment(path)
+        except OSError as e:
+            self.report.problems.append(f"{path}: {e}")
+            return True
+        registration = self._registration(path, contents)
+        for parcel in contents.parcels:
+            if registration is None or not self._send(parcel, registration):
+                return False
+        self.report.num_damaged_bytes += contents.num_damaged_bytes
+        self.report.num_lost_frames += contents.num_lost_frames
+        self.report.num_lost_records += contents.num_lost_records
+        path.unlink(missing_ok=True)
+        return True
+
+    def _registration(self, path: Path, contents: SegmentContents) -> Registration | None:
+        """From the segment, from another one of its session, or what a body says of itself."""
+        if contents.registration is not None:
+            return contents.registration
+        for other in self._directory.glob(f"{session_of(path)}-*{SEGMENT_SUFFIX}"):
+            found = read_segment(other).registration
+            if found is not None:
+                return found
+        for parcel in contents.parcels:
+            if parcel.kind == Kind.BATCH:
+                with contextlib.suppress(WireError):
+                    return Registration(_minimal_session(parcel))
+        return None
+
+    def _send(self, parcel: Parcel, registration: Registration) -> bool:
+        num_failures = 0
+        while True:
+            receipt = self._courier.send(parcel, registration)
+            if receipt.verdict is Verdict.ACKNOWLEDGED:
+                break
+            delay_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 16)))
+            delay_s = max(delay_s, receipt.answer.retry_after_s or 0.0)
+            num_failures += 1
+            if receipt.verdict is Verdict.HOLD or time.monotonic() + delay_s > self._until:
+                self.report.problems.append(f"the collector does not take it: {receipt.answer}")
+                return False
+            time.sleep(delay_s)
+        report = self.report
+        report.num_bodies += 1
+        if parcel.kind == Kind.BATCH:
+            report.num_records += receipt.acknowledged
+        else:
+            report.num_maps += receipt.acknowledged
+        for reason, n in receipt.refused.items():
+            report.refused[reason] = report.refused.get(reason, 0) + n
+        for refused, reason in receipt.refused_bodies:
+            with contextlib.suppress(OSError):
+                quarantine(self._directory, registration.session.session, refused, reason)
+        return True
+
+
+def _minimal_session(parcel: Parcel) -> Session:
+    h = decode_batch(parcel.body).header
+    return Session(
+        run_id=h.run,
+        run_name=h.run,
+        session=h.session,
+        rank=h.rank,
+        world_size=h.rank + 1,
+        mesh={},
+        host="",
+        pid=0,
+        started_at=h.clock,
+        versions={},
+        recipe="",
+        fingerprint="",
+        backend="",
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `fp8watch sync`. Exit status: 0 all is delivered, 1 something is left or lost, 2 refused."""
+    parser = argparse.ArgumentParser(prog="fp8watch sync", description="Send what training left on disk.")
+    parser.add_argument("--spool-dir", help="folder of the spool (FP8WATCH_SPOOL_DIR)")
+    parser.add_argument("--collector", help="URL of the collector (FP8WATCH_COLLECTOR)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to try again (60)")
+    args = parser.parse_args(argv)
+    try:
+        settings = AgentSettings.from_environ(spool_dir=args.spool_dir, collector=args.collector)
+        if settings.collector is None:
+            raise ValueError("--collector=None: sync needs a collector; give its URL, or set FP8WATCH_COLLECTOR")
+        if not args.timeout >= 0:
+            raise ValueError(f"--timeout={args.timeout}: must be 0 or more; give seconds, such as 60")
+    except ValueError as e:
+        print(f"fp8watch sync: {e}", file=sys.stderr)
+        return 2
+    if not settings.spool_dir.is_dir():
+        print(f"nothing to send: {settings.spool_dir} does not exist")
+        return 0
+    transport = Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s)
+    try:
+        with _locked(settings.spool_dir / "sync.lock", create=True) as ours:
+            if not ours:
+                print(f"another `fp8watch sync` is at work in {settings.spool_dir}", file=sys.stderr)
+                return 1
+            report = Sync(settings.spool_dir, Courier(transport), args.timeout).run()
+    except (OSError, msgspec.MsgspecError) as e:
+        print(f"fp8watch sync: {settings.spool_dir}: {e}", file=sys.stderr)
+        return 1
+    finally:
+        transport.close()
+    for line in report.lines():
+        print(line)
+    return 0 if report.complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
