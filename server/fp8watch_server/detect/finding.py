@@ -1,0 +1,130 @@
+"""What detection says: one failure mode, at one step of one rank, at the place where it began.
+
+Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.incidents.fold
+Shapes:     frozen data
+Thread:     any
+
+A finding covers every site that was hit in that step of that rank: a NaN that reached sixty modules is one finding.
+`site` is the first of them in the order of execution; the others are in `extra["sites"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Severity = Literal["info", "warning", "critical"]
+Verdict = Literal["fp8", "shared", "unknown"]
+
+MAX_SITES_IN_FINDING = 256
+"""Site ids carried by one finding; `extra["num_sites"]` counts all of them."""
+
+LOSS_FLOW = 1 << 40
+"""The place of the loss in the order of execution: after every forward operand."""
+
+NONFINITE_MODES = frozenset({"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation"})
+"""Modes whose consequence may be NaN everywhere."""
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """Static facts of one quantised operand, as registered."""
+
+    id: int
+    module: str
+    operand: str  # input | weight | grad_output
+    direction: str  # rowwise | columnwise
+    gemm: str  # fprop | dgrad | wgrad
+    order: int  # place in data-flow order within the model
+    shape: tuple[int, int]
+    tile: tuple[int, int]
+    format: str
+    power_2_scale: bool
+    eps: float
+    recipe: str
+    backend: str
+
+
+class _SiteLike(Protocol):
+    """What `facts_of` reads: the agent's Site, or a row of the site table."""
+
+    id: Any
+    module: Any
+    operand: Any
+    direction: Any
+    gemm: Any
+    order: Any
+    shape: Any
+    tile: Any
+    format: Any
+    power_2_scale: Any
+    eps: Any
+    recipe: Any
+    backend: Any
+
+
+def facts_of(sites: Iterable[_SiteLike]) -> dict[int, SiteFacts]:
+    """Facts by site id, from anything that has the attributes of `fp8watch_agent.record.Site`."""
+    return {
+        int(s.id): SiteFacts(
+            id=int(s.id),
+            module=str(s.module),
+            operand=str(s.operand),
+            direction=str(s.direction),
+            gemm=str(s.gemm),
+            order=int(s.order),
+            shape=(int(s.shape[0]), int(s.shape[1])),
+            tile=(int(s.tile[0]), int(s.tile[1])),
+            format=str(s.format),
+            power_2_scale=bool(s.power_2_scale),
+            eps=float(s.eps),
+            recipe=str(s.recipe),
+            backend=str(s.backend),
+        )
+        for s in sites
+    }
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that speaks for the finding. `baseline` is what it was, or must be; None where neither is known."""
+
+    field: str
+    value: float | int | str | None
+    baseline: float | int | str | None = None
+    unit: str = ""
+    since_step: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As CONTRACT names it; non-finite numbers stay floats, the store writes them as strings."""
+        return {
+            "field": self.field,
+            "value": self.value,
+            "baseline": self.baseline,
+            "unit": self.unit,
+            "since_step": self.since_step,
+        }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One failure mode in one step of one rank.
+
+    `extra` holds: `sites` (ids, the named one first), `num_sites`, `loss_seen`, `stride` (steps between samples),
+    `consequence` (the spread of a cause that is already known: never opens an incident), `weight_born` (only already
+    broken weights were seen: another rank may hold the cause), `operands` (the roles that are hit, for the fix),
+    `batch_id`, and what a mode adds for its own text.
+    """
+
+    mode: str
+    severity: Severity
+    step: int
+    rank: int
+    site: int | None
+    tile: tuple[int, int] | None
+    element: tuple[int, int] | None
+    evidence: tuple[Evidence, ...]
+    verdict: Verdict
+    rank_in_flow: int
+    extra: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,209 @@
+"""One step of one rank, as the detectors see it: columns, not records.
+
+Upstream:   fp8watch_agent.wire              Downstream: fp8watch_server.detect.engine
+Shapes:     a batch of N records -> per step a view of its n records, columns [n]
+Thread:     detect worker
+
+Columns are taken from the batch once and sliced by step. A field of a group that was not measured reads as NaN
+(or as a False mask), never as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured
+from fp8watch_agent.wire import Batch
+
+from .finding import MAX_SITES_IN_FINDING, SiteFacts
+
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+ROLES = ("input", "weight", "grad_output")
+
+
+class SiteTable:
+    """The registered sites as arrays, found by id without a loop."""
+
+    def __init__(self, sites: Mapping[int, SiteFacts]) -> None:
+        ids = sorted(sites)
+        facts = [sites[i] for i in ids]
+        self.sites = dict(sites)
+        self.ids = np.array(ids, dtype=np.uint64)
+        self.role = np.array([ROLES.index(f.operand) if f.operand in ROLES else -1 for f in facts], dtype=np.int8)
+        self.order = np.array([f.order for f in facts], dtype=np.int64)
+        self.power_2_scale = np.array([f.power_2_scale for f in facts], dtype=np.bool_)
+        # A delayed scale comes from history: its ratio is the clip depth, not an invariant.
+        self.current_scaling = np.array([f.recipe != "delayed" for f in facts], dtype=np.bool_)
+
+    def rows(self, site: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Index of each site id in the table, −1 for those that are not registered."""
+        if not len(self.ids):
+            return np.full(len(site), -1, dtype=np.int64)
+        at = np.minimum(np.searchsorted(self.ids, site), len(self.ids) - 1).astype(np.int64)
+        return np.where(self.ids[at] == site, at, -1)
+
+
+class BatchColumns:
+    """The records of a batch, sorted by step, without those of unknown sites."""
+
+    def __init__(self, batch: Batch, table: SiteTable) -> None:
+        row = table.rows(batch.site)
+        keep = np.flatnonzero(row >= 0)
+        if np.any(np.diff(batch.step[keep]) < 0):
+            keep = keep[np.argsort(batch.step[keep], kind="stable")]
+        self.batch, self.table, self._keep = batch, table, keep
+        self.row = row[keep]
+        self.step = batch.step[keep]
+        self.role = table.role[self.row]
+        self._columns: dict[str, Array] = {}
+
+    def raw(self, name: str) -> Array:
+        """The column as sent, defaults where it was left out. [N] or [N, size]"""
+        got = self._columns.get(name)
+        if got is None:
+            got = self._columns[name] = self.batch.column(name)[self._keep]
+        return got
+
+    def has(self, group: Measured) -> Mask:
+        """Which records hold this group of fields. [N]"""
+        return np.asarray((self.raw("measured") & int(group)) != 0)
+
+    def values(self, name: str) -> npt.NDArray[np.float64]:
+        """A scalar field as float64, NaN where it was not measured. [N]"""
+        return np.where(self.has(FIELD_BY_NAME[name].group), self.raw(name).astype(np.float64), np.nan)
+
+    @cached_property
+    def nonfinite(self) -> Mask:
+        """Records that saw a NaN or an Inf. [N]"""
+        counts = self.has(Measured.COUNTS) & (self.raw("num_nan") > 0)
+        return np.asarray(counts | self.infinite)
+
+    @cached_property
+    def infinite(self) -> Mask:
+        """Records that saw an Inf: counted, or told by a tile whose amax is Inf. [N]"""
+        counts = self.has(Measured.COUNTS) & (self.raw("num_inf") > 0)
+        return np.asarray(counts | (self.has(Measured.AMAX) & (self.raw("num_sentinel_tiles") > 0)))
+
+    def views(self) -> Iterator[StepView]:
+        """One view per step of the batch, in order, steps without records included."""
+        steps = self.batch.steps
+        begin = np.searchsorted(self.step, steps["step"], side="left")
+        end = np.searchsorted(self.step, steps["step"], side="right")
+        for i in range(len(steps)):
+            yield StepView(self, i, slice(int(begin[i]), int(end[i])))
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The records of one step on one rank. Columns are views of the batch's."""
+
+    columns: BatchColumns
+    index: int  # in batch.steps
+    part: slice
+
+    @property
+    def step(self) -> int:
+        """Absolute optimizer step."""
+        return int(self.columns.batch.steps["step"][self.index])
+
+    @property
+    def rank(self) -> int:
+        """Rank that sent it."""
+        return int(self.columns.batch.header.rank)
+
+    @property
+    def status(self) -> int:
+        """StepStatus."""
+        return int(self.columns.batch.steps["status"][self.index])
+
+    def scalar(self, name: str) -> float | None:
+        """loss, grad_norm, lr or loss_scale of the step; None where it was not given."""
+        steps = self.columns.batch.steps
+        if not int(steps["present"][self.index]) & int(STEP_SCALARS[name]):
+            return None
+        return float(steps[name][self.index])
+
+    @property
+    def batch_id(self) -> str | None:
+        """Name of the data batch, where the user gave one."""
+        ids = self.columns.batch.header.batch_ids
+        return ids[self.index] if ids else None
+
+    def __len__(self) -> int:
+        return self.part.stop - self.part.start
+
+    def raw(self, name: str) -> Array:
+        """A column of this step, as sent."""
+        return self.columns.raw(name)[self.part]
+
+    def values(self, name: str) -> npt.NDArray[np.float64]:
+        """A scalar field as float64, NaN where it was not measured."""
+        return self.columns.values(name)[self.part]
+
+    def has(self, group: Measured) -> Mask:
+        """Which records hold this group."""
+        return self.columns.has(group)[self.part]
+
+    @property
+    def row(self) -> npt.NDArray[np.int64]:
+        """Index of each record's site in the table."""
+        return self.columns.row[self.part]
+
+    @property
+    def role(self) -> npt.NDArray[np.int8]:
+        """INPUT, WEIGHT or GRAD_OUTPUT of each record."""
+        return self.columns.role[self.part]
+
+    @property
+    def nonfinite(self) -> Mask:
+        """Records that saw a NaN or an Inf."""
+        return self.columns.nonfinite[self.part]
+
+    @property
+    def infinite(self) -> Mask:
+        """Records that saw an Inf."""
+        return self.columns.infinite[self.part]
+
+    @cached_property
+    def flow(self) -> npt.NDArray[np.int64]:
+        """Place of each record in the order of execution: as it ran, else as the model is written."""
+        order = self.raw("order").astype(np.int64)
+        return order if len(order) and bool(np.all(order >= 0)) else self.columns.table.order[self.row]
+
+    def in_flow(self, mask: Mask) -> npt.NDArray[np.int64]:
+        """Records of the mask, first in the order of execution first."""
+        at = np.flatnonzero(mask)
+        return at[np.argsort(self.flow[at], kind="stable")]
+
+    def facts(self, i: int) -> SiteFacts:
+        """Static facts of one record's site."""
+        return self.columns.table.sites[int(self.columns.table.ids[self.row[i]])]
+
+    def site_ids(self, at: Array) -> list[int]:
+        """Site ids of records, at most MAX_SITES_IN_FINDING."""
+        return [int(s) for s in self.columns.table.ids[self.row[at[:MAX_SITES_IN_FINDING]]]]
+
+    def operands(self, at: Array) -> list[str]:
+        """Roles that occur among records, in the order of ROLES."""
+        return [ROLES[r] for r in sorted({int(r) for r in np.unique(self.role[at])}) if r >= 0]
+
+    def element(self, i: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+        """(element, tile) of the first non-finite value of a record; None where it is not known."""
+        row, column = (int(v) for v in self.raw("first_nonfinite")[i][:2])
+        if row < 0 or column < 0:
+            return None, None
+        tile_rows, tile_columns = self.facts(i).tile
+        return (row, column), (row // max(tile_rows, 1), column // max(tile_columns, 1))
+
+    def tile(self, name: str, i: int) -> tuple[int, int] | None:
+        """A tile coordinate of a record; None where it is not known."""
+        row, column = (int(v) for v in self.raw(name)[i])
+        return None if row < 0 or column < 0 else (row, column)
