@@ -30,10 +30,10 @@ def site_url(run_id: str, site: int) -> str:
     return f"{run_url(run_id)}/sites/{site}"
 
 
-def tile_map_url(run_id: str, site: int, step: int | None, rank: int = 0, tile: tuple[int, int] | None = None) -> str:
+def tile_map_url(run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None) -> str:
     """Address of a tile map, with the step and the tile in it."""
     query = [f"step={step}"] if step is not None else []
-    query += [f"rank={rank}"] if rank else []
+    query += [f"rank={rank}"] if rank is not None else []
     query += [f"tile={tile[0]},{tile[1]}"] if tile else []
     return f"{site_url(run_id, site)}/tile-map{'?' if query else ''}{'&'.join(query)}"
 
@@ -82,7 +82,7 @@ def find_run(conn: Connection, run_id: str) -> Dict:
 
 def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]:
     """The site and all sites of the run, in data-flow order, or 404."""
-    sites = sorted(queries.sites(conn, run["id"]), key=lambda s: (s["order"], s["id"]))
+    sites: list[Dict] = queries.sites(conn, run["id"])["items"]
     found = next((s for s in sites if str(s["id"]) == site), None)
     if found is None:
         raise PageProblem(

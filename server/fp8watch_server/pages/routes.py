@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse
-from sqlalchemy import Connection
 
 from fp8watch_server.pages import assets, lookup, runbooks, tables, view
 from fp8watch_server.pages.lookup import RUNS, Dict
@@ -50,7 +49,7 @@ def run_page(request: Request, run_id: str) -> HTMLResponse:
             open_incidents=[i for i in incidents if i["status"] != "resolved"],
             resolved=[i for i in incidents if i["status"] == "resolved"],
             worst=tables.worst_sites(conn, run),
-            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])}),
+            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])["items"]}),
         )
 
 
@@ -71,13 +70,8 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=[s for s in sites if s["module"] == found["module"]],
             now=tables.site_now(conn, run, found),
             incidents=incidents,
-            num_maps=len(_steps_with_maps(conn, run, found)),
+            num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
         )
-
-
-def _steps_with_maps(conn: Connection, run: Dict, site: Dict, rank: int = 0) -> list[int]:
-    found = queries.tile_map(conn, run["id"], site["id"], None, rank)
-    return list(found["steps_available"]) if found else []
 
 
 @router.get("/runs/{run_id}/sites/{site}/tile-map")
@@ -88,15 +82,17 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         run = lookup.find_run(conn, run_id)
         found, sites = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
-        rank = lookup.integer("rank", query.get("rank"), back) or 0
+        rank = lookup.integer("rank", query.get("rank"), back)
         step = lookup.integer("step", query.get("step"), back)
-        steps = _steps_with_maps(conn, run, found, rank)
+        steps = queries.steps_available(conn, run["id"], found["id"], rank)
         if not steps:
             raise tables.no_tile_map(run, found, rank, back)
         if step is not None and step not in steps:
             raise tables.no_tile_map_at(run, found, rank, step, steps, back)
         step = steps[-1] if step is None else step
         tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
+        if tile_map is None:  # pruned since it was listed
+            raise tables.no_tile_map_at(run, found, rank, step, steps, back)
         return page(
             request,
             "tile_map.html",
@@ -105,7 +101,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=[s for s in sites if s["module"] == found["module"]],
             step=step,
             steps=steps,
-            rank=rank,
+            rank=tile_map["rank"],
             tile=lookup.coordinates(query.get("tile")),
             map=tile_map,
             flagged=tables.flagged_tiles(tile_map, found),
@@ -118,11 +114,11 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
     with _connect(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         run = lookup.find_run(conn, incident["run_id"])
-        sites = sorted(queries.sites(conn, run["id"]), key=lambda s: (s["order"], s["id"]))
+        sites = queries.sites(conn, run["id"])["items"]
         site = lookup.site_of(incident, sites)
         place = incident["place"] or {}
-        ranks = place.get("ranks") or [0]
-        maps = _steps_with_maps(conn, run, site, ranks[0]) if site else []
+        rank = (place.get("ranks") or [0])[0]
+        maps = queries.steps_available(conn, run["id"], site["id"], rank) if site else []
         step = incident["first_step"]
         return page(
             request,
@@ -131,7 +127,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             incident=incident,
             place=place,
             site=site,
-            rank=ranks[0],
+            rank=rank,
             touched=tables.touched_sites(incident, sites),
             has_map=step in maps,
             steps=maps,

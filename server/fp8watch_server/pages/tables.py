@@ -29,7 +29,7 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives aw
 
 def incidents(conn: Connection, run_id: str) -> list[Dict]:
     """Incidents of a run: open before resolved, severe before mild, early before late."""
-    found: list[Dict] = queries.incidents(conn, run_id, None, None, None)
+    found: list[Dict] = queries.incidents(conn, run_id)["items"]
     order = {s: i for i, s in enumerate(SEVERITIES)}
     return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
 
@@ -42,8 +42,8 @@ def concerns(incident: Dict, site: Dict) -> bool:
 def runs(conn: Connection) -> list[Dict]:
     """Runs with their loss as a small line and their open incidents."""
     out = []
-    for run in queries.runs(conn):
-        loss = queries.scalars(conn, run["id"], "loss", None, None, 120)
+    for run in queries.runs(conn)["items"]:
+        loss = queries.scalars(conn, run["id"], "loss", points=120)
         step, value = view.latest(loss)
         opened = [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
         out.append({**run, "loss": value, "loss_step": step, "spark": view.spark(loss), "incidents": opened})
@@ -54,7 +54,7 @@ def scalars_now(conn: Connection, run_id: str) -> list[Dict]:
     """The newest loss, gradient norm and learning rate, each with its step."""
     out = []
     for name in SCALARS:
-        step, value = view.latest(queries.scalars(conn, run_id, name, None, None, 120))
+        step, value = view.latest(queries.scalars(conn, run_id, name, points=120))
         out.append({"name": name, "step": step, "value": value})
     return out
 
@@ -81,7 +81,7 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
     window = (max(0, last - NOW_STEPS + 1), last)
     now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
     rows = []
-    for site in queries.sites(conn, run["id"]):
+    for site in queries.sites(conn, run["id"])["items"]:
         cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
         if not any(cells.values()):
             continue
@@ -162,7 +162,7 @@ def elements(tile: tuple[int, int], site: Dict) -> str:
     return ", ".join(parts)
 
 
-def no_tile_map(run: Dict, site: Dict, rank: int, back: Link) -> PageProblem:
+def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProblem:
     """A site without any map."""
     return PageProblem(
         404,
@@ -175,7 +175,7 @@ def no_tile_map(run: Dict, site: Dict, rank: int, back: Link) -> PageProblem:
     )
 
 
-def no_tile_map_at(run: Dict, site: Dict, rank: int, step: int, steps: list[int], back: Link) -> PageProblem:
+def no_tile_map_at(run: Dict, site: Dict, rank: int | None, step: int, steps: list[int], back: Link) -> PageProblem:
     """A step without a map, while others have one."""
     near = sorted(steps, key=lambda s: abs(s - step))[:5]
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
