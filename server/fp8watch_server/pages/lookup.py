@@ -1,0 +1,136 @@
+"""Find what a page is about, or say what is the matter.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
+Shapes:     ids out of a URL -> dicts of a query, or PageProblem
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection
+
+from fp8watch_server.pages import view
+from fp8watch_server.pages.problem import Link, PageProblem
+from fp8watch_server.store import queries
+
+Dict = dict[str, Any]
+MAX_INTEGER = 1 << 62
+RUNS = Link("All runs", "/")
+
+
+def run_url(run_id: str) -> str:
+    """Address of a run's page."""
+    return f"/runs/{view.segment(run_id)}"
+
+
+def site_url(run_id: str, site: int) -> str:
+    """Address of a site's page."""
+    return f"{run_url(run_id)}/sites/{site}"
+
+
+def tile_map_url(run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None) -> str:
+    """Address of a tile map, with the step and the tile in it."""
+    query = [f"step={step}"] if step is not None else []
+    query += [f"rank={rank}"] if rank is not None else []
+    query += [f"tile={tile[0]},{tile[1]}"] if tile else []
+    return f"{site_url(run_id, site)}/tile-map{'?' if query else ''}{'&'.join(query)}"
+
+
+def integer(name: str, text: str | None, back: Link) -> int | None:
+    """A number out of a query string."""
+    if text is None or text == "":
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < MAX_INTEGER:
+        raise PageProblem(
+            400,
+            f"That is not a {name}",
+            f"{name}={view.cut(text)}: a {name} is a whole number, 0 or more.",
+            "Take the link below, and choose it there.",
+            (back,),
+        )
+    return value
+
+
+def coordinates(text: str | None) -> tuple[int, int] | None:
+    """A tile out of `?tile=r,c`. A mark that cannot be read marks nothing: the map is still worth showing."""
+    parts = (text or "").split(",")
+    if len(parts) == 2 and all(p.strip().isdecimal() and len(p) < 12 for p in parts):
+        return int(parts[0]), int(parts[1])
+    return None
+
+
+def find_run(conn: Connection, run_id: str) -> Dict:
+    """The run, or 404."""
+    found = queries.run(conn, run_id)
+    if found is None:
+        raise PageProblem(
+            404,
+            "No such run",
+            f"This collector has no run “{view.cut(run_id)}”.",
+            "Runs appear here when their first batch has arrived. Check that training was started with "
+            "FP8WATCH_COLLECTOR set to this address; a run that was recorded offline is sent with fp8watch sync.",
+            (RUNS,),
+        )
+    return found
+
+
+def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]:
+    """The site and all sites of the run, in data-flow order, or 404."""
+    sites: list[Dict] = queries.sites(conn, run["id"])["items"]
+    found = next((s for s in sites if str(s["id"]) == site), None)
+    if found is None:
+        raise PageProblem(
+            404,
+            "No such site",
+            f"Run “{view.cut(run['name'] or run['id'])}” has no site {view.cut(site)}; it has {len(sites)} sites.",
+            "A site is one quantised operand: module, operand and direction. Choose one on the page of the run.",
+            (Link("The run", run_url(run["id"])), RUNS),
+        )
+    return found, sites
+
+
+def find_incident(conn: Connection, incident_id: str) -> Dict:
+    """The incident, or 404."""
+    found = queries.incident(conn, incident_id)
+    if found is None:
+        raise PageProblem(
+            404,
+            "No such incident",
+            f"This collector has no incident “{view.cut(incident_id)}”.",
+            "It may have been pruned with its run, or the link may come from another collector.",
+            (RUNS,),
+        )
+    return found
+
+
+def no_data(run: Dict) -> PageProblem:
+    """A run that was registered and never sent a step."""
+    return PageProblem(
+        200,  # the run is there, and this is what is to be said of it
+        f"{view.cut(run['name'] or run['id'])}: no data yet",
+        "The run is registered, but none of its steps has arrived.",
+        "A first batch is sent within a second of the first optimizer step. When training is under way and this page stays empty: "
+        "check that the model has FP8 sites (the line that attach prints names them), and that an optimizer step or "
+        "watch.step() was reached.",
+        (Link("Look again", run_url(run["id"])), RUNS),
+        code="watch = fp8watch.attach(model)",
+        poll=f"/api/v1{run_url(run['id'])}",
+    )
+
+
+def site_of(incident: Dict, sites: list[Dict]) -> Dict | None:
+    """The site that an incident names: by module, operand and direction, else the first one folded into it."""
+    place = incident["place"] or {}
+    for s in sites:
+        if place.get("module") is not None and all(
+            place.get(key) in (None, s[key]) for key in ("module", "operand", "direction")
+        ):
+            return s
+    ids = [int(i) for i in incident.get("sites") or []]
+    return next((s for i in ids for s in sites if s["id"] == i), None)

@@ -1,0 +1,45 @@
+"""What a page says when it has nothing to show: what is the matter, and what to do. Never a stack trace.
+
+Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.pages.templating
+Shapes:     PageProblem -> one HTML page with the right status code
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way on."""
+
+    text: str
+    url: str
+
+
+class PageProblem(Exception):
+    """Raised by a page; shown as a page.
+
+    Args:
+        status: the HTTP status code.
+        title: one short line, what is the matter.
+        detail: the value and the rule.
+        remedy: what to do about it.
+        links: where to go from here.
+        code: a line to copy, where the remedy is a command or a line of code.
+        poll: an address of the API; when its answer changes, the page looks again by itself.
+    """
+
+    def __init__(
+        self, status: int, title: str, detail: str, remedy: str, links: tuple[Link, ...] = (), code: str = "",
+        poll: str = "",
+    ) -> None:
+        super().__init__(f"{title}: {detail}")
+        self.status = status
+        self.title = title
+        self.detail = detail
+        self.remedy = remedy
+        self.links = links
+        self.code = code
+        self.poll = poll

@@ -1,0 +1,166 @@
+"""The collector's own pages: server-rendered first, charts after, live without a reload.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.app
+Shapes:     GET -> HTML; charts fetch the JSON of /api/v1 by themselves
+Thread:     worker threads of the server: one database connection a request
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import HTMLResponse
+
+from fp8watch_server.pages import assets, lookup, runbooks, tables, view
+from fp8watch_server.pages.lookup import RUNS, Dict
+from fp8watch_server.pages.problem import Link, PageProblem
+from fp8watch_server.pages.security import SecurityHeaders
+from fp8watch_server.pages.templating import page, problem_page
+from fp8watch_server.store import queries
+
+router = APIRouter(include_in_schema=False)
+
+
+def _connect(request: Request) -> Any:
+    return request.app.state.engine.connect()
+
+
+@router.get("/")
+def runs_page(request: Request) -> HTMLResponse:
+    """All runs, those that need somebody first."""
+    with _connect(request) as conn:
+        return page(request, "runs.html", runs=tables.runs(conn))
+
+
+@router.get("/runs/{run_id}")
+def run_page(request: Request, run_id: str) -> HTMLResponse:
+    """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        if run["last_step"] is None:
+            raise lookup.no_data(run)
+        incidents = tables.incidents(conn, run["id"])
+        return page(
+            request,
+            "run.html",
+            run=run,
+            now=tables.scalars_now(conn, run["id"]),
+            open_incidents=[i for i in incidents if i["status"] != "resolved"],
+            resolved=[i for i in incidents if i["status"] == "resolved"],
+            worst=tables.worst_sites(conn, run),
+            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])["items"]}),
+        )
+
+
+@router.get("/runs/{run_id}/sites/{site}")
+def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
+    """One quantised operand over steps."""
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        found, sites = lookup.find_site(conn, run, site)
+        back = Link("The site", lookup.site_url(run["id"], found["id"]))
+        incidents = [i for i in tables.incidents(conn, run["id"]) if tables.concerns(i, found)]
+        return page(
+            request,
+            "site.html",
+            run=run,
+            site=found,
+            step=lookup.integer("step", request.query_params.get("step"), back),
+            siblings=[s for s in sites if s["module"] == found["module"]],
+            now=tables.site_now(conn, run, found),
+            incidents=incidents,
+            num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
+        )
+
+
+@router.get("/runs/{run_id}/sites/{site}/tile-map")
+def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
+    """Every tile of one site in one step."""
+    query = request.query_params
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        found, sites = lookup.find_site(conn, run, site)
+        back = Link("The site", lookup.site_url(run["id"], found["id"]))
+        rank = lookup.integer("rank", query.get("rank"), back)
+        step = lookup.integer("step", query.get("step"), back)
+        steps = queries.steps_available(conn, run["id"], found["id"], rank)
+        if not steps:
+            raise tables.no_tile_map(run, found, rank, back)
+        if step is not None and step not in steps:
+            raise tables.no_tile_map_at(run, found, rank, step, steps, back)
+        step = steps[-1] if step is None else step
+        tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
+        if tile_map is None:  # pruned since it was listed
+            raise tables.no_tile_map_at(run, found, rank, step, steps, back)
+        return page(
+            request,
+            "tile_map.html",
+            run=run,
+            site=found,
+            siblings=[s for s in sites if s["module"] == found["module"]],
+            step=step,
+            steps=steps,
+            rank=tile_map["rank"],
+            tile=lookup.coordinates(query.get("tile")),
+            map=tile_map,
+            flagged=tables.flagged_tiles(tile_map, found),
+        )
+
+
+@router.get("/incidents/{incident_id}")
+def incident_page(request: Request, incident_id: str) -> HTMLResponse:
+    """One failure: what, where, since when, why, and what to change."""
+    with _connect(request) as conn:
+        incident = lookup.find_incident(conn, incident_id)
+        run = lookup.find_run(conn, incident["run_id"])
+        sites = queries.sites(conn, run["id"])["items"]
+        site = lookup.site_of(incident, sites)
+        place = incident["place"] or {}
+        rank = (place.get("ranks") or [0])[0]
+        maps = queries.steps_available(conn, run["id"], site["id"], rank) if site else []
+        step = incident["first_step"]
+        return page(
+            request,
+            "incident.html",
+            run=run,
+            incident=incident,
+            place=place,
+            site=site,
+            rank=rank,
+            touched=tables.touched_sites(incident, sites),
+            has_map=step in maps,
+            steps=maps,
+            tile=tuple(place["tile"]) if place.get("tile") else None,
+            charts=tables.evidence_charts(incident, run, site),
+            has_runbook=incident["mode"] in runbooks.slugs(),
+        )
+
+
+@router.get("/runbooks/{slug}")
+def runbook_page(request: Request, slug: str) -> HTMLResponse:
+    """What to do about one failure mode, step by step."""
+    text = runbooks.runbook(slug)
+    if text is None:
+        known = tuple(Link(s, f"/runbooks/{s}") for s in runbooks.slugs())
+        raise PageProblem(
+            404,
+            "No such runbook",
+            f"There is no runbook “{view.cut(slug)}”: runbooks are named after failure modes.",
+            "Choose one of these." if known else "This installation carries no runbooks; install the server again.",
+            (*known, RUNS),
+        )
+    return page(request, "runbook.html", slug=slug, text=text, others=runbooks.slugs())
+
+
+def _problem(request: Request, problem: Exception) -> HTMLResponse:
+    assert isinstance(problem, PageProblem)
+    return problem_page(request, problem)
+
+
+def install(app: FastAPI) -> None:
+    """Add the pages, their files and the security headers to the collector. `app.state.engine` must be set when asked."""
+    app.include_router(assets.router)
+    app.include_router(router)
+    app.add_exception_handler(PageProblem, _problem)
+    app.add_middleware(SecurityHeaders)

@@ -1,0 +1,169 @@
+// What all charts share: plotly when it is there, colours of the theme, axes, non-finite values along the top edge.
+
+export const api = async (url, parameters = {}) => {
+  const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null && v !== undefined && v !== ""));
+  const answer = await fetch(query.size ? `${url}?${query}` : url, { headers: { accept: "application/json" }, cache: "no-store" });
+  if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
+  return answer.json();
+};
+
+// plotly.js is large and comes last: data is fetched meanwhile.
+export const plotly = new Promise((resolve, reject) => {
+  const script = document.querySelector("script[data-plotly]");
+  if (window.Plotly) resolve(window.Plotly);
+  script?.addEventListener("load", () => resolve(window.Plotly));
+  script?.addEventListener("error", () => reject(new Error("plotly.js did not load")));
+});
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const NAMES = { nan: "NaN", inf: "+Inf", "-inf": "−Inf" };
+const SYMBOLS = { nan: "x", inf: "triangle-up", "-inf": "triangle-down" };
+
+// Text that plotly shows: it reads a little HTML, and names come from outside.
+export const text = (value) => String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+export const short = (value, length = 34) => (value.length > length ? `…${value.slice(1 - length)}` : value);
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return NAMES[value] ?? value;
+  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function layout(extra = {}) {
+  const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, tickcolor: colour("line"), automargin: false, fixedrange: false };
+  const { xaxis, yaxis, ...rest } = extra;
+  return {
+    paper_bgcolor: "transparent",
+    plot_bgcolor: "transparent",
+    font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 11.5, color: colour("muted") },
+    margin: { l: 64, r: 16, t: 14, b: 34 },
+    showlegend: false,
+    hovermode: "x",
+    hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 }, align: "left", namelength: -1 },
+    uirevision: "keep", // zoom survives live updates
+    dragmode: "zoom",
+    ...rest,
+    xaxis: { ...axis, title: { text: "step", standoff: 6 }, tickformat: "d", hoverformat: "d", ...xaxis },
+    yaxis: { ...axis, ...yaxis },
+  };
+}
+export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false };
+
+// An invisible axis 0…1 over the whole figure: places for marks that have no value.
+export const edge = (name = "y9") => ({ overlaying: name === "y" ? undefined : "y", range: [0, 1], visible: false, fixedrange: true, domain: [0, 1] });
+
+const LOG2 = (v) => Math.log2(v);
+
+// One series as a line, plus marks for what a line cannot show. `at` is the height of the marks on the edge axis.
+export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", at = 0.975, dash = "solid", percent = false }) {
+  const special = new Map((series.nonfinite ?? []).map(([i, what]) => [Number(i), what]));
+  const y = series.values.map((v, i) => (v === null || special.has(i) || (scale === "log2" && !(v > 0)) ? null : scale === "log2" ? LOG2(v) : percent ? 100 * v : v));
+  const label = (v) => (percent ? `${number(100 * v, 3)} %` : `${number(v, 5)}${unit ? ` ${unit}` : ""}`);
+  const alone = y.filter((v) => v !== null).length < 3;
+  const traces = [{
+    x: series.steps, y, name, type: "scatter", mode: alone ? "lines+markers" : "lines", yaxis: axis, connectgaps: false,
+    line: { color: stroke, width: 1.6, dash }, marker: { color: stroke, size: 5 },
+    customdata: series.values.map(label), hovertemplate: `${text(name)} %{customdata}<extra></extra>`,
+  }];
+  if (special.size) {
+    const marks = [...special].sort(([a], [b]) => a - b);
+    traces.push({
+      x: marks.map(([i]) => series.steps[i]), y: marks.map(() => at), yaxis: "y9", type: "scatter", mode: "markers", name: `${name} non-finite`,
+      marker: { symbol: marks.map(([, w]) => SYMBOLS[w] ?? "x"), color: colour("critical"), size: 8, line: { width: 0 } }, cliponaxis: false,
+      customdata: marks.map(([, w]) => NAMES[w] ?? w), hovertemplate: `${text(name)} is %{customdata} at step %{x}<extra></extra>`,
+    });
+  }
+  const zeros = scale === "log2" ? series.steps.filter((_, i) => series.values[i] === 0 && !special.has(i)) : [];
+  if (zeros.length) {
+    traces.push({
+      x: zeros, y: zeros.map(() => 0.02), yaxis: "y9", type: "scatter", mode: "markers", name: `${name} zero`, cliponaxis: false,
+      marker: { symbol: "circle-open", color: stroke, size: 5 }, hovertemplate: `${text(name)} is 0 at step %{x}<extra></extra>`,
+    });
+  }
+  return traces;
+}
+
+// Ticks of an axis that holds log2 of a positive quantity.
+export function log2Axis(traces) {
+  const values = traces.flatMap((t) => (t.yaxis === "y9" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
+  const low = Math.floor(Math.min(...values, Infinity)), high = Math.ceil(Math.max(...values, -Infinity));
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return { range: [-1, 1], tickvals: [0], ticktext: ["2^0"] };
+  const every = Math.max(1, Math.ceil((high - low) / 6));
+  const tickvals = [];
+  for (let k = Math.floor(low / every) * every; k <= high + every; k += every) tickvals.push(k);
+  return { tickvals, ticktext: tickvals.map((k) => `2<sup>${String(k).replace("-", "−")}</sup>`), range: [low - 0.6, high + 0.9] };
+}
+
+// Incidents over steps: a line each, a mark that can be hovered and clicked, and the first few by name.
+export function incidentMarks(incidents, at = 1.0) {
+  const shown = incidents.slice(0, 40);
+  const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
+  const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "below" }));
+  const trace = {
+    x: shown.map((i) => i.first_step), y: shown.map(() => at), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
+    marker: { symbol: shown.map((i) => ({ critical: "triangle-down", warning: "diamond" })[i.severity] ?? "circle"), size: 10, color: shown.map(of) },
+    customdata: shown.map((i) => [text(short(i.mode, 60)), i.severity, text(i.title.slice(0, 120)), i.id]),
+    hovertemplate: "<b>%{customdata[0]}</b> · %{customdata[1]}<br>%{customdata[2]}<br>since step %{x}, click to open<extra></extra>",
+    meta: "incidents",
+  };
+  return { shapes, trace };
+}
+
+export async function draw(element, traces, figureLayout) {
+  const Plotly = await plotly;
+  const first = !element.classList.contains("js-plotly-plot");
+  await Plotly.react(element, traces, figureLayout, CONFIG);
+  element.dataset.drawn = String(Number(element.dataset.drawn ?? 0) + 1);
+  if (first) element.classList.add("ready");
+  return first;
+}
+
+export function fail(element, problem) {
+  if (element.classList.contains("js-plotly-plot")) return; // what was drawn stays; the next update tries again
+  element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: `No data for this chart (${problem.message}).` }));
+}
+
+export const nothing = (element, what) => {
+  if (!element.classList.contains("js-plotly-plot")) element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: what }));
+};
+
+// Draw now, after each live update, and in the colours of a new theme. Overlapping updates are merged into one.
+export function keepDrawn(update) {
+  let busy = false, again = false;
+  const run = async () => {
+    if (busy) { again = true; return; }
+    busy = true;
+    try { await update(); } finally {
+      busy = false;
+      if (again) { again = false; run(); }
+    }
+  };
+  document.addEventListener("fp8watch:live", run);
+  document.addEventListener("fp8watch:theme", run);
+  run();
+  return run;
+}
+
+// A group of buttons of which one is pressed; its choice lives in the URL.
+export function tabs(name, changed) {
+  const group = document.querySelector(`[data-tabs="${name}"]`);
+  const choose = (value) => {
+    for (const b of group.querySelectorAll("button")) b.setAttribute("aria-pressed", String(b.dataset.value === value));
+  };
+  const asked = new URLSearchParams(location.search).get(name);
+  const values = [...group.querySelectorAll("button")].map((b) => b.dataset.value);
+  let value = values.includes(asked) ? asked : values[0];
+  choose(value);
+  group.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    value = button.dataset.value;
+    choose(value);
+    const url = new URL(location.href);
+    if (value === values[0]) url.searchParams.delete(name); else url.searchParams.set(name, value);
+    history.replaceState(null, "", url);
+    changed();
+  });
+  return () => value;
+}

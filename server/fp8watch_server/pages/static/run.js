@@ -1,0 +1,116 @@
+// One run: loss, gradient norm and learning rate with incidents marked; health of layers × steps.
+import { CONFIG, NAMES, api, colour, draw, edge, fail, incidentMarks, keepDrawn, layout, line, nothing, number, short, tabs, text } from "./charts.js";
+
+const base = document.body.dataset.api;
+const training = document.getElementById("training");
+const health = document.getElementById("health");
+const POINTS = 1000;
+
+async function drawTraining() {
+  const names = ["loss", "grad_norm", "lr"];
+  const [incidents, ...series] = await Promise.all([
+    api(`${base}/incidents`), ...names.map((field) => api(`${base}/series`, { field, points: POINTS })),
+  ]);
+  const [loss, gradNorm, lr] = series;
+  const marks = incidentMarks(incidents.items);
+  const traces = [
+    ...line(loss, { name: "loss", colour: colour("series-1"), at: 0.955 }),
+    ...line(gradNorm, { name: "gradient norm", colour: colour("series-2"), axis: "y2", at: 0.435 }),
+    ...line(lr, { name: "learning rate", colour: colour("series-3"), axis: "y3", at: 0.17 }),
+    marks.trace,
+  ];
+  const axis = layout().yaxis;
+  const named = (title) => ({ title: { text: title, standoff: 8, font: { size: 11.5 } } });
+  const figure = layout({
+    shapes: marks.shapes,
+    margin: { l: 70, r: 18, t: 20, b: 36 },
+    hovermode: "x unified",
+    xaxis: { anchor: "y3" },
+    yaxis: { ...named("loss"), domain: [0.5, 0.93] },
+    yaxis2: { ...axis, ...named("grad norm"), domain: [0.235, 0.415], rangemode: "tozero" },
+    yaxis3: { ...axis, ...named("lr"), domain: [0, 0.15], exponentformat: "power", rangemode: "tozero" },
+    yaxis9: edge(),
+  });
+  figure.hovermode = "x";
+  if (await draw(training, traces, figure)) {
+    training.on("plotly_click", ({ points }) => {
+      const hit = points.find((p) => p.data.meta === "incidents");
+      if (hit) location.assign(`/incidents/${encodeURIComponent(hit.customdata[3])}`);
+    });
+  }
+}
+
+const MAPS = {
+  tile_sqnr_db: { label: "tile SQNR", unit: " dB", worst: Math.min, low: 10, high: 32, flip: true },
+  num_nonfinite: { label: "non-finite elements", unit: "", worst: Math.max, low: 0, high: 8, flip: false },
+  underflow_ratio: { label: "underflow", unit: " %", factor: 100, worst: Math.max, low: 0, high: 20, flip: false },
+  amax_max: { label: "largest amax", unit: "", worst: Math.max, log2: true, flip: false },
+};
+const map = tabs("map", () => redrawHealth());
+const operand = tabs("operand", () => redrawHealth());
+
+// One row a module: the worst of its sites, which the cell remembers by name.
+function byModule(answer, of, want) {
+  const special = new Map((answer.nonfinite ?? []).map(([i, j, what]) => [`${i},${j}`, what]));
+  const rows = new Map();
+  answer.sites.forEach((site, i) => {
+    if (want && site.operand !== want) return;
+    if (!rows.has(site.module)) rows.set(site.module, answer.steps.map(() => ({ value: null, what: null, site: null })));
+    rows.get(site.module).forEach((cell, j) => {
+      const what = special.get(`${i},${j}`) ?? null;
+      const value = answer.values[i][j];
+      if (what !== null && cell.what === null) Object.assign(cell, { what, site, value: null });
+      else if (cell.what === null && value !== null && (cell.value === null || of.worst(cell.value, value) !== cell.value)) Object.assign(cell, { value, site });
+    });
+  });
+  return rows;
+}
+
+async function drawHealth() {
+  const field = map();
+  const of = MAPS[field];
+  const answer = await api(`${base}/heatmap`, { field, points: 400 });
+  const rows = byModule(answer, of, operand());
+  if (!rows.size || !answer.steps.length) return nothing(health, "No site was measured yet.");
+  const modules = [...rows.keys()];
+  const cells = [...rows.values()];
+  const shown = (v) => (v === null ? null : of.log2 ? (v > 0 ? Math.log2(v) : null) : v * (of.factor ?? 1));
+  const z = cells.map((row) => row.map((c) => shown(c.value)));
+  const flat = z.flat().filter((v) => v !== null);
+  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : Math.max(of.high, ...(of.flip ? [] : flat));
+  const ramp = [0, 1, 2, 3, 4].map((k) => colour(`ramp-${k}`)); // 0 lies near the background, 4 stands out most
+  const scale = (of.flip ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]);
+  const name = (s) => (s ? `${text(s.operand)} / ${text(s.direction)}` : "");
+  const y = modules.map((_, i) => i);
+  const traces = [{
+    type: "heatmap", x: answer.steps, y, z, zmin: low, zmax: high, colorscale: scale, xgap: 0, ygap: 1.5, hoverongaps: false,
+    customdata: cells.map((row, i) => row.map((c) => [text(short(modules[i], 90)), name(c.site), `${number((c.value ?? 0) * (of.factor ?? 1))}${of.unit}`, c.site?.id ?? ""])),
+    hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
+    colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01 },
+  }];
+  const broken = cells.flatMap((row, i) => row.map((c, j) => [c, i, j]).filter(([c]) => c.what !== null));
+  const counted = field === "num_nonfinite" ? cells.flatMap((row, i) => row.map((c, j) => [c, i, j]).filter(([c]) => c.value > 0)) : [];
+  const marks = [...broken, ...counted];
+  traces.push({
+    type: "scatter", mode: "markers", x: marks.map(([, , j]) => answer.steps[j]), y: marks.map(([, i]) => i), cliponaxis: false,
+    marker: { symbol: "x", size: 8, color: colour("critical"), line: { width: 1, color: colour("panel") } },
+    customdata: marks.map(([c, i]) => [text(short(modules[i], 90)), name(c.site), c.what === null ? String(c.value) : NAMES[c.what] ?? text(c.what), c.site?.id ?? ""]),
+    hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
+  });
+  const figure = layout({
+    margin: { l: 210, r: 74, t: 8, b: 36 },
+    hovermode: "closest",
+    yaxis: { tickvals: y, ticktext: modules.map((m) => text(short(m))), autorange: "reversed", showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
+    xaxis: { showgrid: false },
+  });
+  if (await draw(health, traces, figure)) {
+    health.on("plotly_click", ({ points }) => {
+      const [, , , site] = points[0].customdata;
+      if (site !== "") location.assign(`${location.pathname}/sites/${site}?step=${points[0].x}`);
+    });
+  }
+}
+
+keepDrawn(() => drawTraining().catch((e) => fail(training, e)));
+const redrawHealth = keepDrawn(() => drawHealth().catch((e) => fail(health, e)));
+void CONFIG;

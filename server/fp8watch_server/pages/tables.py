@@ -1,0 +1,188 @@
+"""Rows of the pages' tables: several queries put side by side, each number with the place it came from.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
+Shapes:     dicts of queries -> dicts for templates
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8watch_agent.record import TileFlag
+from sqlalchemy import Connection
+
+from fp8watch_server.pages import lookup, view
+from fp8watch_server.pages.lookup import Dict
+from fp8watch_server.pages.problem import Link, PageProblem
+from fp8watch_server.store import queries
+
+SEVERITIES = ("critical", "warning", "info")
+SCALARS = ("loss", "grad_norm", "lr")
+NOW_STEPS = 8  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
+NUM_WORST = 12
+NUM_FLAGGED = 24
+# What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
+FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
+HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives away what it could hold
+
+
+def incidents(conn: Connection, run_id: str) -> list[Dict]:
+    """Incidents of a run: open before resolved, severe before mild, early before late."""
+    found: list[Dict] = queries.incidents(conn, run_id)["items"]
+    order = {s: i for i, s in enumerate(SEVERITIES)}
+    return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
+
+
+def concerns(incident: Dict, site: Dict) -> bool:
+    """Whether an incident names this site."""
+    return str(site["id"]) in {str(i) for i in incident.get("sites") or []} or lookup.site_of(incident, [site]) is site
+
+
+def runs(conn: Connection) -> list[Dict]:
+    """Runs with their loss as a small line and their open incidents."""
+    out = []
+    for run in queries.runs(conn)["items"]:
+        loss = queries.scalars(conn, run["id"], "loss", points=120)
+        step, value = view.latest(loss)
+        opened = [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
+        out.append({**run, "loss": value, "loss_step": step, "spark": view.spark(loss), "incidents": opened})
+    return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
+
+
+def scalars_now(conn: Connection, run_id: str) -> list[Dict]:
+    """The newest loss, gradient norm and learning rate, each with its step."""
+    out = []
+    for name in SCALARS:
+        step, value = view.latest(queries.scalars(conn, run_id, name, points=120))
+        out.append({"name": name, "step": step, "value": value})
+    return out
+
+
+def _newest(heatmap: Dict) -> dict[int, tuple[int, Any]]:
+    """Site -> (step, value) of the newest cell that was measured."""
+    special = {(int(i), int(j)): v for i, j, v in heatmap.get("nonfinite") or []}
+    out = {}
+    for i, site in enumerate(heatmap["sites"]):
+        for j in range(len(heatmap["steps"]) - 1, -1, -1):
+            value = special.get((i, j), heatmap["values"][i][j])
+            if value is not None:
+                out[int(site["id"])] = (int(heatmap["steps"][j]), value)
+                break
+    return out
+
+
+WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
+
+
+def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
+    """Sites by damage in the newest steps: non-finite elements first, then the lowest tile SQNR against its format."""
+    last = int(run["last_step"])
+    window = (max(0, last - NOW_STEPS + 1), last)
+    now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
+    rows = []
+    for site in queries.sites(conn, run["id"])["items"]:
+        cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
+        if not any(cells.values()):
+            continue
+        bad, sqnr = cells["num_nonfinite"], cells["tile_sqnr_db"]
+        num_bad = bad[1] if bad and isinstance(bad[1], (int, float)) else 0
+        margin = 99.0
+        if sqnr:
+            margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
+        rows.append({"site": site, "cells": cells, "margin_db": margin, "key": (-num_bad, margin, site["order"])})
+    return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
+
+
+SITE_FIELDS = ("amax_max", "scale_inv_max", "tile_sqnr_db", "underflow_ratio", "num_nonfinite", "num_sentinel_tiles")
+
+
+def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
+    """The newest value of each field of a site, with its step."""
+    if run["last_step"] is None:
+        return []
+    out = []
+    for field in SITE_FIELDS:
+        window = (max(0, int(run["last_step"]) - NOW_STEPS + 1), int(run["last_step"]))
+        step, value = view.latest(queries.series(conn, run["id"], site["id"], field, *window, NOW_STEPS))
+        out.append({"field": field, "step": step, "value": value})
+    return out
+
+
+def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
+    """Sites folded into an incident, in data-flow order."""
+    ids = {str(i) for i in incident.get("sites") or []}
+    return [s for s in sites if str(s["id"]) in ids]
+
+
+def evidence_charts(incident: Dict, run: Dict, site: Dict | None) -> list[Dict]:
+    """What to draw for an incident: one chart a field of its evidence, at most three."""
+    out: list[Dict] = []
+    for evidence in incident["evidence"] or []:
+        field = "scale_ratio_max" if evidence["field"] == "clip_depth" else evidence["field"]
+        scalar = field in (*SCALARS, "loss_scale")
+        if (scalar or site is not None) and field not in {c["field"] for c in out}:
+            out.append({"field": field, "site": None if scalar or site is None else site["id"]})
+    if incident["mode"] != "nan-in-loss" and not any(c["site"] is None for c in out):
+        out.append({"field": "loss", "site": None})  # the other half of the story: what the loss showed meanwhile
+    return out[:3]
+
+
+def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
+    """Tiles that stand out, worst first, with the elements they cover."""
+    columns = tile_map["shape"][1]
+    special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
+    rows = []
+    for index, bits in enumerate(tile_map["flags"]):
+        ranks = [i for i, flag in enumerate(FLAG_ORDER) if bits & flag]
+        if not ranks:
+            continue
+        tile = divmod(index, columns)
+        rows.append(
+            {
+                "tile": tile,
+                "elements": elements(tile, site),
+                "flags": [flag.name.replace("_", "-").lower() for flag in TileFlag if bits & flag and flag.name],
+                "amax": special.get(index, tile_map["amax"][index]),
+                "scale_inv": tile_map["scale_inv"][index],
+                "num_nonfinite": tile_map["num_nonfinite"][index],
+                "num_underflow": tile_map["num_underflow"][index],
+                "key": (ranks[0], -(tile_map["num_nonfinite"][index] or 0), index),
+            }
+        )
+    return sorted(rows, key=lambda r: r["key"])[:NUM_FLAGGED]
+
+
+def elements(tile: tuple[int, int], site: Dict) -> str:
+    """The elements of a tile, as rows and columns of the operand."""
+    parts = []
+    for name, at, size, length in zip(("row", "column"), tile, site["tile"], site["shape"], strict=True):
+        first, last = at * size, min((at + 1) * size, max(length, at * size + 1)) - 1
+        parts.append(f"{name} {first}" if first == last else f"{name}s {first}–{last}")
+    return ", ".join(parts)
+
+
+def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProblem:
+    """A site without any map."""
+    return PageProblem(
+        404,
+        "No tile map of this site",
+        f"No tile map of {view.cut(site['module'])} · {site['operand']} · {site['direction']} has arrived"
+        f"{f' from rank {rank}' if rank else ''}.",
+        "Maps are sent when a detector asks for them. To keep them for every step, attach with:",
+        (back, Link("The run", lookup.run_url(run["id"]))),
+        code='fp8watch.attach(model, tile_maps="all")',
+    )
+
+
+def no_tile_map_at(run: Dict, site: Dict, rank: int | None, step: int, steps: list[int], back: Link) -> PageProblem:
+    """A step without a map, while others have one."""
+    near = sorted(steps, key=lambda s: abs(s - step))[:5]
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+    return PageProblem(
+        404,
+        f"No tile map at step {step}",
+        f"There are {len(steps)} maps of this site, of steps {span}.",
+        "Take one of the nearest steps.",
+        (*(Link(f"Step {s}", lookup.tile_map_url(run["id"], site["id"], s, rank)) for s in sorted(near)), back),
+    )

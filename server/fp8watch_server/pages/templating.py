@@ -1,0 +1,61 @@
+"""Templates to HTML. Everything that comes from outside is escaped, and an unknown name in a template is an error.
+
+Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
+Shapes:     template name, values -> HTMLResponse
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fp8watch_server.pages import assets, markdown, view
+from fp8watch_server.pages.problem import PageProblem
+
+THEMES = ("dark", "light")
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    """The one Jinja environment of the pages."""
+    env = Environment(
+        loader=PackageLoader("fp8watch_server.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters.update(
+        number=view.number,
+        ratio=view.ratio,
+        octaves=view.octaves,
+        quantity=view.quantity,
+        of_field=view.of_field,
+        field_label=view.field_label,
+        nonfinite=view.nonfinite,
+        ago=view.ago,
+        clock=view.clock,
+        cut=view.cut,
+        segment=view.segment,
+        inline=markdown.inline,
+    )
+    env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url)
+    return env
+
+
+def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
+    """One page. `?theme=` is honoured before any script has run."""
+    theme = request.query_params.get("theme")
+    html = environment().get_template(template).render(theme=theme if theme in THEMES else "", **values)
+    # A page shows what is in the store now: going back to it must not show an older truth.
+    return HTMLResponse(html, status_code=status_code, headers={"cache-control": "no-store"})
+
+
+def problem_page(request: Request, problem: PageProblem) -> HTMLResponse:
+    """A problem as a page."""
+    return page(request, "problem.html", status_code=problem.status, problem=problem)
