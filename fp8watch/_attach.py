@@ -20,17 +20,18 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import torch
+from torch import nn
+
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import site_id
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
-from torch import nn
 
 from . import ops
 from .filter import FilterFn, LeftOut, select_linears
 from .identity import Identity, identify
-from .kernels.registry import resolve
+from .kernels.registry import Backend, resolve
 from .linear import take_over
 from .recipe import Recipe, resolve_recipe
 from .slab import Slab
@@ -81,7 +82,7 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
     maps = _check(every, tile_maps, overhead_budget, start_step, run, optimizer)
-    settings = AgentSettings.from_environ(**({} if collector is None else {"collector": _check_url(collector)}))
+    settings = AgentSettings.from_environ(collector=None if collector is None else _check_url(collector))
     chosen = resolve_recipe(recipe if recipe is not None else settings.recipe)
     guard = Guard()
     session = uuid.uuid4().hex
@@ -111,7 +112,17 @@ def attach(
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(
-            "start", _start_recorder, guard, settings, identity, session, run, chosen, backend.NAME, left_out, len(linears)
+            "start",
+            _start_recorder,
+            guard,
+            settings,
+            identity,
+            session,
+            run,
+            chosen,
+            backend.NAME,
+            left_out,
+            len(linears),
         )
         if recorder is None:
             plan.slab = None
@@ -135,7 +146,9 @@ def _check(
     if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
         raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer; call watch.step() for others")
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__}: must be a torch optimizer; call watch.step() for others"
+        )
     if tile_maps in ("triggered", "all"):
         return tile_maps, 0
     got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None
@@ -152,7 +165,7 @@ def _check_url(url: str) -> str:
 
 
 def _plan(
-    linears: list[tuple[str, nn.Linear]], recipe: Recipe, backend: ops.Backend, guard: Guard, *, observe: bool
+    linears: list[tuple[str, nn.Linear]], recipe: Recipe, backend: Backend, guard: Guard, *, observe: bool
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[ops.SiteQuantizer] = []

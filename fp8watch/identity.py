@@ -52,7 +52,9 @@ def _shared_through_store(rank: int) -> str | None:
         store.wait([STORE_KEY], timedelta(seconds=STORE_TIMEOUT_S))
         return bytes(store.get(STORE_KEY)).decode()
     except Exception as e:  # noqa: BLE001  a store that fails costs the common name, never the training
-        warnings.warn(f"fp8watch: torch.distributed's store did not give a run id ({e}); set FP8WATCH_RUN", stacklevel=3)
+        warnings.warn(
+            f"fp8watch: torch.distributed's store did not give a run id ({e}); set FP8WATCH_RUN", stacklevel=3
+        )
         return None
 
 

@@ -33,7 +33,7 @@ class _Fp8Linear(torch.autograd.Function):
     """y = x·wᵀ + b with every operand quantised. Saved for backward: the dequantised operands that backward reads."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, site: Tensor, count: bool, wgrad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
@@ -72,7 +72,7 @@ class _ObserveOutput(torch.autograd.Function):
     """Identity in both directions; backward shows the gradient to its sites and passes it on untouched."""
 
     @staticmethod
-    def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:  # type: ignore[override]
+    def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:
         return y.view_as(y)
 
     @staticmethod

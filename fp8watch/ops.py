@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fp8watch_agent.guard import Guard
 from torch import Tensor
+
+from fp8watch_agent.guard import Guard
 
 from .formats import fp8_format
 from .kernels.registry import Backend
@@ -170,7 +171,7 @@ def _counts(plan: Plan, operand: int, count: bool) -> bool:
     if operand == GRAD_OUTPUT:
         plan.backward_seen = True
         return count
-    if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+    if torch._C._current_graph_task_id() != -1:
         return False  # inside a backward: activation checkpointing recomputes the forward, which was counted already
     if count:
         if not plan.forward_seen and plan.on_forward is not None:
@@ -222,7 +223,7 @@ def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) ->
 
 def _note_loss(loss: Tensor, site: Tensor) -> Tensor:
     plan = _plans.get(int(site) >> 32)
-    if plan is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+    if plan is not None and torch._C._current_graph_task_id() == -1:
         plan.losses.append(loss.detach().clone())
     return loss.new_empty((0,))
 

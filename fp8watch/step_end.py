@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fp8watch_agent.record import StepStatus
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8watch_agent.record import StepStatus
 
 if TYPE_CHECKING:
     from .watch import Watch

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from fp8watch_agent.record import TileMap
 
 from .quantize.stats import TileStats
+
 
 def tile_map_of(site: int, step: int, stats: TileStats) -> TileMap:
     """Every tile of one call. On a GPU this copies, so it is only called for sites that are captured."""

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import STEP, STEP_SCALARS, Site, StepStatus
 from fp8watch_agent.recorder import Recorder
-from torch import Tensor, nn
 
 from . import ops, step_end
 from .identity import Identity

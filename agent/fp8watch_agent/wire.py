@@ -255,9 +255,9 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
     step = keys["step"].astype(np.int64) + header.step0
     if n and not np.all(np.isin(step, steps["step"])):
         raise WireError("step", "a record names a step that the batch does not hold")
-    for name, values in header.logs.items():
-        if len(values) != s:
-            raise WireError(f"logs.{name}", f"{len(values)} values for {s} steps")
+    for name, log in header.logs.items():
+        if len(log) != s:
+            raise WireError(f"logs.{name}", f"{len(log)} values for {s} steps")
     if header.batch_ids and len(header.batch_ids) != s:
         raise WireError("batch_ids", f"{len(header.batch_ids)} values for {s} steps")
     batch = Batch(header=header, steps=steps, step=step, site=keys["site"])

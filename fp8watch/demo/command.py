@@ -93,7 +93,9 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     healthy = fault.mode is None
     last = (args.steps or HEALTHY_STEPS) if healthy else args.fault_step + PATIENCE_STEPS
     num_parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{num_parameters / 1e6:.2f} M parameters, batches of {BATCH} × {TOKENS} bytes of Python's own sources")
+    console.print(
+        f"{num_parameters / 1e6:.2f} M parameters, batches of {BATCH} × {TOKENS} bytes of Python's own sources"
+    )
     if not healthy:
         console.print(f"Step {args.fault_step}: {fault.says}.")
     watch = attach(
@@ -147,7 +149,9 @@ def _report(fault: Fault, found: list[dict[str, Any]], url: str, run_id: str) ->
         console.print()
         console.rule(f"{i['severity']}: {i['title']}", align="left", characters="─")
         where = [f"step {i['first_step']}"]
-        where += [f"{k} {place[k]}" for k in ("module", "gemm", "operand", "direction", "tile", "element") if place.get(k)]
+        where += [
+            f"{k} {place[k]}" for k in ("module", "gemm", "operand", "direction", "tile", "element") if place.get(k)
+        ]
         console.print(f"where    {', '.join(where)}", markup=False)
         console.print(f"why      {i['cause']}", markup=False)
         for fix in i["fix"]:

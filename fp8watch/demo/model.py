@@ -78,7 +78,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
 
 
 class ByteModel(nn.Module):

@@ -29,7 +29,9 @@ def load_text(max_bytes: int = MAX_BYTES) -> Tensor:
         if size >= max_bytes:
             break
     if size < 1 << 16:
-        raise FileNotFoundError(f"{root} holds {size} bytes of Python sources; the demo trains on at least 64 KiB of them")
+        raise FileNotFoundError(
+            f"{root} holds {size} bytes of Python sources; the demo trains on at least 64 KiB of them"
+        )
     return torch.frombuffer(bytearray(b"".join(parts)[:max_bytes]), dtype=torch.uint8)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fp8watch_agent.record import StepPresent
 from torch import nn
 
 import fp8watch
 import fp8watch._attach as attach_module
+from fp8watch_agent.record import StepPresent
 
 
 class Kept:
@@ -45,7 +45,9 @@ class Kept:
     def step(self, i):
         header, ids, rows, *_ = self.steps[i]
         by_id = {s.id: s for s in self.sites}
-        return header, {(by_id[int(n)].module, by_id[int(n)].operand, by_id[int(n)].direction): rows[k] for k, n in enumerate(ids)}
+        return header, {
+            (by_id[int(n)].module, by_id[int(n)].operand, by_id[int(n)].direction): rows[k] for k, n in enumerate(ids)
+        }
 
     def losses(self):
         return [float(h["loss"]) if int(h["present"]) & StepPresent.LOSS else None for h, *_ in self.steps]

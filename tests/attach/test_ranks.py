@@ -45,7 +45,11 @@ def test_two_ranks_are_one_run(tmp_path):
         env["MASTER_PORT"] = str(s.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", SCRIPT],
+            env={**env, "RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for r in (0, 1)
     ]

@@ -81,7 +81,13 @@ def test_what_is_left_out_is_said_with_the_reason(attach, capsys):
     attach(model)
     line = capsys.readouterr().err
     assert line.startswith("fp8watch: 1 Linear now compute in FP8 (blockwise, backend reference)")
-    for part in ("lora (own forward (Lora))", "odd (32×33", "router (router)", "lm_head (output head)", "wide (weight is float64"):
+    for part in (
+        "lora (own forward (Lora))",
+        "odd (32×33",
+        "router (router)",
+        "lm_head (output head)",
+        "wide (weight is float64",
+    ):
         assert part in line
     assert line.count("\n") == 1
 

@@ -10,8 +10,9 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from fp8watch_agent.record import StepStatus
 from torch import nn
+
+from fp8watch_agent.record import StepStatus
 
 
 def steps(watch):
@@ -163,7 +164,10 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
     )
     for how, code in (("raise", 1), ("term", -15)):
         got = subprocess.run(
-            [sys.executable, "-c", script, how], capture_output=True, text=True, env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)}
+            [sys.executable, "-c", script, how],
+            capture_output=True,
+            text=True,
+            env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)},
         )
         assert got.returncode == code, got.stderr
         assert got.stdout.split("\n")[:2] == ["status 2", "closed"]
