@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, StepStatus, empty_rows, site_id
 from fp8watch_agent.wire import Batch, Header, decode_batch, encode_batch
-
 from fp8watch_server.detect.finding import SiteFacts, facts_of
 
 MODULES = [
     f"layers.{i}.{name}"
     for i in range(2)
-    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    for name in (
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
 ]
 # operand, direction, the GEMM that reads it, tile
 OPERANDS = [

@@ -197,7 +197,8 @@ def _follows(cause: Finding, found: Finding, since: int) -> bool:
     """Whether `found`, `since` observed steps after `cause` was last seen, is its consequence.
 
     Weights change only by an update, so non-finite weights come from an earlier step. A cause that made NaN keeps
-    making it in the steps right behind; laundered Infs do not, so what comes after them stands alone unless the weights tell.
+    making it in the steps right behind; laundered Infs do not, so what comes after them stands alone unless the weights
+    tell.
     """
     if found.extra.get("weight_born"):
         return True

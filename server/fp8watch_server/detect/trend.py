@@ -5,9 +5,9 @@ Shapes:     per step [W] amax of the weight sites -> at most one finding
 Thread:     detect worker
 
 The optimizer moves every layer, a quantiser fault moves one: growth of log2 amax, in octaves per step, is taken over
-the last steps and looked at across the layers. A small model trained from scratch with AdamW at 2e-3 grows by at most 0.012
-octave a step after its first 50 steps (the median layer); the same model after its learning rate was multiplied by 30
-grows by 0.2 to 0.5 in the first two. The threshold lies between, on a logarithmic scale: 0.05.
+the last steps and looked at across the layers. A small model trained from scratch with AdamW at 2e-3 grows by at most
+0.012 octave a step after its first 50 steps (the median layer); the same model after its learning rate was
+multiplied by 30 grows by 0.2 to 0.5 in the first two. The threshold lies between, on a logarithmic scale: 0.05.
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ class BatchColumns:
         self.step = batch.step[keep]
         self.role = table.role[self.row]
         self._columns: dict[str, Array] = {}
+        self._values: dict[str, npt.NDArray[np.float64]] = {}
+        self._has: dict[Measured, Mask] = {}
 
     def raw(self, name: str) -> Array:
         """The column as sent, defaults where it was left out. [N] or [N, size]"""
@@ -74,11 +76,18 @@ class BatchColumns:
 
     def has(self, group: Measured) -> Mask:
         """Which records hold this group of fields. [N]"""
-        return np.asarray((self.raw("measured") & int(group)) != 0)
+        got = self._has.get(group)
+        if got is None:
+            got = self._has[group] = np.asarray((self.raw("measured") & int(group)) != 0)
+        return got
 
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """A scalar field as float64, NaN where it was not measured. [N]"""
-        return np.where(self.has(FIELD_BY_NAME[name].group), self.raw(name).astype(np.float64), np.nan)
+        got = self._values.get(name)
+        if got is None:
+            measured = self.has(FIELD_BY_NAME[name].group)
+            got = self._values[name] = np.where(measured, self.raw(name).astype(np.float64), np.nan)
+        return got
 
     @cached_property
     def nonfinite(self) -> Mask:
@@ -135,7 +144,7 @@ class StepView:
     def batch_id(self) -> str | None:
         """Name of the data batch, where the user gave one."""
         ids = self.columns.batch.header.batch_ids
-        return ids[self.index] if ids else None
+        return str(ids[self.index]) if ids and ids[self.index] is not None else None
 
     def __len__(self) -> int:
         return self.part.stop - self.part.start

@@ -1,0 +1,368 @@
+"""Findings become incidents: one per cause and window, written with its message in the caller's transaction.
+
+Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain    Downstream: fp8watch_server.notify.outbox
+Shapes:     findings of one batch -> rows of incident, incident_event, outbox
+Thread:     detect worker, inside one write transaction
+
+Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in the
+step it began (`flow`, in its first event): a finding that is earlier takes the incident over, and no second one opens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
+from fp8watch_server.store import schema
+
+from .explain import Explanation, explain
+from .messages import write_firing, write_resolved
+
+CLOSE_AFTER_STEPS = 20
+MAX_SITES = 256
+_SEVERITY = ("info", "warning", "critical")
+_SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
+
+
+@dataclass(frozen=True)
+class IncidentChange:
+    """What a call did to one incident."""
+
+    incident_id: str
+    change: Literal["opened", "updated", "rerooted", "resolved"]
+    mode: str
+    severity: str
+    title: str
+    step: int
+
+
+@dataclass
+class _Open:
+    """An open incident while findings are folded in."""
+
+    row: dict[str, Any]
+    flow: int
+    weight_born: bool
+    origin_rank: int
+    num_events: int  # rows of incident_event
+    change: Literal["opened", "updated", "rerooted"] | None = None
+    events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+
+
+def fold(
+    conn: sa.Connection,
+    run_id: str,
+    tenant: str,
+    attempt: int,
+    findings: Sequence[Finding],
+    sites: Mapping[int, SiteFacts],
+    now: float,
+    window_steps: int = 6,
+    public_url: str = "",
+) -> list[IncidentChange]:
+    """Fold findings into the incidents of one attempt of a run.
+
+    Args:
+        conn: the caller's write transaction; all rows of this call are committed with it, or none.
+        findings: of one or more batches, any order.
+        sites: facts by site id, for the words.
+        now: collector's clock, seconds since 1970.
+        window_steps: observed steps within which the same mode is the same incident.
+        public_url: of the collector, for the links of the message.
+    """
+    if not findings:
+        return []
+    incidents = _load(conn, run_id, tenant, attempt)
+    for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
+        window = window_steps * int(finding.extra.get("stride", 1))
+        target = _target(incidents, finding, window)
+        if target is None:
+            if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
+                continue  # closed by hand: what follows from it opens nothing
+            target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
+            incidents.append(target)
+            continue
+        _absorb(target, finding, sites)
+    return [_write(conn, i, now, public_url) for i in incidents if i.change is not None]
+
+
+def close_quiet(
+    conn: sa.Connection,
+    run_id: str,
+    tenant: str,
+    attempt: int,
+    current_step: int,
+    now: float,
+    after_clean_steps: int = CLOSE_AFTER_STEPS,
+    stride: int = 1,
+    public_url: str = "",
+) -> list[IncidentChange]:
+    """Resolve incidents that were quiet for `after_clean_steps` observed steps, with their message.
+
+    Args:
+        current_step: last step that every live rank has delivered (Engine.settled_step).
+        stride: steps between observed steps (Engine.stride).
+    """
+    t = schema.incident
+    quiet = conn.execute(
+        sa.select(t).where(
+            t.c.run_id == run_id,
+            t.c.tenant == tenant,
+            t.c.attempt <= attempt,
+            t.c.status != "resolved",
+            t.c.last_step <= current_step - after_clean_steps * stride,
+        )
+    )
+    changes = []
+    for got in list(quiet.mappings()):
+        row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
+        conn.execute(sa.update(t).where(*_key(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
+        seq = _num_events(conn, row) + 1
+        _event(conn, row, seq, "resolved", now, current_step, {"clean_steps": current_step - int(row["last_step"])})
+        write_resolved(conn, row, now, public_url)
+        changes.append(_change(row, "resolved"))
+    return changes
+
+
+def _key(table: sa.Table, row: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
+    return [table.c.run_id == row["run_id"], table.c.tenant == row["tenant"], table.c.id == row["id"]]
+
+
+def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int) -> list[_Open]:
+    t, e = schema.incident, schema.incident_event
+    rows = conn.execute(
+        sa.select(t)
+        .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, t.c.status != "resolved")
+        .order_by(t.c.first_step)
+    )
+    out = []
+    for row in list(rows.mappings()):
+        events = list(
+            conn.execute(
+                sa.select(e.c.kind, e.c.detail)
+                .where(e.c.run_id == run_id, e.c.tenant == tenant, e.c.incident_id == row["id"])
+                .order_by(e.c.seq)
+            )
+        )
+        roots = [detail for kind, detail in events if "flow" in detail]
+        root = roots[-1] if roots else {}
+        out.append(
+            _Open(
+                row=dict(row),
+                flow=int(root.get("flow", 0)),
+                weight_born=bool(root.get("weight_born", False)),
+                origin_rank=int(root.get("rank", 0)),
+                num_events=len(events),
+            )
+        )
+    return out
+
+
+def _num_events(conn: sa.Connection, row: Mapping[str, Any]) -> int:
+    e = schema.incident_event
+    return int(
+        conn.execute(
+            sa.select(sa.func.coalesce(sa.func.max(e.c.seq), 0)).where(
+                e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id == row["id"]
+            )
+        ).scalar_one()
+    )
+
+
+def _module(finding: Finding, sites: Mapping[int, SiteFacts]) -> str | None:
+    facts = sites.get(finding.site) if finding.site is not None else None
+    return facts.module if facts else None
+
+
+def _target(incidents: Sequence[_Open], finding: Finding, window: int) -> _Open | None:
+    """The open incident that this finding belongs to."""
+
+    def near(i: _Open) -> bool:
+        return bool(i.row["first_step"] - window <= finding.step <= i.row["last_step"] + window)
+
+    same = [i for i in incidents if i.row["mode"] == finding.mode]
+    for i in same:
+        if near(i) or finding.site in i.row["sites"][:1]:
+            return i
+    if finding.mode not in NONFINITE_MODES:
+        return same[-1] if same and finding.extra.get("consequence") else None
+    family = [i for i in incidents if i.row["mode"] in _SPREADING and near(i)]
+    for i in family:
+        spread = finding.extra.get("weight_born") or finding.extra.get("consequence")
+        if spread and finding.step >= i.row["first_step"]:
+            return i
+        if i.weight_born and finding.step <= i.row["first_step"]:
+            return i  # its cause, from a rank that came later
+        if finding.step == i.row["first_step"] and finding.rank != i.origin_rank:
+            return i  # what is shared between ranks broke in all of them at once
+    return same[-1] if same and finding.extra.get("consequence") else None
+
+
+def _was_resolved(conn: sa.Connection, run_id: str, tenant: str, attempt: int, finding: Finding) -> bool:
+    t = schema.incident
+    return (
+        conn.execute(
+            sa.select(t.c.id)
+            .where(
+                t.c.run_id == run_id,
+                t.c.tenant == tenant,
+                t.c.attempt == attempt,
+                t.c.mode == finding.mode,
+                t.c.status == "resolved",
+                t.c.first_step <= finding.step,
+            )
+            .limit(1)
+        ).first()
+        is not None
+    )
+
+
+def _sites_of(finding: Finding) -> list[int]:
+    named = [] if finding.site is None else [finding.site]
+    return list(dict.fromkeys([*named, *finding.extra.get("sites", [])]))
+
+
+def _new(
+    run_id: str,
+    tenant: str,
+    attempt: int,
+    finding: Finding,
+    sites: Mapping[int, SiteFacts],
+    now: float,
+    window_steps: int,
+) -> _Open:
+    words = explain(finding, sites)
+    hit = _sites_of(finding)
+    window = finding.step // max(window_steps, 1)
+    identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window)])
+    row: dict[str, Any] = {
+        "run_id": run_id,
+        "tenant": tenant,
+        "id": uuid.uuid4().hex,
+        "attempt": attempt,
+        "mode": finding.mode,
+        "severity": finding.severity,
+        "status": "open",
+        "first_step": finding.step,
+        "last_step": finding.step,
+        "num_events": 1,
+        "sites": hit[:MAX_SITES],
+        "num_sites": max(len(hit), int(finding.extra.get("num_sites", 0))),
+        "fingerprint": hashlib.blake2b(identity.encode(), digest_size=16).hexdigest(),
+        "opened_at": now,
+        "resolved_at": None,
+        "updated_at": now,
+    }
+    incident = _Open(row=row, flow=0, weight_born=False, origin_rank=finding.rank, num_events=0, change="opened")
+    _place_at(incident, finding, words)
+    incident.events.append(("opened", finding.step, _root(incident, finding)))
+    return incident
+
+
+def _place_at(incident: _Open, finding: Finding, words: Explanation) -> None:
+    """Let the incident say what this finding says: it is the earliest that is known."""
+    ranks = incident.row.get("place", {}).get("ranks", [])
+    place = {**words.place, "ranks": sorted({*ranks, finding.rank})}
+    incident.row.update(
+        mode=finding.mode,
+        title=words.title,
+        verdict=words.verdict,
+        place=place,
+        evidence=words.evidence,
+        cause=words.cause,
+        fix=words.fix,
+        alternatives=words.alternatives,
+        origin=finding.mode != "optimizer-divergence" and not finding.extra.get("weight_born", False),
+    )
+    incident.flow = finding.rank_in_flow
+    incident.weight_born = bool(finding.extra.get("weight_born", False)) and finding.mode in NONFINITE_MODES
+    incident.origin_rank = finding.rank
+
+
+def _root(incident: _Open, finding: Finding) -> dict[str, Any]:
+    return {
+        "flow": incident.flow,
+        "weight_born": incident.weight_born,
+        "rank": finding.rank,
+        "mode": finding.mode,
+        "title": incident.row["title"],
+    }
+
+
+def _absorb(incident: _Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+    row = incident.row
+    earlier = (finding.step, finding.rank_in_flow) < (row["first_step"], incident.flow)
+    takes_over = earlier and not finding.extra.get("consequence")
+    row["first_step"] = min(row["first_step"], finding.step)
+    row["last_step"] = max(row["last_step"], finding.step)
+    row["num_events"] += 1
+    row["severity"] = max(row["severity"], finding.severity, key=_SEVERITY.index)
+    hit = _sites_of(finding)
+    if takes_over:
+        old_mode = row["mode"]
+        _place_at(incident, finding, explain(finding, sites))
+        row["sites"] = list(dict.fromkeys([*hit, *row["sites"]]))[:MAX_SITES]
+        incident.events.append(("updated", finding.step, {**_root(incident, finding), "earlier_cause_than": old_mode}))
+        incident.change = incident.change or "rerooted"
+    else:
+        row["sites"] = list(dict.fromkeys([*row["sites"], *hit]))[:MAX_SITES]
+        if finding.rank not in row["place"]["ranks"]:
+            row["place"] = {**row["place"], "ranks": sorted({*row["place"]["ranks"], finding.rank})}
+        incident.change = incident.change or "updated"
+    grown = max(row["num_sites"], len(row["sites"]), int(finding.extra.get("num_sites", 0)))
+    if grown >= 2 * row["num_sites"]:  # the spread is told in powers of two: a storm leaves a handful of events
+        incident.events.append(("updated", finding.step, {"num_sites": grown}))
+    row["num_sites"] = grown
+
+
+def _write(conn: sa.Connection, incident: _Open, now: float, public_url: str) -> IncidentChange:
+    row, t = incident.row, schema.incident
+    row["updated_at"] = now
+    opened = incident.change == "opened"
+    if opened:
+        conn.execute(sa.insert(t).values(**row))
+    else:
+        values = {k: v for k, v in row.items() if k not in ("run_id", "tenant", "id", "status", "opened_at")}
+        conn.execute(sa.update(t).where(*_key(t, row)).values(**values))
+    for kind, step, detail in incident.events:
+        incident.num_events += 1
+        _event(conn, row, incident.num_events, kind, now, step, detail)
+    if opened:
+        reason = write_firing(conn, row, now, public_url)
+        if reason:
+            _event(conn, row, incident.num_events + 1, "updated", now, row["first_step"], {"message": reason})
+    return _change(row, incident.change or "updated")
+
+
+def _event(
+    conn: sa.Connection, row: Mapping[str, Any], seq: int, kind: str, now: float, step: int, detail: dict[str, Any]
+) -> None:
+    conn.execute(
+        sa.insert(schema.incident_event).values(
+            run_id=row["run_id"],
+            tenant=row["tenant"],
+            incident_id=row["id"],
+            seq=seq,
+            kind=kind,
+            at=now,
+            step=step,
+            detail=detail,
+        )
+    )
+
+
+def _change(row: Mapping[str, Any], change: Literal["opened", "updated", "rerooted", "resolved"]) -> IncidentChange:
+    return IncidentChange(
+        incident_id=row["id"],
+        change=change,
+        mode=row["mode"],
+        severity=row["severity"],
+        title=row["title"],
+        step=int(row["last_step"]),
+    )

@@ -1,0 +1,149 @@
+"""The message of an incident: one row of the outbox when it opens, one when it is resolved.
+
+Upstream:   fp8watch_server.incidents.fold   Downstream: fp8watch_server.notify.outbox
+Shapes:     a row of incident -> {"incident": CONTRACT's incident, "run": {id, name}, "note"} as payload
+Thread:     detect worker, inside the transaction that changes the incident
+
+The row is committed together with the change, so a message is never lost and never sent for a change that was undone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from fp8watch_server.store import schema
+
+FLAPPING_MESSAGES = 2
+"""Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
+FLAPPING_S = 3600.0
+
+_PUBLIC = (
+    "id",
+    "run_id",
+    "attempt",
+    "mode",
+    "title",
+    "severity",
+    "status",
+    "verdict",
+    "first_step",
+    "last_step",
+    "num_events",
+    "origin",
+    "place",
+    "num_sites",
+    "evidence",
+    "cause",
+    "fix",
+    "alternatives",
+    "opened_at",
+    "resolved_at",
+    "fingerprint",
+)
+
+
+def contract_incident(row: Mapping[str, Any], public_url: str) -> dict[str, Any]:
+    """An incident as CONTRACT names it; without a public URL its links are paths."""
+    base = public_url.rstrip("/")
+    return {
+        **{name: row[name] for name in _PUBLIC},
+        "url": f"{base}/incidents/{row['id']}",
+        "runbook_url": f"{base}/runbooks/{row['mode']}",
+    }
+
+
+def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> str | None:
+    """Queue the message of a new incident. Returns why none was queued, or None."""
+    if silence := _silenced_by(conn, row, now):
+        return f"silenced by {silence}"
+    before = _fired_before(conn, row, now)
+    if before >= FLAPPING_MESSAGES:
+        return f"held back: {before} of the same mode and module within {FLAPPING_S / 60:g} minutes"
+    note = ""
+    if before == FLAPPING_MESSAGES - 1:
+        note = f"It comes and goes: more of the same within {FLAPPING_S / 60:g} minutes are on the pages only."
+    _write(conn, row, "firing", now, public_url, note)
+    return None
+
+
+def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
+    """Queue the message of a resolved incident, where its firing was told to somebody."""
+    t = schema.outbox
+    fired = conn.execute(
+        sa.select(t.c.id).where(
+            t.c.run_id == row["run_id"],
+            t.c.tenant == row["tenant"],
+            t.c.incident_id == row["id"],
+            t.c.kind == "firing",
+        )
+    ).first()
+    if fired is not None:
+        _write(conn, row, "resolved", now, public_url, "")
+
+
+def _silenced_by(conn: sa.Connection, row: Mapping[str, Any], now: float) -> str | None:
+    t = schema.silence
+    module = row["place"].get("module") or ""
+    got = conn.execute(
+        sa.select(t.c.id)
+        .where(
+            t.c.run_id.in_(["", row["run_id"]]),
+            t.c.tenant == row["tenant"],
+            t.c.mode.in_(["", row["mode"]]),
+            t.c.module.in_(["", module]),
+            t.c.expires_at > now,
+        )
+        .limit(1)
+    ).scalar()
+    return None if got is None else str(got)
+
+
+def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> int:
+    i, o = schema.incident, schema.outbox
+    rows = conn.execute(
+        sa.select(i.c.id, i.c.place)
+        .join(
+            o,
+            sa.and_(
+                o.c.run_id == i.c.run_id,
+                o.c.tenant == i.c.tenant,
+                o.c.incident_id == i.c.id,
+                o.c.kind == "firing",
+            ),
+        )
+        .where(
+            i.c.run_id == row["run_id"],
+            i.c.tenant == row["tenant"],
+            i.c.mode == row["mode"],
+            i.c.opened_at > now - FLAPPING_S,
+            i.c.id != row["id"],
+        )
+    )
+    module = row["place"].get("module")
+    return len({id for id, place in rows if place.get("module") == module})
+
+
+def _write(conn: sa.Connection, row: Mapping[str, Any], kind: str, now: float, public_url: str, note: str) -> None:
+    r = schema.run
+    name = conn.execute(sa.select(r.c.name).where(r.c.run_id == row["run_id"], r.c.tenant == row["tenant"])).scalar()
+    conn.execute(
+        sa.insert(schema.outbox).values(
+            run_id=row["run_id"],
+            tenant=row["tenant"],
+            id=uuid.uuid4().hex,
+            incident_id=row["id"],
+            kind=kind,
+            idempotency_key=f"{row['id']}:{kind}",
+            payload={
+                "incident": contract_incident(row, public_url),
+                "run": {"id": row["run_id"], "name": name or row["run_id"]},
+                "note": note,
+            },
+            next_attempt_at=now,
+            created_at=now,
+        )
+    )
