@@ -106,7 +106,20 @@ def find_incident(conn: Connection, incident_id: str) -> Dict:
             "It may have been pruned with its run, or the link may come from another collector.",
             (RUNS,),
         )
-    return found
+    return complete(found)
+
+
+PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element")
+
+
+def complete(incident: Dict) -> Dict:
+    """An incident with every key that a template reads: what an older detector did not know is None."""
+    place = incident["place"] or {}
+    evidence = [
+        {"value": None, "baseline": None, "unit": None, "since_step": incident["first_step"], **e}
+        for e in incident["evidence"] or []
+    ]
+    return {**incident, "place": {key: place.get(key) for key in PLACE}, "evidence": evidence}
 
 
 def no_data(run: Dict) -> PageProblem:
@@ -126,10 +139,10 @@ def no_data(run: Dict) -> PageProblem:
 
 def site_of(incident: Dict, sites: list[Dict]) -> Dict | None:
     """The site that an incident names: by module, operand and direction, else the first one folded into it."""
-    place = incident["place"] or {}
+    place = incident["place"]
     for s in sites:
-        if place.get("module") is not None and all(
-            place.get(key) in (None, s[key]) for key in ("module", "operand", "direction")
+        if place["module"] is not None and all(
+            place[key] in (None, s[key]) for key in ("module", "operand", "direction")
         ):
             return s
     ids = [int(i) for i in incident.get("sites") or []]

@@ -70,6 +70,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=[s for s in sites if s["module"] == found["module"]],
             now=tables.site_now(conn, run, found),
             incidents=incidents,
+            marks=[(i["first_step"], i["severity"]) for i in incidents],
             num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
         )
 
@@ -116,8 +117,8 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
         run = lookup.find_run(conn, incident["run_id"])
         sites = queries.sites(conn, run["id"])["items"]
         site = lookup.site_of(incident, sites)
-        place = incident["place"] or {}
-        rank = (place.get("ranks") or [0])[0]
+        place = incident["place"]
+        rank = (place["ranks"] or [0])[0]
         maps = queries.steps_available(conn, run["id"], site["id"], rank) if site else []
         step = incident["first_step"]
         return page(
@@ -131,7 +132,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             touched=tables.touched_sites(incident, sites),
             has_map=step in maps,
             steps=maps,
-            tile=tuple(place["tile"]) if place.get("tile") else None,
+            tile=tuple(place["tile"]) if place["tile"] else None,
             charts=tables.evidence_charts(incident, run, site),
             has_runbook=incident["mode"] in runbooks.slugs(),
         )

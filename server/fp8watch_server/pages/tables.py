@@ -29,7 +29,7 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives aw
 
 def incidents(conn: Connection, run_id: str) -> list[Dict]:
     """Incidents of a run: open before resolved, severe before mild, early before late."""
-    found: list[Dict] = queries.incidents(conn, run_id)["items"]
+    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)["items"]]
     order = {s: i for i, s in enumerate(SEVERITIES)}
     return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
 
@@ -142,7 +142,9 @@ def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
             {
                 "tile": tile,
                 "elements": elements(tile, site),
-                "flags": [flag.name.replace("_", "-").lower() for flag in TileFlag if bits & flag and flag.name],
+                "flags": [
+                    (str(flag.name).replace("_", "-").lower(), flag in FLAG_ORDER) for flag in TileFlag if bits & flag
+                ],
                 "amax": special.get(index, tile_map["amax"][index]),
                 "scale_inv": tile_map["scale_inv"][index],
                 "num_nonfinite": tile_map["num_nonfinite"][index],

@@ -37,26 +37,28 @@ export function layout(extra = {}) {
     paper_bgcolor: "transparent",
     plot_bgcolor: "transparent",
     font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 11.5, color: colour("muted") },
-    margin: { l: 64, r: 16, t: 14, b: 34 },
+    margin: { l: 64, r: 16, t: 14, b: 40 },
     showlegend: false,
     hovermode: "x",
     hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 }, align: "left", namelength: -1 },
     uirevision: "keep", // zoom survives live updates
     dragmode: "zoom",
     ...rest,
-    xaxis: { ...axis, title: { text: "step", standoff: 6 }, tickformat: "d", hoverformat: "d", ...xaxis },
+    xaxis: { ...axis, title: { text: "step", standoff: 4 }, tickformat: "d", hoverformat: "d", ...xaxis },
     yaxis: { ...axis, ...yaxis },
   };
 }
 export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false };
 
-// An invisible axis 0…1 over the whole figure: places for marks that have no value.
-export const edge = (name = "y9") => ({ overlaying: name === "y" ? undefined : "y", range: [0, 1], visible: false, fixedrange: true, domain: [0, 1] });
+// Marks that have no value have a place all the same: a strip above the plot, and the foot of the plot for zeros.
+export const strip = (low = 0.93, high = 1) => ({ range: [0, 1], visible: false, fixedrange: true, domain: [low, high] });
+export const foot = () => ({ overlaying: "y", range: [0, 1], visible: false, fixedrange: true });
+export const single = { domain: [0, 0.91] }; // of a plot with one strip above it
 
 const LOG2 = (v) => Math.log2(v);
 
 // One series as a line, plus marks for what a line cannot show. `at` is the height of the marks on the edge axis.
-export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", at = 0.975, dash = "solid", percent = false }) {
+export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", marks: row = "y9", at = 0.5, dash = "solid", percent = false }) {
   const special = new Map((series.nonfinite ?? []).map(([i, what]) => [Number(i), what]));
   const y = series.values.map((v, i) => (v === null || special.has(i) || (scale === "log2" && !(v > 0)) ? null : scale === "log2" ? LOG2(v) : percent ? 100 * v : v));
   const label = (v) => (percent ? `${number(100 * v, 3)} %` : `${number(v, 5)}${unit ? ` ${unit}` : ""}`);
@@ -69,7 +71,7 @@ export function line(series, { name, colour: stroke, unit = "", scale = null, ax
   if (special.size) {
     const marks = [...special].sort(([a], [b]) => a - b);
     traces.push({
-      x: marks.map(([i]) => series.steps[i]), y: marks.map(() => at), yaxis: "y9", type: "scatter", mode: "markers", name: `${name} non-finite`,
+      x: marks.map(([i]) => series.steps[i]), y: marks.map(() => at), yaxis: row, type: "scatter", mode: "markers", name: `${name} non-finite`, meta: "mark", showlegend: false,
       marker: { symbol: marks.map(([, w]) => SYMBOLS[w] ?? "x"), color: colour("critical"), size: 8, line: { width: 0 } }, cliponaxis: false,
       customdata: marks.map(([, w]) => NAMES[w] ?? w), hovertemplate: `${text(name)} is %{customdata} at step %{x}<extra></extra>`,
     });
@@ -77,7 +79,7 @@ export function line(series, { name, colour: stroke, unit = "", scale = null, ax
   const zeros = scale === "log2" ? series.steps.filter((_, i) => series.values[i] === 0 && !special.has(i)) : [];
   if (zeros.length) {
     traces.push({
-      x: zeros, y: zeros.map(() => 0.02), yaxis: "y9", type: "scatter", mode: "markers", name: `${name} zero`, cliponaxis: false,
+      x: zeros, y: zeros.map(() => 0.02), yaxis: "y8", type: "scatter", mode: "markers", name: `${name} zero`, meta: "mark", showlegend: false, cliponaxis: false,
       marker: { symbol: "circle-open", color: stroke, size: 5 }, hovertemplate: `${text(name)} is 0 at step %{x}<extra></extra>`,
     });
   }
@@ -86,7 +88,7 @@ export function line(series, { name, colour: stroke, unit = "", scale = null, ax
 
 // Ticks of an axis that holds log2 of a positive quantity.
 export function log2Axis(traces) {
-  const values = traces.flatMap((t) => (t.yaxis === "y9" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
+  const values = traces.flatMap((t) => (t.meta === "mark" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
   const low = Math.floor(Math.min(...values, Infinity)), high = Math.ceil(Math.max(...values, -Infinity));
   if (!Number.isFinite(low) || !Number.isFinite(high)) return { range: [-1, 1], tickvals: [0], ticktext: ["2^0"] };
   const every = Math.max(1, Math.ceil((high - low) / 6));
@@ -96,12 +98,12 @@ export function log2Axis(traces) {
 }
 
 // Incidents over steps: a line each, a mark that can be hovered and clicked, and the first few by name.
-export function incidentMarks(incidents, at = 1.0) {
+export function incidentMarks(incidents) {
   const shown = incidents.slice(0, 40);
   const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
   const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "below" }));
   const trace = {
-    x: shown.map((i) => i.first_step), y: shown.map(() => at), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
+    x: shown.map((i) => i.first_step), y: shown.map(() => 0.5), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
     marker: { symbol: shown.map((i) => ({ critical: "triangle-down", warning: "diamond" })[i.severity] ?? "circle"), size: 10, color: shown.map(of) },
     customdata: shown.map((i) => [text(short(i.mode, 60)), i.severity, text(i.title.slice(0, 120)), i.id]),
     hovertemplate: "<b>%{customdata[0]}</b> · %{customdata[1]}<br>%{customdata[2]}<br>since step %{x}, click to open<extra></extra>",

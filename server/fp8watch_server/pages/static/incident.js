@@ -1,5 +1,5 @@
 // One incident: the charts that prove it, around the step where it began.
-import { api, colour, draw, edge, fail, keepDrawn, layout, line, log2Axis, nothing } from "./charts.js";
+import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip } from "./charts.js";
 
 const { api: base, first, last, severity } = document.body.dataset;
 const BEFORE = 64, AFTER = 64;
@@ -12,7 +12,7 @@ async function drawEvidence(element) {
     const got = await api(`${base}/series`, { field, site, from: Math.max(0, Number(first) - BEFORE), to: Number(last) + AFTER, points: 400 });
     if (got.values.every((v) => v === null) && !(got.nonfinite ?? []).length) return nothing(element, "Not measured here.");
     const scale = OCTAVES.has(field) ? "log2" : null;
-    const traces = line(got, { name: field.replaceAll("_", " "), colour: colour("series-1"), scale, unit: field.endsWith("_db") ? "dB" : "", percent: PERCENT.has(field), at: 0.95 });
+    const traces = line(got, { name: field.replaceAll("_", " "), colour: colour("series-1"), scale, unit: field.endsWith("_db") ? "dB" : "", percent: PERCENT.has(field) });
     const mark = colour(severity === "info" ? "info" : severity === "warning" ? "warning" : "critical");
     const shapes = [
       { type: "rect", xref: "x", yref: "paper", x0: Number(first) - 0.5, x1: Math.max(Number(last), Number(first)) + 0.5, y0: 0, y1: 1, fillcolor: mark, opacity: 0.14, line: { width: 0 }, layer: "below" },
@@ -23,7 +23,7 @@ async function drawEvidence(element) {
     if (at.length) traces.push({ x: at.map(([s]) => s), y: at.map(([, v]) => v), type: "scatter", mode: "markers", marker: { color: mark, size: 7 }, hoverinfo: "skip" });
     const annotations = [{ x: Number(first), y: 1, xref: "x", yref: "paper", yanchor: "bottom", text: `step ${first}`, showarrow: false, font: { size: 11, color: mark } }];
     const yaxis = scale === "log2" ? log2Axis(traces) : PERCENT.has(field) ? { ticksuffix: " %", rangemode: "tozero" } : { rangemode: field.startsWith("num_") ? "tozero" : "normal" };
-    await draw(element, traces, layout({ shapes, annotations, yaxis, yaxis9: edge(), margin: { l: 58, r: 14, t: 20, b: 32 } }));
+    await draw(element, traces, layout({ shapes, annotations, yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 58, r: 14, t: 20, b: 40 } }));
   } catch (e) { fail(element, e); }
 }
 

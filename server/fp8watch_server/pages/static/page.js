@@ -97,7 +97,7 @@ async function poll() {
           else await refresh();
         }
         last = text;
-        say("on", status() === "running" ? "live" : status());
+        say(status() === "running" ? "on" : "ended", status() === "running" ? "live" : status());
       } else {
         say("off", `collector answered ${answer.status}`);
       }

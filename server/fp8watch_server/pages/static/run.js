@@ -1,5 +1,5 @@
 // One run: loss, gradient norm and learning rate with incidents marked; health of layers × steps.
-import { CONFIG, NAMES, api, colour, draw, edge, fail, incidentMarks, keepDrawn, layout, line, nothing, number, short, tabs, text } from "./charts.js";
+import { NAMES, api, colour, draw, fail, incidentMarks, keepDrawn, layout, line, nothing, number, short, strip, tabs, text } from "./charts.js";
 
 const base = document.body.dataset.api;
 const training = document.getElementById("training");
@@ -14,24 +14,25 @@ async function drawTraining() {
   const [loss, gradNorm, lr] = series;
   const marks = incidentMarks(incidents.items);
   const traces = [
-    ...line(loss, { name: "loss", colour: colour("series-1"), at: 0.955 }),
-    ...line(gradNorm, { name: "gradient norm", colour: colour("series-2"), axis: "y2", at: 0.435 }),
-    ...line(lr, { name: "learning rate", colour: colour("series-3"), axis: "y3", at: 0.17 }),
+    ...line(loss, { name: "loss", colour: colour("series-1"), marks: "y6" }),
+    ...line(gradNorm, { name: "gradient norm", colour: colour("series-2"), axis: "y2", marks: "y7" }),
+    ...line(lr, { name: "learning rate", colour: colour("series-3"), axis: "y3", marks: "y8" }),
     marks.trace,
   ];
   const axis = layout().yaxis;
   const named = (title) => ({ title: { text: title, standoff: 8, font: { size: 11.5 } } });
   const figure = layout({
     shapes: marks.shapes,
-    margin: { l: 70, r: 18, t: 20, b: 36 },
-    hovermode: "x unified",
+    margin: { l: 70, r: 18, t: 4, b: 42 },
     xaxis: { anchor: "y3" },
-    yaxis: { ...named("loss"), domain: [0.5, 0.93] },
-    yaxis2: { ...axis, ...named("grad norm"), domain: [0.235, 0.415], rangemode: "tozero" },
-    yaxis3: { ...axis, ...named("lr"), domain: [0, 0.15], exponentformat: "power", rangemode: "tozero" },
-    yaxis9: edge(),
+    yaxis: { ...named("loss"), domain: [0.5, 0.875] },
+    yaxis2: { ...axis, ...named("grad norm"), domain: [0.235, 0.395], rangemode: "tozero" },
+    yaxis3: { ...axis, ...named("lr"), nticks: 3, domain: [0, 0.13], exponentformat: "power", rangemode: "tozero" },
+    yaxis6: strip(0.885, 0.93),
+    yaxis7: strip(0.405, 0.45),
+    yaxis8: strip(0.14, 0.185),
+    yaxis9: strip(0.945, 1),
   });
-  figure.hovermode = "x";
   if (await draw(training, traces, figure)) {
     training.on("plotly_click", ({ points }) => {
       const hit = points.find((p) => p.data.meta === "incidents");
@@ -41,7 +42,7 @@ async function drawTraining() {
 }
 
 const MAPS = {
-  tile_sqnr_db: { label: "tile SQNR", unit: " dB", worst: Math.min, low: 10, high: 32, flip: true },
+  tile_sqnr_db: { label: "tile SQNR", unit: " dB", worst: Math.min, low: 18, high: 32, flip: true },
   num_nonfinite: { label: "non-finite elements", unit: "", worst: Math.max, low: 0, high: 8, flip: false },
   underflow_ratio: { label: "underflow", unit: " %", factor: 100, worst: Math.max, low: 0, high: 20, flip: false },
   amax_max: { label: "largest amax", unit: "", worst: Math.max, log2: true, flip: false },
@@ -69,7 +70,7 @@ function byModule(answer, of, want) {
 async function drawHealth() {
   const field = map();
   const of = MAPS[field];
-  const answer = await api(`${base}/heatmap`, { field, points: 400 });
+  const [answer, bad] = await Promise.all([field, "num_nonfinite"].map((f) => api(`${base}/heatmap`, { field: f, points: 400 })));
   const rows = byModule(answer, of, operand());
   if (!rows.size || !answer.steps.length) return nothing(health, "No site was measured yet.");
   const modules = [...rows.keys()];
@@ -88,17 +89,19 @@ async function drawHealth() {
     hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
     colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01 },
   }];
-  const broken = cells.flatMap((row, i) => row.map((c, j) => [c, i, j]).filter(([c]) => c.what !== null));
-  const counted = field === "num_nonfinite" ? cells.flatMap((row, i) => row.map((c, j) => [c, i, j]).filter(([c]) => c.value > 0)) : [];
-  const marks = [...broken, ...counted];
+  // Non-finite elements are marked on every map: whatever a colour says there, this is what to look at.
+  const counts = [...byModule(bad, MAPS.num_nonfinite, operand())];
+  const column = new Map(answer.steps.map((s, j) => [s, j]));
+  const marks = counts.flatMap(([module, row]) => row.map((c, j) => [c, modules.indexOf(module), bad.steps[j]]).filter(([c, i, s]) => c.value > 0 && i >= 0 && column.has(s)).map(([c, i, s]) => [c, i, s, `${c.value} non-finite elements`]));
+  cells.forEach((row, i) => row.forEach((c, j) => { if (c.what !== null) marks.push([c, i, answer.steps[j], `${of.label} is ${NAMES[c.what] ?? text(c.what)}`]); }));
   traces.push({
-    type: "scatter", mode: "markers", x: marks.map(([, , j]) => answer.steps[j]), y: marks.map(([, i]) => i), cliponaxis: false,
+    type: "scatter", mode: "markers", x: marks.map(([, , s]) => s), y: marks.map(([, i]) => i), cliponaxis: false,
     marker: { symbol: "x", size: 8, color: colour("critical"), line: { width: 1, color: colour("panel") } },
-    customdata: marks.map(([c, i]) => [text(short(modules[i], 90)), name(c.site), c.what === null ? String(c.value) : NAMES[c.what] ?? text(c.what), c.site?.id ?? ""]),
-    hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
+    customdata: marks.map(([c, i, , what]) => [text(short(modules[i], 90)), name(c.site), what, c.site?.id ?? ""]),
+    hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}<br>%{customdata[2]} at step %{x}<extra></extra>",
   });
   const figure = layout({
-    margin: { l: 210, r: 74, t: 8, b: 36 },
+    margin: { l: 210, r: 74, t: 8, b: 42 },
     hovermode: "closest",
     yaxis: { tickvals: y, ticktext: modules.map((m) => text(short(m))), autorange: "reversed", showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
     xaxis: { showgrid: false },
@@ -113,4 +116,3 @@ async function drawHealth() {
 
 keepDrawn(() => drawTraining().catch((e) => fail(training, e)));
 const redrawHealth = keepDrawn(() => drawHealth().catch((e) => fail(health, e)));
-void CONFIG;

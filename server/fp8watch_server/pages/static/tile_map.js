@@ -7,7 +7,7 @@ const FLAG_NAMES = { NAN: "NaN", INF: "Inf", SENTINEL: "sentinel: scale forced t
 const LOUD = FLAG.NAN | FLAG.INF | FLAG.SENTINEL | FLAG.OFF_SCALE | FLAG.SATURATED;
 const LABELS = { amax: "amax", scale_inv: "scale_inv", num_nonfinite: "non-finite elements", num_underflow: "underflow elements" };
 const MARGIN = { left: 52, top: 26, right: 8, bottom: 8 };
-const MAX_HEIGHT = 520, MAX_CELL = 46;
+const MAX_HEIGHT = 520, MAX_CELL = 76;
 
 const rgb = (css) => {
   const probe = document.createElement("canvas").getContext("2d");
@@ -180,7 +180,7 @@ class TileMapView {
     const across = this.turned ? rows : columns, down = this.turned ? columns : rows;
     const roomX = width - MARGIN.left - MARGIN.right, roomY = MAX_HEIGHT - MARGIN.top - MARGIN.bottom;
     this.cellX = Math.min(MAX_CELL, roomX / across);
-    this.cellY = Math.min(MAX_CELL, roomY / down, Math.max(this.cellX, 26));
+    this.cellY = Math.min(MAX_CELL, roomY / down, Math.max(this.cellX, Math.min(46, 300 / down)));
     if (this.cellY < this.cellX && down * this.cellX > roomY) this.cellX = Math.min(this.cellX, Math.max(this.cellY, roomX / across));
     this.width = Math.round(this.cellX * across);
     this.height = Math.round(this.cellY * down);
@@ -240,12 +240,8 @@ class TileMapView {
     g.textAlign = "right";
     for (const k of ticks(down, this.cellY * 2)) g.fillText(String(k), MARGIN.left - 6, MARGIN.top + (k + 0.5) * this.cellY + 4);
     g.textAlign = "left";
-    g.fillText(this.turned ? "col ↓" : "row ↓", 2, MARGIN.top - 6);
-    g.save();
-    g.translate(11, MARGIN.top + 2);
-    g.rotate(Math.PI / 2);
-    if (this.height > 60) g.fillText(this.turned ? "row →" : "column →", 0, 0);
-    g.restore();
+    g.fillText(this.turned ? "row →" : "col →", 2, MARGIN.top - 6);
+    g.fillText(this.turned ? "col ↓" : "row ↓", 2, MARGIN.top + 11);
   }
 
   place(i) {
