@@ -1,0 +1,130 @@
+"""Codes, scales and dequantised values equal the oracle's bit by bit, for every kind of operand."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from quantize import oracle
+from quantize.operands import DTYPES, KINDS, SHAPES, TILES, operand
+
+from fp8watch.formats import FORMATS
+from fp8watch.kernels import reference
+
+EPS = (0.0, 1e-12, 0.25)
+CASES = list(itertools.product(KINDS, DTYPES, TILES, FORMATS, (True, False), EPS))
+
+
+def same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
+    """Assert equal bits; of NaN there is one."""
+    ours = got.numpy()
+    where = np.argwhere(~((ours.view(np.int32) == expected.view(np.int32)) | (np.isnan(ours) & np.isnan(expected))))
+    assert where.size == 0, f"at {where[0]}: {ours[tuple(where[0])]!r}, expected {expected[tuple(where[0])]!r}"
+
+
+def check(
+    x: torch.Tensor, tile: tuple[int, int], fmt: str, power_2: bool, eps: float, dtype: str, **options: object
+) -> None:
+    """Compare one operand with the oracle."""
+    scale, guard = options.get("scale"), bool(options.get("guard", True))
+    given = scale.numpy() if isinstance(scale, torch.Tensor) else None
+    expected = oracle.quantize(x.float().numpy(), tile, fmt, power_2, eps, dtype, given, guard)
+    data, scale_inv, stats = reference.quantize(x, tile, FORMATS[fmt], power_2, eps, scale=scale, guard=guard)
+    codes = data.view(torch.uint8).numpy()
+    where = np.argwhere(codes != expected.codes)
+    assert where.size == 0, (
+        f"{len(where)} codes differ, first at {where[0]}: {codes[tuple(where[0])]:#x}, "
+        f"expected {expected.codes[tuple(where[0])]:#x} for {x[tuple(where[0])]}"
+    )
+    same_bits(scale_inv, expected.scale_inv)
+    same_bits(stats.amax, expected.amax)
+    same_bits(stats.scale, expected.scale)
+    values, again, none = reference.quantize_dequantize(
+        x, tile, FORMATS[fmt], power_2, eps, scale=scale, guard=guard, stats=False
+    )
+    same_bits(values, expected.dequantized)
+    same_bits(again, expected.scale_inv)
+    same_bits(reference.dequantize(data, scale_inv, tile), expected.dequantized)
+    assert none is None
+    assert data.is_contiguous() and values.is_contiguous()
+
+
+@pytest.mark.parametrize(("kind", "dtype", "tile", "fmt", "power_2", "eps"), CASES)
+def test_equals_the_oracle(
+    kind: str, dtype: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float
+) -> None:
+    index = CASES.index((kind, dtype, tile, fmt, power_2, eps))
+    check(operand(kind, dtype, SHAPES[(index * 7 + index // 10) % len(SHAPES)]), tile, fmt, power_2, eps, dtype)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("factor", [1.0, 0.25, 2.0, 1024.0, 1e-30, 0.0, np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["normal", "nan-and-inf", "zeros"])
+def test_a_given_scale_is_used_as_it_is(kind: str, factor: float, fmt: str) -> None:
+    x = operand(kind, "float32", (5, 300))
+    scale = reference.quantize(x, (1, 128), FORMATS[fmt], True, 0.0)[2].scale * factor
+    check(x, (1, 128), fmt, True, 0.0, "float32", scale=scale)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", ["normal", "zeros", "inf", "nan", "subnormal"])
+@pytest.mark.parametrize("tile", TILES)
+def test_without_the_guard_zero_tiles_become_nan(kind: str, tile: tuple[int, int], fmt: str) -> None:
+    check(operand(kind, "float32", (5, 300)), tile, fmt, True, 0.0, "float32", guard=False)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rounding_is_right_at_every_midpoint_and_beside_it(fmt: str) -> None:
+    values = oracle.TABLES[fmt][: oracle.NUM_FINITE[fmt]]
+    points = np.concatenate([values, (values[:-1] + values[1:]) / 2]).astype(np.float32)
+    points = np.concatenate([points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(0))])
+    points = np.minimum(points, np.float32(values[-1]))
+    got = reference.round_to_grid(torch.from_numpy(points), FORMATS[fmt])
+    same_bits(got, oracle.TABLES[fmt][oracle.encode(points, fmt)].astype(np.float32))
+    # torch's own cast agrees below the limit, on every device that it has
+    same_bits(torch.from_numpy(points).to(FORMATS[fmt].dtype).float(), got.numpy())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_do_not_matter(dtype: str) -> None:
+    base = operand("wide", dtype, (260, 140))
+    views = {
+        "transposed": operand("wide", dtype, (140, 260)).t(),
+        "sliced": base[3:200:2, 5:],
+        "expanded": base[:1].expand(130, 140),
+        "expanded column": base[:, :1].expand(260, 140),
+        "flipped": base.flip(0),
+    }
+    for view in views.values():
+        check(view, (1, 128), "E4M3", True, 0.0, dtype)
+        check(view, (128, 128), "E4M3", False, 0.0, dtype)
+
+
+def test_columnwise_is_rowwise_of_the_transpose() -> None:
+    x = operand("wide", "float32", (300, 140))
+    data, scale_inv, _ = reference.quantize(x, (128, 1), FORMATS["E4M3"], True, 0.0)
+    data_t, scale_inv_t, _ = reference.quantize(x.t(), (1, 128), FORMATS["E4M3"], True, 0.0)
+    assert torch.equal(data.view(torch.uint8), data_t.view(torch.uint8).t())
+    assert torch.equal(scale_inv, scale_inv_t.t())
+
+
+def test_a_transposed_weight_has_the_same_codes_and_scales() -> None:
+    w = operand("normal", "bfloat16", (300, 140))
+    data, scale_inv, _ = reference.quantize(w, (128, 128), FORMATS["E4M3"], True, 0.0)
+    data_t, scale_inv_t, _ = reference.quantize(w.t(), (128, 128), FORMATS["E4M3"], True, 0.0)
+    assert torch.equal(data.view(torch.uint8), data_t.view(torch.uint8).t())
+    assert torch.equal(scale_inv, scale_inv_t.t())
+
+
+def test_the_operand_is_left_alone() -> None:
+    x = operand("nan-and-inf", "float32", (128, 128)).requires_grad_()
+    before = x.detach().clone()
+    out = reference.quantize_dequantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[0]
+    assert torch.equal(x.detach().view(torch.int32), before.view(torch.int32))
+    assert not out.requires_grad
+
+
+def test_enough_cases() -> None:
+    assert len(CASES) >= 1000
