@@ -41,7 +41,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# make serve        the collector on http://127.0.0.1:8900 (ARGS="--port 9000")
+# make serve        the collector on http://127.0.0.1:8420 (ARGS="--port 9000")
 serve: $(VENV)/.demo
 	$(BIN)/fp8watch serve $(ARGS)
 

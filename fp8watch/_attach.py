@@ -160,7 +160,7 @@ def _check(
 def _check_url(url: str) -> str:
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"collector={url!r}: must be a URL such as http://127.0.0.1:8900")
+        raise ValueError(f"collector={url!r}: must be a URL such as http://127.0.0.1:8420")
     return url
 
 

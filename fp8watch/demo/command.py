@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .model import ByteModel
 from .text import batches, load_text
 
 BATCH, TOKENS = 4, 64
+DEFAULT_PORT = 8420
 LEARNING_RATE = 2e-3
 FAULT_STEP = 80
 STEPS_AFTER_FAULT = 24  # so that the charts show what came after
@@ -39,7 +41,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fault-step", type=int, default=FAULT_STEP, help="step of the failure (default: %(default)s)")
     parser.add_argument("--exit", action="store_true", help="end by itself; status 0 only when the failure was named")
     parser.add_argument("--collector", help="URL of a running collector instead of one of the demo's own")
-    parser.add_argument("--port", type=int, default=8900, help="port of the demo's collector (default: %(default)s)")
+    parser.add_argument("--port", type=int, help="port of the demo's collector (default: 8420, or any free one)")
     parser.add_argument("--dir", type=Path, help="keep the database here (default: a temporary folder)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -57,9 +59,9 @@ def main(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("FP8WATCH_SPOOL_DIR", str(folder / "spool"))
         try:
-            url = args.collector or stack.enter_context(running_collector(folder, args.port))
+            url = args.collector or stack.enter_context(running_collector(folder, _port(args.port)))
         except RuntimeError as e:
-            console.print(f"[red]{e}[/red]", markup=False)
+            console.print(str(e), markup=False, style="red")
             return 1
         run_id, named = _train(args, fault, url)
         ok = _report(fault, named, url, run_id)
@@ -69,6 +71,19 @@ def main(argv: list[str]) -> int:
                 while True:
                     time.sleep(3600)
     return 0 if ok else 1
+
+
+def _port(asked: int | None) -> int:
+    """The port that was asked for; else the collector's own, or 0 (any) where that is taken."""
+    if asked is not None:
+        return asked
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", DEFAULT_PORT))
+        except OSError:
+            return 0
+    return DEFAULT_PORT
 
 
 @contextlib.contextmanager
