@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -53,6 +55,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Exit status 0: the failure was named as it is, or nothing was raised in a healthy run. 1: not. 2: usage."""
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the collector of the demo ends with it
     fault = FAULTS[args.fault]
     with contextlib.ExitStack() as stack:
         folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8watch-demo-")))
@@ -147,7 +150,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     return run_id, incidents(url, run_id)
 
 
-def _is_named(fault: Fault, incident: dict[str, Any], fault_step: int | None = None) -> bool:
+def _is_named(fault: Fault, incident: dict[str, Any]) -> bool:
     place = incident["place"]
     return bool(
         incident["mode"] == fault.mode

@@ -18,7 +18,7 @@ from ..linear import SITE_KEY
 from ..quantize.stats import TileStats
 
 FAULT_MODULE = "layers.1.mlp.down_proj"
-STALE_MODULE = "layers.1.mlp.up_proj"
+STALE_MODULE = "layers.0.mlp.up_proj"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -
 
 
 def _stale_weight_scale(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One layer's weight scale is cached from here on."""
+    """One layer's weight scale is cached from here on; the weights grow out of it within some steps."""
     _replace(model, STALE_MODULE, ops.FIRST_ROW[ops.WEIGHT], _Stale)
 
 
