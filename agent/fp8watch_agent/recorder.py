@@ -198,7 +198,7 @@ class Recorder:
         records = Ledger(
             produced=ring.pushed_records + late,
             acknowledged=sender.records.acknowledged,
-            queued=ring.queued_records() + hand[0] + sender.building,
+            queued=ring.queued_records() + hand[0] + sender.num_building,
             spooled=0 if spool is None else spool.num_records,
             dropped=merged(
                 {DROP_RING_FULL: ring.overwritten_records + ring.torn_records},
@@ -282,14 +282,19 @@ class Recorder:
             return  # it hangs in the disk: the ring file stays, with everything in it, for sync
         try:
             sender.take_over()
-            left = sender.in_hand is not None or len(self._ring) > 0
+            left = sender.in_hand is not None or sender.num_building > 0 or len(self._ring) > 0
             if sender.spool is not None:
                 sender.spool.close()
             self._ring.close(keep=left)
         finally:
             sender.lock.release()
-        if not sender.thread.is_alive() and sender.courier is not None:
+        if sender.thread.is_alive():
+            return
+        if sender.courier is not None:
             sender.courier.transport.close()
+        if self._pushing.acquire(timeout=0.1):  # not while another thread is in the middle of a step
+            self._ring.unmap()
+            self._pushing.release()
 
     def _make_ring(self) -> Ring:
         size = self._settings.ring_bytes

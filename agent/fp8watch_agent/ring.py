@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -185,13 +186,14 @@ class Ring:
         Its frame stays in the file until `settle`.
         """
         while self._frames or self._declined is not None:
-            frame = self._declined or self._copy_oldest()
-            self._declined = None
+            if self._declined is None:
+                self._declined = self._copy_oldest()
+            frame = self._declined
             if frame is None:
                 continue
             if wanted is not None and not wanted(frame):
-                self._declined = frame  # already ours, in memory: it comes first the next time
-                return None
+                return None  # already ours, in memory: it comes first the next time
+            self._declined = None
             return frame
         return None
 
@@ -205,7 +207,11 @@ class Ring:
         if self._limit - self._size > slot.position:
             self.torn_records += slot.num_records
             return None
-        return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+        try:
+            return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+        except (ValueError, msgspec.MsgspecError):  # somebody else wrote to the file
+            self.torn_records += slot.num_records
+            return None
 
     def seal(self) -> None:
         """Stamp a CRC for each new frame, off the training thread: it is what a reboot is survived by."""
@@ -290,6 +296,12 @@ class Ring:
         if self._fd >= 0:
             os.close(self._fd)  # the lock goes with it
             self._fd = -1
+
+    def unmap(self) -> None:
+        """Give the memory back. Nobody may push or claim any more."""
+        self._bytes = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def _put_word(self, index: int, value: int) -> None:
         at = WORDS_OFFSET + index * 2 * WORD.size

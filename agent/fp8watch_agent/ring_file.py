@@ -268,7 +268,7 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
     # A frame that was begun has overwritten what lies one lap behind its end, whether it was committed or not.
     floor = max(h.position + h.length for h in headers) - layout.data_bytes
     expected = frames_to
-    records_seen: int | None = None
+    records_seen = None if frames_to else 0
     for h in headers:
         if h.position < max(durable, floor) or not h.committed:
             continue
@@ -287,11 +287,13 @@ def _believe(raw: bytes, layout: Layout, h: _Header, *, sealed_only: bool) -> Fr
     if h.length != frame_bytes(h.num_records, h.num_extra):
         return None
     body = raw[h.offset : h.offset + h.length]
-    number, crc, check = SEAL.unpack_from(raw, layout.seals + (h.number % layout.num_seals) * SEAL.size)
-    sealed = number == h.number and zlib.crc32(SEAL.pack(number, crc, 0)[:12]) == check
-    if sealed and zlib.crc32(body[BODY_OFFSET:]) != crc:
-        return None
-    if sealed_only and not sealed:
+    at = layout.seals + (h.number % layout.num_seals) * SEAL.size
+    number, crc, check = SEAL.unpack_from(raw, at)
+    whole = zlib.crc32(raw[at : at + SEAL.size - 4]) == check
+    if not whole and any(raw[at : at + SEAL.size]):
+        return None  # it was sealed, and the seal is damaged
+    sealed = whole and number == h.number  # else it is that of an earlier lap, or none
+    if (sealed and zlib.crc32(body[BODY_OFFSET:]) != crc) or (sealed_only and not sealed):
         return None
     try:
         return parse_frame(body, h.position, h.number, h.num_records, h.num_extra)

@@ -63,7 +63,7 @@ class Sender:
         self.records = Books()
         self.maps_books = Books()
         self.in_hand: Parcel | None = None
-        self.building = 0  # records on their way from the ring into the hand
+        self._builder: BatchBuilder | None = None
         self.state = "local" if courier is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
@@ -103,6 +103,11 @@ class Sender:
             if parcel is not None and not self._dispose(parcel):
                 break
         self._drain()
+
+    @property
+    def num_building(self) -> int:
+        """Records on their way from the ring into the hand."""
+        return 0 if self._builder is None else self._builder.num_records
 
     def can_send(self) -> bool:
         if self.courier is None:
@@ -145,9 +150,10 @@ class Sender:
         return enough or waited or self.flushing or self.deadline is not None or self.abandoned
 
     def _take_batch(self) -> bool:
-        builder = BatchBuilder(
-            self._registration.session, max(1, int(self._settings.batch_bytes / self._bytes_per_record))
-        )
+        if self._builder is None:
+            max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
+            self._builder = BatchBuilder(self._registration.session, max_records)
+        builder = self._builder  # kept until it is in hand: an error in between loses nothing
         while (frame := self._ring.claim(builder.fits)) is not None:
             builder.add(frame)
         if not len(self._ring):
@@ -156,7 +162,6 @@ class Sender:
             return False
         last = builder.frames[-1]
         seq = self._new_seq()
-        self.building = builder.num_records
         try:
             parcel = builder.build(seq, time.time(), self._health())
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
@@ -164,12 +169,11 @@ class Sender:
             self._guard.swallow("encode", e)
             self.records.drop(DROP_ENCODE, builder.num_records)
             self._ring.settle(last.end, last.number + 1)
+            self._builder = None
             return True
-        finally:
-            self.building = 0
         if builder.num_records:
             self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
-        self.in_hand = parcel
+        self.in_hand, self._builder = parcel, None
         if not journaled and self.spool is not None and not self.abandoned:
             self._keep(parcel)  # on disk first: after a SIGKILL the same bytes must be there
         return True

@@ -177,6 +177,11 @@ class Sync:
             self.report.problems.append(f"{path}: {e}")
             return True
         registration = self._registration(path, contents)
+        if registration is None and contents.parcels:
+            aside = path.with_suffix(".damaged")
+            path.rename(aside)
+            self.report.problems.append(f"{aside}: no session can be read; put aside, nothing of it can be sent")
+            return True
         for parcel in contents.parcels:
             if registration is None or not self._send(parcel, registration):
                 return False
