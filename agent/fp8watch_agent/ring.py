@@ -157,7 +157,7 @@ class Ring:
                 self.overwritten_records += frames.popleft().num_records
         self._limit = end
         at = self._data + offset
-        view, number = self._bytes, self._next_number
+        number = self._next_number
         header = FRAME.pack(FRAME_MAGIC, position, number, self.pushed_records & _MASK, length, n, len(extra), 0)
         crc = zlib.crc32(header[:FRAME_CRC_BYTES])
         self._map[at : at + BODY_OFFSET] = (header[:FRAME_CRC_BYTES] + COMMIT.pack(crc)).ljust(BODY_OFFSET, b"\0")
@@ -165,9 +165,10 @@ class Ring:
         self._map[at_body : at_body + STEP.itemsize] = step
         at_body += STEP_BYTES
         if n:
-            view[at_body : at_body + 8 * n] = site_ids.view(np.uint8)
+            # Not through numpy: it lets go of the GIL for large copies, and would have to wait for it afterwards.
+            self._map[at_body : at_body + 8 * n] = site_ids.view(np.uint8).data
             at_body += 8 * n
-            view[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8)
+            self._map[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8).data
             at_body += ROW.itemsize * n
         if extra:
             self._map[at_body : at_body + len(extra)] = extra
