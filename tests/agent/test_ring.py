@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +105,25 @@ def test_each_record_is_counted_once_while_both_sides_race(tmp_path: Path) -> No
     assert [s for s, _ in claimed] == sorted(s for s, _ in claimed)
     assert ring.overwritten_records + ring.torn_records > 0, "the ring was never full: nothing was shown"
     ring.close(keep=False)
+
+
+def test_a_frame_that_is_overwritten_while_it_is_taken_is_counted_and_not_believed(ring: Ring) -> None:
+    class Overtaken(deque[Any]):
+        def popleft(self) -> Any:
+            slot = super().popleft()
+            if slot.number == 0:
+                for s in range(1, 100):
+                    push(ring, s, num_rows=40)
+            return slot
+
+    ring._frames = Overtaken()
+    push(ring, 0, num_rows=40)
+    frame = ring.claim()
+    assert frame is not None
+    assert int(frame.steps["step"][0]) > 0
+    assert ring.torn_records == 40
+    rest = frame.num_records + ring.queued_records()
+    assert ring.pushed_records == rest + ring.torn_records + ring.overwritten_records
 
 
 def test_a_dead_ring_tells_session_sites_and_steps(ring: Ring) -> None:

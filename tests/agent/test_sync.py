@@ -15,6 +15,7 @@ import pytest
 from agent_support import Collector, Reply, eventually, make_maps, make_session, record
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder
+from fp8watch_agent.ring import Ring
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
 
@@ -149,6 +150,27 @@ def test_a_spool_sent_twice_has_the_same_keys_and_bytes(
     assert run_sync(copy, collector) == 0
     assert (collector.stored, collector.maps) == before
     assert collector.num_conflicts == 0
+
+
+def test_a_kill_between_spooling_and_noting_it_sends_nothing_twice(
+    tmp_path: Path,
+    settings: AgentSettings,
+    session: Session,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ring, "settle", lambda *args: None)
+    monkeypatch.setattr(Ring, "journal", lambda *args: False)
+    recorder = Recorder(settings, session)
+    for s in range(3):
+        record(recorder, [s])
+        assert recorder.flush(10)
+    killed = tmp_path / "killed"
+    shutil.copytree(settings.spool_dir, killed)  # what a SIGKILL would leave
+    recorder.close()
+    assert len(list(killed.glob("*.ring"))) == 1
+    assert run_sync(killed, collector) == 0
+    assert (collector.steps(), collector.num_records()) == ([0, 1, 2], 9)
 
 
 def test_sync_goes_on_where_it_was_stopped(
