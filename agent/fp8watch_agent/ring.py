@@ -13,7 +13,6 @@ is noticed afterwards (`_limit`, as a sequence lock), and counted as dropped by 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import zlib
@@ -34,6 +33,7 @@ from .ring_file import (
     FRAME,
     FRAME_CRC_BYTES,
     FRAME_MAGIC,
+    NEW_SUFFIX,
     SEAL,
     SITES_BLOCK,
     SLOT,
@@ -46,6 +46,7 @@ from .ring_file import (
     Frame,
     Layout,
     commit_word,
+    create_file,
     frame_bytes,
     head_bytes,
     parse_frame,
@@ -86,7 +87,7 @@ class Ring:
         if self.path is None:
             self._map = mmap.mmap(-1, total_bytes)
         else:
-            self._map = self._open(self.path, total_bytes)
+            self._fd, self._map = create_file(self.path.with_suffix(NEW_SUFFIX), total_bytes)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._bytes[:] = 0  # touches every page now, not in a step
         self._map[: len(head)] = head
@@ -94,7 +95,7 @@ class Ring:
             self._put_word(word, 0)
         if self.path is not None:
             # Visible under its name only when locked and whole: `fp8watch sync` may look at any moment.
-            os.rename(self.path.with_suffix(".new"), self.path)
+            os.rename(self.path.with_suffix(NEW_SUFFIX), self.path)
             live_paths.add(self.path.resolve())
         self._frames: deque[_Slot] = deque()
         self._limit = 0  # the producer has written, or is writing, up to here
@@ -110,19 +111,6 @@ class Ring:
         self.too_large_records = 0
         # written by the consumer
         self.torn_records = 0
-
-    def _open(self, path: Path, total_bytes: int) -> mmap.mmap:
-        new = path.with_suffix(".new")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, total_bytes)  # a full disk is an error here, not a SIGBUS in a step
-            self._fd = fd
-            return mmap.mmap(fd, total_bytes)
-        except OSError:
-            os.close(fd)
-            new.unlink(missing_ok=True)
-            raise
 
     # --- producer: the training thread
 

@@ -130,8 +130,7 @@ class Sender:
         if len(self._ring) and self._due():
             return self._take_batch()
         if len(self._maps):
-            maps = self._maps.claim(MAX_MAPS_BYTES)
-            if maps:
+            if maps := self._maps.claim(MAX_MAPS_BYTES):
                 seq = self._new_seq()
                 try:
                     self.in_hand = maps_parcel(self._registration.session, seq, maps)

@@ -83,7 +83,7 @@ def test_the_books_balance_over_random_faults() -> None:
     seen: Counter[str] = Counter()
 
     @given(seed=st.integers(0, 1 << 32))
-    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def one(seed: int) -> None:
         rng = random.Random(seed)
         run_schedule(schedule(rng), rng.random() < 0.25, rng.random() < 0.1, seen)

@@ -40,9 +40,9 @@ def run_child(code: str, *args: str) -> subprocess.CompletedProcess[str]:
         return AgentSettings(collector=collector, spool_dir=Path(sys.argv[1]), poll_interval_s=0.01, ring_bytes=1 << 22)
     """
     source = textwrap.dedent(head) + textwrap.dedent(code)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", source, *args], capture_output=True, text=True, timeout=60, check=False
-    )
+    # From 3.12 on Python warns of a fork beside threads: that is what one of these tests is about.
+    command = [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c", source, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 IO_CODE = """
@@ -127,20 +127,20 @@ def test_a_process_that_forgets_to_close_ends_cleanly_and_loses_nothing(tmp_path
     recorder = Recorder(settings(sys.argv[2]), make_session())
     record(recorder, range(50))
     """
-    for _ in range(3):
+    for _ in range(2):
         done = run_child(code, str(tmp_path), collector.url)
         assert (done.returncode, done.stderr) == (0, "")
     from fp8watch_agent import sync
 
     assert sync.main(["--spool-dir", str(tmp_path), "--collector", collector.url]) == 0
-    assert collector.num_records() == 3 * 150
+    assert collector.num_records() == 2 * 150
 
 
 def test_a_forked_child_is_inert(collector: Collector, tmp_path: Path) -> None:
     code = """
     recorder = Recorder(settings(sys.argv[2]), make_session())
     record(recorder, range(5))
-    for i in range(20):
+    for i in range(10):
         pid = os.fork()
         if pid == 0:
             record(recorder, range(100, 200))
@@ -156,8 +156,8 @@ def test_a_forked_child_is_inert(collector: Collector, tmp_path: Path) -> None:
     print(recorder.health().records)
     """
     done = run_child(code, str(tmp_path), collector.url)
-    assert "produced=75, acknowledged=75, queued=0, spooled=0, dropped={}" in done.stdout, done.stderr
-    assert collector.steps() == [0, 1, 2, 3, 4, *range(10, 30)]
+    assert "produced=45, acknowledged=45, queued=0, spooled=0, dropped={}" in done.stdout, done.stderr
+    assert collector.steps() == [0, 1, 2, 3, 4, *range(10, 20)]
 
 
 def test_an_internal_that_raises_is_swallowed_counted_and_logged_once(
