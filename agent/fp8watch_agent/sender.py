@@ -129,15 +129,14 @@ class Sender:
     def _take(self) -> bool:
         if len(self._ring) and self._due():
             return self._take_batch()
-        if len(self._maps):
-            if maps := self._maps.claim(MAX_MAPS_BYTES):
-                seq = self._new_seq()
-                try:
-                    self.in_hand = maps_parcel(self._registration.session, seq, maps)
-                except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
-                    self._guard.swallow("encode", e)
-                    self.maps_books.drop(DROP_ENCODE, len(maps))
-                return True
+        if len(self._maps) and (maps := self._maps.claim(MAX_MAPS_BYTES)):
+            seq = self._new_seq()
+            try:
+                self.in_hand = maps_parcel(self._registration.session, seq, maps)
+            except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
+                self._guard.swallow("encode", e)
+                self.maps_books.drop(DROP_ENCODE, len(maps))
+            return True
         return False
 
     def _due(self) -> bool:
