@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 from fp8watch_agent import wire
-from fp8watch_agent.record import ROW, STEP, Site, StepPresent, empty_rows, site_id
+from fp8watch_agent.record import ROW, STEP, Site, StepPresent, TileMap, empty_rows, site_id
+from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
 
 
@@ -129,12 +131,18 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed in mid-request is what some tests are about."""
+
+
 @contextlib.contextmanager
 def serve(state: Collector | None = None, port: int = 0) -> Iterator[Collector]:
     """A collector on a real socket."""
     state = Collector() if state is None else state
-    server = ThreadingHTTPServer(("127.0.0.1", port), _handler(state))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", port), _handler(state))
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -218,3 +226,38 @@ def make_rows(num_rows: int, seed: int = 0) -> Any:
         rows["scale_inv_max"][0] = np.inf
         rows["signal_energy"][0] = np.frombuffer(np.uint64(0x7FF8_0000_DEAD_BEEF).tobytes(), "<f8")[0]
     return rows
+
+
+def make_maps(num_maps: int) -> list[TileMap]:
+    """Tile maps of 4×6, one of them with a scale that is no power of two."""
+    rng = np.random.default_rng(0)
+    return [
+        TileMap(
+            site=make_sites(1)[0].id,
+            step=i,
+            shape=(4, 6),
+            amax=rng.integers(0, 1 << 16, 24).astype(np.uint16),
+            scale_inv=rng.standard_normal(24).astype(np.float32),
+            flags=rng.integers(0, 256, 24).astype(np.uint8),
+            num_nonfinite=rng.integers(0, 3, 24).astype(np.uint16),
+            num_underflow=np.zeros(24, np.uint16),
+        )
+        for i in range(num_maps)
+    ]
+
+
+def record(recorder: Recorder, steps: Iterable[int], num_sites: int = 3) -> None:
+    """Steps of a few registered sites."""
+    recorder.register_sites(make_sites(num_sites))
+    for s in steps:
+        recorder.record_step(make_step(s, loss=float(s)), make_ids(num_sites), make_rows(num_sites, s))
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Wait for what another thread does."""
+    until = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True

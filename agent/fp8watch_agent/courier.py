@@ -58,6 +58,7 @@ class Courier:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._known: dict[str, int] = {}  # session -> registrations that the collector has taken
+        self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
         self.refused_registrations: list[Answer] = []
 
     def register(self, registration: Registration) -> Answer | None:
@@ -94,6 +95,10 @@ class Courier:
 
     def send(self, parcel: Parcel, registration: Registration) -> Receipt:
         """Deliver a parcel and whatever it needs. Never raises for what the collector says."""
+        if (registration.session.session, parcel.seq) in self._halved:
+            halves = split(parcel)
+            if halves is not None:  # one half may be there already: the whole would bring it again under another key
+                return self._send_halves(parcel, halves, registration, Answer(413))
         answer = Answer(0, error="not sent")
         path, content_type = _PATHS[parcel.kind]
         for _ in range(MAX_REGISTRATIONS):
@@ -124,7 +129,8 @@ class Courier:
         if verdict is Verdict.SPLIT:
             halves = split(parcel)
             if halves is not None:
-                return self._send_halves(halves, registration, answer)
+                self._halved.add((registration.session.session, parcel.seq))
+                return self._send_halves(parcel, halves, registration, answer)
             verdict = Verdict.REFUSED
         if verdict is Verdict.REFUSED:
             receipt = Receipt(Verdict.ACKNOWLEDGED, answer)
@@ -132,7 +138,9 @@ class Courier:
             return receipt
         return Receipt(verdict, answer)
 
-    def _send_halves(self, halves: tuple[Parcel, Parcel], registration: Registration, answer: Answer) -> Receipt:
+    def _send_halves(
+        self, parcel: Parcel, halves: tuple[Parcel, Parcel], registration: Registration, answer: Answer
+    ) -> Receipt:
         whole = Receipt(Verdict.ACKNOWLEDGED, answer)
         for half in halves:
             receipt = self.send(half, registration)
@@ -140,6 +148,7 @@ class Courier:
                 return receipt  # the parent is tried again as a whole; the same halves come of it
             whole.merge(receipt)
             whole.answer = receipt.answer
+        self._halved.discard((registration.session.session, parcel.seq))
         return whole
 
 

@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from .courier import Courier
+from .folder import usable_directory
 from .guard import Guard
-from .health import (
-    DROP_CLOSED,
-    DROP_MAPS_FULL,
-    DROP_REENTRANT,
-    DROP_RING_FULL,
-    DROP_RING_TOO_LARGE,
-    DROP_SPOOL_DAMAGED,
-    DROP_SPOOL_FULL,
-    Books,
-    Health,
-    Ledger,
-    merged,
-)
+from .health import DROP_CLOSED, DROP_REENTRANT, Books, Health
+from .ledgers import maps_ledger, records_ledger
 from .maps import MapQueue
 from .record import ROW, STEP, Site, TileMap
 from .ring import Ring
@@ -192,46 +180,17 @@ class Recorder:
                 sender.lock.release()
 
     def _snapshot(self) -> Health:
-        ring, sender, spool = self._ring, self._sender, self._sender.spool
-        in_hand = sender.in_hand
-        hand = [0, 0] if in_hand is None else [in_hand.amount * (in_hand.kind == k) for k in (1, 2)]
-        full, damaged = ([0, 0], [0, 0]) if spool is None else (spool.dropped_full, spool.dropped_damaged)
-        late = sum(self._late.dropped.values())
-        records = Ledger(
-            produced=ring.pushed_records + late,
-            acknowledged=sender.records.acknowledged,
-            queued=ring.queued_records() + hand[0] + sender.building,
-            spooled=0 if spool is None else spool.num_records,
-            dropped=merged(
-                {DROP_RING_FULL: ring.overwritten_records + ring.torn_records},
-                {DROP_RING_TOO_LARGE: ring.too_large_records},
-                {DROP_SPOOL_FULL: full[0], DROP_SPOOL_DAMAGED: damaged[0]},
-                sender.records.dropped,
-                self._late.dropped,
-            ),
-        )
-        maps = Ledger(
-            produced=self._maps.pushed + sum(self._late_maps.dropped.values()),
-            acknowledged=sender.maps_books.acknowledged,
-            queued=len(self._maps) + hand[1],
-            spooled=0 if spool is None else spool.num_maps,
-            dropped=merged(
-                {DROP_MAPS_FULL: self._maps.dropped},
-                {DROP_SPOOL_FULL: full[1], DROP_SPOOL_DAMAGED: damaged[1]},
-                sender.maps_books.dropped,
-                self._late_maps.dropped,
-            ),
-        )
+        state = "closed" if self._closed else self._sender.state
         return Health(
-            state="closed" if self._closed else sender.state,
-            records=records,
-            maps=maps,
+            state=state,
+            records=records_ledger(self._ring, self._sender, self._late.dropped),
+            maps=maps_ledger(self._maps, self._sender, self._late_maps.dropped),
             num_steps=self._num_steps,
-            num_batches=sender.num_batches,
-            num_retries=sender.num_retries,
-            num_bytes=sender.num_bytes,
+            num_batches=self._sender.num_batches,
+            num_retries=self._sender.num_retries,
+            num_bytes=self._sender.num_bytes,
             internal_errors=dict(self._guard.errors),
-            last_error=sender.last_error,
+            last_error=self._sender.last_error,
             gauges=dict(self._gauges),
         )
 
@@ -284,14 +243,19 @@ class Recorder:
             return  # it hangs in the disk: the ring file stays, with everything in it, for sync
         try:
             sender.take_over()
-            left = sender.in_hand is not None or len(self._ring) > 0
+            left = sender.in_hand is not None or sender.num_building > 0 or len(self._ring) > 0
             if sender.spool is not None:
                 sender.spool.close()
             self._ring.close(keep=left)
         finally:
             sender.lock.release()
-        if not sender.thread.is_alive() and sender.courier is not None:
+        if sender.thread.is_alive():
+            return
+        if sender.courier is not None:
             sender.courier.transport.close()
+        if self._pushing.acquire(timeout=0.1):  # not while another thread is in the middle of a step
+            self._ring.unmap()
+            self._pushing.release()
 
     def _make_ring(self) -> Ring:
         size = self._settings.ring_bytes
@@ -305,22 +269,6 @@ class Recorder:
     def _after_fork(self) -> None:
         """In a child of fork: the ring belongs to the parent, and the sender's thread does not exist here."""
         self._inert = True
-
-
-def usable_directory(wanted: Path) -> Path | None:
-    """`wanted` if it can be written to; else a temporary folder, with one warning; None where there is none at all."""
-    try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted
-    except OSError as e:
-        try:
-            other = Path(tempfile.mkdtemp(prefix="fp8watch-"))
-        except OSError:
-            logger.warning("spool folder %s cannot be written (%s), nor a temporary one: nothing is spooled", wanted, e)
-            return None
-        logger.warning("spool folder %s cannot be written (%s); %s is used: set FP8WATCH_SPOOL_DIR", wanted, e, other)
-        return other
 
 
 def _inert_after_fork() -> None:

@@ -13,7 +13,6 @@ is noticed afterwards (`_limit`, as a sequence lock), and counted as dropped by 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import zlib
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -33,6 +33,7 @@ from .ring_file import (
     FRAME,
     FRAME_CRC_BYTES,
     FRAME_MAGIC,
+    NEW_SUFFIX,
     SEAL,
     SITES_BLOCK,
     SLOT,
@@ -45,6 +46,7 @@ from .ring_file import (
     Frame,
     Layout,
     commit_word,
+    create_file,
     frame_bytes,
     head_bytes,
     parse_frame,
@@ -85,7 +87,7 @@ class Ring:
         if self.path is None:
             self._map = mmap.mmap(-1, total_bytes)
         else:
-            self._map = self._open(self.path, total_bytes)
+            self._fd, self._map = create_file(self.path.with_suffix(NEW_SUFFIX), total_bytes)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._bytes[:] = 0  # touches every page now, not in a step
         self._map[: len(head)] = head
@@ -93,7 +95,7 @@ class Ring:
             self._put_word(word, 0)
         if self.path is not None:
             # Visible under its name only when locked and whole: `fp8watch sync` may look at any moment.
-            os.rename(self.path.with_suffix(".new"), self.path)
+            os.rename(self.path.with_suffix(NEW_SUFFIX), self.path)
             live_paths.add(self.path.resolve())
         self._frames: deque[_Slot] = deque()
         self._limit = 0  # the producer has written, or is writing, up to here
@@ -109,19 +111,6 @@ class Ring:
         self.too_large_records = 0
         # written by the consumer
         self.torn_records = 0
-
-    def _open(self, path: Path, total_bytes: int) -> mmap.mmap:
-        new = path.with_suffix(".new")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, total_bytes)  # a full disk is an error here, not a SIGBUS in a step
-            self._fd = fd
-            return mmap.mmap(fd, total_bytes)
-        except OSError:
-            os.close(fd)
-            new.unlink(missing_ok=True)
-            raise
 
     # --- producer: the training thread
 
@@ -156,7 +145,7 @@ class Ring:
                 self.overwritten_records += frames.popleft().num_records
         self._limit = end
         at = self._data + offset
-        view, number = self._bytes, self._next_number
+        number = self._next_number
         header = FRAME.pack(FRAME_MAGIC, position, number, self.pushed_records & _MASK, length, n, len(extra), 0)
         crc = zlib.crc32(header[:FRAME_CRC_BYTES])
         self._map[at : at + BODY_OFFSET] = (header[:FRAME_CRC_BYTES] + COMMIT.pack(crc)).ljust(BODY_OFFSET, b"\0")
@@ -164,9 +153,10 @@ class Ring:
         self._map[at_body : at_body + STEP.itemsize] = step
         at_body += STEP_BYTES
         if n:
-            view[at_body : at_body + 8 * n] = site_ids.view(np.uint8)
+            # Not through numpy: it lets go of the GIL for large copies, and would have to wait for it afterwards.
+            self._map[at_body : at_body + 8 * n] = site_ids.view(np.uint8).data
             at_body += 8 * n
-            view[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8)
+            self._map[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8).data
             at_body += ROW.itemsize * n
         if extra:
             self._map[at_body : at_body + len(extra)] = extra
@@ -185,13 +175,14 @@ class Ring:
         Its frame stays in the file until `settle`.
         """
         while self._frames or self._declined is not None:
-            frame = self._declined or self._copy_oldest()
-            self._declined = None
+            if self._declined is None:
+                self._declined = self._copy_oldest()
+            frame = self._declined
             if frame is None:
                 continue
             if wanted is not None and not wanted(frame):
-                self._declined = frame  # already ours, in memory: it comes first the next time
-                return None
+                return None  # already ours, in memory: it comes first the next time
+            self._declined = None
             return frame
         return None
 
@@ -205,7 +196,11 @@ class Ring:
         if self._limit - self._size > slot.position:
             self.torn_records += slot.num_records
             return None
-        return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+        try:
+            return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+        except (ValueError, msgspec.MsgspecError):  # somebody else wrote to the file
+            self.torn_records += slot.num_records
+            return None
 
     def seal(self) -> None:
         """Stamp a CRC for each new frame, off the training thread: it is what a reboot is survived by."""
@@ -290,6 +285,12 @@ class Ring:
         if self._fd >= 0:
             os.close(self._fd)  # the lock goes with it
             self._fd = -1
+
+    def unmap(self) -> None:
+        """Give the memory back. Nobody may push or claim any more."""
+        self._bytes = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def _put_word(self, index: int, value: int) -> None:
         at = WORDS_OFFSET + index * 2 * WORD.size

@@ -1,8 +1,8 @@
-"""The ring's file as it lies on disk: its layout, and how to read it once its process is gone.
+"""The ring's file as it lies on disk: its layout.
 
-Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.sync
+Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.ring_recovery
 Shapes:     one frame = one step: header, STEP, site ids [N], rows [N] of ROW, extra
-Thread:     whoever recovers; no live process may own the file
+Thread:     any; only data and pure functions, but for `create_file`
 
     page 0         static head, words (each twice, with its complement), session as JSON
     sites          blocks of JSON in zstd, appended as sites are registered
@@ -16,10 +16,12 @@ cache outlives a SIGKILL. It does not outlive the machine: after a reboot only s
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import mmap
+import os
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .record import ROW, STEP
-from .session import Registration, Session, decode_registration
-from .wire import decompress
+from .session import Session
 
 MAGIC = b"FP8WRNG1"
 FRAME_MAGIC = b"fp8wFRM\x01"
@@ -48,6 +49,7 @@ SLOT = struct.Struct("<QQQIIII")  # end position, frames to, seq, records, kind,
 SITES_BLOCK = struct.Struct("<II")  # bytes, CRC
 STEP_BYTES = 56  # STEP, padded so that site ids and rows lie on 8 bytes
 BODY_OFFSET = 64
+NEW_SUFFIX = ".new"  # until the file is locked and whole
 
 WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ = range(3)
 
@@ -135,40 +137,8 @@ def parse_frame(raw: bytes, position: int, number: int, num_records: int, num_ex
     return Frame(position, end, number, num_records, steps, site_ids, rows, logs, batch_id, num_extra)
 
 
-@dataclass
-class InFlight:
-    """The body that was being sent when the process died."""
-
-    seq: int
-    kind: int
-    num_records: int
-    body: bytes
-
-
-@dataclass
-class Recovered:
-    """What a ring file held that no collector has acknowledged, oldest first."""
-
-    registration: Registration
-    frames: list[Frame] = field(default_factory=list)
-    in_flight: InFlight | None = None
-    next_seq: int = 0
-    num_lost_frames: int = 0  # damaged: known to have been there
-    num_lost_records: int = 0
-
-
 class DamagedRing(ValueError):
     """A file of which not even the head can be read."""
-
-
-def read_word(raw: bytes | memoryview, index: int) -> int | None:
-    """A word, from whichever of its two copies is whole; None where neither is."""
-    values = []
-    for copy in range(2):
-        value, complement = WORD.unpack_from(raw, WORDS_OFFSET + index * 2 * WORD.size + copy * WORD.size)
-        if value ^ complement == (1 << 64) - 1:
-            values.append(int(value))
-    return max(values) if values else None
 
 
 def read_head(raw: bytes) -> tuple[Layout, Session, str]:
@@ -189,114 +159,6 @@ def read_head(raw: bytes) -> tuple[Layout, Session, str]:
         return layout, msgspec.json.decode(session_raw, type=Session), boot.decode("ascii").strip("\0")
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise DamagedRing(f"the session cannot be read: {e}") from e
-
-
-def _read_sites(raw: bytes, layout: Layout, registration: Registration) -> None:
-    at, end = layout.sites, layout.sites + layout.sites_bytes
-    while at + SITES_BLOCK.size <= end:
-        size, crc = SITES_BLOCK.unpack_from(raw, at)
-        block = raw[at + SITES_BLOCK.size : at + SITES_BLOCK.size + size]
-        if size == 0 or at + SITES_BLOCK.size + size > end or zlib.crc32(block) != crc:
-            return
-        registration.add(decode_registration(decompress(block)).sites())
-        at += SITES_BLOCK.size + size
-
-
-def _read_slot(raw: bytes, layout: Layout, durable: int) -> tuple[InFlight | None, int, int]:
-    end, frames_to, seq, records, kind, size, crc = SLOT.unpack_from(raw, layout.slot)
-    body = raw[layout.slot + SLOT.size : layout.slot + SLOT.size + size]
-    head_crc = zlib.crc32(raw[layout.slot : layout.slot + SLOT.size - 4])
-    if size == 0 or SLOT.size + size > layout.slot_bytes or zlib.crc32(body, head_crc) != crc or end <= durable:
-        return None, durable, 0
-    return InFlight(seq=seq, kind=kind, num_records=records, body=body), end, frames_to
-
-
-@dataclass(frozen=True)
-class _Header:
-    position: int
-    number: int
-    records_before: int
-    length: int
-    num_records: int
-    num_extra: int
-    offset: int
-    committed: bool
-
-
-def _scan(raw: bytes, layout: Layout) -> list[_Header]:
-    """Every frame header whose CRC is right, of any lap."""
-    found = []
-    at = raw.find(FRAME_MAGIC, layout.data)
-    while at >= 0:
-        if (at - layout.data) % ALIGN_BYTES == 0 and at + BODY_OFFSET <= len(raw):
-            _, position, number, before, length, records, extra, crc = FRAME.unpack_from(raw, at)
-            good = zlib.crc32(raw[at : at + FRAME_CRC_BYTES]) == crc
-            if good and position % layout.data_bytes == at - layout.data and at + length <= len(raw):
-                committed = COMMIT.unpack_from(raw, at + FRAME.size)[0] == commit_word(position)
-                found.append(_Header(position, number, before, length, records, extra, at, committed))
-        at = raw.find(FRAME_MAGIC, at + 1)
-    return sorted(found, key=lambda h: h.position)
-
-
-def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
-    """Read a dead process's ring: what was neither acknowledged nor spooled.
-
-    Args:
-        boot_id: of the machine now; in another boot only sealed frames are believed.
-        spooled_to: position up to which the spool holds it, whatever the ring's own word says.
-
-    Raises:
-        DamagedRing: nothing can be read.
-        OSError: the file cannot be opened.
-    """
-    raw = path.read_bytes()
-    layout, session, written_in = read_head(raw)
-    out = Recovered(Registration(session))
-    # Without its sites a record still arrives; the collector will say which ones it does not know.
-    with contextlib.suppress(ValueError, msgspec.MsgspecError):
-        _read_sites(raw, layout, out.registration)
-    durable = max(read_word(raw, WORD_DURABLE) or 0, spooled_to)
-    frames_to = read_word(raw, WORD_DURABLE_FRAME) or 0
-    out.in_flight, durable, slot_frames_to = _read_slot(raw, layout, durable)
-    frames_to = max(frames_to, slot_frames_to)
-    out.next_seq = read_word(raw, WORD_NEXT_SEQ) or 0
-    if out.in_flight is not None:
-        out.next_seq = max(out.next_seq, out.in_flight.seq + 1)
-    headers = _scan(raw, layout)
-    if not headers:
-        return out
-    # A frame that was begun has overwritten what lies one lap behind its end, whether it was committed or not.
-    floor = max(h.position + h.length for h in headers) - layout.data_bytes
-    expected = frames_to
-    records_seen: int | None = None
-    for h in headers:
-        if h.position < max(durable, floor) or not h.committed:
-            continue
-        frame = _believe(raw, layout, h, sealed_only=written_in != boot_id)
-        if frame is None:
-            continue
-        out.num_lost_frames += max(0, h.number - expected)
-        if records_seen is not None:
-            out.num_lost_records += max(0, h.records_before - records_seen)
-        expected, records_seen = h.number + 1, h.records_before + h.num_records
-        out.frames.append(frame)
-    return out
-
-
-def _believe(raw: bytes, layout: Layout, h: _Header, *, sealed_only: bool) -> Frame | None:
-    if h.length != frame_bytes(h.num_records, h.num_extra):
-        return None
-    body = raw[h.offset : h.offset + h.length]
-    number, crc, check = SEAL.unpack_from(raw, layout.seals + (h.number % layout.num_seals) * SEAL.size)
-    sealed = number == h.number and zlib.crc32(SEAL.pack(number, crc, 0)[:12]) == check
-    if sealed and zlib.crc32(body[BODY_OFFSET:]) != crc:
-        return None
-    if sealed_only and not sealed:
-        return None
-    try:
-        return parse_frame(body, h.position, h.number, h.num_records, h.num_extra)
-    except (ValueError, msgspec.MsgspecError):
-        return None
 
 
 def read_boot_id() -> str:
@@ -327,3 +189,20 @@ def head_bytes(layout: Layout, session: Session) -> bytes:
     )
     crc = zlib.crc32(session_raw, zlib.crc32(HEAD.pack(*parts, 0)[:-4]))
     return HEAD.pack(*parts, crc).ljust(SESSION_OFFSET, b"\0") + session_raw
+
+
+def create_file(path: Path, total_bytes: int) -> tuple[int, mmap.mmap]:
+    """A new file, locked by this process and with all of its room taken, and its memory.
+
+    Raises:
+        OSError: it exists, or the disk is full: an error here, not a SIGBUS in a step.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(fd, 0, total_bytes)
+        return fd, mmap.mmap(fd, total_bytes)
+    except OSError:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise

@@ -63,7 +63,7 @@ class Sender:
         self.records = Books()
         self.maps_books = Books()
         self.in_hand: Parcel | None = None
-        self.building = 0  # records on their way from the ring into the hand
+        self._builder: BatchBuilder | None = None
         self.state = "local" if courier is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
@@ -104,6 +104,11 @@ class Sender:
                 break
         self._drain()
 
+    @property
+    def num_building(self) -> int:
+        """Records on their way from the ring into the hand."""
+        return 0 if self._builder is None else self._builder.num_records
+
     def can_send(self) -> bool:
         if self.courier is None:
             return False
@@ -124,16 +129,14 @@ class Sender:
     def _take(self) -> bool:
         if len(self._ring) and self._due():
             return self._take_batch()
-        if len(self._maps):
-            maps = self._maps.claim(MAX_MAPS_BYTES)
-            if maps:
-                seq = self._new_seq()
-                try:
-                    self.in_hand = maps_parcel(self._registration.session, seq, maps)
-                except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
-                    self._guard.swallow("encode", e)
-                    self.maps_books.drop(DROP_ENCODE, len(maps))
-                return True
+        if len(self._maps) and (maps := self._maps.claim(MAX_MAPS_BYTES)):
+            seq = self._new_seq()
+            try:
+                self.in_hand = maps_parcel(self._registration.session, seq, maps)
+            except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
+                self._guard.swallow("encode", e)
+                self.maps_books.drop(DROP_ENCODE, len(maps))
+            return True
         return False
 
     def _due(self) -> bool:
@@ -145,9 +148,10 @@ class Sender:
         return enough or waited or self.flushing or self.deadline is not None or self.abandoned
 
     def _take_batch(self) -> bool:
-        builder = BatchBuilder(
-            self._registration.session, max(1, int(self._settings.batch_bytes / self._bytes_per_record))
-        )
+        if self._builder is None:
+            max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
+            self._builder = BatchBuilder(self._registration.session, max_records)
+        builder = self._builder  # kept until it is in hand: an error in between loses nothing
         while (frame := self._ring.claim(builder.fits)) is not None:
             builder.add(frame)
         if not len(self._ring):
@@ -156,7 +160,6 @@ class Sender:
             return False
         last = builder.frames[-1]
         seq = self._new_seq()
-        self.building = builder.num_records
         try:
             parcel = builder.build(seq, time.time(), self._health())
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
@@ -164,12 +167,11 @@ class Sender:
             self._guard.swallow("encode", e)
             self.records.drop(DROP_ENCODE, builder.num_records)
             self._ring.settle(last.end, last.number + 1)
+            self._builder = None
             return True
-        finally:
-            self.building = 0
         if builder.num_records:
             self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
-        self.in_hand = parcel
+        self.in_hand, self._builder = parcel, None
         if not journaled and self.spool is not None and not self.abandoned:
             self._keep(parcel)  # on disk first: after a SIGKILL the same bytes must be there
         return True

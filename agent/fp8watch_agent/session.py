@@ -6,6 +6,7 @@ Thread:     made where attach runs, read by the sender
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ class Session:
     fingerprint: str
     backend: str
     facts: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", self.session):  # it names files and stands in URLs
+            raise ValueError(f"session={self.session!r}: must be 1 to 64 letters and digits; give uuid4().hex")
 
     def run_facts(self) -> dict[str, str | int]:
         """The body of `PUT /v1/runs/{run_id}`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,7 +135,7 @@ class AgentSettings:
     collector: str | None = None
     token: str | None = None
     token_file: Path | None = None
-    spool_dir: Path = Path("/nonexistent")
+    spool_dir: Path = field(default_factory=lambda: default_spool_dir(os.environ))
     run: str | None = None
     every: int = 1
     recipe: str | None = None
@@ -169,10 +169,10 @@ class AgentSettings:
                 raise _refuse(name, overrides[name], "unknown setting", f"known are {', '.join(sorted(known))}")
         values: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
         given = {v.field: v for v in VARIABLES}
-        for field, value in values.items():
-            variable = given.get(field)
-            if variable is not None:
-                values[field] = variable.parse(field, str(value))
+        for name, value in values.items():
+            known_variable = given.get(name)
+            if known_variable is not None:
+                values[name] = known_variable.parse(name, str(value))
         for variable in VARIABLES:
             raw = environ.get(variable.name, "")
             if raw and variable.field not in values:

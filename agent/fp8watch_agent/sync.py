@@ -1,6 +1,6 @@
 """`fp8watch sync`: sends what is left on disk, by a collector that was away or by a process that was killed.
 
-Upstream:   fp8watch_agent.spool, fp8watch_agent.ring       Downstream: fp8watch_agent.courier
+Upstream:   fp8watch_agent.spool, fp8watch_agent.ring_recovery       Downstream: fp8watch_agent.courier
 Thread:     its own process
 
 A ring is first turned into a segment of the spool, under one rename, and removed; nothing of it is sent before. So
@@ -26,7 +26,8 @@ import msgspec
 from .batch import Kind, Parcel, batches
 from .courier import Courier
 from .ring import RING_SUFFIX, live_paths
-from .ring_file import DamagedRing, read_boot_id, recover
+from .ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
+from .ring_recovery import recover
 from .session import Registration, Session
 from .settings import AgentSettings
 from .spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
@@ -115,7 +116,7 @@ class Sync:
                     continue
                 self._take_ring(ring)
         self.report.num_running = len(running)
-        for leftover in (*self._directory.glob("*.new"), *self._directory.glob("*.tmp")):
+        for leftover in (*self._directory.glob(f"*{NEW_SUFFIX}"), *self._directory.glob("*.tmp")):
             if session_of(leftover) not in running:
                 with _locked(leftover, create=False) as ours:
                     if ours:  # made by a process that died before it got its name
@@ -177,6 +178,11 @@ class Sync:
             self.report.problems.append(f"{path}: {e}")
             return True
         registration = self._registration(path, contents)
+        if registration is None and contents.parcels:
+            aside = path.with_suffix(".damaged")
+            path.rename(aside)
+            self.report.problems.append(f"{aside}: no session can be read; put aside, nothing of it can be sent")
+            return True
         for parcel in contents.parcels:
             if registration is None or not self._send(parcel, registration):
                 return False

@@ -1,20 +1,319 @@
-"""What is recorded arrives, bit for bit, once, whatever the collector answers on the way."""
+"""What is recorded arrives, bit for bit and once, whatever the collector answers on the way."""
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from dataclasses import replace
+from pathlib import Path
 
-from agent_support import make_ids, make_rows, make_sites, make_step
+import numpy as np
+import pytest
+from agent_support import (
+    Collector,
+    Reply,
+    eventually,
+    make_ids,
+    make_maps,
+    make_rows,
+    make_sites,
+    make_step,
+    record,
+    serve,
+)
+from fp8watch_agent import wire
+from fp8watch_agent.record import HISTOGRAMS, ROW, STEP
 from fp8watch_agent.recorder import Recorder
+from fp8watch_agent.session import Session
+from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.wire import decode_histogram, encode_histogram
 
 
-def test_arrives(collector, settings, session):
+def test_steps_arrive_bit_for_bit_with_nan_and_inf(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
     recorder = Recorder(replace(settings, collector=collector.url), session)
     recorder.register_sites(make_sites(7))
-    for s in range(30):
-        recorder.record_step(make_step(s, loss=float("nan")), make_ids(7), make_rows(7, s), {"aux": 1.5}, "b")
-    assert recorder.flush(5)
-    print(recorder.health())
-    assert collector.steps() == list(range(30))
+    steps = [make_step(s, loss=float("nan"), grad_norm=float("-inf"), lr=0.5) for s in range(5)]
+    for s, step in enumerate(steps):
+        recorder.record_step(step, make_ids(7), make_rows(7, s), {"aux": float("inf")} if s else {}, f"batch-{s}")
+    assert recorder.flush(10)
     recorder.close()
-    print(recorder.health(), list(settings.spool_dir.iterdir()))
+    got = collector.batches()
+    rows = np.concatenate([make_rows(7, s) for s in range(5)])
+    for name in ROW.names or ():
+        columns = np.concatenate([b.column(name) for b in got])
+        if name in HISTOGRAMS:
+            np.testing.assert_array_equal(columns, decode_histogram(encode_histogram(rows[name])))
+        else:
+            assert columns.tobytes() == rows[name].tobytes(), name
+    assert np.concatenate([b.site for b in got]).tobytes() == np.tile(make_ids(7), 5).tobytes()
+    sent = np.concatenate([b.steps for b in got])
+    for name in STEP.names or ():
+        assert sent[name].tobytes() == np.array([s[name] for s in steps]).tobytes(), name
+    assert [v for b in got for v in b.header.logs["aux"]] == [None] + [float("inf")] * 4
+    assert [v for b in got for v in b.header.batch_ids] == [f"batch-{s}" for s in range(5)]
+    assert collector.runs["run-1"]["name"] == "<script>"
+    assert collector.sessions[session.session]["mesh"] == {"dp": 8}
+    assert not list(settings.spool_dir.iterdir()), "nothing is left on disk after a clean end"
+
+
+def test_a_step_without_records_arrives(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.record_step(make_step(4, loss=1.0), make_ids(0), make_rows(0))
+    assert recorder.flush(10)
+    recorder.close()
+    assert collector.steps() == [4]
+
+
+def test_repeated_and_descending_steps_go_into_batches_of_their_own(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60), session)
+    order = [5, 6, 6, 0, 1, 2]
+    for s in order:
+        record(recorder, [s])
+    assert recorder.flush(10)
+    recorder.close()
+    assert [int(s) for b in collector.batches() for s in b.steps["step"]] == order
+
+
+def test_a_collector_that_forgot_is_told_again(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, range(3))
+    assert recorder.flush(10)
+    collector.forget()
+    record(recorder, range(3, 6))
+    assert recorder.flush(10)
+    recorder.close()
+    assert collector.steps() == list(range(6))
+    assert len(collector.sites) == 3
+    assert 424 in [status for _, _, status in collector.requests]
+    assert recorder.health().records.acknowledged == 18
+
+
+def test_records_of_sites_that_were_never_registered_do_not_block_the_next(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.record_step(make_step(0), make_ids(3), make_rows(3))
+    assert recorder.flush(10)
+    record(recorder, [1])
+    assert recorder.flush(10)
+    recorder.close()
+    assert collector.steps() == [1]
+    assert recorder.health().records.dropped == {"unregistered": 3}
+
+
+@pytest.mark.parametrize("status", [400, 409, 415, 422])
+def test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on(
+    collector: Collector, settings: AgentSettings, session: Session, status: int
+) -> None:
+    collector.script = [Reply(status)]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    record(recorder, [1])
+    assert recorder.flush(10)
+    recorder.close()
+    health = recorder.health()
+    assert collector.steps() == [1]
+    assert health.records.dropped == {f"http_{status}": 3}
+    assert health.records.balanced
+    kept = [wire.decode_batch(p.read_bytes()) for p in (settings.spool_dir / "refused").iterdir()]
+    assert [int(b.steps["step"][0]) for b in kept] == [0]
+
+
+def test_server_errors_are_tried_again_with_the_same_bytes(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    collector.script = [Reply(500, commit=True), Reply(503), Reply(408), Reply(500, commit=True)]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert eventually(lambda: recorder.flush(1))
+    recorder.close()
+    assert collector.steps() == [0]
+    assert collector.num_conflicts == 0
+    assert recorder.health().records.acknowledged == 3
+    assert recorder.health().num_retries == 4
+
+
+def test_retry_after_is_obeyed(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    collector.script = [Reply(429, {"Retry-After": "0.6"})]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert eventually(lambda: not collector.script)
+    start = time.monotonic()
+    assert not recorder.flush(0.2), "flush says so, and does not knock again"
+    assert collector.num_records() == 0
+    assert eventually(lambda: collector.num_records() == 3)
+    assert time.monotonic() - start > 0.5
+    recorder.close()
+
+
+def test_a_body_too_large_is_split_by_steps_and_then_by_records(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60), session)
+    recorder.register_sites(make_sites(20))
+    for s in range(4):
+        recorder.record_step(make_step(s, loss=s), make_ids(20), make_rows(20, s), {"aux": s})
+    collector.max_body_bytes = 2500
+    assert recorder.flush(10)
+    recorder.close()
+    got = collector.batches()
+    assert len(got) > 4
+    assert recorder.health().records.acknowledged == 80
+    seen = {
+        (int(step), int(site)): row
+        for b in got
+        for step, site, row in zip(b.step, b.site, wire.rows_of(b), strict=True)
+    }
+    assert len(seen) == 80
+    for s in range(4):
+        for site, row in zip(make_ids(20), make_rows(20, s), strict=True):
+            assert seen[s, int(site)]["signal_energy"].tobytes() == row["signal_energy"].tobytes()
+
+
+def test_a_single_record_that_is_too_large_is_counted(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    collector.max_body_bytes = 10
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, range(2))
+    assert recorder.flush(10)
+    recorder.close()
+    assert recorder.health().records.dropped == {"http_413": 6}
+
+
+def test_a_wrong_token_holds_and_warns_once(
+    collector: Collector, settings: AgentSettings, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.always = Reply(401)
+    with caplog.at_level(logging.WARNING, "fp8watch"):
+        recorder = Recorder(replace(settings, collector=collector.url, token="fp8w_wrong"), session)
+        for s in range(5):
+            record(recorder, [s])
+            assert not recorder.flush(0.1)
+        assert eventually(lambda: recorder.health().records.queued == 0)
+        recorder.close()
+    assert [r.getMessage() for r in caplog.records if "FP8WATCH_TOKEN" in r.getMessage()] == [
+        "the collector refuses this agent: HTTP 401; check FP8WATCH_TOKEN; until then data is spooled"
+    ]
+    assert recorder.health().records.spooled == 15
+    assert "Bearer fp8w_wrong" in collector.tokens
+    assert [p for _, p, _ in collector.requests].count("/v1/batches") == 1, "held, not hammered"
+
+
+def test_a_rotated_token_file_is_read_again(
+    collector: Collector, settings: AgentSettings, session: Session, tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("fp8w_old\n")
+    collector.script = [Reply(403)]
+    recorder = Recorder(replace(settings, collector=collector.url, token_file=path), session)
+    assert eventually(lambda: recorder.health().state == "up")
+    path.write_text("fp8w_new\n")
+    record(recorder, [0])
+    assert eventually(lambda: recorder.health().state == "held")
+    recorder._sender._away_until = 0.0
+    assert recorder.flush(10)
+    recorder.close()
+    assert collector.tokens[0] == "Bearer fp8w_old"
+    assert collector.tokens[-1] == "Bearer fp8w_new"
+
+
+@pytest.mark.parametrize("body", [b"<html>log in</html>", b'{"acked": 999}', b""])
+def test_a_200_that_does_not_acknowledge_is_not_believed(
+    collector: Collector, settings: AgentSettings, session: Session, body: bytes
+) -> None:
+    collector.script = [Reply(200, body=body)]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert eventually(lambda: recorder.flush(1))
+    recorder.close()
+    assert collector.steps() == [0]
+
+
+def test_what_was_spooled_while_nobody_listened_is_sent_when_somebody_does(
+    refused_url: str, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=refused_url), session)
+    for s in range(4):
+        record(recorder, [s])
+        recorder.flush(0.03)
+    assert eventually(lambda: recorder.health().records.spooled == 12)
+    assert recorder.health().state == "away"
+    with serve(port=int(refused_url.rsplit(":", 1)[1])) as collector:
+        assert eventually(lambda: recorder.flush(1), timeout_s=20)
+        recorder.close()
+        assert collector.steps() == list(range(4))
+    assert recorder.health().records.acknowledged == 12
+    assert not list(settings.spool_dir.iterdir())
+
+
+def test_without_a_url_everything_goes_to_disk(settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(settings, session)
+    record(recorder, range(5))
+    recorder.record_tile_maps(make_maps(2))
+    assert recorder.flush(10)
+    recorder.close()
+    health = recorder.health()
+    assert (health.records.spooled, health.maps.spooled) == (15, 2)
+    assert health.records.balanced
+    assert health.maps.balanced
+    assert [p.suffix for p in settings.spool_dir.iterdir()] == [".spool"]
+
+
+def test_capture_requests_are_read_from_the_acknowledgement(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    ids = [int(i) for i in make_ids(3)]
+    collector.captures = [{"site": ids[0], "steps": [0, 100]}, {"site": ids[1], "steps": [0, 0]}]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    assert recorder.wanted_captures() == frozenset()
+    record(recorder, [1])
+    assert recorder.flush(10)
+    assert recorder.wanted_captures() == {ids[0]}, "the other one asked for a step that is over"
+    recorder.close()
+
+
+def test_tile_maps_arrive_bit_for_bit(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    maps = make_maps(3)
+    recorder.record_tile_maps(maps)
+    assert recorder.flush(10)
+    recorder.close()
+    got = [m for _, body in sorted(collector.maps.items()) for m in wire.decode_tile_maps(body).maps]
+    assert [m.scale_inv.tobytes() for m in got] == [m.scale_inv.tobytes() for m in maps]
+    assert recorder.health().maps.acknowledged == 3
+
+
+def test_a_collector_without_tile_maps_still_gets_the_steps(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    collector.script = [Reply(404)]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.record_tile_maps(make_maps(1))
+    assert recorder.flush(10)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    recorder.close()
+    assert collector.steps() == [0]
+    assert recorder.health().maps.dropped == {"http_404": 1}
+
+
+def test_each_batch_carries_the_books(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    recorder.set_gauge("overhead_ratio", 0.004)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    record(recorder, [1])
+    assert recorder.flush(10)
+    recorder.close()
+    first, second = (b.header.health for b in collector.batches())
+    assert (first["produced"], first["acknowledged"], first["queued"]) == (3, 0, 3)
+    assert (second["produced"], second["acknowledged"], second["queued"]) == (6, 3, 3)
+    assert first["overhead_ratio"] == 0.004
+    json.dumps(first)

@@ -1,0 +1,267 @@
+"""`fp8watch sync` delivers what a killed or collector-less process left behind, under the keys it had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agent_support import Collector, Reply, eventually, make_maps, make_session, record
+from fp8watch_agent import sync
+from fp8watch_agent.recorder import Recorder
+from fp8watch_agent.ring import Ring
+from fp8watch_agent.session import Session
+from fp8watch_agent.settings import AgentSettings
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("FP8WATCH_"):
+            monkeypatch.delenv(name)
+
+
+def run_sync(directory: Path, collector: Collector, timeout_s: float = 5) -> int:
+    return sync.main(["--spool-dir", str(directory), "--collector", collector.url, "--timeout", str(timeout_s)])
+
+
+def child(code: str, directory: Path, *args: str) -> subprocess.Popen[str]:
+    """A process that records, says so, and waits to be killed."""
+    head = f"""
+    import os, sys, time
+    sys.path.insert(0, {str(TESTS)!r})
+    from pathlib import Path
+    from agent_support import make_maps, make_session, record
+    from fp8watch_agent.recorder import Recorder
+    from fp8watch_agent.settings import AgentSettings
+    def settings(**changes):
+        given = dict(ring_bytes=1 << 20, poll_interval_s=0.01, batch_interval_s=60.0)
+        return AgentSettings(spool_dir=Path({str(directory)!r}), **{{**given, **changes}})
+    """
+    source = textwrap.dedent(head) + textwrap.dedent(code)
+    return subprocess.Popen([sys.executable, "-c", source, *args], stdout=subprocess.PIPE, text=True)
+
+
+def kill_when_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_what_a_killed_process_had_in_its_ring_arrives(tmp_path: Path, collector: Collector) -> None:
+    code = """
+    recorder = Recorder(settings(), make_session())
+    record(recorder, range(20))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    kill_when_ready(child(code, tmp_path))
+    assert run_sync(tmp_path, collector) == 0
+    assert collector.steps() == list(range(20))
+    assert collector.num_records() == 60
+    assert not list(tmp_path.glob("*.ring"))
+    assert not list(tmp_path.glob("*.spool"))
+    assert run_sync(tmp_path, collector) == 0, "the second time there is nothing to do"
+
+
+def test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key(
+    tmp_path: Path, collector: Collector
+) -> None:
+    collector.always = Reply(500, commit=True)  # committed, but the process never hears of it
+    code = """
+    recorder = Recorder(settings(collector=sys.argv[1], batch_interval_s=0.02), make_session())
+    for s in range(5):
+        record(recorder, [s])
+        recorder.flush(0.05)
+    recorder._sender.flushing = False
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    kill_when_ready(child(code, tmp_path, collector.url))
+    before = dict(collector.stored)
+    assert before
+    collector.always = None
+    assert run_sync(tmp_path, collector) == 0
+    assert collector.num_conflicts == 0
+    assert before.items() <= collector.stored.items()
+    assert collector.steps() == list(range(5))
+    assert collector.num_records() == 15, "nothing came twice under two keys"
+
+
+def test_killed_at_any_moment_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path, collector: Collector) -> None:
+    code = """
+    recorder = Recorder(settings(collector=sys.argv[1], batch_interval_s=0.001, poll_interval_s=0.001), make_session())
+    marker = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
+    print("ready", flush=True)
+    for s in range(100000):
+        record(recorder, [s])
+        os.pwrite(marker, b"%08d" % s, 0)
+        time.sleep(0.0005)
+    """
+    num_replayed = 0
+    for i in range(4):
+        directory, marker = tmp_path / str(i), tmp_path / f"marker{i}"
+        process = child(code, directory, collector.url, str(marker))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert eventually(lambda least=3 + 2 * i: len(collector.stored) >= least)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        last = int(marker.read_text() or 0)
+        before = dict(collector.stored)
+        collector.requests.clear()
+        assert run_sync(directory, collector) == 0
+        num_replayed += len(collector.stored) - len(before)
+        steps = collector.steps()
+        assert steps == list(range(len(steps)))
+        assert steps[-1] in (last - 1, last, last + 1, last + 2)
+        assert collector.num_records() == 3 * len(steps)
+        assert collector.num_conflicts == 0
+        collector.stored.clear()
+    assert num_replayed > 0, "no kill left anything behind: nothing was shown"
+
+
+def test_a_spool_sent_twice_has_the_same_keys_and_bytes(
+    tmp_path: Path, settings: AgentSettings, session: Session, collector: Collector
+) -> None:
+    recorder = Recorder(settings, session)
+    record(recorder, range(6))
+    recorder.record_tile_maps(make_maps(2))
+    assert recorder.flush(10)
+    record(recorder, range(6, 9))
+    recorder.close()
+    copy = tmp_path / "copy"
+    shutil.copytree(settings.spool_dir, copy)
+    assert run_sync(settings.spool_dir, collector) == 0
+    before = (dict(collector.stored), dict(collector.maps))
+    assert collector.steps() == list(range(9))
+    assert len(collector.maps) == 1
+    assert run_sync(copy, collector) == 0
+    assert (collector.stored, collector.maps) == before
+    assert collector.num_conflicts == 0
+
+
+def test_a_kill_between_spooling_and_noting_it_sends_nothing_twice(
+    tmp_path: Path,
+    settings: AgentSettings,
+    session: Session,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ring, "settle", lambda *args: None)
+    monkeypatch.setattr(Ring, "journal", lambda *args: False)
+    recorder = Recorder(settings, session)
+    for s in range(3):
+        record(recorder, [s])
+        assert recorder.flush(10)
+    killed = tmp_path / "killed"
+    shutil.copytree(settings.spool_dir, killed)  # what a SIGKILL would leave
+    recorder.close()
+    assert len(list(killed.glob("*.ring"))) == 1
+    assert run_sync(killed, collector) == 0
+    assert (collector.steps(), collector.num_records()) == ([0, 1, 2], 9)
+
+
+def test_sync_goes_on_where_it_was_stopped(
+    settings: AgentSettings, session: Session, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(settings, session)
+    for s in range(4):
+        record(recorder, [s])
+        assert recorder.flush(10)
+    recorder.close()
+    collector.script = [Reply(200, commit=True, body=b'{"acked": 0}')]
+    collector.always = Reply(401)
+    assert run_sync(settings.spool_dir, collector) == 1
+    assert "HTTP 401" in capsys.readouterr().out
+    collector.always = None
+    assert run_sync(settings.spool_dir, collector) == 0
+    assert collector.steps() == [0, 1, 2, 3]
+    assert collector.num_conflicts == 0
+
+
+def test_damage_is_counted_and_the_rest_arrives(
+    settings: AgentSettings, session: Session, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(settings, session)
+    for s in range(4):
+        record(recorder, [s])
+        assert recorder.flush(10)
+    recorder.close()
+    (path,) = settings.spool_dir.glob("*.spool")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    path.write_bytes(raw)
+    assert run_sync(settings.spool_dir, collector) == 1
+    out = capsys.readouterr().out
+    assert "1 frames and 3 records" in out
+    assert len(collector.steps()) == 3
+    assert run_sync(settings.spool_dir, collector) == 0, "said once; it does not come again"
+
+
+def test_a_file_of_garbage_does_not_hold_up_the_others(
+    settings: AgentSettings, session: Session, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(settings, session)
+    record(recorder, [0])
+    recorder.close()
+    (settings.spool_dir / "00.ring").write_bytes(b"garbage" * 100_000)
+    (settings.spool_dir / "00-000000.spool").write_bytes(b"garbage")
+    assert run_sync(settings.spool_dir, collector) == 1
+    assert collector.steps() == [0]
+    assert "put aside" in capsys.readouterr().out
+    assert run_sync(settings.spool_dir, collector) == 0
+
+
+def test_a_session_that_runs_is_left_alone(
+    settings: AgentSettings, session: Session, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(settings, session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    assert run_sync(settings.spool_dir, collector) == 0
+    assert "1 sessions are running" in capsys.readouterr().out
+    assert not collector.stored
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "fp8watch_agent.sync",
+            "--spool-dir",
+            str(settings.spool_dir),
+            "--collector",
+            "http://h",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 sessions are running" in other.stdout, other.stderr
+    recorder.close()
+    assert run_sync(settings.spool_dir, collector) == 0
+    assert collector.steps() == [0]
+
+
+def test_without_a_collector_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sync.main(["--spool-dir", str(tmp_path)]) == 2
+    assert "FP8WATCH_COLLECTOR" in capsys.readouterr().err
+
+
+def test_no_folder_is_nothing_to_do(tmp_path: Path, collector: Collector) -> None:
+    assert run_sync(tmp_path / "none", collector) == 0
+
+
+def test_a_session_whose_name_is_no_file_name_is_refused(settings: AgentSettings) -> None:
+    with pytest.raises(ValueError, match="letters and digits"):
+        Recorder(settings, replace(make_session(), session="../../etc"))
