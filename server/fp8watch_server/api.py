@@ -64,11 +64,10 @@ def _not_found(what: str, id_: Any) -> Problem:
     )
 
 
-def _require_run(conn: Connection, run_id: str) -> dict[str, Any]:
-    found = queries.run(conn, run_id)
-    if found is None:
+def _require_run(conn: Connection, run_id: str) -> None:
+    c = t.run.c
+    if not conn.execute(sa.select(c.run_id).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)).first():
         raise _not_found("run", run_id)
-    return found
 
 
 def _require_site(conn: Connection, run_id: str, site: int) -> None:
@@ -143,7 +142,9 @@ def _set_status(request: Request, incident_id: str, status: str, from_: tuple[st
             if status == "resolved":
                 state = request.app.state
                 state.detection.say_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
-        return JsonResponse(queries.incident(conn, incident_id))
+        answer = JsonResponse(queries.incident(conn, incident_id))
+    request.app.state.on_change()
+    return answer
 
 
 class SilenceBody(msgspec.Struct):
@@ -321,7 +322,10 @@ def get_incidents(
 @router.get("/runs/{run_id:path}")
 def get_run(conn: Conn, run_id: str) -> Response:
     """One run, with its sessions."""
-    return JsonResponse(_require_run(conn, run_id))
+    found = queries.run(conn, run_id)
+    if found is None:
+        raise _not_found("run", run_id)
+    return JsonResponse(found)
 
 
 @health_router.get("/healthz")
