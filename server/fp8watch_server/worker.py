@@ -189,7 +189,7 @@ class DetectWorker:
         )
         with writing(self._db) as conn:
             changed = running is not None and self._write_incidents(conn, row, findings, running)
-            add_totals(conn, batch, row.tenant)
+            add_totals(conn, batch, row.attempt, row.tenant)
             conn.execute(sa.update(t.hot_batch).where(*this).values(detected=state, detect_error=error))
         return changed
 
