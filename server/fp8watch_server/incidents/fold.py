@@ -1,11 +1,11 @@
 """Findings become incidents: one per cause and window, written with its message in the caller's transaction.
 
-Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain    Downstream: fp8watch_server.notify.outbox
+Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain  Downstream: fp8watch_server.notify.outbox
 Shapes:     findings of one batch -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 
-Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in the
-step it began (`flow`, in its first event): a finding that is earlier takes the incident over, and no second one opens.
+Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in
+the step it began (`flow`, in its first event): a finding that is earlier takes it over, and no second one opens.
 """
 
 from __future__ import annotations
