@@ -93,7 +93,8 @@ def make_engine(database_url: str) -> Engine:
             return sa.create_engine(url, pool_pre_ping=True, pool_timeout=BUSY_TIMEOUT_S, pool_size=8, max_overflow=8)
         except (ModuleNotFoundError, NoSuchModuleError) as e:
             raise DatabaseUrlError(
-                f"database URL {url.render_as_string()!r} needs a driver that is not here ({e}); pip install 'psycopg[binary]'"
+                f"database URL {url.render_as_string()!r} needs a driver that is not here ({e}); "
+                "pip install 'psycopg[binary]'"
             ) from e
     try:
         Path(str(url.database)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
@@ -171,8 +172,12 @@ def upsert(
     rows: Sequence[dict[str, Any]],
     *,
     update: Sequence[str] | None = None,
+    newest_by: str | None = None,
 ) -> None:
-    """Insert rows; where the primary key exists, set the columns of `update` (None: all others; (): leave the row)."""
+    """Insert rows; where the primary key exists, set the columns of `update` (None: all others; (): leave the row).
+
+    `newest_by` names a column that must not go back: an older row leaves the one that is there as it is.
+    """
     if not rows:
         return
     keys = [c.name for c in table.primary_key.columns]
@@ -180,7 +185,10 @@ def upsert(
     dialect = postgresql if conn.dialect.name == "postgresql" else sqlite
     statement = dialect.insert(table)
     if names:
-        statement = statement.on_conflict_do_update(index_elements=keys, set_={n: statement.excluded[n] for n in names})
+        not_older = None if newest_by is None else statement.excluded[newest_by] >= table.c[newest_by]
+        statement = statement.on_conflict_do_update(
+            index_elements=keys, set_={n: statement.excluded[n] for n in names}, where=not_older
+        )
     else:
         statement = statement.on_conflict_do_nothing(index_elements=keys)
     conn.execute(statement, list(rows))

@@ -1,0 +1,262 @@
+"""Everything that is read: by the API, by the pages, by anyone with a connection. Plain functions, plain dicts.
+
+Upstream:   fp8watch_server.store.series, fp8watch_server.store.tiles
+Downstream: fp8watch_server.api, fp8watch_server.pages
+Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*_page` -> (list, cursor | None)
+Thread:     query pool
+
+Times are seconds since 1970, floats. Non-finite numbers are data: null with an entry in `nonfinite` in charts, the
+strings "nan", "inf" and "-inf" inside an incident. An id that nobody knows gives None.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from . import schema as t
+from .fields import SERIES_FIELDS, FieldError
+from .hot import MAX_STEP
+from .series import heatmap, histogram, scalars, series, top
+from .tiles import steps_available, tile_map
+
+__all__ = [
+    "MAX_STEP",
+    "SERIES_FIELDS",
+    "CursorError",
+    "FieldError",
+    "heatmap",
+    "histogram",
+    "incident",
+    "incidents",
+    "incidents_page",
+    "run",
+    "runs",
+    "runs_page",
+    "scalars",
+    "series",
+    "silences",
+    "sites",
+    "steps_available",
+    "tile_map",
+    "top",
+]
+
+STALLED_AFTER_S = 90.0
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+
+
+class CursorError(ValueError):
+    """A cursor that this collector has not made."""
+
+
+def _encode_cursor(at: float, id_: str) -> str:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode([at, id_])).decode().rstrip("=")
+
+
+def _decode_cursor(cursor: str) -> tuple[float, str]:
+    try:
+        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        return msgspec.msgpack.decode(raw, type=tuple[float, str])
+    except (ValueError, msgspec.MsgspecError) as e:
+        raise CursorError(f"cursor {cursor!r} was not made by this collector; take `next` of the page before") from e
+
+
+def _page(
+    conn: Connection, query: sa.Select[Any], at: sa.Column[Any], id_: sa.Column[Any], cursor: str | None, limit: int
+) -> tuple[list[Any], str | None]:
+    """Newest first, by (at, id)."""
+    limit = min(max(limit, 1), MAX_LIMIT)
+    if cursor is not None:
+        before, last = _decode_cursor(cursor)
+        query = query.where(sa.or_(at < before, sa.and_(at == before, id_ < last)))
+    rows = list(conn.execute(query.order_by(at.desc(), id_.desc()).limit(limit + 1)))
+    if len(rows) <= limit:
+        return rows, None
+    end = rows[limit - 1]._mapping
+    return rows[:limit], _encode_cursor(float(end[at]), str(end[id_]))
+
+
+def runs(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
+    """Runs, the newest first, at most MAX_LIMIT."""
+    return runs_page(conn, limit=MAX_LIMIT, now=now)[0]
+
+
+def runs_page(
+    conn: Connection, *, cursor: str | None = None, limit: int = DEFAULT_LIMIT, now: float | None = None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of runs, the newest first, and the cursor of the page after it.
+
+    Raises:
+        CursorError: a cursor that this collector has not made.
+    """
+    query = sa.select(t.run).where(t.run.c.tenant == t.DEFAULT_TENANT)
+    rows, following = _page(conn, query, t.run.c.created_at, t.run.c.run_id, cursor, limit)
+    return _as_runs(conn, rows, now), following
+
+
+def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str, Any] | None:
+    """One run, with its sessions."""
+    r = t.run.c
+    rows = conn.execute(sa.select(t.run).where(r.run_id == run_id, r.tenant == t.DEFAULT_TENANT)).all()
+    if not rows:
+        return None
+    s = t.session.c
+    sessions = conn.execute(
+        sa.select(t.session)
+        .where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
+        .order_by(s.attempt.desc(), s.rank)
+        .limit(MAX_LIMIT)
+    ).mappings()
+    hidden = ("run_id", "tenant", "health_seq")
+    found = [{k: v for k, v in row.items() if k not in hidden} for row in sessions]
+    return {**_as_runs(conn, rows, now)[0], "sessions": found}
+
+
+def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:
+    now = time.time() if now is None else now
+    ids = [row.run_id for row in rows]
+
+    def count(table: sa.Table, *where: Any) -> dict[str, int]:
+        c = table.c
+        query = sa.select(c.run_id, sa.func.count()).where(c.run_id.in_(ids), c.tenant == t.DEFAULT_TENANT, *where)
+        return {run_id: int(n) for run_id, n in conn.execute(query.group_by(c.run_id))}
+
+    num_sites = count(t.site)
+    num_open = count(t.incident, t.incident.c.status != "resolved")
+    alive = _runs_with_a_living_session(conn, ids)
+    sessions = count(t.session)
+    out = []
+    for row in rows:
+        if row.run_id in sessions and row.run_id not in alive:
+            status = "ended"
+        else:
+            status = "stalled" if now - row.last_seen_at > STALLED_AFTER_S else "running"
+        out.append(
+            {
+                "id": row.run_id,
+                "name": row.name,
+                "status": status,
+                "attempt": row.attempt,
+                "created_at": row.created_at,
+                "last_seen_at": row.last_seen_at,
+                "last_step": row.last_step,
+                "recipe": row.recipe,
+                "backend": row.backend,
+                "world_size": row.world_size,
+                "num_sites": num_sites.get(row.run_id, 0),
+                "num_open_incidents": num_open.get(row.run_id, 0),
+            }
+        )
+    return out
+
+
+def _runs_with_a_living_session(conn: Connection, ids: list[str]) -> set[str]:
+    """Runs of which the newest session of some rank has not said that it ended."""
+    s, later = t.session.c, t.session.alias().c
+    newer = sa.select(sa.literal(1)).where(
+        later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
+    )
+    query = sa.select(s.run_id).where(
+        s.run_id.in_(ids), s.tenant == t.DEFAULT_TENANT, s.ended.is_(False), ~newer.exists()
+    )
+    return set(conn.execute(query.distinct()).scalars())
+
+
+def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
+    """The sites of a run in data-flow order."""
+    c = t.site.c
+    rows = conn.execute(
+        sa.select(t.site)
+        .where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)
+        .order_by(c.flow_order, c.module, c.operand, c.direction)
+    )
+    return [
+        {
+            "id": row.site,
+            "module": row.module,
+            "operand": row.operand,
+            "direction": row.direction,
+            "gemm": row.gemm,
+            "order": row.flow_order,
+            "shape": [row.num_rows, row.num_columns],
+            "tile": [row.tile_rows, row.tile_columns],
+            "format": row.format,
+            "power_2_scale": row.power_2_scale,
+            "eps": row.eps,
+            "recipe": row.recipe,
+            "backend": row.backend,
+            "evidence": row.evidence,
+        }
+        for row in rows
+    ]
+
+
+def _as_incident(row: Any) -> dict[str, Any]:
+    got = {k: v for k, v in row._mapping.items() if k != "tenant"}
+    return {**got, "runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
+
+
+def incidents(
+    conn: Connection,
+    run_id: str | None = None,
+    status: str | None = None,
+    severity: str | None = None,
+    mode: str | None = None,
+) -> list[dict[str, Any]]:
+    """Incidents of a run (None: of all runs), the newest first, at most MAX_LIMIT; links are paths."""
+    return incidents_page(conn, run_id, status, severity, mode, limit=MAX_LIMIT)[0]
+
+
+def incidents_page(
+    conn: Connection,
+    run_id: str | None = None,
+    status: str | None = None,
+    severity: str | None = None,
+    mode: str | None = None,
+    *,
+    cursor: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of incidents, the newest first, and the cursor of the page after it.
+
+    Raises:
+        CursorError: a cursor that this collector has not made.
+    """
+    c = t.incident.c
+    query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT)
+    for column, value in ((c.run_id, run_id), (c.status, status), (c.severity, severity), (c.mode, mode)):
+        if value is not None:
+            query = query.where(column == value)
+    rows, following = _page(conn, query, c.opened_at, c.id, cursor, limit)
+    return [_as_incident(row) for row in rows], following
+
+
+def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
+    """One incident, with its events from first to last: {kind, at, step, detail}."""
+    c, e = t.incident.c, t.incident_event.c
+    row = conn.execute(sa.select(t.incident).where(c.id == incident_id, c.tenant == t.DEFAULT_TENANT)).first()
+    if row is None:
+        return None
+    events = conn.execute(
+        sa.select(e.seq, e.kind, e.at, e.step, e.detail)
+        .where(e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
+        .order_by(e.seq)
+    ).mappings()
+    return {**_as_incident(row), "events": [dict(event) for event in events]}
+
+
+def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
+    """Silences that have not run out."""
+    c = t.silence.c
+    now = time.time() if now is None else now
+    rows = conn.execute(
+        sa.select(t.silence).where(c.tenant == t.DEFAULT_TENANT, c.expires_at > now).order_by(c.expires_at)
+    ).mappings()
+    return [{k: v for k, v in row.items() if k != "tenant"} for row in rows]

@@ -1,0 +1,149 @@
+"""Full tile maps: written once, read by the page, let go when nothing points at them any more.
+
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.queries
+Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
+Thread:     ingest pool (write), query pool (read)
+
+Kept are the maps of a run's newest 256 steps, and those within 16 steps of an incident.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from fp8watch_agent.record import TileMap
+from fp8watch_agent.wire import TileMaps, decode_tile_maps, encode_tile_maps
+from sqlalchemy.engine import Connection
+
+from . import schema as t
+from .dialect import upsert
+from .fields import as_data
+from .write import KeyReused, require_session, require_sites
+
+KEEP_NEWEST_STEPS = 256
+KEEP_AROUND_INCIDENT_STEPS = 16
+
+
+def commit_tile_maps(
+    conn: Connection, maps: TileMaps, sha256: bytes, *, now: float, tenant: str = t.DEFAULT_TENANT
+) -> bool:
+    """Write one checked body of tile maps.
+
+    Returns:
+        False when this very body had come before.
+
+    Raises:
+        KeyReused, Unknown, RankMismatch: as commit_batch does, and nothing was written.
+    """
+    k = t.tile_map_batch.c
+    key = {"run_id": maps.run, "tenant": tenant, "session": maps.session, "rank": maps.rank, "seq": maps.seq}
+    there = conn.execute(sa.select(k.body_sha256).where(*(k[name] == value for name, value in key.items()))).scalar()
+    if there is not None:
+        if bytes(there) != sha256:
+            raise KeyReused
+        return False
+    attempt = require_session(conn, maps.run, maps.session, maps.rank, tenant)
+    require_sites(conn, maps.run, np.array([m.site for m in maps.maps], dtype=np.uint64), tenant)
+    rows = [
+        {
+            "run_id": maps.run,
+            "tenant": tenant,
+            "site": m.site,
+            "step": m.step,
+            "rank": maps.rank,
+            "attempt": attempt,
+            "session": maps.session,
+            "body": encode_tile_maps(maps.run, maps.session, maps.rank, maps.seq, [m]),
+            "received_at": now,
+        }
+        for m in maps.maps
+    ]
+    upsert(conn, t.tile_map, rows)
+    step_max = max((m.step for m in maps.maps), default=-1)
+    conn.execute(
+        sa.insert(t.tile_map_batch), [{**key, "body_sha256": sha256, "step_max": step_max, "received_at": now}]
+    )
+    return True
+
+
+def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> int:
+    """Let go of the maps that nothing points at. Returns how many went."""
+    m = t.tile_map.c
+    of_run = (m.run_id == run_id, m.tenant == tenant)
+    oldest_kept = conn.execute(
+        sa.select(m.step).where(*of_run).distinct().order_by(m.step.desc()).offset(KEEP_NEWEST_STEPS - 1).limit(1)
+    ).scalar()
+    if oldest_kept is None:
+        return 0
+    i = t.incident.c
+    near_incident = (
+        sa.select(sa.literal(1))
+        .where(
+            i.run_id == m.run_id,
+            i.tenant == m.tenant,
+            m.step >= i.first_step - KEEP_AROUND_INCIDENT_STEPS,
+            m.step <= i.last_step + KEEP_AROUND_INCIDENT_STEPS,
+        )
+        .exists()
+    )
+    gone = conn.execute(sa.delete(t.tile_map).where(*of_run, m.step < oldest_kept, ~near_incident))
+    k = t.tile_map_batch.c
+    conn.execute(sa.delete(t.tile_map_batch).where(k.run_id == run_id, k.tenant == tenant, k.step_max < oldest_kept))
+    return int(gone.rowcount)
+
+
+def steps_available(conn: Connection, run_id: str, site: int, rank: int | None = None) -> list[int]:
+    """Steps of which a site has a map, ascending."""
+    m = t.tile_map.c
+    where = [m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site]
+    if rank is not None:
+        where.append(m.rank == rank)
+    return list(conn.execute(sa.select(m.step).where(*where).distinct().order_by(m.step)).scalars())
+
+
+def tile_map(
+    conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
+) -> dict[str, Any] | None:
+    """Every tile of a site in a step, row-major.
+
+    {site, step, rank, ranks, shape, amax, scale_inv, flags, num_nonfinite,
+    num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
+
+    `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.
+    `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …].
+    """
+    steps = steps_available(conn, run_id, site, rank)
+    if not steps:
+        return None
+    wanted = steps[-1] if step is None else step
+    m = t.tile_map.c
+    rows = conn.execute(
+        sa.select(m.rank, m.body)
+        .where(m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site, m.step == wanted)
+        .order_by(m.rank, m.attempt.desc())
+    ).all()
+    chosen = next((row for row in rows if rank is None or row.rank == rank), None)
+    if chosen is None:
+        return None
+    got: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
+    amax = (got.amax.astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
+    everywhere = np.ones(len(amax), dtype=bool)
+    amax_data, amax_marks = as_data(amax, everywhere)
+    scale_data, scale_marks = as_data(got.scale_inv, everywhere)
+    return {
+        "site": site,
+        "step": wanted,
+        "rank": chosen.rank,
+        "ranks": sorted({row.rank for row in rows}),
+        "shape": list(got.shape),
+        "amax": amax_data,
+        "scale_inv": scale_data,
+        "flags": got.flags.tolist(),
+        "num_nonfinite": got.num_nonfinite.tolist(),
+        "num_underflow": got.num_underflow.tolist(),
+        "nonfinite": amax_marks,
+        "nonfinite_scale_inv": scale_marks,
+        "steps_available": steps,
+    }
