@@ -105,6 +105,28 @@ def channels_from_environ(environ: Mapping[str, str] = os.environ) -> list[Chann
     return channels
 
 
+class _Settings(Protocol):
+    """What is read of the collector's settings."""
+
+    @property
+    def slack_webhook_url(self) -> str:
+        """Empty for none."""
+        ...
+
+
+def channels_of(settings: _Settings, environ: Mapping[str, str] = os.environ) -> list[Channel]:
+    """The channels of a collector: Slack as its settings say, the generic webhook from the environment.
+
+    Raises:
+        TargetError: naming the variable, the rule and the remedy, never the URL.
+    """
+    rest = {k: v for k, v in environ.items() if not k.startswith(SLACK_URL)}
+    channels = channels_from_environ(rest)
+    if settings.slack_webhook_url:
+        channels.insert(0, SlackChannel(_target(SLACK_URL, settings.slack_webhook_url)))
+    return channels
+
+
 def _target(variable: str, url: str) -> Target:
     try:
         return Target(url, from_operator=True)
@@ -122,7 +144,7 @@ def _secret(environ: Mapping[str, str], variable: str) -> str:
         value = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise TargetError(
-            f"{variable}_FILE={path!r} cannot be read ({type(e).__name__}); give a readable file"
+            f"{variable}_FILE={path!r} cannot be read ({type(e).__name__}); name a readable file"
         ) from None
     if not value:
         raise TargetError(f"{variable}_FILE={path!r} is empty; write the value into it")

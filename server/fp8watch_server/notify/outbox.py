@@ -32,7 +32,7 @@ from sqlalchemy.exc import DBAPIError
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
-from .channels import Channel
+from .channels import Channel, channels_of
 from .target import TargetError, Unreachable
 
 POLL_S = 0.5
@@ -44,9 +44,14 @@ MAX_BACK_OFF_S = 8.0
 MAX_LATE_BACK_OFF_S = 300.0
 LATE_S = 600.0
 MAX_RETRY_AFTER_S = 3600.0
+_WRITE_OPTION = "fp8watch_write"  # of store.dialect: an engine made for writing must not lock the database to look
+
 _RETRIED = frozenset({408, 425})
 
+__all__ = ["Dispatcher", "channels_of", "counts"]
+
 _log = logging.getLogger(__name__)
+_ALIVE: set[str] = set()  # names of the dispatchers of this process that may hold leases
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Dispatcher:
         if len({c.name for c in channels}) != len(channels):
             raise ValueError("two channels of one name; each needs its own")
         self._engine, self._channels, self._clock = engine, list(channels), clock
+        self._reading = engine.execution_options(**{_WRITE_OPTION: False})
         self._poll_s, self._lease_s = poll_s, lease_s
         self._name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         self._stop = threading.Event()
@@ -99,6 +105,7 @@ class Dispatcher:
         """Start the threads; what a dead process of this machine had leased is taken back first."""
         if self._threads:
             return
+        _ALIVE.add(self._name)
         self._release_leases_of_the_dead()
         for channel in self._channels:
             thread = threading.Thread(
@@ -119,6 +126,8 @@ class Dispatcher:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(t.is_alive() for t in self._threads):
+            _ALIVE.discard(self._name)
 
     def _run(self, channel: Channel) -> None:
         wake = self._wakes[channel.name]
@@ -128,7 +137,7 @@ class Dispatcher:
             except DBAPIError as e:
                 _log.warning("outbox: database not available (%s); trying again", type(e.orig).__name__)
                 sent = False
-            except Exception:
+            except Exception:  # noqa: BLE001  (the thread must outlive whatever one row does)
                 _log.exception("outbox: unexpected error on channel %s; trying again", channel.name)
                 sent = False
             if not sent:
@@ -180,7 +189,7 @@ class Dispatcher:
         return random.uniform(0.05, min(limit, BACK_OFF_S * 2.0 ** min(leased.num_attempts, 16)))
 
     def _anything_due(self, channel: Channel, now: float) -> bool:
-        with self._engine.connect() as conn:
+        with self._reading.connect() as conn:
             t = schema.outbox
             due = sa.select(t.c.id).where(t.c.channel.in_(["", channel.name]), _due(now)).limit(1)
             return conn.execute(due).first() is not None
@@ -302,7 +311,7 @@ def _is_dead(holder: str) -> bool:
     if host != socket.gethostname() or not pid.isdigit():
         return False
     if int(pid) == os.getpid():
-        return False  # another dispatcher of this process, which is alive
+        return holder not in _ALIVE  # in a container every process is number 1, the one before us too
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:

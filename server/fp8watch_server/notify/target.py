@@ -6,8 +6,8 @@ Thread:     dispatcher, one per channel
 
 The rule, for every request: http or https only; every address that the host resolves to must be global; the connection
 goes to the address that was checked, so a second look-up cannot lead elsewhere; redirects are not followed; 5 s for
-connecting and 5 s for each read; at most 64 KiB of an answer is read. One exception: a URL that the operator gave in the
-environment (or in a file that the environment names) may also be a loopback address, because a receiver beside the
+connecting and 5 s for each read; at most 64 KiB of an answer is read. One exception: a URL that the operator gave in
+the environment (or in a file that the environment names) may also be a loopback address, because a receiver beside the
 collector is ordinary. Private networks, link-local addresses (cloud metadata) and all others are refused for everyone.
 A URL is a secret: it is never in a message, a log or an error; `masked` is.
 """
