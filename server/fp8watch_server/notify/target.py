@@ -169,7 +169,7 @@ def _retry_after_s(value: str | None, date: str | None) -> float | None:
         return float(value.strip())
     try:
         until = parsedate_to_datetime(value)
-        now = parsedate_to_datetime(date) if date else None
-    except (TypeError, ValueError):
+        now = parsedate_to_datetime(date or "")
+        return max(0.0, (until - now).total_seconds())
+    except (TypeError, ValueError):  # TypeError: one of them names no time zone
         return None
-    return max(0.0, (until - now).total_seconds()) if now is not None else None
