@@ -22,7 +22,7 @@ from starlette.responses import Response
 from . import api, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
 from .settings import Settings
-from .store.dialect import for_writing, make_engine
+from .store.dialect import make_engine
 from .store.fields import FieldError
 from .store.queries import CursorError
 from .worker import Detection, DetectWorker
@@ -37,6 +37,10 @@ class Dispatching(Protocol):
         """Start the thread."""
         ...
 
+    def wake(self) -> None:
+        """The outbox has something new."""
+        ...
+
     def stop(self) -> None:
         """End it; what is not sent stays in the outbox."""
         ...
@@ -46,8 +50,15 @@ def _detection() -> Detection:
     from .detect.engine import Engine as DetectEngine
     from .detect.finding import facts_of
     from .incidents.fold import close_quiet, fold
+    from .incidents.messages import write_resolved
 
-    return Detection(make_facts=facts_of, make_engine=DetectEngine, fold=fold, close_quiet=close_quiet)
+    return Detection(
+        make_facts=facts_of,
+        make_engine=DetectEngine,
+        fold=fold,
+        close_quiet=close_quiet,
+        say_resolved=write_resolved,
+    )
 
 
 def _dispatcher(engine: Engine, settings: Settings) -> Dispatching:
@@ -86,8 +97,10 @@ def create_app(
     migrations.upgrade(engine)
     install_token(engine, settings)
     check_exposure(engine, settings)
-    worker = DetectWorker(engine, detection or _detection(), public_url=settings.public_url)
-    sender = dispatcher(for_writing(engine), settings)
+    detection = detection or _detection()
+    sender = dispatcher(engine, settings)
+    on_change = sender.wake if sender is not None else _nothing
+    worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=on_change)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +118,9 @@ def create_app(
     app = FastAPI(title="fp8watch collector", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = engine
     app.state.settings = settings
+    app.state.detection = detection
     app.state.worker = worker
+    app.state.on_change = on_change
     app.state.ingest = ingest.Ingest(app, worker.wake)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
     problem.install(app)
@@ -119,6 +134,10 @@ def create_app(
         _install_pages(app)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     return app
+
+
+def _nothing() -> None:
+    """Nobody waits for changes."""
 
 
 def _metrics(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from collector.kit import Recorder, served
+from fp8watch_server import migrations
 from fp8watch_server.app import create_app
 from fp8watch_server.settings import Settings
+from fp8watch_server.store.dialect import make_engine
 
 
 @pytest.fixture
@@ -18,8 +21,22 @@ def recorder() -> Recorder:
     return Recorder()
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database, to be copied: migrating takes longer than most tests."""
+    path = tmp_path_factory.mktemp("template") / "empty.db"
+    engine = make_engine(f"sqlite:///{path}")
+    migrations.upgrade(engine)
+    with engine.connect() as conn:
+        conn.exec_driver_sql("ROLLBACK")
+        conn.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    engine.dispose()
+    return path
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path, empty_database: Path) -> Settings:
+    shutil.copy(empty_database, tmp_path / "collector.db")
     return Settings(database_url=f"sqlite:///{tmp_path / 'collector.db'}")
 
 
@@ -28,9 +45,27 @@ def app(settings: Settings, recorder: Recorder) -> Any:
     return create_app(settings, detection=recorder.detection(), dispatcher=lambda e, s: None, pages=False)
 
 
+class Switch:
+    """One server for all tests: the application behind it is the test's."""
+
+    app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[tuple[Switch, str]]:
+    switch = Switch()
+    with served(switch) as url:
+        yield switch, url
+
+
 @pytest.fixture
-def client(app: Any) -> Iterator[httpx.Client]:
+def client(server: tuple[Switch, str], app: Any) -> Iterator[httpx.Client]:
     """A real server without the lifespan, so without threads: `app.state.worker.drain()` is the worker."""
-    with served(app) as url, httpx.Client(base_url=url) as client:
+    switch, url = server
+    switch.app = app
+    with httpx.Client(base_url=url) as client:
         yield client
     app.state.engine.dispose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import numpy as np
 import uvicorn
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
+from fp8watch_server.command import listen
 from fp8watch_server.worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
@@ -30,7 +30,7 @@ def served(app: Any) -> Iterator[str]:
     """The application behind uvicorn in a thread; gives its URL."""
     config = uvicorn.Config(app, port=0, lifespan="off", access_log=False, log_config=None)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
+    with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
@@ -47,6 +47,7 @@ class FakeEngine:
         self.sites = dict(sites)
         self.seen: list[tuple[str, int]] = []
         self.settled_step: int | None = None
+        self.stride = 1
 
     def add_sites(self, sites: Any) -> None:
         self.sites.update(sites)
@@ -65,6 +66,7 @@ class Recorder:
         self.engines: list[FakeEngine] = []
         self.folded: list[tuple[Any, ...]] = []
         self.closed: list[int] = []
+        self.resolved: list[str] = []
 
     def detection(self) -> Detection:
         def make(sites: Any) -> FakeEngine:
@@ -81,7 +83,10 @@ class Recorder:
             self.closed.append(current_step)
             return []
 
-        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet)
+        def say_resolved(conn: Any, row: Any, now: float, public_url: str) -> None:
+            self.resolved.append(row["id"])
+
+        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet, say_resolved)
 
 
 def make_site(
