@@ -147,7 +147,7 @@ class StepView:
         return str(ids[self.index]) if ids and ids[self.index] is not None else None
 
     def __len__(self) -> int:
-        return self.part.stop - self.part.start
+        return int(self.part.stop - self.part.start)
 
     def raw(self, name: str) -> Array:
         """A column of this step, as sent."""

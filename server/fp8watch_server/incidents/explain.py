@@ -1,6 +1,6 @@
 """A finding in words: title, place, evidence, cause with its verdict, what to change, what else it could be.
 
-Upstream:   fp8watch_server.detect.finding, fp8watch_server.incidents.playbook    Downstream: fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.incidents.playbook   Downstream: fp8watch_server.incidents.fold
 Shapes:     Finding -> Explanation
 Thread:     any; pure functions
 """
@@ -156,8 +156,8 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
     if finding.mode == "inf-laundering":
         limit = _MAX_FINITE.get(facts.format if facts else "E4M3", 448)
         return (
-            f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored as {limit}, "
-            "and its neighbours were quantised unscaled, most of them to 0. Nothing behind the cast can see it."
+            f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "
+            f"as {limit}, and its neighbours were quantised unscaled, most to 0. Nothing behind the cast sees it."
         )
     if finding.mode == "zero-tile-eps":
         eps = facts.eps if facts else 0.0
@@ -182,8 +182,9 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
         )
     if finding.mode == "stale-weight-scale":
         return (
-            f"The scale beside the codes of {where} does not belong to the weight that is multiplied: amax·scale/FP8_MAX "
-            "is outside its bounds on weights only. The scale, or the cached weight, is from an earlier step."
+            f"The scale beside the codes of {where} does not belong to the weight that is multiplied: "
+            "amax·scale/FP8_MAX is outside its bounds on weights only. The scale, or the cached weight, is of an "
+            "earlier step."
         )
     if finding.mode == "gradient-underflow":
         return (
@@ -192,8 +193,8 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
         )
     if finding.mode == "scale-rounding":
         return (
-            f"amax·scale/FP8_MAX of {where} is outside what rounding allows, and weights are not alone in it: the scale "
-            "is rounded up, computed with a reciprocal, or corrupted. Above 1.036 the largest values are clipped."
+            f"amax·scale/FP8_MAX of {where} is outside what rounding allows, and weights are not alone in it: the "
+            "scale is rounded up, computed with a reciprocal, or corrupted. Above 1.036 the largest values are clipped."
         )
     if finding.mode == "optimizer-divergence":
         jump = extra.get("lr_jump")
@@ -208,7 +209,7 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
 def _verdict(finding: Finding) -> str:
     text = VERDICT_TEXT[finding.verdict]
     if finding.mode == "inf-laundering":
-        text = "Verdict: FP8. In BF16 the Inf would have reached the loss; here it stays hidden and does damage in silence."
+        text = "Verdict: FP8. In BF16 the Inf would have reached the loss; here it does its damage in silence."
     if not finding.extra.get("loss_given", True):
         text += f" ({LOSS_NOT_SEEN})" if not finding.extra.get("loss_seen") else " (no loss in this step)"
     return text

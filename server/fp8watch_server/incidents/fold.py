@@ -1,11 +1,11 @@
 """Findings become incidents: one per cause and window, written with its message in the caller's transaction.
 
-Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain    Downstream: fp8watch_server.notify.outbox
+Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain  Downstream: fp8watch_server.notify.outbox
 Shapes:     findings of one batch -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 
-Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in the
-step it began (`flow`, in its first event): a finding that is earlier takes the incident over, and no second one opens.
+Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in
+the step it began (`flow`, in its first event): a finding that is earlier takes it over, and no second one opens.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def fold(
         return []
     incidents = _load(conn, run_id, tenant, attempt)
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
-        window = window_steps * int(finding.extra.get("stride", 1))
-        target = _target(incidents, finding, window)
+        target = _target(incidents, finding, window_steps)
         if target is None:
             if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # closed by hand: what follows from it opens nothing
@@ -180,15 +179,23 @@ def _module(finding: Finding, sites: Mapping[int, SiteFacts]) -> str | None:
     return facts.module if facts else None
 
 
-def _target(incidents: Sequence[_Open], finding: Finding, window: int) -> _Open | None:
+def _target(incidents: Sequence[_Open], finding: Finding, window_steps: int) -> _Open | None:
     """The open incident that this finding belongs to."""
+    stride = int(finding.extra.get("stride", 1))
+    window = window_steps * stride
 
     def near(i: _Open) -> bool:
         return bool(i.row["first_step"] - window <= finding.step <= i.row["last_step"] + window)
 
+    def here(i: _Open) -> bool:
+        """The same place, within the clean steps that would have closed it: whether or not the closing came by yet."""
+        quiet = CLOSE_AFTER_STEPS * stride
+        same_place = finding.site in i.row["sites"][:1]
+        return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
+
     same = [i for i in incidents if i.row["mode"] == finding.mode]
     for i in same:
-        if near(i) or finding.site in i.row["sites"][:1]:
+        if near(i) or here(i):
             return i
     if finding.mode not in NONFINITE_MODES:
         return same[-1] if same and finding.extra.get("consequence") else None

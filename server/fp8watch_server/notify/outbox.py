@@ -1,0 +1,328 @@
+"""The dispatcher: takes messages out of the outbox and delivers them, at least once, a thread per channel.
+
+Upstream:   fp8watch_server.incidents.messages    Downstream: fp8watch_server.notify.target
+Shapes:     rows of outbox -> HTTP requests
+Thread:     one per channel, so that a slow or broken receiver keeps nobody else waiting
+
+A row is leased before it is sent and marked after. A crash between the two sends it once more, with the same
+Idempotency-Key. Without a crash nothing is sent twice. What each answer leads to:
+
+    2xx                        sent
+    429                        the whole channel waits for Retry-After
+    408, 425, 5xx, no answer   again, with full-jitter back-off, for a day
+    anything else              dead: another try would be refused as well
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
+
+from fp8watch_server.store import schema
+from fp8watch_server.store.dialect import writing
+
+from .channels import Channel, channels_of
+from .target import TargetError, Unreachable
+
+POLL_S = 0.5
+LEASE_S = 12.0
+MAX_AGE_S = 24 * 3600.0
+BACK_OFF_S = 0.5
+MAX_BACK_OFF_S = 8.0
+"""In the first ten minutes, so that a receiver that recovers hears within ten seconds; later MAX_LATE_BACK_OFF_S."""
+MAX_LATE_BACK_OFF_S = 300.0
+LATE_S = 600.0
+MAX_RETRY_AFTER_S = 3600.0
+_WRITE_OPTION = "fp8watch_write"  # of store.dialect: an engine made for writing must not lock the database to look
+
+_RETRIED = frozenset({408, 425})
+
+__all__ = ["Dispatcher", "channels_of", "counts"]
+
+_log = logging.getLogger(__name__)
+_ALIVE: set[str] = set()  # names of the dispatchers of this process that may hold leases
+
+
+@dataclass(frozen=True)
+class Leased:
+    """One message in hand."""
+
+    run_id: str
+    tenant: str
+    id: str
+    kind: str
+    idempotency_key: str
+    payload: dict[str, Any]
+    num_attempts: int  # this one included
+    created_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one attempt."""
+
+    state: str  # sent | pending | dead
+    wait_s: float = 0.0
+    error: str | None = None
+    pause_channel: bool = False
+
+
+class Dispatcher:
+    """Delivers what is in the outbox until it is stopped. Without channels it does nothing, and rows stay pending."""
+
+    def __init__(
+        self,
+        engine: sa.Engine,
+        channels: Sequence[Channel],
+        *,
+        clock: Callable[[], float] = time.time,
+        poll_s: float = POLL_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        if len({c.name for c in channels}) != len(channels):
+            raise ValueError("two channels of one name; each needs its own")
+        self._engine, self._channels, self._clock = engine, list(channels), clock
+        self._reading = engine.execution_options(**{_WRITE_OPTION: False})
+        self._poll_s, self._lease_s = poll_s, lease_s
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
+        self._stop = threading.Event()
+        self._wakes = {c.name: threading.Event() for c in channels}
+        self._not_before = {c.name: 0.0 for c in channels}
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads; what a dead process of this machine had leased is taken back first."""
+        if self._threads:
+            return
+        _ALIVE.add(self._name)
+        self._release_leases_of_the_dead()
+        for channel in self._channels:
+            thread = threading.Thread(
+                target=self._run, args=(channel,), name=f"fp8watch-notify-{channel.name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def wake(self) -> None:
+        """Something was committed to the outbox: look now. Never blocks."""
+        for event in self._wakes.values():
+            event.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop taking messages, and wait for those that are being sent."""
+        self._stop.set()
+        self.wake()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(t.is_alive() for t in self._threads):
+            _ALIVE.discard(self._name)
+
+    def _run(self, channel: Channel) -> None:
+        wake = self._wakes[channel.name]
+        while not self._stop.is_set():
+            try:
+                sent = self.deliver_one(channel)
+            except DBAPIError as e:
+                _log.warning("outbox: database not available (%s); trying again", type(e.orig).__name__)
+                sent = False
+            except Exception:  # noqa: BLE001  (the thread must outlive whatever one row does)
+                _log.exception("outbox: unexpected error on channel %s; trying again", channel.name)
+                sent = False
+            if not sent:
+                wake.wait(self._poll_s)
+                wake.clear()
+
+    def deliver_one(self, channel: Channel) -> bool:
+        """Send the next message that is due on a channel. False where there is none."""
+        now = self._clock()
+        if now < self._not_before[channel.name] or not self._anything_due(channel, now):
+            return False
+        with writing(self._engine) as conn:
+            self._fan_out(conn, now)
+            leased = self._lease(conn, channel, now)
+        if leased is None:
+            return False
+        outcome = self._attempt(channel, leased)
+        after = self._clock()
+        self._not_before[channel.name] = after + max(
+            channel.min_interval_s, outcome.wait_s if outcome.pause_channel else 0.0
+        )
+        self._settle(channel, leased, outcome, after)
+        return True
+
+    def _attempt(self, channel: Channel, leased: Leased) -> Outcome:
+        try:
+            answer = channel.send(leased.payload, leased.kind, leased.idempotency_key, self._clock())
+        except Unreachable as e:
+            return Outcome("pending", self._back_off_s(leased), str(e))
+        except TargetError as e:
+            return Outcome("dead", error=str(e))
+        except Exception as e:  # noqa: BLE001  (a payload that cannot be rendered must not stop those behind it)
+            return Outcome("dead", error=f"message cannot be made: {type(e).__name__}")
+        error = f"HTTP {answer.status} {answer.text}".strip()
+        if 200 <= answer.status < 300:
+            return Outcome("sent")
+        if answer.status == 429 or (answer.status == 503 and answer.retry_after_s is not None):
+            wait = min(1.0 if answer.retry_after_s is None else answer.retry_after_s, MAX_RETRY_AFTER_S)
+            return Outcome("pending", wait, error, pause_channel=True)
+        if answer.status >= 500 or answer.status in _RETRIED:
+            return Outcome("pending", self._back_off_s(leased), error)
+        if 300 <= answer.status < 400:
+            error += ": redirects are not followed; give the final URL"
+        return Outcome("dead", error=error)
+
+    def _back_off_s(self, leased: Leased) -> float:
+        late = self._clock() - leased.created_at > LATE_S
+        limit = MAX_LATE_BACK_OFF_S if late else MAX_BACK_OFF_S
+        return random.uniform(0.05, min(limit, BACK_OFF_S * 2.0 ** min(leased.num_attempts, 16)))
+
+    def _anything_due(self, channel: Channel, now: float) -> bool:
+        with self._reading.connect() as conn:
+            t = schema.outbox
+            due = sa.select(t.c.id).where(t.c.channel.in_(["", channel.name]), _due(now)).limit(1)
+            return conn.execute(due).first() is not None
+
+    def _fan_out(self, conn: sa.Connection, now: float) -> None:
+        """A row for everybody becomes one row per channel, so that each is retried alone."""
+        t = schema.outbox
+        for row in list(conn.execute(sa.select(t).where(t.c.channel == "", t.c.state == "pending")).mappings()):
+            key = [t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == row["id"]]
+            if now - row["created_at"] > MAX_AGE_S:
+                conn.execute(sa.update(t).where(*key).values(state="dead", last_error="older than a day"))
+                continue
+            first, *others = self._channels
+            conn.execute(sa.update(t).where(*key).values(channel=first.name))
+            for other in others:
+                conn.execute(sa.insert(t).values(**{**row, "id": uuid.uuid4().hex, "channel": other.name}))
+
+    def _lease(self, conn: sa.Connection, channel: Channel, now: float) -> Leased | None:
+        t = schema.outbox
+        earlier = t.alias("earlier")
+        firing_waits = sa.exists().where(
+            earlier.c.run_id == t.c.run_id,
+            earlier.c.tenant == t.c.tenant,
+            earlier.c.incident_id == t.c.incident_id,
+            earlier.c.channel == t.c.channel,
+            earlier.c.kind == "firing",
+            earlier.c.state.in_(["pending", "leased"]),
+        )
+        row = (
+            conn.execute(
+                sa.select(t)
+                .where(t.c.channel == channel.name, _due(now), sa.or_(t.c.kind == "firing", ~firing_waits))
+                .order_by(t.c.created_at)
+                .limit(1)
+            )
+            .mappings()
+            .first()
+        )
+        if row is None:
+            return None
+        taken = conn.execute(
+            sa.update(t)
+            .where(t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == row["id"], _due(now))
+            .values(
+                state="leased",
+                leased_by=self._name,
+                leased_until=now + self._lease_s,
+                num_attempts=row["num_attempts"] + 1,
+            )
+        )
+        if taken.rowcount != 1:
+            return None
+        return Leased(
+            run_id=row["run_id"],
+            tenant=row["tenant"],
+            id=row["id"],
+            kind=row["kind"],
+            idempotency_key=row["idempotency_key"],
+            payload=row["payload"],
+            num_attempts=row["num_attempts"] + 1,
+            created_at=row["created_at"],
+        )
+
+    def _settle(self, channel: Channel, leased: Leased, outcome: Outcome, now: float) -> None:
+        """Write what became of it. A busy database is waited for: giving up here would send the message again."""
+        state, error = outcome.state, outcome.error
+        if state == "pending" and now - leased.created_at > MAX_AGE_S:
+            state, error = "dead", f"given up after a day: {error}"
+        if state != "sent":
+            _log.warning("message %s on %s: %s (%s)", leased.id, channel.name, state, error)
+        t = schema.outbox
+        values = {
+            "state": state,
+            "last_error": error,
+            "leased_by": None,
+            "leased_until": None,
+            "next_attempt_at": now + outcome.wait_s,
+            "sent_at": now if state == "sent" else None,
+        }
+        while True:
+            try:
+                with writing(self._engine) as conn:
+                    conn.execute(
+                        sa.update(t)
+                        .where(
+                            t.c.run_id == leased.run_id,
+                            t.c.tenant == leased.tenant,
+                            t.c.id == leased.id,
+                            t.c.leased_by == self._name,
+                        )
+                        .values(**values)
+                    )
+                return
+            except DBAPIError:
+                if self._stop.wait(0.2):
+                    raise
+
+    def _release_leases_of_the_dead(self) -> None:
+        t = schema.outbox
+        with writing(self._engine) as conn:
+            holders = conn.execute(sa.select(t.c.leased_by).where(t.c.state == "leased").distinct()).scalars()
+            dead = [h for h in holders if h and _is_dead(h)]
+            if dead:
+                conn.execute(sa.update(t).where(t.c.leased_by.in_(dead)).values(leased_until=0.0))
+
+
+def _due(now: float) -> sa.ColumnElement[bool]:
+    t = schema.outbox
+    return sa.or_(
+        sa.and_(t.c.state == "pending", t.c.next_attempt_at <= now),
+        sa.and_(t.c.state == "leased", t.c.leased_until <= now),
+    )
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether a lease's holder was a process of this machine that is gone. Of other machines nothing is known."""
+    host, _, rest = holder.partition(":")
+    pid = rest.partition(":")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    if int(pid) == os.getpid():
+        return holder not in _ALIVE  # in a container every process is number 1, the one before us too
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def counts(conn: sa.Connection) -> dict[tuple[str, str], int]:
+    """Messages by (channel, state), for /metrics and for seeing dead letters; channel "" is not yet fanned out."""
+    t = schema.outbox
+    rows = conn.execute(sa.select(t.c.channel, t.c.state, sa.func.count()).group_by(t.c.channel, t.c.state))
+    return {(str(channel), str(state)): int(count) for channel, state, count in rows}

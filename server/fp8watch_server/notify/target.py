@@ -1,0 +1,175 @@
+"""Where a message may go: a checked URL, a pinned address, one bounded request.
+
+Upstream:   fp8watch_server.notify.channels    Downstream: fp8watch_server.notify.outbox
+Shapes:     URL, headers, body -> Answer
+Thread:     dispatcher, one per channel
+
+The rule, for every request: http or https only; every address that the host resolves to must be global; the connection
+goes to the address that was checked, so a second look-up cannot lead elsewhere; redirects are not followed; 5 s for
+connecting and 5 s for each read; at most 64 KiB of an answer is read. One exception: a URL that the operator gave in
+the environment (or in a file that the environment names) may also be a loopback address, because a receiver beside the
+collector is ordinary. Private networks, link-local addresses (cloud metadata) and all others are refused for everyone.
+A URL is a secret: it is never in a message, a log or an error; `masked` is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from urllib.parse import SplitResult, urlsplit
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+TIMEOUT_S = 5.0
+"""For connecting, and again for each read: ten seconds at most for a receiver that answers at all."""
+MAX_ANSWER_BYTES = 64 << 10
+_MAX_ERROR_CHARS = 200
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TargetError(ValueError):
+    """A URL that must not be used. The text names the rule and the remedy, and never the URL itself."""
+
+
+class Unreachable(Exception):
+    """Nothing answered; another try may."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the receiver said."""
+
+    status: int
+    retry_after_s: float | None
+    text: str  # the beginning of an error's body
+
+
+@dataclass(frozen=True)
+class Target:
+    """A URL to post to.
+
+    Args:
+        url: the secret.
+        from_operator: it came from the environment of this process, so it may be loopback.
+    """
+
+    url: str
+    from_operator: bool = False
+
+    def __post_init__(self) -> None:
+        parts = _split(self.url)
+        if parts.scheme not in ("http", "https"):
+            raise TargetError(f"webhook URL has scheme {parts.scheme or 'none'!r}; http and https are allowed")
+        if not parts.hostname:
+            raise TargetError("webhook URL has no host; give it whole, like https://hooks.slack.com/services/...")
+        if parts.username or parts.password:
+            raise TargetError("webhook URL holds a user or password; take them out, use a token in the path")
+
+    def __repr__(self) -> str:
+        return f"Target({self.masked!r})"
+
+    @property
+    def masked(self) -> str:
+        """Scheme and host: all of the URL that may be shown."""
+        parts = _split(self.url)
+        return f"{parts.scheme}://{parts.hostname}/…"
+
+    def post(self, body: bytes, headers: dict[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
+        """One request, no retries.
+
+        Raises:
+            TargetError: the host resolves to an address that is not allowed.
+            Unreachable: no address, no connection, no answer in time.
+        """
+        parts = _split(self.url)
+        host, port = str(parts.hostname), parts.port or (443 if parts.scheme == "https" else 80)
+        address = self._checked_address(host, port)
+        timeout = urllib3.Timeout(connect=timeout_s, read=timeout_s)
+        pool: urllib3.HTTPConnectionPool
+        if parts.scheme == "https":
+            pool = urllib3.HTTPSConnectionPool(
+                address, port, timeout=timeout, retries=False, server_hostname=host, assert_hostname=host
+            )
+        else:
+            pool = urllib3.HTTPConnectionPool(address, port, timeout=timeout, retries=False)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        shown = f"[{host}]" if ":" in host else host
+        host_header = shown if parts.port is None else f"{shown}:{parts.port}"
+        try:
+            answer = pool.urlopen(
+                "POST",
+                path,
+                body=body,
+                headers={"Host": host_header, "User-Agent": "fp8watch", **headers},
+                redirect=False,
+                preload_content=False,
+            )
+            try:
+                ok = 200 <= answer.status < 300
+                text = b"" if ok else answer.read(MAX_ANSWER_BYTES)
+                return Answer(
+                    status=answer.status,
+                    retry_after_s=_retry_after_s(answer.headers.get("Retry-After"), answer.headers.get("Date")),
+                    text=text.decode("utf-8", "replace").strip()[:_MAX_ERROR_CHARS],
+                )
+            finally:
+                answer.close()
+        except (HTTPError, OSError) as e:
+            raise Unreachable(f"{self.masked}: {type(e).__name__}") from None  # the cause may hold the URL
+        finally:
+            pool.close()
+
+    def _checked_address(self, host: str, port: int) -> str:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise Unreachable(f"{self.masked}: the host name does not resolve") from None
+        addresses = [str(info[4][0]) for info in found]
+        for text in addresses:
+            reason = refusal(text, from_operator=self.from_operator)
+            if reason:
+                raise TargetError(f"{self.masked}: {reason}")
+        return addresses[0]
+
+
+def refusal(address: str, *, from_operator: bool) -> str | None:
+    """Why an address may not be connected to; None where it may."""
+    ip: Address = ipaddress.ip_address(address.split("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped  # ::ffff:127.0.0.1 is 127.0.0.1
+    if ip.is_loopback:
+        if from_operator:
+            return None
+        return f"{ip} is loopback; that is allowed only for URLs from the collector's own environment"
+    if not ip.is_global or ip.is_multicast:
+        return f"{ip} is not a global address; give a receiver on a global address, or one on loopback that forwards"
+    return None
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url.strip())
+        _ = parts.port  # raises where it is no port
+    except ValueError:
+        raise TargetError("webhook URL cannot be read; give it whole, like https://host/path") from None
+    if any(c.isspace() or ord(c) < 32 for c in url.strip()):
+        raise TargetError("webhook URL holds a space or a control character; take it out")
+    return parts
+
+
+def _retry_after_s(value: str | None, date: str | None) -> float | None:
+    """Retry-After in seconds, from seconds or from an HTTP date (by the receiver's own clock)."""
+    if not value:
+        return None
+    if value.strip().isdigit():
+        return float(value.strip())
+    try:
+        until = parsedate_to_datetime(value)
+        now = parsedate_to_datetime(date or "")
+        return max(0.0, (until - now).total_seconds())
+    except (TypeError, ValueError):  # TypeError: one of them names no time zone
+        return None

@@ -1,0 +1,103 @@
+"""Weights that grow everywhere at once are the optimizer's, and soon told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.healthy_run import Run
+from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.finding import Finding
+
+# Median growth of log2 amax after LR ×30 at step 120, as measured on a small model under AdamW 2e-3.
+MEASURED = [
+    0.301,
+    0.37,
+    0.331,
+    0.297,
+    0.246,
+    0.213,
+    0.181,
+    0.141,
+    0.129,
+    0.105,
+    0.088,
+    0.073,
+    0.063,
+    0.057,
+    0.05,
+    0.042,
+]
+
+
+def diverging(at: int = 120, *, lr_known: bool = True, scale: float = 1.0, seed: int = 0) -> Run:
+    run = Run(seed=seed)
+    run.lr = lambda step: (2e-3 if step < at else 6e-2) if lr_known else None
+    run.growth = lambda step: scale * MEASURED[step - at] if at <= step < at + len(MEASURED) else 0.005
+    return run
+
+
+def observe(run: Run, num_steps: int = 160, per_batch: int = 4, every: int = 1) -> list[Finding]:
+    engine = Engine(run.facts)
+    return [
+        f
+        for first in range(0, num_steps, per_batch)
+        for f in engine.observe(run.batch(range(first, first + per_batch, every)))
+    ]
+
+
+@pytest.mark.parametrize(("lr_known", "scale"), [(True, 1.0), (False, 1.0), (True, 0.4)])
+def test_a_learning_rate_times_thirty_is_told_within_ten_steps(lr_known: bool, scale: float) -> None:
+    found = observe(diverging(lr_known=lr_known, scale=scale))
+    assert {f.mode for f in found} == {"optimizer-divergence"}
+    first = found[0]
+    assert 120 <= first.step <= 126
+    assert first.verdict == "shared"
+    assert first.extra["num_moving"] == 14
+    if lr_known:
+        assert first.extra["lr_jump"] == pytest.approx((2e-3, 6e-2))
+        [lr] = [e for e in first.evidence if e.field == "lr"]
+        assert lr.since_step == 120
+
+
+def test_it_ends_when_the_growth_ends() -> None:
+    found = observe(diverging(), 240)
+    assert found[-1].step < 145
+
+
+def test_it_is_seen_in_a_sampled_run() -> None:
+    found = observe(diverging(scale=4.0), 400, per_batch=8, every=4)  # growth per sample: that of four steps
+    assert found
+    assert found[0].step <= 132
+
+
+def test_nothing_is_judged_in_the_first_fifty_steps() -> None:
+    assert observe(diverging(at=20), 60) == []
+
+
+def test_a_loss_that_breaks_while_the_optimizer_diverges_is_its_consequence() -> None:
+    run, engine = diverging(), None
+    engine = Engine(run.facts)
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step >= 126:
+            s["loss"] = float("nan")
+        if step >= 127:
+            rows["num_nan"] = 5
+
+    found = [f for first in range(0, 140, 4) for f in engine.observe(run.batch(range(first, first + 4), change))]
+    assert {f.mode for f in found} == {"optimizer-divergence"}
+    assert found[-1].step == 139
+    assert found[-1].extra["consequence"] is True
+
+
+def test_growth_under_a_broken_quantiser_is_not_the_optimizers() -> None:
+    run = diverging()
+    engine = Engine(run.facts)
+    i = run.index("layers.0.mlp.gate_proj", "weight")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step >= 115:
+            rows["scale_ratio_max"][i] = 1.9
+
+    found = [f for first in range(0, 160, 4) for f in engine.observe(run.batch(range(first, first + 4), change))]
+    assert {f.mode for f in found} == {"stale-weight-scale"}

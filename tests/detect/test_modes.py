@@ -1,0 +1,286 @@
+"""Each failure mode is named, at its place, and is not taken for its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from detect.healthy_run import Run
+from fp8watch_agent.record import Measured, StepPresent, StepStatus
+from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.finding import Finding
+
+NAN, INF = float("nan"), float("inf")
+DOWN = "layers.1.mlp.down_proj"
+Change = Callable[[np.ndarray, np.ndarray, int], None]
+
+
+def detect(run: Run, change: Change | None, steps: range = range(60, 70), per_batch: int = 3) -> list[Finding]:
+    engine = Engine(run.facts)
+    found: list[Finding] = []
+    for first in range(steps.start, steps.stop, per_batch):
+        found += engine.observe(run.batch(range(first, min(first + per_batch, steps.stop)), change))
+    return found
+
+
+def put_inf(rows: np.ndarray, i: int, element: tuple[int, int] = (37, 200)) -> None:
+    rows["num_inf"][i], rows["num_sentinel_tiles"][i], rows["amax_max"][i] = 1, 1, INF
+    rows["first_nonfinite"][i] = (*element, 0)
+
+
+def put_nan(rows: np.ndarray, mask: np.ndarray | int, element: tuple[int, int] = (5, 130)) -> None:
+    rows["num_nan"][mask] = 7
+    rows["first_nonfinite"][mask] = (*element, 0)
+
+
+def put_degenerate(rows: np.ndarray, i: int) -> None:
+    rows["scale_inv_min"][i], rows["num_off_scale_tiles"][i], rows["num_zero_tiles"][i] = 0.0, 3, 131
+    rows["off_scale_tile"][i] = (0, 1)
+
+
+def after(rows: np.ndarray, order: int) -> np.ndarray:
+    return rows["order"] > order
+
+
+def modes(found: list[Finding]) -> set[str]:
+    return {f.mode for f in found}
+
+
+def evidence(finding: Finding) -> dict[str, object]:
+    return {e.field: e.value for e in finding.evidence}
+
+
+def test_an_inf_with_a_finite_loss_is_laundered_and_its_tile_is_named() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_inf(rows, run.index(DOWN, "input"))
+
+    [finding] = detect(run, change)
+    assert (finding.mode, finding.severity, finding.step, finding.verdict) == ("inf-laundering", "critical", 65, "fp8")
+    assert finding.site == run.sites[run.index(DOWN, "input")].id
+    assert finding.element == (37, 200)
+    assert finding.tile == (37, 1)
+    assert evidence(finding)["num_inf"] == 1
+    assert evidence(finding)["num_sentinel_tiles"] == 1
+
+
+def test_the_first_in_execution_order_is_named_even_when_it_is_registered_later() -> None:
+    run = Run()
+    early, late = run.index("layers.0.mlp.up_proj", "input"), run.index(DOWN, "input")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["order"][[early, late]] = rows["order"][[late, early]]  # it ran the other way round
+        if step == 65:
+            put_inf(rows, early)
+            put_inf(rows, late)
+
+    [finding] = detect(run, change)
+    assert finding.site == run.sites[late].id
+    assert set(finding.extra["sites"]) == {run.sites[early].id, run.sites[late].id}
+
+
+def test_a_sentinel_tile_tells_of_an_inf_where_elements_were_not_counted() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["measured"] &= ~int(Measured.COUNTS)
+        if step == 65:
+            i = run.index(DOWN, "input")
+            put_inf(rows, i)
+            rows["num_inf"][i] = 0
+
+    [finding] = detect(run, change)
+    assert finding.mode == "inf-laundering"
+
+
+def test_an_inf_without_any_loss_is_laundered_and_says_that_no_loss_was_seen() -> None:
+    run = Run(with_loss=False)
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_inf(rows, run.index(DOWN, "input"))
+
+    [finding] = detect(run, change)
+    assert finding.mode == "inf-laundering"
+    assert finding.extra["loss_seen"] is False
+
+
+def test_an_inf_that_reaches_the_loss_is_not_laundered() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_inf(rows, run.index(DOWN, "input"))
+            s["loss"] = NAN
+
+    [finding] = detect(run, change)
+    assert (finding.mode, finding.verdict) == ("nan-in-activation", "shared")
+
+
+def test_a_loss_that_breaks_alone_is_the_loss_and_its_gradients_and_weights_are_its_consequence() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step >= 65:
+            s["loss"] = NAN
+            put_nan(rows, run.roles == "grad_output")
+        if step >= 66:
+            put_nan(rows, slice(None))
+
+    found = detect(run, change)
+    assert modes(found) == {"nan-in-loss"}
+    assert [f.step for f in found] == [65, 66, 67, 68, 69]
+    assert [f.extra["consequence"] for f in found] == [False, True, True, True, True]
+    assert found[0].site is None
+    assert evidence(found[0])["nonfinite_gradients"] == 28
+
+
+def test_a_degenerate_scale_owns_every_nan_behind_it() -> None:
+    run = Run()
+    i = run.index("layers.0.mlp.gate_proj", "input")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_degenerate(rows, i)
+            put_nan(rows, after(rows, run.sites[i].order))
+            rows["num_nan"][run.roles == "weight"] = 0
+            s["loss"] = NAN
+        if step > 65:
+            put_nan(rows, slice(None))
+            put_degenerate(rows, i)
+            s["loss"] = NAN
+
+    found = detect(run, change)
+    assert modes(found) == {"zero-tile-eps"}
+    assert found[0].site == run.sites[i].id
+    assert found[0].tile == (0, 1)
+    assert evidence(found[0])["num_zero_tiles"] == 131
+    assert [e.baseline for e in found[0].evidence if e.field == "num_zero_tiles"] == [0]
+    assert all(f.extra["consequence"] for f in found[1:])
+
+
+def test_a_degenerate_scale_behind_a_nan_is_the_nans_consequence() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_nan(rows, run.index("layers.0.mlp.up_proj", "input"))
+            put_degenerate(rows, run.index(DOWN, "input"))
+            s["loss"] = NAN
+
+    [finding] = detect(run, change)
+    assert finding.mode == "nan-in-activation"
+    assert finding.site == run.sites[run.index("layers.0.mlp.up_proj", "input")].id
+
+
+def test_weights_that_come_in_broken_are_named_as_such() -> None:
+    run = Run()
+    found = detect(run, lambda rows, s, step: put_nan(rows, slice(None)), range(3), per_batch=1)
+    assert modes(found) == {"nan-in-activation"}
+    assert found[0].extra["weight_born"] is True
+    assert run.facts[found[0].site or 0].operand == "weight"
+
+
+def test_a_second_independent_cause_later_is_its_own() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 62:
+            put_inf(rows, run.index(DOWN, "input"))
+        if step == 65:
+            s["loss"] = INF
+            s["status"] = int(StepStatus.SKIPPED)
+
+    assert [(f.mode, f.step) for f in detect(run, change)] == [("inf-laundering", 62), ("nan-in-loss", 65)]
+
+
+def test_a_gradscaler_that_finds_its_scale_is_no_fault() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 65:
+            put_inf(rows, run.index(DOWN, "grad_output"))
+            s["status"], s["loss_scale"] = int(StepStatus.SKIPPED), 65536.0
+            s["present"] |= int(StepPresent.LOSS_SCALE)
+
+    assert detect(run, change) == []
+
+
+def test_a_step_that_died_is_judged() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 69:
+            s["status"], s["loss"] = int(StepStatus.ABORTED), NAN
+
+    assert [(f.mode, f.step) for f in detect(run, change)] == [("nan-in-loss", 69)]
+
+
+@pytest.mark.parametrize("power_2_scale", [True, False])
+@pytest.mark.parametrize("ratio", [1.3, 0.4])
+def test_a_weight_off_the_invariant_is_stale_at_once(power_2_scale: bool, ratio: float) -> None:
+    run = Run(power_2_scale=power_2_scale)
+    i = run.index("layers.0.mlp.gate_proj", "weight")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step >= 2:
+            rows["scale_ratio_max"][i], rows["scale_ratio_min"][i] = max(ratio, 0.9), min(ratio, 1.0)
+            rows["num_off_scale_tiles"][i], rows["off_scale_tile"][i] = 4, (1, 1)
+
+    found = detect(run, change, range(5))
+    assert [(f.mode, f.step) for f in found] == [("stale-weight-scale", s) for s in (2, 3, 4)]
+    assert found[0].site == run.sites[i].id
+    assert found[0].tile == (1, 1)
+    assert found[0].severity == "critical"
+
+
+def test_scales_rounded_up_everywhere_are_not_stale_weights() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["scale_ratio_max"], rows["num_off_scale_tiles"] = 1.6, 40
+
+    assert modes(detect(run, change, range(3))) == {"scale-rounding"}
+
+
+def test_gradients_with_the_scale_of_something_larger_underflow() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        gradients = run.roles == "grad_output"
+        rows["scale_ratio_max"][gradients] = rows["scale_ratio_min"][gradients] = 2.0**-7
+        rows["num_off_scale_tiles"][gradients] = 512
+
+    found = detect(run, change, range(3))
+    assert modes(found) == {"gradient-underflow"}
+    assert found[0].extra["operands"] == ["grad_output"]
+
+
+def test_a_delayed_recipe_may_clip_without_breaking_an_invariant() -> None:
+    run = Run(recipe="delayed")
+    assert detect(run, lambda rows, s, step: rows["scale_ratio_max"].fill(1.7)) == []
+
+
+def test_what_was_not_measured_is_never_read_as_zero() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["measured"] = int(Measured.COUNTS)
+        for name in ("scale_inv_min", "scale_inv_max", "scale_ratio_max", "scale_ratio_min", "amax_max"):
+            rows[name] = 0.0
+
+    assert detect(run, change) == []
+
+
+def test_a_broken_loss_without_operands_is_not_called_innocent() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["measured"] = 0
+        s["loss"] = NAN
+
+    [finding] = detect(run, change, range(60, 61))
+    assert (finding.mode, finding.verdict) == ("nan-in-loss", "unknown")

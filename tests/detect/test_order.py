@@ -1,0 +1,94 @@
+"""Late, repeated and reordered steps, restarts, ranks and new sites change no verdict and are no fault."""
+
+from __future__ import annotations
+
+import numpy as np
+from detect.healthy_run import Run
+from fp8watch_server.detect.engine import Engine
+
+
+def test_a_batch_that_comes_twice_is_judged_once() -> None:
+    run = Run()
+    engine = Engine(run.facts)
+    batch = run.batch([5], lambda rows, s, step: s["loss"].fill(float("nan")))
+    assert len(engine.observe(batch)) == 1
+    assert engine.observe(batch) == []
+
+
+def test_a_late_step_is_judged_by_the_invariants() -> None:
+    run = Run()
+    engine = Engine(run.facts)
+    late = run.batch([5], lambda rows, s, step: rows["scale_ratio_max"][[1]].fill(1.0) or rows["num_inf"].put(0, 1))
+    assert engine.observe(run.batch(range(6, 20))) == []
+    assert [(f.mode, f.step) for f in engine.observe(late)] == [("inf-laundering", 5)]
+
+
+def test_healthy_batches_in_any_order_raise_nothing() -> None:
+    run = Run(seed=3)
+    batches = [run.batch(range(first, first + 4)) for first in range(0, 200, 4)]
+    np.random.default_rng(0).shuffle(batches)
+    engine = Engine(run.facts)
+    assert [f for b in batches for f in engine.observe(b)] == []
+
+
+def test_a_restart_from_step_0_begins_a_new_baseline() -> None:
+    first, second = Run(seed=1, session="a" * 32), Run(seed=2, session="b" * 32)
+    second._log2_weight += 3.0  # other weights: a jump of three octaves that is none
+    engine = Engine(first.facts)
+    batches = [first.batch(range(s, s + 8)) for s in range(0, 120, 8)]
+    batches += [second.batch(range(s, s + 8)) for s in range(0, 120, 8)]
+    assert [f for b in batches for f in engine.observe(b)] == []
+    assert engine.settled_step == 119
+
+
+def test_a_replay_in_a_new_engine_gives_the_same_findings() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step >= 30:
+            s["loss"] = float("nan")
+            rows["num_nan"] = 3 * (step > 30)
+
+    batches = [run.batch(range(s, s + 4), change) for s in range(0, 60, 4)]
+    one, two = Engine(run.facts), Engine(run.facts)
+    first = [f for b in batches for f in one.observe(b)]
+    for b in batches[:10]:
+        two.observe(b)  # silently, as after a restart
+    again = [f for b in batches[10:] for f in two.observe(b)]
+    assert [f.extra["consequence"] for f in again] == [True] * len(again)
+    assert again == [f for f in first if f.step >= 40]
+
+
+def test_settled_is_the_step_that_every_live_rank_delivered() -> None:
+    ranks = [Run(rank=r) for r in range(3)]
+    engine = Engine(ranks[0].facts)
+    assert engine.settled_step is None
+    engine.observe(ranks[0].batch(range(30)))
+    engine.observe(ranks[1].batch(range(20)))
+    assert engine.settled_step == 19
+    engine.observe(ranks[2].batch(range(25)))
+    assert engine.settled_step == 19
+    engine.observe(ranks[0].batch(range(30, 300)))
+    assert engine.settled_step == 299  # the others are long gone
+
+
+def test_sites_may_be_registered_later() -> None:
+    run = Run()
+    half = dict(list(run.facts.items())[:20])
+    engine = Engine(half)
+    assert engine.observe(run.batch(range(8))) == []  # records of unknown sites are left out
+    engine.add_sites(run.facts)
+    assert [f for s in range(8, 80, 8) for f in engine.observe(run.batch(range(s, s + 8)))] == []
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        rows["num_inf"][-1] = 1
+
+    [finding] = engine.observe(run.batch([80], change))
+    assert finding.site == run.sites[-1].id
+
+
+def test_an_empty_batch_and_a_step_without_records_are_fine() -> None:
+    run = Run()
+    run.sites, run.roles = run.sites, run.roles
+    engine = Engine({})
+    assert engine.observe(run.batch(range(3))) == []

@@ -1,0 +1,242 @@
+"""One cause is one incident and one message, over ranks, steps, storms and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from detect.healthy_run import Run
+from fp8watch_server.incidents.fold import fold
+from fp8watch_server.store import schema
+from fp8watch_server.store.dialect import writing
+from incidents.store import RUN, TENANT, Store
+
+NAN = float("nan")
+DOWN = "layers.1.mlp.down_proj"
+Change = Callable[[np.ndarray, np.ndarray, int], None]
+
+
+def inf_at(run: Run, *steps: int, module: str = DOWN) -> Change:
+    i = run.index(module, "input")
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step in steps:
+            rows["num_inf"][i], rows["num_sentinel_tiles"][i], rows["amax_max"][i] = 1, 1, float("inf")
+            rows["first_nonfinite"][i] = (37, 200, 0)
+
+    return change
+
+
+def nan_from(step0: int, born: int | None = None) -> Change:
+    """NaN in every site from step0 on; in step0 itself only behind record `born`."""
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step < step0:
+            return
+        hit = rows["order"] >= (rows["order"][born] if born is not None and step == step0 else 0)
+        if step == step0:
+            hit &= rows["num_tiles"] != 4  # weights change only between steps
+        rows["num_nan"] = np.where(hit, 9, 0)
+        s["loss"] = NAN
+
+    return change
+
+
+def test_an_incident_holds_what_the_contract_names(store: Store) -> None:
+    store.take(store.run.batch(range(8), inf_at(store.run, 5)))
+    [incident] = store.incidents
+    site = store.run.sites[store.run.index(DOWN, "input")]
+    assert incident["title"] == f"Inf laundered to 448 in {DOWN} input (fprop), tile (37, 1)"
+    assert incident["place"] == {
+        "ranks": [0],
+        "module": DOWN,
+        "gemm": "fprop",
+        "operand": "input",
+        "direction": "rowwise",
+        "tile": [37, 1],
+        "element": [37, 200],
+    }
+    assert (incident["mode"], incident["severity"], incident["status"]) == ("inf-laundering", "critical", "open")
+    assert (incident["first_step"], incident["last_step"], incident["num_events"]) == (5, 5, 1)
+    assert (incident["origin"], incident["num_sites"], incident["sites"]) == (True, 1, [site.id])
+    assert incident["evidence"][0] == {
+        "field": "num_inf",
+        "value": 1,
+        "baseline": 0,
+        "unit": "elements",
+        "since_step": 5,
+    }
+    assert all(set(f) == {"kind", "text"} for f in incident["fix"])
+    assert all(set(a) == {"mode", "check"} for a in incident["alternatives"])
+    assert "Verdict: FP8" in incident["cause"]
+    assert "loss not seen" not in incident["cause"]
+
+
+def test_repeated_findings_of_one_cause_move_its_last_step_and_send_one_message(store: Store) -> None:
+    change = inf_at(store.run, *range(5, 30))
+    for first in range(0, 32, 4):
+        store.take(store.run.batch(range(first, first + 4), change))
+    [incident] = store.incidents
+    assert (incident["first_step"], incident["last_step"], incident["num_events"]) == (5, 29, 25)
+    assert store.messages == ["firing"]
+
+
+def test_twenty_clean_steps_resolve_it_and_say_so(store: Store) -> None:
+    store.take(store.run.batch(range(8), inf_at(store.run, 5)))
+    assert store.take(store.run.batch(range(8, 25))) == []
+    [change] = store.take(store.run.batch([25]))
+    assert change.change == "resolved"
+    [incident] = store.incidents
+    assert incident["status"] == "resolved"
+    assert incident["resolved_at"] == pytest.approx(store.now)
+    assert store.messages == ["firing", "resolved"]
+    assert [e["kind"] for e in store.rows(schema.incident_event)] == ["opened", "resolved"]
+
+
+def test_nan_everywhere_after_the_weights_broke_stays_with_its_cause(store: Store) -> None:
+    born = store.run.index("layers.0.mlp.up_proj", "input")
+    for first in range(0, 60, 4):
+        store.take(store.run.batch(range(first, first + 4), nan_from(5, born)))
+    [incident] = store.incidents
+    assert incident["mode"] == "nan-in-activation"
+    assert incident["place"]["module"] == "layers.0.mlp.up_proj"
+    assert (incident["first_step"], incident["last_step"]) == (5, 59)
+    assert incident["num_sites"] == len(store.run.sites)
+    assert store.messages == ["firing"]
+    assert len(store.rows(schema.incident_event)) <= 4
+
+
+def test_a_second_cause_later_is_a_second_incident(store: Store) -> None:
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        inf_at(store.run, 5)(rows, s, step)
+        if step == 9:
+            s["loss"] = NAN
+
+    store.take(store.run.batch(range(12), change))
+    assert [i["mode"] for i in store.incidents] == ["inf-laundering", "nan-in-loss"]
+    assert store.messages == ["firing", "firing"]
+
+
+def test_the_same_mode_elsewhere_is_one_incident_within_the_window_only(store: Store) -> None:
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        inf_at(store.run, 5)(rows, s, step)
+        inf_at(store.run, 8, 20, module="layers.0.attn.o_proj")(rows, s, step)
+
+    store.take(store.run.batch(range(22), change))
+    assert [(i["first_step"], i["last_step"], i["num_sites"]) for i in store.incidents] == [(5, 8, 2), (20, 20, 1)]
+
+
+def test_a_storm_over_ranks_modules_and_steps_is_one_message(store: Store) -> None:
+    ranks = [Run(seed=r, rank=r) for r in range(8)]
+    for first in range(0, 120, 20):
+        for run in ranks:
+            store.take(run.batch(range(first, first + 20), nan_from(7, 0)))
+    [incident] = store.incidents
+    assert incident["place"]["ranks"] == list(range(8))
+    assert incident["num_events"] == 8 * 113
+    assert store.messages == ["firing"]
+
+
+@pytest.mark.parametrize("cause_first", [True, False])
+def test_the_rank_that_broke_first_is_named_whoever_reports_first(store: Store, cause_first: bool) -> None:
+    bad, other = Run(seed=1, rank=3), Run(seed=2, rank=0)
+    born = bad.index("layers.0.mlp.up_proj", "input")
+    ours = bad.batch(range(3, 8), nan_from(5, born))  # rank 3 breaks in step 5
+    theirs = other.batch(range(3, 8), nan_from(6))  # its gradients reach all weights in step 6
+    for batch in (ours, theirs) if cause_first else (theirs, ours):
+        store.take(batch)
+    [incident] = store.incidents
+    assert incident["place"]["module"] == "layers.0.mlp.up_proj"
+    assert incident["place"]["operand"] == "input"
+    assert incident["place"]["ranks"] == [0, 3]
+    assert (incident["first_step"], incident["origin"]) == (5, True)
+    assert store.messages == ["firing"]
+
+
+def test_a_restart_of_the_collector_opens_nothing_twice(store: Store) -> None:
+    batches = [store.run.batch(range(s, s + 4), nan_from(5, 0)) for s in range(0, 60, 4)]
+    for b in batches[:8]:
+        store.take(b)
+    store.restart()
+    for b in batches[:8]:
+        store.engine.observe(b)  # detected before: replayed in silence
+    for b in batches[8:]:
+        store.take(b)
+    assert len(store.incidents) == 1
+    assert store.messages == ["firing"]
+
+
+def test_a_batch_whose_transaction_was_undone_leaves_nothing(store: Store) -> None:
+    findings = store.engine.observe(store.run.batch(range(8), inf_at(store.run, 5)))
+
+    def crash() -> None:
+        with writing(store.db) as conn:
+            fold(conn, RUN, TENANT, 1, findings, store.run.facts, 0.0)
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        crash()
+    assert store.incidents == []
+    assert store.messages == []
+    with writing(store.db) as conn:
+        assert len(fold(conn, RUN, TENANT, 1, findings, store.run.facts, 0.0)) == 1
+    assert store.messages == ["firing"]
+
+
+def test_what_was_resolved_by_hand_is_not_opened_again_by_its_consequences(store: Store) -> None:
+    store.take(store.run.batch(range(8), nan_from(5, 0)))
+    with writing(store.db) as conn:
+        conn.execute(sa.update(schema.incident).values(status="resolved"))
+    store.take(store.run.batch(range(8, 30), nan_from(5, 0)))
+    assert len(store.incidents) == 1
+
+
+def test_flapping_sends_four_messages_however_often(store: Store) -> None:
+    steps = range(5, 755, 25)
+    for first in range(0, 800, 10):
+        store.take(store.run.batch(range(first, first + 10), inf_at(store.run, *steps)))
+    assert len(store.incidents) == 30
+    assert store.messages == ["firing", "resolved", "firing", "resolved"]
+
+
+@pytest.mark.parametrize("per_batch", [1, 10, 50])
+def test_how_steps_are_cut_into_batches_changes_no_incident(store: Store, per_batch: int) -> None:
+    for first in range(0, 100, per_batch):
+        store.take(store.run.batch(range(first, first + per_batch), inf_at(store.run, 5, 12, 24, 60, 61)))
+    assert [(i["first_step"], i["last_step"]) for i in store.incidents] == [(5, 24), (60, 61)]
+
+
+def test_a_silence_keeps_the_message_back_and_the_incident_on_the_pages(store: Store) -> None:
+    with writing(store.db) as conn:
+        conn.execute(
+            sa.insert(schema.silence).values(
+                run_id="", tenant=TENANT, id="s1", mode="inf-laundering", created_at=0.0, expires_at=5000.0
+            )
+        )
+    store.take(store.run.batch(range(40), inf_at(store.run, 5)))
+    assert [i["status"] for i in store.incidents] == ["resolved"]
+    assert store.messages == []
+
+
+def test_a_sampled_run_closes_after_twenty_samples(store: Store) -> None:
+    store.take(store.run.batch(range(0, 100, 10), inf_at(store.run, 50)))
+    store.take(store.run.batch(range(100, 240, 10)))
+    assert [i["status"] for i in store.incidents] == ["open"]
+    store.take(store.run.batch(range(240, 270, 10)))
+    assert [i["status"] for i in store.incidents] == ["resolved"]
+
+
+def test_a_loss_that_is_nan_can_be_stored_and_read(store: Store) -> None:
+    store.take(store.run.batch([5], lambda rows, s, step: s["loss"].fill(NAN)))
+    [incident] = store.incidents
+    assert incident["place"]["module"] is None
+    assert [e["value"] for e in incident["evidence"] if e["field"] == "loss"] == ["nan"]
+
+
+def test_no_loss_is_said(tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = Store(tmp_path_factory.mktemp("db"), Run(with_loss=False))
+    store.take(store.run.batch(range(8), inf_at(store.run, 5)))
+    assert "loss not seen: call watch.log(loss=...)" in store.incidents[0]["cause"]
+    store.db.dispose()

@@ -1,0 +1,80 @@
+"""The names of the modes are frozen; every mode has words, a fix, and where it is built, a runbook."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+from fp8watch_server.incidents.playbook import EPS_VARIABLE, MODE_BY_SLUG, MODES, SLUGS, fixes
+
+BUILT = [
+    "nan-in-loss",
+    "zero-tile-eps",
+    "stale-weight-scale",
+    "gradient-underflow",
+    "scale-rounding",
+    "optimizer-divergence",
+    "inf-laundering",
+    "nan-in-activation",
+]
+FROZEN = [
+    "nan-in-loss",
+    "zero-tile-eps",
+    "dying-tile",
+    "dead-layer",
+    "delayed-clip",
+    "frozen-scale",
+    "stale-weight-scale",
+    "gradient-underflow",
+    "scale-rounding",
+    "recipe-mismatch",
+    "outlier-growth",
+    "attention-logit-growth",
+    "optimizer-divergence",
+    "bad-batch",
+    "silent-data-corruption",
+    "accumulator-precision",
+    "inf-laundering",
+    "sensitive-layer-quantized",
+    "kernel-output-fault",
+    "cross-rank-disagreement",
+    "chronic-quantization-noise",
+    "scale-collapse",
+    "nan-in-activation",
+]
+
+
+def test_the_slugs_are_frozen_and_numbered_in_order() -> None:
+    assert list(SLUGS) == FROZEN
+    assert [m.number for m in MODES] == list(range(1, 24))
+
+
+@pytest.mark.parametrize("slug", FROZEN)
+def test_every_mode_has_something_to_change(slug: str) -> None:
+    got = fixes(slug, module="layers.0.mlp.up_proj", operand="input")
+    assert got
+    assert all(f.text for f in got)
+    assert all(other in MODE_BY_SLUG for other, _ in MODE_BY_SLUG[slug].alternatives)
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_a_zero_tile_names_the_variable_of_its_operand_first(operand: str) -> None:
+    first, *rest = fixes("zero-tile-eps", module="m", operand=operand)
+    assert first.kind == "env"
+    assert f"{EPS_VARIABLE[operand]}=1e-12" in first.text
+    assert all(v in " ".join(f.text for f in (first, *rest)) for v in EPS_VARIABLE.values())
+
+
+def test_a_stale_weight_scale_starts_with_param_gather_and_a_divergence_with_the_learning_rate() -> None:
+    assert "--fp8-param-gather" in fixes("stale-weight-scale")[0].text
+    assert "10 to 20 %" in fixes("optimizer-divergence")[0].text
+    assert "0.002" in fixes("optimizer-divergence", lr=6e-2, usual_lr=2e-3)[0].text
+
+
+@pytest.mark.parametrize("slug", BUILT)
+def test_a_built_mode_has_a_runbook_of_its_own(slug: str) -> None:
+    text = resources.files("fp8watch_server.incidents").joinpath("runbooks", f"{slug}.md").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert slug in text
+    for heading in ("## What it is", "## How to confirm", "## What to change", "## How to prove it is fixed"):
+        assert heading in text
