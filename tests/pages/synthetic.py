@@ -1,21 +1,28 @@
-"""A run as a collector would have taken it in: real bodies through the real codec and store, with a failure in it.
+"""A run as an agent would send it: real bodies through the real codec and the real ingest, with a failure in it.
 
 Shapes: 4 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts one Inf into one tile of one operand.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import numpy as np
 import sqlalchemy as sa
 from fp8watch_agent.record import ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
-from fp8watch_agent.wire import Header, decode_batch, decode_tile_maps, encode_batch, encode_tile_maps
-from fp8watch_server.store import schema, tiles, write
+from fp8watch_agent.wire import (
+    BATCH_CONTENT_TYPE,
+    TILE_MAPS_CONTENT_TYPE,
+    Header,
+    encode_batch,
+    encode_tile_maps,
+)
+from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
 TOKENS, WIDTH, HIDDEN = 256, 256, 768
@@ -164,9 +171,9 @@ def make_tile_map(site: Site, step: int, rng: np.random.Generator, *, fault: boo
 
 @dataclass
 class Run:
-    """A run that is sent step by step."""
+    """A run that is sent step by step. `client` is anything that speaks HTTP to a collector."""
 
-    engine: sa.Engine
+    client: httpx.Client
     run_id: str
     name: str
     sites: list[Site] = field(default_factory=make_sites)
@@ -177,17 +184,13 @@ class Run:
 
     def register(self, *, world_size: int = 1) -> Run:
         """Run, session, sites."""
-        facts = write.SessionFacts(
-            session=self.session, rank=0, world_size=world_size, mesh={}, host="node-1", pid=4711, started_at=self.start,
-            versions={"torch": "2.13.0"}, recipe="blockwise", fingerprint="ab12", backend="reference", facts={},
-        )  # fmt: skip
-        now = time.time()
-        with writing(self.engine) as conn:
-            write.register_run(
-                conn, self.run_id, name=self.name, recipe="blockwise", backend="reference", world_size=world_size, now=now
-            )
-            write.register_session(conn, self.run_id, facts, now=now)
-            write.register_sites(conn, self.run_id, self.session, self.sites, now=now)
+        of_run = f"/v1/runs/{quote(self.run_id, safe='')}"
+        facts = {"recipe": "blockwise", "backend": "reference", "world_size": world_size}
+        self._ok(self.client.put(of_run, json={"name": self.name, **facts}))
+        session = {"rank": 0, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
+        self._ok(self.client.put(f"{of_run}/sessions/{self.session}", json=session))
+        sites = [asdict(s) for s in self.sites]
+        self._ok(self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
         return self
 
     def send(self, steps: Sequence[int], *, fault: bool = True, change: Any = None, ended: bool = False) -> None:
@@ -203,18 +206,25 @@ class Run:
         )  # fmt: skip
         site = np.tile(np.array([s.id for s in self.sites], dtype=np.uint64), len(steps))
         body = encode_batch(header, step_rows, np.repeat(np.asarray(steps), len(self.sites)), site, rows)
-        with writing(self.engine) as conn:
-            write.commit_batch(conn, decode_batch(body), body, hashlib.sha256(body).digest(), now=time.time())
+        self._post("/v1/batches", BATCH_CONTENT_TYPE, body)
         self.seq += 1
 
     def send_maps(self, steps: Sequence[int], sites: Sequence[Site], *, fault: bool = True) -> None:
         """Tile maps of sites at steps."""
         rng = np.random.default_rng(7)
         maps = [make_tile_map(site, step, rng, fault=fault) for step in steps for site in sites]
-        body = encode_tile_maps(self.run_id, self.session, 0, self.map_seq, maps)
-        with writing(self.engine) as conn:
-            tiles.commit_tile_maps(conn, decode_tile_maps(body), hashlib.sha256(body).digest(), now=time.time())
+        self._post(
+            "/v1/tile-maps", TILE_MAPS_CONTENT_TYPE, encode_tile_maps(self.run_id, self.session, 0, self.map_seq, maps)
+        )
         self.map_seq += 1
+
+    def _post(self, path: str, content_type: str, body: bytes) -> None:
+        headers = {"content-type": content_type, "content-encoding": "zstd"}
+        self._ok(self.client.post(path, content=body, headers=headers))
+
+    @staticmethod
+    def _ok(answer: httpx.Response) -> None:
+        assert answer.status_code == 200, answer.text
 
     def site(self, module: str, operand: str = "input", direction: str = "rowwise") -> Site:
         """A site by name."""
@@ -264,9 +274,9 @@ HOSTILE_ID = "0" * 31 + "2"
 HOSTILE = "<script>alert('name')</script><img src=x onerror=alert(1)>"
 
 
-def faulty_run(engine: sa.Engine, num_steps: int = 120) -> Run:
+def faulty_run(client: httpx.Client, engine: sa.Engine, num_steps: int = 120) -> Run:
     """The run with one Inf at FAULT_STEP, its tile maps and its incident."""
-    run = Run(engine, "demo-inf", "tiny-lm blockwise").register()
+    run = Run(client, "demo-inf", "tiny-lm blockwise").register()
     for first in range(0, num_steps, 20):
         run.send(range(first, min(first + 20, num_steps)))
     down = [run.site(FAULT_MODULE, o, d) for o, d, _ in OPERANDS]
@@ -275,9 +285,9 @@ def faulty_run(engine: sa.Engine, num_steps: int = 120) -> Run:
     return run
 
 
-def nonfinite_run(engine: sa.Engine) -> Run:
+def nonfinite_run(client: httpx.Client) -> Run:
     """Loss, gradient norm and amax that are NaN, +Inf and −Inf in turn."""
-    run = Run(engine, "demo-nan", "nan-everywhere", sites=make_sites(1), session="b" * 32).register()
+    run = Run(client, "demo-nan", "nan-everywhere", sites=make_sites(1), session="b" * 32).register()
 
     def spoil(steps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
         steps["loss"][[10, 11, 12]] = (np.nan, np.inf, -np.inf)
@@ -290,10 +300,10 @@ def nonfinite_run(engine: sa.Engine) -> Run:
     return run
 
 
-def hostile_run(engine: sa.Engine) -> Run:
+def hostile_run(client: httpx.Client, engine: sa.Engine) -> Run:
     """Names that want to be markup, and names that never end."""
-    sites = make_sites(1, prefix=HOSTILE + "/" + "x" * 600)
-    run = Run(engine, HOSTILE.replace("/", "~"), HOSTILE + "y" * 3000, sites=sites, session="c" * 32).register()
+    sites = make_sites(1, prefix=HOSTILE + "/" + "x" * 400)
+    run = Run(client, HOSTILE.replace("/", "~"), HOSTILE + "y" * 3000, sites=sites, session="c" * 32).register()
     run.send(range(12), fault=False)
     s = sites[0]
     run.send_maps([11], [s])
@@ -306,6 +316,6 @@ def hostile_run(engine: sa.Engine) -> Run:
     return run
 
 
-def empty_run(engine: sa.Engine) -> Run:
+def empty_run(client: httpx.Client) -> Run:
     """Registered, and never heard of again."""
-    return Run(engine, "demo-empty", "no steps", sites=[], session="d" * 32).register()
+    return Run(client, "demo-empty", "no steps", sites=[], session="d" * 32).register()

@@ -82,7 +82,7 @@ def find_run(conn: Connection, run_id: str) -> Dict:
 
 def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]:
     """The site and all sites of the run, in data-flow order, or 404."""
-    sites: list[Dict] = queries.sites(conn, run["id"])["items"]
+    sites: list[Dict] = queries.sites(conn, run["id"])
     found = next((s for s in sites if str(s["id"]) == site), None)
     if found is None:
         raise PageProblem(

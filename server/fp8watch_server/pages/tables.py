@@ -29,7 +29,7 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives aw
 
 def incidents(conn: Connection, run_id: str) -> list[Dict]:
     """Incidents of a run: open before resolved, severe before mild, early before late."""
-    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)["items"]]
+    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)]
     order = {s: i for i, s in enumerate(SEVERITIES)}
     return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
 
@@ -42,7 +42,7 @@ def concerns(incident: Dict, site: Dict) -> bool:
 def runs(conn: Connection) -> list[Dict]:
     """Runs with their loss as a small line and their open incidents."""
     out = []
-    for run in queries.runs(conn)["items"]:
+    for run in queries.runs(conn):
         loss = queries.scalars(conn, run["id"], "loss", points=120)
         step, value = view.latest(loss)
         opened = [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
@@ -81,7 +81,7 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
     window = (max(0, last - NOW_STEPS + 1), last)
     now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
     rows = []
-    for site in queries.sites(conn, run["id"])["items"]:
+    for site in queries.sites(conn, run["id"]):
         cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
         if not any(cells.values()):
             continue
@@ -115,13 +115,14 @@ def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
     return [s for s in sites if str(s["id"]) in ids]
 
 
-def evidence_charts(incident: Dict, run: Dict, site: Dict | None) -> list[Dict]:
+def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
     """What to draw for an incident: one chart a field of its evidence, at most three."""
     out: list[Dict] = []
     for evidence in incident["evidence"] or []:
-        field = "scale_ratio_max" if evidence["field"] == "clip_depth" else evidence["field"]
+        field = evidence["field"]
         scalar = field in (*SCALARS, "loss_scale")
-        if (scalar or site is not None) and field not in {c["field"] for c in out}:
+        known = scalar or (site is not None and field in queries.SERIES_FIELDS)
+        if known and field not in {c["field"] for c in out}:
             out.append({"field": field, "site": None if scalar or site is None else site["id"]})
     if incident["mode"] != "nan-in-loss" and not any(c["site"] is None for c in out):
         out.append({"field": "loss", "site": None})  # the other half of the story: what the loss showed meanwhile

@@ -41,6 +41,7 @@ def environment() -> Environment:
         ago=view.ago,
         clock=view.clock,
         cut=view.cut,
+        details=view.details,
         segment=view.segment,
         inline=markdown.inline,
     )

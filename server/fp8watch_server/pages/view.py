@@ -163,6 +163,13 @@ def latest(series: Mapping[str, Any]) -> tuple[int | None, object]:
     return None, None
 
 
+def details(detail: object) -> str:
+    """What an event says of itself, in one line."""
+    if isinstance(detail, Mapping):
+        return ", ".join(f"{key} {value}" for key, value in detail.items() if isinstance(value, (str, int, float)))
+    return "" if detail is None else str(detail)
+
+
 @dataclass(frozen=True)
 class Spark:
     """A line of a few words' size, drawn by the server: it is there before any script."""

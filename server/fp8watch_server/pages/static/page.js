@@ -47,7 +47,7 @@ async function act(button) {
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({}));
     button.disabled = false;
-    button.title = [problem.title, problem.rule, problem.remedy].filter(Boolean).join(". ") || `The collector answered ${answer.status}`;
+    button.title = [problem.detail, problem.remedy].filter(Boolean).join(". ") || `The collector answered ${answer.status}`;
     button.classList.add("failed");
     return;
   }
