@@ -31,6 +31,11 @@ CACHE_BYTES = 64 << 20
 Array = npt.NDArray[Any]
 
 
+def step_range(from_step: int | None, to_step: int | None) -> tuple[int, int]:
+    """Both ends of a range of steps; None is open."""
+    return 0 if from_step is None else from_step, MAX_STEP if to_step is None else to_step
+
+
 @dataclass(frozen=True)
 class StoredBatch:
     """A decoded batch and what the store knows of it."""
@@ -134,12 +139,13 @@ def gather(
     names: Iterable[str],
     *,
     sites: Sequence[int] | None = None,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int | None = None,
+    to_step: int | None = None,
     rank: int | None = None,
     tenant: str = t.DEFAULT_TENANT,
 ) -> Records:
     """Columns of a run, of one rank, or merged over all ranks as each field merges (record.FIELDS)."""
+    from_step, to_step = step_range(from_step, to_step)
     wanted = sorted({*names, "measured"})
     parts: list[tuple[Array, ...]] = []
     columns: dict[str, list[Array]] = {name: [] for name in wanted}

@@ -2,7 +2,7 @@
 
 Upstream:   fp8watch_server.store.series, fp8watch_server.store.tiles
 Downstream: fp8watch_server.api, fp8watch_server.pages
-Shapes:     (Connection, …) -> dicts that JSON can hold; lists are {"items": [...], "next": cursor | None}
+Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*_page` -> (list, cursor | None)
 Thread:     query pool
 
 Times are seconds since 1970, floats. Non-finite numbers are data: null with an entry in `nonfinite` in charts, the
@@ -34,8 +34,10 @@ __all__ = [
     "histogram",
     "incident",
     "incidents",
+    "incidents_page",
     "run",
     "runs",
+    "runs_page",
     "scalars",
     "series",
     "silences",
@@ -81,13 +83,22 @@ def _page(
     return rows[:limit], _encode_cursor(float(end[at]), str(end[id_]))
 
 
-def runs(
+def runs(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
+    """Runs, the newest first, at most MAX_LIMIT."""
+    return runs_page(conn, limit=MAX_LIMIT, now=now)[0]
+
+
+def runs_page(
     conn: Connection, *, cursor: str | None = None, limit: int = DEFAULT_LIMIT, now: float | None = None
-) -> dict[str, Any]:
-    """All runs, the newest first."""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of runs, the newest first, and the cursor of the page after it.
+
+    Raises:
+        CursorError: a cursor that this collector has not made.
+    """
     query = sa.select(t.run).where(t.run.c.tenant == t.DEFAULT_TENANT)
     rows, following = _page(conn, query, t.run.c.created_at, t.run.c.run_id, cursor, limit)
-    return {"items": _as_runs(conn, rows, now), "next": following}
+    return _as_runs(conn, rows, now), following
 
 
 def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str, Any] | None:
@@ -158,7 +169,7 @@ def _runs_with_a_living_session(conn: Connection, ids: list[str]) -> set[str]:
     return set(conn.execute(query.distinct()).scalars())
 
 
-def sites(conn: Connection, run_id: str) -> dict[str, Any]:
+def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
     """The sites of a run in data-flow order."""
     c = t.site.c
     rows = conn.execute(
@@ -166,7 +177,7 @@ def sites(conn: Connection, run_id: str) -> dict[str, Any]:
         .where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)
         .order_by(c.flow_order, c.module, c.operand, c.direction)
     )
-    items = [
+    return [
         {
             "id": row.site,
             "module": row.module,
@@ -185,7 +196,6 @@ def sites(conn: Connection, run_id: str) -> dict[str, Any]:
         }
         for row in rows
     ]
-    return {"items": items, "next": None}
 
 
 def _as_incident(row: Any) -> dict[str, Any]:
@@ -199,18 +209,33 @@ def incidents(
     status: str | None = None,
     severity: str | None = None,
     mode: str | None = None,
+) -> list[dict[str, Any]]:
+    """Incidents of a run (None: of all runs), the newest first, at most MAX_LIMIT; links are paths."""
+    return incidents_page(conn, run_id, status, severity, mode, limit=MAX_LIMIT)[0]
+
+
+def incidents_page(
+    conn: Connection,
+    run_id: str | None = None,
+    status: str | None = None,
+    severity: str | None = None,
+    mode: str | None = None,
     *,
     cursor: str | None = None,
     limit: int = DEFAULT_LIMIT,
-) -> dict[str, Any]:
-    """Incidents of a run (None: of all runs), the newest first, as CONTRACT.md shows them; links are paths."""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of incidents, the newest first, and the cursor of the page after it.
+
+    Raises:
+        CursorError: a cursor that this collector has not made.
+    """
     c = t.incident.c
     query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT)
     for column, value in ((c.run_id, run_id), (c.status, status), (c.severity, severity), (c.mode, mode)):
         if value is not None:
             query = query.where(column == value)
     rows, following = _page(conn, query, c.opened_at, c.id, cursor, limit)
-    return {"items": [_as_incident(row) for row in rows], "next": following}
+    return [_as_incident(row) for row in rows], following
 
 
 def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
@@ -227,11 +252,11 @@ def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
     return {**_as_incident(row), "events": [dict(event) for event in events]}
 
 
-def silences(conn: Connection, *, now: float | None = None) -> dict[str, Any]:
+def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
     """Silences that have not run out."""
     c = t.silence.c
     now = time.time() if now is None else now
     rows = conn.execute(
         sa.select(t.silence).where(c.tenant == t.DEFAULT_TENANT, c.expires_at > now).order_by(c.expires_at)
     ).mappings()
-    return {"items": [{k: v for k, v in row.items() if k != "tenant"} for row in rows], "next": None}
+    return [{k: v for k, v in row.items() if k != "tenant"} for row in rows]

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from . import schema as t
 from .fields import FieldError, as_data, badness, evaluate, series_field
-from .hot import MAX_STEP, batches, gather
+from .hot import batches, gather, step_range
 
 MAX_POINTS = 10_000
 MAX_HEATMAP_CELLS = 1 << 20
@@ -73,8 +73,8 @@ def series(
     run_id: str,
     site: int,
     field: str,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int | None = None,
+    to_step: int | None = None,
     points: int = 1000,
     rank: int | None = None,
 ) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def scalars(
     conn: Connection,
     run_id: str,
     name: str,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int | None = None,
+    to_step: int | None = None,
     points: int = 1000,
     rank: int | None = None,
 ) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def scalars(
         FieldError: a name that this run has not logged.
     """
     if name in t.SCALAR_NAMES:
-        found = _stored_scalars(conn, run_id, name, from_step, to_step, rank)
+        found = _stored_scalars(conn, run_id, name, *step_range(from_step, to_step), rank)
     else:
-        found = _logged(conn, run_id, name, from_step, to_step, rank)
+        found = _logged(conn, run_id, name, *step_range(from_step, to_step), rank)
     by_step: dict[int, list[float]] = {}
     for (_, step), (_, value) in sorted(found.items()):
         by_step.setdefault(step, [])
@@ -166,7 +166,7 @@ def _logged(conn: Connection, run_id: str, name: str, from_step: int, to_step: i
 
 
 def top(
-    conn: Connection, run_id: str, field: str, n: int = 10, from_step: int = 0, to_step: int = MAX_STEP
+    conn: Connection, run_id: str, field: str, n: int = 10, from_step: int | None = None, to_step: int | None = None
 ) -> dict[str, Any]:
     """The n worst sites of a field: {field, unit, items: [{site, module, operand, direction, step, value, nonfinite}]}.
 
@@ -189,15 +189,15 @@ def top(
         item["nonfinite"] = nonfinite[0][1] if nonfinite else None
         worst.append((float(rank_of[at]), item.pop("order"), item))
     worst.sort(key=lambda entry: (-entry[0], entry[1]))
-    return {"field": field, "unit": f.unit, "items": [item for _, _, item in worst[: max(n, 0)]], "next": None}
+    return {"field": field, "unit": f.unit, "items": [item for _, _, item in worst[: max(n, 0)]]}
 
 
 def heatmap(
     conn: Connection,
     run_id: str,
     field: str,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int | None = None,
+    to_step: int | None = None,
     points: int = 200,
 ) -> dict[str, Any]:
     """Sites × steps, sites in data-flow order: {field, unit, sites, steps, values, nonfinite, stride}.
@@ -249,8 +249,8 @@ def histogram(
     conn: Connection,
     run_id: str,
     site: int,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int | None = None,
+    to_step: int | None = None,
     points: int = 200,
     field: str = "amax_hist",
 ) -> dict[str, Any]:

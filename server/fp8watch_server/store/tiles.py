@@ -106,7 +106,9 @@ def steps_available(conn: Connection, run_id: str, site: int, rank: int | None =
 def tile_map(
     conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
 ) -> dict[str, Any] | None:
-    """Every tile of a site in a step, row-major: {site, step, rank, ranks, shape, amax, scale_inv, flags, num_nonfinite,
+    """Every tile of a site in a step, row-major.
+
+    {site, step, rank, ranks, shape, amax, scale_inv, flags, num_nonfinite,
     num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
 
     `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.

@@ -1,0 +1,132 @@
+"""The collector as one FastAPI application.
+
+Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.ingest, fp8watch_server.api, fp8watch_server.pages
+Shapes:     Settings -> FastAPI
+Thread:     event loop; the detect worker and the notify dispatcher have threads of their own
+
+`create_app` opens the database and brings it to the revision of this collector. The threads start with the
+application's lifespan, so that what is only looked at (tests, OpenAPI) starts none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from sqlalchemy.engine import Engine
+from starlette.responses import Response
+
+from . import api, ingest, metrics, migrations, problem
+from .auth import Auth, Tokens, check_exposure, install_token
+from .settings import Settings
+from .store.dialect import for_writing, make_engine
+from .store.fields import FieldError
+from .store.queries import CursorError
+from .worker import Detection, DetectWorker
+
+__all__ = ["Dispatching", "create_app"]
+
+
+class Dispatching(Protocol):
+    """What sends messages: a thread over the outbox."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        ...
+
+    def stop(self) -> None:
+        """End it; what is not sent stays in the outbox."""
+        ...
+
+
+def _detection() -> Detection:
+    from .detect.engine import Engine as DetectEngine
+    from .detect.finding import facts_of
+    from .incidents.fold import close_quiet, fold
+
+    return Detection(make_facts=facts_of, make_engine=DetectEngine, fold=fold, close_quiet=close_quiet)
+
+
+def _dispatcher(engine: Engine, settings: Settings) -> Dispatching:
+    from .notify.outbox import Dispatcher, channels_of
+
+    made: Dispatching = Dispatcher(engine, channels_of(settings))
+    return made
+
+
+def _install_pages(app: FastAPI) -> None:
+    from .pages.routes import install
+
+    install(app)
+
+
+def create_app(
+    settings: Settings,
+    *,
+    detection: Detection | None = None,
+    dispatcher: Callable[[Engine, Settings], Dispatching | None] = _dispatcher,
+    pages: bool = True,
+) -> FastAPI:
+    """The collector.
+
+    Args:
+        settings: where the database is, who may come in, where messages go.
+        detection: detectors and incidents; None: the real ones.
+        dispatcher: makes the sender of messages.
+        pages: whether to serve HTML.
+
+    Raises:
+        DatabaseUrlError, TooNew, Exposed: each says what to do.
+        sqlalchemy.exc.OperationalError: the database cannot be opened.
+    """
+    engine = make_engine(settings.database_url)
+    migrations.upgrade(engine)
+    install_token(engine, settings)
+    check_exposure(engine, settings)
+    worker = DetectWorker(engine, detection or _detection(), public_url=settings.public_url)
+    sender = dispatcher(for_writing(engine), settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        if sender is not None:
+            sender.start()
+        try:
+            yield
+        finally:
+            await to_thread.run_sync(worker.stop)
+            if sender is not None:
+                await to_thread.run_sync(sender.stop)
+            app.state.engine.dispose()
+
+    app = FastAPI(title="fp8watch collector", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.engine = engine
+    app.state.settings = settings
+    app.state.worker = worker
+    app.state.ingest = ingest.Ingest(app, worker.wake)
+    app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
+    problem.install(app)
+    app.add_exception_handler(FieldError, _on_asked_wrongly)
+    app.add_exception_handler(CursorError, _on_asked_wrongly)
+    app.include_router(ingest.router)
+    app.include_router(api.router)
+    app.include_router(api.health_router)
+    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
+    if pages:
+        _install_pages(app)
+    app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
+    return app
+
+
+def _metrics(request: Request) -> Response:
+    """For Prometheus."""
+    page = request.app.state.metrics
+    return Response(page.text(), media_type=page.content_type)
+
+
+def _on_asked_wrongly(request: Request, e: Exception) -> Response:  # noqa: ARG001
+    value: dict[str, Any] = {"rule": "the value is one that the collector knows", "remedy": "choose one that is named"}
+    return problem.Problem(422, str(e), **value).response()

@@ -1,0 +1,158 @@
+"""`fp8watch serve`: the collector in the foreground.
+
+Upstream:   fp8watch.cli    Downstream: fp8watch_server.app
+Thread:     main
+
+The command line is made from the table of settings; a flag wins over its variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import socket
+import sys
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from sqlalchemy.exc import DBAPIError
+
+from .app import create_app
+from .auth import Exposed
+from .migrations import TooNew
+from .settings import SETTINGS, SettingError, Settings, default_database_url
+from .store.dialect import DatabaseUrlError, parse_url
+
+DRAIN_S = 10
+EXIT_USAGE = 2
+
+
+class CannotServe(Exception):
+    """Why the collector does not start, in one line with the remedy."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="fp8watch serve",
+        description="Take batches in, detect failures, show pages. Every option can be set by its variable too.",
+    )
+    for s in SETTINGS:
+        flag = f"--{s.name.replace('_', '-')}"
+        default = default_database_url() if s.name == "database_url" else s.default
+        shown = f" (default: {default})" if default not in ("", False) else ""
+        text = f"{s.help}{shown} [{s.variable}{' or ' + s.variable + '_FILE' if s.secret else ''}]"
+        text = text.replace("%", "%%")
+        if s.secret:
+            continue  # a secret on a command line is seen by everyone on the machine
+        if isinstance(s.default, bool):
+            made.add_argument(flag, action="store_true", default=None, help=text)
+        else:
+            made.add_argument(flag, default=None, help=text)
+    made.epilog = "Secrets come from the environment or from files: " + "; ".join(
+        f"{s.variable} ({s.help})" for s in SETTINGS if s.secret
+    )
+    return made
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A bound socket.
+
+    Raises:
+        CannotServe: the port is taken, or the address is not ours.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise CannotServe(
+            f"host {settings.host!r} is no address of this machine ({e}); use 127.0.0.1 or 0.0.0.0"
+        ) from e
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(2048)
+    except OSError as e:
+        made.close()
+        if e.errno == errno.EADDRINUSE:
+            raise CannotServe(
+                f"port {settings.port} on {settings.host} is in use; stop what listens there, or choose another: "
+                "--port 0 takes any free one"
+            ) from e
+        raise CannotServe(f"cannot listen on {settings.host}:{settings.port}: {e.strerror}; choose another") from e
+    return made
+
+
+def url_of(sock: socket.socket, host: str) -> str:
+    """The URL under which a socket is reached from here."""
+    port = sock.getsockname()[1]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def build(settings: Settings) -> FastAPI:
+    """The application.
+
+    Raises:
+        CannotServe: the database cannot be opened, or the settings do not go together.
+    """
+    try:
+        return create_app(settings)
+    except (Exposed, TooNew, DatabaseUrlError) as e:
+        raise CannotServe(str(e)) from e
+    except DBAPIError as e:
+        shown = parse_url(settings.database_url).render_as_string(hide_password=True)
+        raise CannotServe(
+            f"database {shown} cannot be opened ({str(e.orig).splitlines()[0] if e.orig else e}); "
+            "check that its folder can be written and that the server runs, or name another with --database-url"
+        ) from e
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
+
+    def __init__(self, config: uvicorn.Config, line: str) -> None:
+        super().__init__(config)
+        self._line = line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGINT or SIGTERM, then drain for at most DRAIN_S seconds."""
+    args: dict[str, Any] = vars(parser().parse_args(argv))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = Settings.from_environ(**args)
+        sock = listen(settings)
+        try:
+            url = url_of(sock, settings.host)
+            app = build(replace(settings, public_url=settings.public_url or url))
+            database = parse_url(settings.database_url).render_as_string(hide_password=True)
+            config = uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=DRAIN_S,
+                lifespan="on",
+            )
+            server = _Server(config, f"fp8watch collector: {url} (database {database})")
+            server.run(sockets=[sock])
+            return 0 if server.started else 1
+        finally:
+            sock.close()
+    except (CannotServe, SettingError) as e:
+        print(f"fp8watch serve: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,303 @@
+"""Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
+
+Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.store.write, fp8watch_server.worker
+Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
+Thread:     event loop reads, a small pool decodes and commits
+
+Bodies never become pydantic models: they are decoded and checked column by column (fp8watch_agent.wire), and stored
+as they came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Request
+from fp8watch_agent.wire import (
+    BATCH_CONTENT_TYPE,
+    MAX_WIRE_BYTES,
+    TILE_MAPS_CONTENT_TYPE,
+    WireError,
+    decode_batch,
+    decode_tile_maps,
+    decompress,
+)
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from .ingest_stats import IngestStats
+from .problem import JsonResponse, Problem
+from .registration import RunBody, SessionBody, SitesBody, check_name, decode
+from .store import tiles, write
+from .store.dialect import writing
+
+MAX_JSON_BYTES = 4 << 20
+MAX_INFLIGHT_BYTES = 128 << 20
+MAX_DECODERS = 4
+"""Bodies that are inflated at once: each may grow to 64 MiB."""
+PRUNE_TILE_MAPS_EVERY = 64
+MAX_RANK = (1 << 31) - 1
+
+T = TypeVar("T")
+
+router = APIRouter(prefix="/v1", include_in_schema=True, tags=["ingest"])
+
+
+class Ingest:
+    """What the routes share. One per app."""
+
+    def __init__(self, app: FastAPI, wake: Callable[[], None]) -> None:
+        self.engine = app.state.engine
+        self.wake = wake
+        self.stats = IngestStats()
+        self.limiter = anyio.CapacityLimiter(MAX_DECODERS)
+        self.num_tile_map_bodies = 0
+
+    async def commit(self, work: Callable[[], T]) -> T:
+        """Run blocking work in the pool of the ingest."""
+        return await to_thread.run_sync(work, limiter=self.limiter)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Read a body, counted while it is in memory.
+
+    Raises:
+        Problem: 413, 429.
+    """
+    stats = _ingest(request).stats
+    length = request.headers.get("content-length", "")
+    declared = int(length) if length.isascii() and length.isdecimal() and len(length) < 20 else 0
+    if declared > limit:
+        raise _too_large(declared, limit)
+    got = bytearray()
+    try:
+        async for piece in request.stream():
+            got += piece
+            if len(got) > limit:
+                raise _too_large(len(got), limit)
+            if stats.inflight_bytes + len(got) > MAX_INFLIGHT_BYTES:
+                raise Problem(
+                    429,
+                    "too much is being taken in at this moment",
+                    rule=f"at most {MAX_INFLIGHT_BYTES} bytes of bodies in flight",
+                    remedy="send the same again after Retry-After",
+                    headers={"Retry-After": "1"},
+                )
+    except ClientDisconnect as e:
+        raise Problem(400, "the body ended early", rule="a body is complete", remedy="send it again") from e
+    return bytes(got)
+
+
+def _too_large(size: int, limit: int) -> Problem:
+    return Problem(
+        413, f"a body of {size} bytes or more", rule=f"at most {limit} bytes", remedy="split it, and send the halves"
+    )
+
+
+def _ingest(request: Request) -> Ingest:
+    found = request.app.state.ingest
+    assert isinstance(found, Ingest)
+    return found
+
+
+def _require_type(request: Request, content_type: str) -> None:
+    got = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if got != content_type:
+        raise Problem(
+            415, f"Content-Type {got[:100]!r}", rule=f"Content-Type is {content_type}", remedy="send it with that type"
+        )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding != "zstd":
+        raise Problem(
+            415, f"Content-Encoding {encoding[:100]!r}", rule="Content-Encoding is zstd", remedy="compress it with zstd"
+        )
+
+
+def _wire(work: Callable[[], T]) -> T:
+    """Run the codec, and say what was wrong as a problem."""
+    try:
+        return work()
+    except WireError as e:
+        detail, column = str(e), e.column
+        if column != "body":
+            status, rule = 422, f"column {column!r} has its exact length and allowed values"
+        elif "inflates to more than" in detail:
+            status, rule = 413, "a body inflates to at most 64 MiB"
+        else:
+            status, rule = 400, "a body is a zstd frame with a msgpack map of header and columns"
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
+        status, column, detail = 400, "body", f"body: {type(e).__name__}: {e}"
+        rule = "a body is a zstd frame with a msgpack map of header and columns"
+    remedy = "split the batch" if status == 413 else "nothing of the batch was stored; correct it, or upgrade the agent"
+    raise Problem(status, detail, rule=rule, remedy=remedy, error="refused", column=column)
+
+
+def _stored(work: Callable[[], T]) -> T:
+    """Run the store, and say what it did not know as a problem."""
+    try:
+        return work()
+    except write.KeyReused as e:
+        raise Problem(
+            409,
+            "another body has been stored under this (run, session, rank, seq)",
+            rule="a key belongs to one body for good",
+            remedy="give every new body a new seq, and every process a new session",
+            error="key-reused",
+        ) from e
+    except write.Unknown as e:
+        extra: dict[str, Any] = {} if e.ids is None else {"ids": e.ids[:10_000]}
+        raise Problem(
+            424,
+            f"unknown {e.what}",
+            rule="run, session and sites are registered before their batches",
+            remedy="PUT run, session and sites, and send the same again",
+            error=f"unknown-{e.what}",
+            **extra,
+        ) from e
+    except write.RankMismatch as e:
+        raise Problem(
+            422,
+            f"header: {e}",
+            rule="a session belongs to one rank",
+            remedy="register a session of its own for every process",
+            error="refused",
+            column="header",
+        ) from e
+
+
+async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) -> Response:
+    ingest = _ingest(request)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
+    body = await _body(request, MAX_JSON_BYTES)
+    return JsonResponse(await ingest.commit(lambda: _stored(lambda: store(body))))
+
+
+@router.put("/runs/{run_id:path}/sessions/{session}")
+async def put_session(request: Request, run_id: str, session: str) -> Response:
+    """Register one attach of one process; answers with its attempt."""
+    engine = _ingest(request).engine
+
+    def store(body: bytes) -> dict[str, Any]:
+        facts = decode(body, SessionBody).as_facts(check_name("session", session))
+        with writing(engine) as conn:
+            attempt = write.register_session(conn, check_name("run", run_id), facts, now=time.time())
+        return {"run": run_id, "session": session, "attempt": attempt}
+
+    return await _register(request, store)
+
+
+@router.put("/runs/{run_id:path}/sites")
+async def put_sites(request: Request, run_id: str) -> Response:
+    """Register sites, or renew their static facts."""
+    engine = _ingest(request).engine
+
+    def store(body: bytes) -> dict[str, Any]:
+        got = decode(body, SitesBody)
+        with writing(engine) as conn:
+            sites = [site.as_site() for site in got.sites]
+            write.register_sites(conn, check_name("run", run_id), got.session, sites, now=time.time())
+        return {"run": run_id, "num_sites": len(sites)}
+
+    return await _register(request, store)
+
+
+@router.put("/runs/{run_id:path}")
+async def put_run(request: Request, run_id: str) -> Response:
+    """Register a run, or renew what is said of it."""
+    engine = _ingest(request).engine
+
+    def store(body: bytes) -> dict[str, Any]:
+        got = decode(body, RunBody)
+        check_name("run", run_id)
+        with writing(engine) as conn:
+            write.register_run(
+                conn,
+                run_id,
+                name=got.name or run_id,
+                recipe=got.recipe,
+                backend=got.backend,
+                world_size=got.world_size,
+                now=time.time(),
+            )
+        return {"run": run_id}
+
+    return await _register(request, store)
+
+
+async def _post(request: Request, content_type: str, store: Callable[[bytes], dict[str, Any]]) -> Response:
+    ingest = _ingest(request)
+    with ingest.stats.one_body() as outcome:
+        _require_type(request, content_type)
+        body = await _body(request, MAX_WIRE_BYTES)
+        with ingest.stats.inflight(len(body)):
+            answer = await ingest.commit(lambda: store(body))
+        outcome.accepted(len(body))
+    ingest.wake()
+    return JsonResponse(answer)
+
+
+@router.post("/batches")
+async def post_batch(request: Request) -> Response:
+    """Take a batch. 200 after commit, also when the very same batch had come before."""
+    ingest = _ingest(request)
+
+    def store(body: bytes) -> dict[str, Any]:
+        batch = _wire(lambda: decode_batch(decompress(body), compressed=False))
+        header = batch.header
+        _check_header(header.run, header.session, header.rank)
+
+        def commit() -> list[dict[str, Any]]:
+            started = time.perf_counter()
+            with writing(ingest.engine) as conn:
+                write.commit_batch(conn, batch, body, hashlib.sha256(body).digest(), now=time.time())
+                captures = write.captures_wanted(conn, header.run)
+            ingest.stats.commit_seconds.observe(time.perf_counter() - started)
+            return captures
+
+        return {"acked": header.seq, "captures": _stored(commit)}
+
+    return await _post(request, BATCH_CONTENT_TYPE, store)
+
+
+@router.post("/tile-maps")
+async def post_tile_maps(request: Request) -> Response:
+    """Take full tile maps. 200 after commit."""
+    ingest = _ingest(request)
+
+    def store(body: bytes) -> dict[str, Any]:
+        maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
+        _check_header(maps.run, maps.session, maps.rank)
+        ingest.num_tile_map_bodies += 1
+        prune = ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0
+
+        def commit() -> None:
+            with writing(ingest.engine) as conn:
+                tiles.commit_tile_maps(conn, maps, hashlib.sha256(body).digest(), now=time.time())
+                if prune:
+                    tiles.prune(conn, maps.run)
+
+        _stored(commit)
+        return {"acked": maps.seq}
+
+    return await _post(request, TILE_MAPS_CONTENT_TYPE, store)
+
+
+def _check_header(run_id: str, session: str, rank: int) -> None:
+    check_name("run", run_id)
+    check_name("session", session)
+    if rank > MAX_RANK:
+        raise Problem(
+            422,
+            f"header: rank {rank}",
+            rule=f"rank is at most {MAX_RANK}",
+            remedy="correct it",
+            error="refused",
+            column="header",
+        )

@@ -1,0 +1,192 @@
+"""Settings of the collector: one table, from which the command line, the checks and the docs are made.
+
+Upstream:   fp8watch_server.command    Downstream: fp8watch_server.app
+Thread:     any; frozen data
+
+A secret may come from a file named by `<VARIABLE>_FILE`, and is masked wherever settings are shown.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from .store.dialect import DatabaseUrlError, parse_url
+
+
+class SettingError(ValueError):
+    """A setting that cannot work: where it came from, value, rule, remedy."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    variable: str
+    default: Any
+    help: str
+    parse: Callable[[str], Any]
+    secret: bool = False
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdecimal() else -1
+    if not 0 <= port <= 65535:
+        raise ValueError("must be a whole number from 0 (any free port) to 65535")
+    return port
+
+
+def _host(text: str) -> str:
+    if not text or any(c.isspace() or c in "/@" for c in text):
+        raise ValueError("must be an address or a host name, such as 127.0.0.1 or 0.0.0.0")
+    return text
+
+
+def _database_url(text: str) -> str:
+    parse_url(text)
+    return text
+
+
+def _http_url(text: str) -> str:
+    if text == "":
+        return ""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be an http:// or https:// URL")
+    return text.rstrip("/")
+
+
+def _token(text: str) -> str:
+    if text and (len(text) < 16 or not text.isascii() or any(c.isspace() for c in text)):
+        raise ValueError("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32")
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true", ""):
+        raise ValueError("must be 1 or 0")
+    return text.lower() in ("1", "true")
+
+
+def default_database_url(environ: Mapping[str, str] = os.environ) -> str:
+    """An SQLite file in the user's data folder."""
+    home = environ.get("XDG_DATA_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "share")
+    return f"sqlite:///{Path(home) / 'fp8watch' / 'fp8watch.db'}"
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "database_url",
+        "FP8WATCH_DATABASE_URL",
+        "",
+        "database, as a URL of SQLAlchemy; default: an SQLite file in the user's data folder",
+        _database_url,
+    ),
+    Setting("host", "FP8WATCH_HOST", "127.0.0.1", "address to listen on; beyond loopback a token is required", _host),
+    Setting("port", "FP8WATCH_PORT", 8420, "TCP port to listen on; 0 takes any free one", _port),
+    Setting(
+        "public_url",
+        "FP8WATCH_PUBLIC_URL",
+        "",
+        "address under which people reach the pages, for links in messages; default: the address listened on",
+        _http_url,
+    ),
+    Setting(
+        "slack_webhook_url",
+        "FP8WATCH_SLACK_WEBHOOK_URL",
+        "",
+        "Slack incoming webhook that incidents are sent to; none: no messages",
+        _http_url,
+        secret=True,
+    ),
+    Setting(
+        "token",
+        "FP8WATCH_TOKEN",
+        "",
+        "token that agents and readers must send as Authorization: Bearer; none: open, on loopback only",
+        _token,
+        secret=True,
+    ),
+    Setting("insecure", "FP8WATCH_INSECURE", False, "listen beyond loopback without any token", _flag),
+)
+_BY_NAME = {s.name: s for s in SETTINGS}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the collector runs with. Field by field described in SETTINGS."""
+
+    database_url: str
+    host: str = "127.0.0.1"
+    port: int = 8420
+    public_url: str = ""
+    slack_webhook_url: str = ""
+    token: str = ""
+    insecure: bool = False
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
+        """Read the environment; `overrides` (the command line) win, None standing for "not given".
+
+        Raises:
+            SettingError: variable, value, rule and remedy.
+        """
+        unknown = set(overrides) - set(_BY_NAME)
+        if unknown:
+            raise SettingError(f"unknown settings {sorted(unknown)}; known are {sorted(_BY_NAME)}")
+        values: dict[str, Any] = {}
+        for s in SETTINGS:
+            given, source = overrides.get(s.name), f"--{s.name.replace('_', '-')}"
+            if given is None:
+                given, source = _from_environ(s, environ)
+            values[s.name] = s.default if given is None else _checked(s, given, source)
+        values["database_url"] = values["database_url"] or default_database_url(environ)
+        return cls(**values)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the collector."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{f.name}={'***' if _BY_NAME[f.name].secret and getattr(self, f.name) else repr(getattr(self, f.name))}"
+            for f in fields(self)
+        ]
+        return f"Settings({', '.join(shown)})"
+
+
+def _from_environ(s: Setting, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    value, path = environ.get(s.variable), environ.get(f"{s.variable}_FILE") if s.secret else None
+    if path is None:
+        return (None if value is None or value == "" else value), s.variable
+    source = f"{s.variable}_FILE"
+    if value:
+        raise SettingError(f"{s.variable} and {source} are both set; keep one of them")
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None, source
+    except (OSError, UnicodeDecodeError) as e:
+        raise SettingError(f"{source}={path!r} cannot be read ({e}); name a readable file with the value in it") from e
+
+
+def _checked(s: Setting, given: Any, source: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return s.parse(given)
+    except DatabaseUrlError as e:
+        raise SettingError(f"{source}: {e}") from e
+    except ValueError as e:
+        shown = "(not shown)" if s.secret else repr(given)
+        raise SettingError(f"{source}={shown}: {e}") from e
