@@ -1,6 +1,6 @@
 """A run as an agent would send it: real bodies through the real codec and the real ingest, with a failure in it.
 
-Shapes: 4 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts one Inf into one tile of one operand.
+Shapes: 3 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts one Inf into one tile of one operand.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAULT_SITE = site_id(FAULT_MODULE, "input", "rowwise")
 ALL_MEASURED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES)
 
 
-def make_sites(num_layers: int = 4, prefix: str = "layers") -> list[Site]:
+def make_sites(num_layers: int = 3, prefix: str = "layers") -> list[Site]:
     """Sites in data-flow order."""
     sites = []
     for layer in range(num_layers):

@@ -161,7 +161,9 @@ def test_acknowledged_and_resolved_incidents_offer_no_such_button(tmp_path_facto
 
     app = make_app(tmp_path_factory.mktemp("ack"))
     with serving(app) as client:
-        synthetic.faulty_run(client, app.state.engine, num_steps=95)
+        run = synthetic.Run(client, "demo-inf", "small", sites=synthetic.make_sites(1)).register()
+        run.send(range(3))
+        synthetic.add_incident(app.state.engine, run.run_id, INCIDENT_ID)
         assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/ack").status_code == 200
         html = page(client, f"/incidents/{INCIDENT_ID}")
         assert 'data-act="ack"' not in html

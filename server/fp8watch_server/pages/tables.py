@@ -116,17 +116,14 @@ def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
 
 
 def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
-    """What to draw for an incident: one chart a field of its evidence, at most three."""
-    out: list[Dict] = []
-    for evidence in incident["evidence"] or []:
-        field = evidence["field"]
-        scalar = field in (*SCALARS, "loss_scale")
-        known = scalar or (site is not None and field in queries.SERIES_FIELDS)
-        if known and field not in {c["field"] for c in out}:
-            out.append({"field": field, "site": None if scalar or site is None else site["id"]})
-    if incident["mode"] != "nan-in-loss" and not any(c["site"] is None for c in out):
-        out.append({"field": "loss", "site": None})  # the other half of the story: what the loss showed meanwhile
-    return out[:3]
+    """What to draw for an incident: what proves it, what it did to the site, and what the loss showed meanwhile."""
+    fields = [e["field"] for e in incident["evidence"]]
+    of_run = [f for f in fields if f in (*SCALARS, "loss_scale")]
+    of_site = [f for f in fields if f in queries.SERIES_FIELDS] if site is not None else []
+    if of_site:
+        of_site = [*of_site[:2], "tile_sqnr_db"]
+    out: list[Dict] = [{"field": f, "site": site["id"]} for f in dict.fromkeys(of_site) if site is not None]
+    return out + [{"field": f, "site": None} for f in dict.fromkeys([*of_run[:3], "loss"])]
 
 
 def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:

@@ -163,11 +163,20 @@ def latest(series: Mapping[str, Any]) -> tuple[int | None, object]:
     return None, None
 
 
+EVENT_WORDS = {
+    "num_sites": "reached {} sites",
+    "earlier_cause_than": "an earlier cause than {} was found",
+    "clean_steps": "after {} clean steps",
+    "message": "message: {}",
+    "by": "by {}",
+}
+
+
 def details(detail: object) -> str:
-    """What an event says of itself, in one line."""
-    if isinstance(detail, Mapping):
-        return ", ".join(f"{key} {value}" for key, value in detail.items() if isinstance(value, (str, int, float)))
-    return "" if detail is None else str(detail)
+    """What an event says to people; the rest of it is for programs."""
+    if not isinstance(detail, Mapping):
+        return ""
+    return ", ".join(words.format(detail[key]) for key, words in EVENT_WORDS.items() if detail.get(key) is not None)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ function nameTheme() {
 nameTheme();
 
 async function copy(button) {
-  const text = button.parentElement.querySelector("code, p")?.innerText ?? "";
+  const text = button.dataset.copyText ?? button.parentElement.querySelector("code")?.innerText ?? "";
   try {
     await navigator.clipboard.writeText(text.trim());
   } catch { // no clipboard without HTTPS: the oldest way still works there
