@@ -18,6 +18,7 @@ import msgspec
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Query, Request
 from sqlalchemy.engine import Connection
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from .problem import JsonResponse, Problem
@@ -126,11 +127,7 @@ def _set_status(request: Request, incident_id: str, status: str, from_: tuple[st
     now = time.time()
     c, e = t.incident.c, t.incident_event.c
     with writing(request.app.state.engine) as conn:
-        row = conn.execute(
-            sa.select(c.run_id, c.tenant, c.status, c.last_step).where(
-                c.id == incident_id, c.tenant == t.DEFAULT_TENANT
-            )
-        ).first()
+        row = conn.execute(sa.select(t.incident).where(c.id == incident_id, c.tenant == t.DEFAULT_TENANT)).first()
         if row is None:
             raise _not_found("incident", incident_id)
         if row.status in from_:
@@ -143,6 +140,9 @@ def _set_status(request: Request, incident_id: str, status: str, from_: tuple[st
             event = {"run_id": row.run_id, "tenant": row.tenant, "incident_id": incident_id, "seq": seq}
             event |= {"kind": status, "at": now, "step": row.last_step, "detail": {"by": "api"}}
             conn.execute(sa.insert(t.incident_event), [event])
+            if status == "resolved":
+                state = request.app.state
+                state.detection.say_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
         return JsonResponse(queries.incident(conn, incident_id))
 
 
@@ -184,8 +184,6 @@ async def post_silence(request: Request) -> Response:
     def store() -> None:
         with writing(request.app.state.engine) as conn:
             conn.execute(sa.insert(t.silence), [stored])
-
-    from starlette.concurrency import run_in_threadpool
 
     await run_in_threadpool(store)
     return JsonResponse({k: v for k, v in stored.items() if k != "tenant"}, 201)

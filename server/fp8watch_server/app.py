@@ -46,8 +46,15 @@ def _detection() -> Detection:
     from .detect.engine import Engine as DetectEngine
     from .detect.finding import facts_of
     from .incidents.fold import close_quiet, fold
+    from .incidents.messages import write_resolved
 
-    return Detection(make_facts=facts_of, make_engine=DetectEngine, fold=fold, close_quiet=close_quiet)
+    return Detection(
+        make_facts=facts_of,
+        make_engine=DetectEngine,
+        fold=fold,
+        close_quiet=close_quiet,
+        say_resolved=write_resolved,
+    )
 
 
 def _dispatcher(engine: Engine, settings: Settings) -> Dispatching:
@@ -86,7 +93,8 @@ def create_app(
     migrations.upgrade(engine)
     install_token(engine, settings)
     check_exposure(engine, settings)
-    worker = DetectWorker(engine, detection or _detection(), public_url=settings.public_url)
+    detection = detection or _detection()
+    worker = DetectWorker(engine, detection, public_url=settings.public_url)
     sender = dispatcher(for_writing(engine), settings)
 
     @asynccontextmanager
@@ -105,6 +113,7 @@ def create_app(
     app = FastAPI(title="fp8watch collector", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = engine
     app.state.settings = settings
+    app.state.detection = detection
     app.state.worker = worker
     app.state.ingest = ingest.Ingest(app, worker.wake)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)

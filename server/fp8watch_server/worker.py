@@ -55,6 +55,11 @@ class DetectEngine(Protocol):
         """The last step that every live rank has delivered."""
         ...
 
+    @property
+    def stride(self) -> int:
+        """Steps between observed steps."""
+        ...
+
 
 @dataclass(frozen=True)
 class Detection:
@@ -64,6 +69,8 @@ class Detection:
     make_engine: Callable[[Mapping[int, Any]], DetectEngine]
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
+    say_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
+    """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
 
 
 @dataclass
@@ -197,7 +204,7 @@ class DetectWorker:
         settled = running.engine.settled_step
         if settled is not None:
             closed = self._detection.close_quiet(
-                conn, *where, current_step=settled, now=now, public_url=self._public_url
+                conn, *where, current_step=settled, now=now, stride=running.engine.stride, public_url=self._public_url
             )
             changed = bool(closed) or changed
         return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from collector.kit import Recorder, served
+from fp8watch_server import migrations
 from fp8watch_server.app import create_app
 from fp8watch_server.settings import Settings
+from fp8watch_server.store.dialect import make_engine
 
 
 @pytest.fixture
@@ -18,8 +21,22 @@ def recorder() -> Recorder:
     return Recorder()
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database, to be copied: migrating takes longer than most tests."""
+    path = tmp_path_factory.mktemp("template") / "empty.db"
+    engine = make_engine(f"sqlite:///{path}")
+    migrations.upgrade(engine)
+    with engine.connect() as conn:
+        conn.exec_driver_sql("ROLLBACK")
+        conn.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    engine.dispose()
+    return path
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path, empty_database: Path) -> Settings:
+    shutil.copy(empty_database, tmp_path / "collector.db")
     return Settings(database_url=f"sqlite:///{tmp_path / 'collector.db'}")
 
 

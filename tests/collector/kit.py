@@ -47,6 +47,7 @@ class FakeEngine:
         self.sites = dict(sites)
         self.seen: list[tuple[str, int]] = []
         self.settled_step: int | None = None
+        self.stride = 1
 
     def add_sites(self, sites: Any) -> None:
         self.sites.update(sites)
@@ -65,6 +66,7 @@ class Recorder:
         self.engines: list[FakeEngine] = []
         self.folded: list[tuple[Any, ...]] = []
         self.closed: list[int] = []
+        self.resolved: list[str] = []
 
     def detection(self) -> Detection:
         def make(sites: Any) -> FakeEngine:
@@ -81,7 +83,10 @@ class Recorder:
             self.closed.append(current_step)
             return []
 
-        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet)
+        def say_resolved(conn: Any, row: Any, now: float, public_url: str) -> None:
+            self.resolved.append(row["id"])
+
+        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet, say_resolved)
 
 
 def make_site(

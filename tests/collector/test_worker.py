@@ -1,0 +1,137 @@
+"""Every committed batch is looked at once, in order, also after a restart and after a detector broke."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import sqlalchemy as sa
+from collector.kit import Agent, Recorder, make_site
+from fp8watch_server.app import create_app
+from fp8watch_server.store import schema as t
+from fp8watch_server.worker import DetectWorker
+
+UP, DOWN = make_site("up", order=0), make_site("down", order=1)
+
+
+def states(app: Any) -> list[int]:
+    with app.state.engine.connect() as conn:
+        return list(conn.execute(sa.select(t.hot_batch.c.detected).order_by(t.hot_batch.c.arrival)).scalars())
+
+
+def test_batches_are_taken_in_the_order_of_their_commit(client: Any, app: Any, recorder: Recorder) -> None:
+    agent = Agent(client).register([UP])
+    for seq in (3, 1, 2):
+        agent.send([UP], [seq], seq=seq, fields={"num_inf": int(seq == 2)})
+    assert states(app) == [0, 0, 0]
+    assert app.state.worker.drain() == 3
+    assert app.state.worker.drain() == 0
+    assert states(app) == [1, 1, 1]
+    (engine,) = recorder.engines
+    assert [seq for _, seq in engine.seen] == [3, 1, 2]
+    assert recorder.folded == [("run-1", 1, ((2, UP.id),))]
+    assert recorder.closed == [3, 1, 2]
+
+
+def test_sites_that_come_later_reach_the_engine(client: Any, app: Any, recorder: Recorder) -> None:
+    agent = Agent(client).register([UP])
+    agent.send([UP], [1])
+    app.state.worker.drain()
+    agent.register_sites([DOWN])
+    agent.send([UP, DOWN], [2])
+    app.state.worker.drain()
+    (engine,) = recorder.engines
+    assert set(engine.sites) == {UP.id, DOWN.id}
+
+
+def test_a_restart_rebuilds_the_engine_silently_and_takes_what_was_pending(
+    client: Any, app: Any, recorder: Recorder, settings: Any
+) -> None:
+    agent = Agent(client).register([UP])
+    agent.send([UP], [1], fields={"num_inf": 1})
+    app.state.worker.drain()
+    agent.send([UP], [2], fields={"num_inf": 1})
+    after = Recorder()
+    worker = DetectWorker(app.state.engine, after.detection())
+    worker.drain()
+    assert [seq for _, seq in after.engines[0].seen] == [1, 2]
+    assert after.folded == [("run-1", 1, ((2, UP.id),))]  # of step 1 it was said before
+
+
+def test_a_detector_that_breaks_harms_one_batch(client: Any, app: Any, recorder: Recorder) -> None:
+    agent = Agent(client).register([UP])
+    for step in (1, 2, 3):
+        agent.send([UP], [step])
+    real = recorder.detection()
+    observe = real.make_engine({}).__class__.observe
+
+    class Breaks(real.make_engine({}).__class__):  # type: ignore[misc]
+        def observe(self, batch: Any) -> Any:
+            if batch.header.seq == 2:
+                raise ZeroDivisionError("a bug")
+            return observe(self, batch)
+
+    object.__setattr__(real, "make_engine", Breaks)
+    worker = DetectWorker(app.state.engine, real)
+    worker.drain()
+    assert states(app) == [1, 2, 1]
+    assert worker.num_failed_batches == 1
+    with app.state.engine.connect() as conn:
+        errors = list(conn.execute(sa.select(t.hot_batch.c.detect_error)).scalars())
+    assert errors == [None, "ZeroDivisionError: a bug", None]
+
+
+def test_an_incident_that_cannot_be_written_marks_its_batch_and_leaves_nothing(client: Any, app: Any) -> None:
+    agent = Agent(client).register([UP])
+    agent.send([UP], [1], fields={"num_inf": 1})
+    recorder = Recorder()
+    detection = recorder.detection()
+
+    def fold(conn: Any, *args: Any, **kw: Any) -> Any:
+        conn.execute(sa.insert(t.silence), [{"run_id": "", "id": "x", "created_at": 0.0, "expires_at": 0.0}])
+        raise KeyError("a bug")
+
+    object.__setattr__(detection, "fold", fold)
+    DetectWorker(app.state.engine, detection).drain()
+    assert states(app) == [2]
+    with app.state.engine.connect() as conn:
+        assert conn.execute(sa.select(t.silence)).all() == []
+
+
+def test_the_thread_takes_a_batch_at_once(settings: Any) -> None:
+    import asyncio
+
+    import httpx
+
+    recorder, folded = Recorder(), threading.Event()
+    detection = recorder.detection()
+    fold = detection.fold
+    object.__setattr__(detection, "fold", lambda *a, **k: (fold(*a, **k), folded.set())[0])
+    app = create_app(settings, detection=detection, dispatcher=lambda e, s: None, pages=False)
+
+    async def run() -> None:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+        ):
+
+            class Waits:
+                """The agent of the kit is synchronous: answer it from this loop."""
+
+                def __getattr__(self, name: str) -> Any:
+                    def call(*args: Any, **kw: Any) -> Any:
+                        return asyncio.run_coroutine_threadsafe(getattr(client, name)(*args, **kw), loop).result(10)
+
+                    return call
+
+            loop = asyncio.get_running_loop()
+
+            def work() -> bool:
+                agent = Agent(Waits()).register([UP])
+                agent.send([UP], [1], fields={"num_inf": 1})
+                return folded.wait(5)
+
+            assert await asyncio.to_thread(work)
+
+    asyncio.run(run())
+    assert len(recorder.folded) == 1
