@@ -13,10 +13,15 @@ from pages import synthetic
 from pages.collector import make_app, serving
 from playwright.sync_api import Browser, Error, Page, sync_playwright
 
-ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 HOW = (
     "no Chromium: apt-get install chromium (or: playwright install chromium); FP8WATCH_CHROMIUM names one that lies "
     "elsewhere"

@@ -34,7 +34,7 @@ class Watched:
 
 
 def until(page: Page, expression: str, timeout_s: float = 20.0) -> None:
-    """Wait until an expression is true in the page. (Playwright's own way evaluates text there, which the policy forbids.)"""
+    """Wait until an expression is true in the page. Playwright's own way needs eval there, which the policy forbids."""
     deadline = time.monotonic() + timeout_s
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"not true within {timeout_s} s: {expression}"

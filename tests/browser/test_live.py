@@ -71,7 +71,9 @@ def test_tile_map_gets_new_steps(page: Page, collector: Collector) -> None:
     expect(page.locator("output[data-map-step]")).to_have_text("5")
 
 
-def test_page_says_when_the_collector_cannot_be_reached_and_recovers(page: Page, collector: Collector, watched: Watched) -> None:
+def test_page_says_when_the_collector_cannot_be_reached_and_recovers(
+    page: Page, collector: Collector, watched: Watched
+) -> None:
     page.goto(collector.url("/"))
     until(page, "document.getElementById('live').textContent === 'live'")
     page.route("**/api/**", lambda route: route.abort())

@@ -9,7 +9,6 @@ import pytest
 from browser.kit import Collector, Watched, drawn, marks, point_of_tile, until
 from fp8watch_agent.record import Site, TileFlag, TileMap
 from fp8watch_agent.wire import TILE_MAPS_CONTENT_TYPE, encode_tile_maps
-from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP, HOSTILE, HOSTILE_ID, INCIDENT_ID
 from playwright.sync_api import Page, expect
 
@@ -42,7 +41,7 @@ def test_health_map_marks_the_right_layer_and_step_and_leads_there(page: Page, c
            return [marks.x, marks.y.map((i) => plot.layout.yaxis.ticktext[i]), marks.customdata]; }"""
     )
     assert found[:2] == [[FAULT_STEP], [FAULT_MODULE]]
-    assert found[2][0][1:] == ["input / rowwise", "1 non-finite elements", FAULT_SITE]
+    assert found[2][0][1:] == ["input / rowwise", "1 non-finite element", FAULT_SITE]
     lowest = page.evaluate(
         """() => { const z = document.getElementById("health").data[0].z; let best = [Infinity];
            z.forEach((row, i) => row.forEach((v, j) => { if (v !== null && v < best[0]) best = [v, i, j]; }));
@@ -63,7 +62,8 @@ def test_incident_is_a_line_on_the_loss_that_can_be_clicked(page: Page, collecto
     x, y = page.evaluate(
         """(step) => { const plot = document.getElementById("training"), l = plot._fullLayout;
            const box = plot.getBoundingClientRect();
-           return [box.left + l.xaxis._offset + l.xaxis.d2p(step), box.top + l.yaxis9._offset + l.yaxis9._length / 2]; }""",
+           const x = l.xaxis._offset + l.xaxis.d2p(step), y = l.yaxis9._offset + l.yaxis9._length / 2;
+           return [box.left + x, box.top + y]; }""",
         FAULT_STEP,
     )
     page.mouse.move(x - 3, y)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-
 from pages import synthetic
 from pages.collector import make_app, serving
 

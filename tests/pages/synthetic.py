@@ -104,11 +104,15 @@ def make_rows(sites: Sequence[Site], step: int, rng: np.random.Generator, *, fau
         low = top * 2.0 ** -(3.0 + rng.random())
         row = rows[i]
         row["num_elements"], row["num_nonzero"] = n, n - (n // 50 if site.operand == "grad_output" else 3)
-        row["num_underflow"] = int(n * (0.004 if site.operand == "grad_output" else 0.0006) * (0.8 + 0.4 * rng.random()))
+        row["num_underflow"] = int(
+            n * (0.004 if site.operand == "grad_output" else 0.0006) * (0.8 + 0.4 * rng.random())
+        )
         row["num_tiles"], row["num_zero_tiles"] = tiles_, kt if site.operand == "grad_output" and mt > 1 else 0
         row["signal_energy"] = n * (top / 4) ** 2
         row["noise_energy"] = row["signal_energy"] * 10 ** (-(31.62 + 0.03 * rng.standard_normal()) / 10)
-        row["tile_noise_ratio_sum"] = (tiles_ - row["num_zero_tiles"]) * 10 ** (-(31.65 + 0.04 * rng.standard_normal()) / 10)
+        row["tile_noise_ratio_sum"] = (tiles_ - row["num_zero_tiles"]) * 10 ** (
+            -(31.65 + 0.04 * rng.standard_normal()) / 10
+        )
         row["tile_noise_ratio_max"] = 10 ** (-29.8 / 10)
         row["amax_max"], row["amax_min_nonzero"] = top, low
         row["scale_inv_max"], row["scale_inv_min"] = (2.0 ** np.ceil(np.log2(v / 448)) for v in (top, low))
@@ -145,7 +149,9 @@ def make_steps(steps: Sequence[int], *, start: float, seed: int = 0) -> np.ndarr
 def make_tile_map(site: Site, step: int, rng: np.random.Generator, *, fault: bool) -> TileMap:
     """Every tile of a site."""
     mt, kt = tile_shape(site)
-    amax = 2.0 ** (level_of(site, step) + 0.55 * rng.standard_normal((mt, kt)) + 0.5 * np.sin(np.arange(mt)[:, None] / 9))
+    amax = 2.0 ** (
+        level_of(site, step) + 0.55 * rng.standard_normal((mt, kt)) + 0.5 * np.sin(np.arange(mt)[:, None] / 9)
+    )
     if site.operand == "grad_output":
         amax[0] = 0.0
     scale_inv = np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.maximum(amax, 1e-30) / 448)), 1.0)
@@ -248,10 +254,10 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
             {"field": "amax_max", "value": float("inf"), "baseline": 9.2, "unit": "x", "since_step": FAULT_STEP},
             {"field": "tile_sqnr_db", "value": 26.3, "baseline": 31.6, "unit": "dB", "since_step": FAULT_STEP},
         ],
-        "cause": "An Inf reached the quantiser. Blockwise scaling sets the scale of its tile to 1 and stores `448`: the "
-        "127 neighbours were quantised unscaled, the loss stayed finite, and nothing downstream saw an Inf.",
+        "cause": "An Inf reached the quantiser. Blockwise scaling sets the scale of its tile to 1 and stores `448`: "
+        "the 127 neighbours were quantised unscaled, the loss stayed finite, and nothing downstream saw an Inf.",
         "fix": [
-            {"kind": "code", "text": "Clip or mask the input of `down_proj` before the GEMM, and find what makes the Inf."},
+            {"kind": "code", "text": "Clip or mask the input of `down_proj` before the GEMM; find what makes the Inf."},
             {"kind": "env", "text": "FP8_QUANT_FWD_INP_AMAX_EPS=1e-12"},
             {"kind": "data", "text": "Look at the batch of step 90: one token is enough."},
         ],
@@ -265,7 +271,9 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
     with writing(engine) as conn:
         conn.execute(sa.insert(schema.incident), [row])
         event = {"run_id": run_id, "tenant": "default", "incident_id": incident_id, "seq": 1, "kind": "opened"}
-        conn.execute(sa.insert(schema.incident_event), [{**event, "at": now - 45, "step": row["first_step"], "detail": {}}])
+        conn.execute(
+            sa.insert(schema.incident_event), [{**event, "at": now - 45, "step": row["first_step"], "detail": {}}]
+        )
     return incident_id
 
 
@@ -307,10 +315,17 @@ def hostile_run(client: httpx.Client, engine: sa.Engine) -> Run:
     run.send(range(12), fault=False)
     s = sites[0]
     run.send_maps([11], [s])
-    place = {"ranks": [0], "module": s.module, "gemm": "fprop", "operand": HOSTILE, "direction": "rowwise", "tile": [1, 1]}
+    place = {
+        "ranks": [0],
+        "module": s.module,
+        "gemm": "fprop",
+        "operand": HOSTILE,
+        "direction": "rowwise",
+        "tile": [1, 1],
+    }
     add_incident(
-        engine, run.run_id, HOSTILE_ID, title=HOSTILE + "z" * 5000, first_step=11, last_step=11, place=place, sites=[s.id],
-        cause=HOSTILE, fix=[{"kind": "code", "text": f"`{HOSTILE}`"}, {"kind": "env", "text": HOSTILE}],
+        engine, run.run_id, HOSTILE_ID, title=HOSTILE + "z" * 5000, first_step=11, last_step=11, place=place,
+        sites=[s.id], cause=HOSTILE, fix=[{"kind": "code", "text": f"`{HOSTILE}`"}, {"kind": "env", "text": HOSTILE}],
         alternatives=[{"mode": HOSTILE, "check": f"[x](javascript:alert(1)) {HOSTILE}"}], mode="inf-laundering",
     )  # fmt: skip
     return run

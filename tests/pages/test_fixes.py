@@ -15,7 +15,7 @@ from fp8watch_server.pages.fixes import render, to_copy
         ("Use E5M2: --fp8-format hybrid (fp8_format HYBRID).", "--fp8-format hybrid"),
         ("Clip it before the cast: x.clamp(-3e4, 3e4).", "x.clamp(-3e4, 3e4)"),
         (
-            "In BF16: attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b')).",
+            "BF16: attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b')).",
             "attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b'))",
         ),
         ("Look at the batch of step 90 (one token).", "Look at the batch of step 90 (one token)."),

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
         ("[t](frozen-scale.md#why)", '<p><a href="/runbooks/frozen-scale#why">t</a></p>'),
         ("[t](javascript:alert)", "<p>t</p>"),
         ("[t](//evil.example)", "<p>t</p>"),
-        ('[t](https://a" onclick="x)', '<p>[t](https://a&#34; onclick=&#34;x)</p>'),
+        ('[t](https://a" onclick="x)', "<p>[t](https://a&#34; onclick=&#34;x)</p>"),
         ("a_b_c * d *", "<p>a_b_c * d *</p>"),
         ("> quoted\n> on", "<blockquote><p>quoted on</p></blockquote>"),
         (
@@ -47,8 +47,8 @@ def test_anything_else_is_text(source: str) -> None:
     assert "javascript:" not in "".join(part.split('"')[0] for part in html.split('href="')[1:])
     for tag in html.split("<")[1:]:
         assert tag.split(">")[0].split(" ")[0].strip("/") in {
-            "h1", "h2", "h3", "h4", "p", "ul", "ol", "li", "pre", "code", "strong", "em", "a", "table", "thead", "tbody",
-            "tr", "th", "td", "blockquote",
+            "h1", "h2", "h3", "h4", "p", "ul", "ol", "li", "pre", "code", "strong", "em", "a", "table", "thead",
+            "tbody", "tr", "th", "td", "blockquote",
         }  # fmt: skip
 
 

@@ -128,7 +128,9 @@ def test_incident_page_links_to_site_and_to_the_very_tile(client: httpx.Client) 
     assert f"{SITE}/tile-map?step=90&amp;tile=131,3" in html
 
 
-def test_incident_of_the_whole_run_has_a_page_too(client: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_incident_of_the_whole_run_has_a_page_too(
+    client: httpx.Client, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     from pages.collector import make_app, serving
 
     app = make_app(tmp_path_factory.mktemp("whole"))

@@ -4,8 +4,8 @@ Upstream:   fp8watch_server.incidents      Downstream: fp8watch_server.pages.tem
 Shapes:     str -> Markup, and the text that the copy button takes
 Thread:     any; pure functions
 
-Fixes are written as sentences ("FP8_QUANT_FWD_INP_AMAX_EPS=1e-12; if tiles still degenerate, 1e-10."): what belongs into
-a shell or a script is found by its form.
+Fixes are written as sentences ("FP8_QUANT_FWD_INP_AMAX_EPS=1e-12; if tiles still degenerate, 1e-10."): what belongs
+into a shell or a script is found by its form.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from fp8watch_server.pages import assets, lookup, runbooks, tables, view
-from fp8watch_server.pages.lookup import RUNS, Dict
+from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
 from fp8watch_server.pages.templating import page, problem_page
@@ -161,7 +161,7 @@ def _problem(request: Request, problem: Exception) -> HTMLResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Add the pages, their files and the security headers to the collector. `app.state.engine` must be set when asked."""
+    """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)

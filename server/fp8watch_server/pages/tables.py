@@ -45,7 +45,9 @@ def runs(conn: Connection) -> list[Dict]:
     for run in queries.runs(conn):
         loss = queries.scalars(conn, run["id"], "loss", points=120)
         step, value = view.latest(loss)
-        opened = [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
+        opened = (
+            [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
+        )
         out.append({**run, "loss": value, "loss_step": step, "spark": view.spark(loss), "incidents": opened})
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
@@ -80,7 +82,7 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
     last = int(run["last_step"])
     window = (max(0, last - NOW_STEPS + 1), last)
     now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
-    rows = []
+    rows: list[Dict] = []
     for site in queries.sites(conn, run["id"]):
         cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
         if not any(cells.values()):
@@ -130,7 +132,8 @@ def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
     """Tiles that stand out, worst first, with the elements they cover."""
     columns = tile_map["shape"][1]
     special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
-    rows = []
+    rows: list[Dict] = []
+    scale_special = {int(i): v for i, v in tile_map.get("nonfinite_scale_inv") or []}
     for index, bits in enumerate(tile_map["flags"]):
         ranks = [i for i, flag in enumerate(FLAG_ORDER) if bits & flag]
         if not ranks:
@@ -144,7 +147,7 @@ def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
                     (str(flag.name).replace("_", "-").lower(), flag in FLAG_ORDER) for flag in TileFlag if bits & flag
                 ],
                 "amax": special.get(index, tile_map["amax"][index]),
-                "scale_inv": tile_map["scale_inv"][index],
+                "scale_inv": scale_special.get(index, tile_map["scale_inv"][index]),
                 "num_nonfinite": tile_map["num_nonfinite"][index],
                 "num_underflow": tile_map["num_underflow"][index],
                 "key": (ranks[0], -(tile_map["num_nonfinite"][index] or 0), index),

@@ -91,7 +91,7 @@ def quantity(value: object, unit: str | None) -> str:
     """A number with its unit."""
     if value is None or unit in (None, "", "1", "x", "ratio"):
         return number(value)
-    return f"{number(value)} {unit}"
+    return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}"
 
 
 def of_field(value: object, field: str) -> str:
@@ -193,8 +193,11 @@ def spark(series: Mapping[str, Any], width: int = 120, height: int = 26) -> Spar
     """A series as an SVG path; non-finite values are marks along the top edge."""
     steps: Sequence[int] = series.get("steps") or []
     special = {int(i): v for i, v in series.get("nonfinite") or []}
-    finite = [(s, v) for i, (s, v) in enumerate(zip(steps, series.get("values") or [], strict=False))
-              if v is not None and i not in special]
+    finite = [
+        (s, v)
+        for i, (s, v) in enumerate(zip(steps, series.get("values") or [], strict=False))
+        if v is not None and i not in special
+    ]
     if len(finite) + len(special) < 2:
         return None
     first, span = steps[0], max(1, steps[-1] - steps[0])
