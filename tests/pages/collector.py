@@ -6,6 +6,7 @@ Incidents are put in by hand, so that what the pages must show does not depend o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +34,8 @@ class _Quiet:
 
 def make_app(folder: Path) -> FastAPI:
     """A collector with a database of its own."""
-    quiet = Detection(
-        make_facts=lambda sites: {},
-        make_engine=lambda facts: _Quiet(),
-        fold=lambda *a, **k: [],
-        close_quiet=lambda *a, **k: [],
-    )
+    nothing = {f.name: lambda *args, **kwargs: [] for f in dataclasses.fields(Detection)}
+    quiet = Detection(**{**nothing, "make_facts": lambda sites: {}, "make_engine": lambda facts: _Quiet()})
     settings = Settings(database_url=f"sqlite:///{folder / 'fp8watch.db'}")
     return create_app(settings, detection=quiet, dispatcher=lambda engine, settings: None)
 

@@ -131,8 +131,8 @@ def no_data(run: Dict) -> PageProblem:
         f"{view.cut(run['name'] or run['id'])}: no data yet",
         "The run is registered, but none of its steps has arrived.",
         "A first batch is sent within a second of the first optimizer step. When training is under way and this page "
-        "stays empty: check that the model has FP8 sites (the line that attach prints names them), and that an optimizer step or "
-        "watch.step() was reached.",
+        "stays empty: check that the model has FP8 sites (the line that attach prints names them), and that an "
+        "optimizer step or watch.step() was reached.",
         (Link("Look again", run_url(run["id"])), RUNS),
         code="watch = fp8watch.attach(model)",
         poll=f"/api/v1{run_url(run['id'])}",
