@@ -174,4 +174,5 @@ def test_acknowledged_and_resolved_incidents_offer_no_such_button(tmp_path_facto
         html = page(client, f"/incidents/{INCIDENT_ID}")
         assert 'data-act="' not in html
         assert "No open incidents" in page(client, "/runs/demo-inf")
-        assert "Resolved incidents" in page(client, "/runs/demo-inf")
+        assert 'class="card incident critical resolved"' in page(client, "/runs/demo-inf")
+        assert "1 resolved" in text_of(page(client, "/"))

@@ -21,6 +21,7 @@ SEVERITIES = ("critical", "warning", "info")
 SCALARS = ("loss", "grad_norm", "lr")
 NOW_STEPS = 8  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
 NUM_WORST = 12
+NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
 NUM_FLAGGED = 24
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
@@ -40,15 +41,19 @@ def concerns(incident: Dict, site: Dict) -> bool:
 
 
 def runs(conn: Connection) -> list[Dict]:
-    """Runs with their loss as a small line and their open incidents."""
-    out = []
-    for run in queries.runs(conn):
-        loss = queries.scalars(conn, run["id"], "loss", points=120)
-        step, value = view.latest(loss)
-        opened = (
-            [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
-        )
-        out.append({**run, "loss": value, "loss_step": step, "spark": view.spark(loss), "incidents": opened})
+    """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
+    out: list[Dict] = []
+    for i, run in enumerate(queries.runs(conn)):
+        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0}
+        if i < NUM_RUNS_WITH_LOSS:
+            loss = queries.scalars(conn, run["id"], "loss", points=120)
+            row["loss_step"], row["loss"] = view.latest(loss)
+            row["spark"] = view.spark(loss)
+        if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
+            found = incidents(conn, run["id"])
+            row["incidents"] = [i for i in found if i["status"] != "resolved"]
+            row["num_resolved"] = len(found) - len(row["incidents"])
+        out.append(row)
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
 
