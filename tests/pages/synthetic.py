@@ -1,21 +1,28 @@
-"""A run as a collector would have taken it in: real bodies through the real codec and store, with a failure in it.
+"""A run as an agent would send it: real bodies through the real codec and the real ingest, with a failure in it.
 
-Shapes: 4 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts one Inf into one tile of one operand.
+Shapes: 3 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts one Inf into one tile of one operand.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import numpy as np
 import sqlalchemy as sa
 from fp8watch_agent.record import ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
-from fp8watch_agent.wire import Header, decode_batch, decode_tile_maps, encode_batch, encode_tile_maps
-from fp8watch_server.store import schema, tiles, write
+from fp8watch_agent.wire import (
+    BATCH_CONTENT_TYPE,
+    TILE_MAPS_CONTENT_TYPE,
+    Header,
+    encode_batch,
+    encode_tile_maps,
+)
+from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
 TOKENS, WIDTH, HIDDEN = 256, 256, 768
@@ -42,7 +49,7 @@ FAULT_SITE = site_id(FAULT_MODULE, "input", "rowwise")
 ALL_MEASURED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES)
 
 
-def make_sites(num_layers: int = 4, prefix: str = "layers") -> list[Site]:
+def make_sites(num_layers: int = 3, prefix: str = "layers") -> list[Site]:
     """Sites in data-flow order."""
     sites = []
     for layer in range(num_layers):
@@ -97,11 +104,15 @@ def make_rows(sites: Sequence[Site], step: int, rng: np.random.Generator, *, fau
         low = top * 2.0 ** -(3.0 + rng.random())
         row = rows[i]
         row["num_elements"], row["num_nonzero"] = n, n - (n // 50 if site.operand == "grad_output" else 3)
-        row["num_underflow"] = int(n * (0.004 if site.operand == "grad_output" else 0.0006) * (0.8 + 0.4 * rng.random()))
+        row["num_underflow"] = int(
+            n * (0.004 if site.operand == "grad_output" else 0.0006) * (0.8 + 0.4 * rng.random())
+        )
         row["num_tiles"], row["num_zero_tiles"] = tiles_, kt if site.operand == "grad_output" and mt > 1 else 0
         row["signal_energy"] = n * (top / 4) ** 2
         row["noise_energy"] = row["signal_energy"] * 10 ** (-(31.62 + 0.03 * rng.standard_normal()) / 10)
-        row["tile_noise_ratio_sum"] = (tiles_ - row["num_zero_tiles"]) * 10 ** (-(31.65 + 0.04 * rng.standard_normal()) / 10)
+        row["tile_noise_ratio_sum"] = (tiles_ - row["num_zero_tiles"]) * 10 ** (
+            -(31.65 + 0.04 * rng.standard_normal()) / 10
+        )
         row["tile_noise_ratio_max"] = 10 ** (-29.8 / 10)
         row["amax_max"], row["amax_min_nonzero"] = top, low
         row["scale_inv_max"], row["scale_inv_min"] = (2.0 ** np.ceil(np.log2(v / 448)) for v in (top, low))
@@ -138,7 +149,9 @@ def make_steps(steps: Sequence[int], *, start: float, seed: int = 0) -> np.ndarr
 def make_tile_map(site: Site, step: int, rng: np.random.Generator, *, fault: bool) -> TileMap:
     """Every tile of a site."""
     mt, kt = tile_shape(site)
-    amax = 2.0 ** (level_of(site, step) + 0.55 * rng.standard_normal((mt, kt)) + 0.5 * np.sin(np.arange(mt)[:, None] / 9))
+    amax = 2.0 ** (
+        level_of(site, step) + 0.55 * rng.standard_normal((mt, kt)) + 0.5 * np.sin(np.arange(mt)[:, None] / 9)
+    )
     if site.operand == "grad_output":
         amax[0] = 0.0
     scale_inv = np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.maximum(amax, 1e-30) / 448)), 1.0)
@@ -164,9 +177,9 @@ def make_tile_map(site: Site, step: int, rng: np.random.Generator, *, fault: boo
 
 @dataclass
 class Run:
-    """A run that is sent step by step."""
+    """A run that is sent step by step. `client` is anything that speaks HTTP to a collector."""
 
-    engine: sa.Engine
+    client: httpx.Client
     run_id: str
     name: str
     sites: list[Site] = field(default_factory=make_sites)
@@ -177,17 +190,13 @@ class Run:
 
     def register(self, *, world_size: int = 1) -> Run:
         """Run, session, sites."""
-        facts = write.SessionFacts(
-            session=self.session, rank=0, world_size=world_size, mesh={}, host="node-1", pid=4711, started_at=self.start,
-            versions={"torch": "2.13.0"}, recipe="blockwise", fingerprint="ab12", backend="reference", facts={},
-        )  # fmt: skip
-        now = time.time()
-        with writing(self.engine) as conn:
-            write.register_run(
-                conn, self.run_id, name=self.name, recipe="blockwise", backend="reference", world_size=world_size, now=now
-            )
-            write.register_session(conn, self.run_id, facts, now=now)
-            write.register_sites(conn, self.run_id, self.session, self.sites, now=now)
+        of_run = f"/v1/runs/{quote(self.run_id, safe='')}"
+        facts = {"recipe": "blockwise", "backend": "reference", "world_size": world_size}
+        self._ok(self.client.put(of_run, json={"name": self.name, **facts}))
+        session = {"rank": 0, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
+        self._ok(self.client.put(f"{of_run}/sessions/{self.session}", json=session))
+        sites = [asdict(s) for s in self.sites]
+        self._ok(self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
         return self
 
     def send(self, steps: Sequence[int], *, fault: bool = True, change: Any = None, ended: bool = False) -> None:
@@ -203,18 +212,25 @@ class Run:
         )  # fmt: skip
         site = np.tile(np.array([s.id for s in self.sites], dtype=np.uint64), len(steps))
         body = encode_batch(header, step_rows, np.repeat(np.asarray(steps), len(self.sites)), site, rows)
-        with writing(self.engine) as conn:
-            write.commit_batch(conn, decode_batch(body), body, hashlib.sha256(body).digest(), now=time.time())
+        self._post("/v1/batches", BATCH_CONTENT_TYPE, body)
         self.seq += 1
 
     def send_maps(self, steps: Sequence[int], sites: Sequence[Site], *, fault: bool = True) -> None:
         """Tile maps of sites at steps."""
         rng = np.random.default_rng(7)
         maps = [make_tile_map(site, step, rng, fault=fault) for step in steps for site in sites]
-        body = encode_tile_maps(self.run_id, self.session, 0, self.map_seq, maps)
-        with writing(self.engine) as conn:
-            tiles.commit_tile_maps(conn, decode_tile_maps(body), hashlib.sha256(body).digest(), now=time.time())
+        self._post(
+            "/v1/tile-maps", TILE_MAPS_CONTENT_TYPE, encode_tile_maps(self.run_id, self.session, 0, self.map_seq, maps)
+        )
         self.map_seq += 1
+
+    def _post(self, path: str, content_type: str, body: bytes) -> None:
+        headers = {"content-type": content_type, "content-encoding": "zstd"}
+        self._ok(self.client.post(path, content=body, headers=headers))
+
+    @staticmethod
+    def _ok(answer: httpx.Response) -> None:
+        assert answer.status_code == 200, answer.text
 
     def site(self, module: str, operand: str = "input", direction: str = "rowwise") -> Site:
         """A site by name."""
@@ -238,10 +254,10 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
             {"field": "amax_max", "value": float("inf"), "baseline": 9.2, "unit": "x", "since_step": FAULT_STEP},
             {"field": "tile_sqnr_db", "value": 26.3, "baseline": 31.6, "unit": "dB", "since_step": FAULT_STEP},
         ],
-        "cause": "An Inf reached the quantiser. Blockwise scaling sets the scale of its tile to 1 and stores `448`: the "
-        "127 neighbours were quantised unscaled, the loss stayed finite, and nothing downstream saw an Inf.",
+        "cause": "An Inf reached the quantiser. Blockwise scaling sets the scale of its tile to 1 and stores `448`: "
+        "the 127 neighbours were quantised unscaled, the loss stayed finite, and nothing downstream saw an Inf.",
         "fix": [
-            {"kind": "code", "text": "Clip or mask the input of `down_proj` before the GEMM, and find what makes the Inf."},
+            {"kind": "code", "text": "Clip or mask the input of `down_proj` before the GEMM; find what makes the Inf."},
             {"kind": "env", "text": "FP8_QUANT_FWD_INP_AMAX_EPS=1e-12"},
             {"kind": "data", "text": "Look at the batch of step 90: one token is enough."},
         ],
@@ -255,7 +271,9 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
     with writing(engine) as conn:
         conn.execute(sa.insert(schema.incident), [row])
         event = {"run_id": run_id, "tenant": "default", "incident_id": incident_id, "seq": 1, "kind": "opened"}
-        conn.execute(sa.insert(schema.incident_event), [{**event, "at": now - 45, "step": row["first_step"], "detail": {}}])
+        conn.execute(
+            sa.insert(schema.incident_event), [{**event, "at": now - 45, "step": row["first_step"], "detail": {}}]
+        )
     return incident_id
 
 
@@ -264,9 +282,9 @@ HOSTILE_ID = "0" * 31 + "2"
 HOSTILE = "<script>alert('name')</script><img src=x onerror=alert(1)>"
 
 
-def faulty_run(engine: sa.Engine, num_steps: int = 120) -> Run:
+def faulty_run(client: httpx.Client, engine: sa.Engine, num_steps: int = 120) -> Run:
     """The run with one Inf at FAULT_STEP, its tile maps and its incident."""
-    run = Run(engine, "demo-inf", "tiny-lm blockwise").register()
+    run = Run(client, "demo-inf", "tiny-lm blockwise").register()
     for first in range(0, num_steps, 20):
         run.send(range(first, min(first + 20, num_steps)))
     down = [run.site(FAULT_MODULE, o, d) for o, d, _ in OPERANDS]
@@ -275,9 +293,9 @@ def faulty_run(engine: sa.Engine, num_steps: int = 120) -> Run:
     return run
 
 
-def nonfinite_run(engine: sa.Engine) -> Run:
+def nonfinite_run(client: httpx.Client) -> Run:
     """Loss, gradient norm and amax that are NaN, +Inf and −Inf in turn."""
-    run = Run(engine, "demo-nan", "nan-everywhere", sites=make_sites(1), session="b" * 32).register()
+    run = Run(client, "demo-nan", "nan-everywhere", sites=make_sites(1), session="b" * 32).register()
 
     def spoil(steps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
         steps["loss"][[10, 11, 12]] = (np.nan, np.inf, -np.inf)
@@ -290,22 +308,29 @@ def nonfinite_run(engine: sa.Engine) -> Run:
     return run
 
 
-def hostile_run(engine: sa.Engine) -> Run:
+def hostile_run(client: httpx.Client, engine: sa.Engine) -> Run:
     """Names that want to be markup, and names that never end."""
-    sites = make_sites(1, prefix=HOSTILE + "/" + "x" * 600)
-    run = Run(engine, HOSTILE.replace("/", "~"), HOSTILE + "y" * 3000, sites=sites, session="c" * 32).register()
+    sites = make_sites(1, prefix=HOSTILE + "/" + "x" * 400)
+    run = Run(client, HOSTILE.replace("/", "~"), HOSTILE + "y" * 3000, sites=sites, session="c" * 32).register()
     run.send(range(12), fault=False)
     s = sites[0]
     run.send_maps([11], [s])
-    place = {"ranks": [0], "module": s.module, "gemm": "fprop", "operand": HOSTILE, "direction": "rowwise", "tile": [1, 1]}
+    place = {
+        "ranks": [0],
+        "module": s.module,
+        "gemm": "fprop",
+        "operand": HOSTILE,
+        "direction": "rowwise",
+        "tile": [1, 1],
+    }
     add_incident(
-        engine, run.run_id, HOSTILE_ID, title=HOSTILE + "z" * 5000, first_step=11, last_step=11, place=place, sites=[s.id],
-        cause=HOSTILE, fix=[{"kind": "code", "text": f"`{HOSTILE}`"}, {"kind": "env", "text": HOSTILE}],
+        engine, run.run_id, HOSTILE_ID, title=HOSTILE + "z" * 5000, first_step=11, last_step=11, place=place,
+        sites=[s.id], cause=HOSTILE, fix=[{"kind": "code", "text": f"`{HOSTILE}`"}, {"kind": "env", "text": HOSTILE}],
         alternatives=[{"mode": HOSTILE, "check": f"[x](javascript:alert(1)) {HOSTILE}"}], mode="inf-laundering",
     )  # fmt: skip
     return run
 
 
-def empty_run(engine: sa.Engine) -> Run:
+def empty_run(client: httpx.Client) -> Run:
     """Registered, and never heard of again."""
-    return Run(engine, "demo-empty", "no steps", sites=[], session="d" * 32).register()
+    return Run(client, "demo-empty", "no steps", sites=[], session="d" * 32).register()

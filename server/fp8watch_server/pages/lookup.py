@@ -30,7 +30,9 @@ def site_url(run_id: str, site: int) -> str:
     return f"{run_url(run_id)}/sites/{site}"
 
 
-def tile_map_url(run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None) -> str:
+def tile_map_url(
+    run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None
+) -> str:
     """Address of a tile map, with the step and the tile in it."""
     query = [f"step={step}"] if step is not None else []
     query += [f"rank={rank}"] if rank is not None else []
@@ -82,7 +84,7 @@ def find_run(conn: Connection, run_id: str) -> Dict:
 
 def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]:
     """The site and all sites of the run, in data-flow order, or 404."""
-    sites: list[Dict] = queries.sites(conn, run["id"])["items"]
+    sites: list[Dict] = queries.sites(conn, run["id"])
     found = next((s for s in sites if str(s["id"]) == site), None)
     if found is None:
         raise PageProblem(
@@ -128,9 +130,9 @@ def no_data(run: Dict) -> PageProblem:
         200,  # the run is there, and this is what is to be said of it
         f"{view.cut(run['name'] or run['id'])}: no data yet",
         "The run is registered, but none of its steps has arrived.",
-        "A first batch is sent within a second of the first optimizer step. When training is under way and this page stays empty: "
-        "check that the model has FP8 sites (the line that attach prints names them), and that an optimizer step or "
-        "watch.step() was reached.",
+        "A first batch is sent within a second of the first optimizer step. When training is under way and this page "
+        "stays empty: check that the model has FP8 sites (the line that attach prints names them), and that an "
+        "optimizer step or watch.step() was reached.",
         (Link("Look again", run_url(run["id"])), RUNS),
         code="watch = fp8watch.attach(model)",
         poll=f"/api/v1{run_url(run['id'])}",

@@ -32,7 +32,13 @@ class PageProblem(Exception):
     """
 
     def __init__(
-        self, status: int, title: str, detail: str, remedy: str, links: tuple[Link, ...] = (), code: str = "",
+        self,
+        status: int,
+        title: str,
+        detail: str,
+        remedy: str,
+        links: tuple[Link, ...] = (),
+        code: str = "",
         poll: str = "",
     ) -> None:
         super().__init__(f"{title}: {detail}")

@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from fp8watch_server.pages import assets, lookup, runbooks, tables, view
-from fp8watch_server.pages.lookup import RUNS, Dict
+from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
 from fp8watch_server.pages.templating import page, problem_page
@@ -33,49 +33,8 @@ def runs_page(request: Request) -> HTMLResponse:
         return page(request, "runs.html", runs=tables.runs(conn))
 
 
-@router.get("/runs/{run_id}")
-def run_page(request: Request, run_id: str) -> HTMLResponse:
-    """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
-    with _connect(request) as conn:
-        run = lookup.find_run(conn, run_id)
-        if run["last_step"] is None:
-            raise lookup.no_data(run)
-        incidents = tables.incidents(conn, run["id"])
-        return page(
-            request,
-            "run.html",
-            run=run,
-            now=tables.scalars_now(conn, run["id"]),
-            open_incidents=[i for i in incidents if i["status"] != "resolved"],
-            resolved=[i for i in incidents if i["status"] == "resolved"],
-            worst=tables.worst_sites(conn, run),
-            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])["items"]}),
-        )
-
-
-@router.get("/runs/{run_id}/sites/{site}")
-def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
-    """One quantised operand over steps."""
-    with _connect(request) as conn:
-        run = lookup.find_run(conn, run_id)
-        found, sites = lookup.find_site(conn, run, site)
-        back = Link("The site", lookup.site_url(run["id"], found["id"]))
-        incidents = [i for i in tables.incidents(conn, run["id"]) if tables.concerns(i, found)]
-        return page(
-            request,
-            "site.html",
-            run=run,
-            site=found,
-            step=lookup.integer("step", request.query_params.get("step"), back),
-            siblings=[s for s in sites if s["module"] == found["module"]],
-            now=tables.site_now(conn, run, found),
-            incidents=incidents,
-            marks=[(i["first_step"], i["severity"]) for i in incidents],
-            num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
-        )
-
-
-@router.get("/runs/{run_id}/sites/{site}/tile-map")
+# A run id may hold slashes (it may be a path), so the longest pattern comes first.
+@router.get("/runs/{run_id:path}/sites/{site}/tile-map")
 def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
     """Every tile of one site in one step."""
     query = request.query_params
@@ -109,13 +68,55 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         )
 
 
+@router.get("/runs/{run_id:path}/sites/{site}")
+def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
+    """One quantised operand over steps."""
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        found, sites = lookup.find_site(conn, run, site)
+        back = Link("The site", lookup.site_url(run["id"], found["id"]))
+        incidents = [i for i in tables.incidents(conn, run["id"]) if tables.concerns(i, found)]
+        return page(
+            request,
+            "site.html",
+            run=run,
+            site=found,
+            step=lookup.integer("step", request.query_params.get("step"), back),
+            siblings=[s for s in sites if s["module"] == found["module"]],
+            now=tables.site_now(conn, run, found),
+            incidents=incidents,
+            marks=[(i["first_step"], i["severity"]) for i in incidents],
+            num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
+        )
+
+
+@router.get("/runs/{run_id:path}")
+def run_page(request: Request, run_id: str) -> HTMLResponse:
+    """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        if run["last_step"] is None:
+            raise lookup.no_data(run)
+        incidents = tables.incidents(conn, run["id"])
+        return page(
+            request,
+            "run.html",
+            run=run,
+            now=tables.scalars_now(conn, run["id"]),
+            open_incidents=[i for i in incidents if i["status"] != "resolved"],
+            resolved=[i for i in incidents if i["status"] == "resolved"],
+            worst=tables.worst_sites(conn, run),
+            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])}),
+        )
+
+
 @router.get("/incidents/{incident_id}")
 def incident_page(request: Request, incident_id: str) -> HTMLResponse:
     """One failure: what, where, since when, why, and what to change."""
     with _connect(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         run = lookup.find_run(conn, incident["run_id"])
-        sites = queries.sites(conn, run["id"])["items"]
+        sites = queries.sites(conn, run["id"])
         site = lookup.site_of(incident, sites)
         place = incident["place"]
         rank = (place["ranks"] or [0])[0]
@@ -133,7 +134,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             has_map=step in maps,
             steps=maps,
             tile=tuple(place["tile"]) if place["tile"] else None,
-            charts=tables.evidence_charts(incident, run, site),
+            charts=tables.evidence_charts(incident, site),
             has_runbook=incident["mode"] in runbooks.slugs(),
         )
 
@@ -160,7 +161,7 @@ def _problem(request: Request, problem: Exception) -> HTMLResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Add the pages, their files and the security headers to the collector. `app.state.engine` must be set when asked."""
+    """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)

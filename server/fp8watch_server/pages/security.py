@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# 'unsafe-inline' styles and data:/blob: images are what plotly.js needs (style elements, PNG export); scripts are ours only.
+# plotly.js needs inline styles (its style element) and data:/blob: images (PNG export); scripts are ours only.
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; frame-ancestors 'none'"

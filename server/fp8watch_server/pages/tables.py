@@ -21,6 +21,7 @@ SEVERITIES = ("critical", "warning", "info")
 SCALARS = ("loss", "grad_norm", "lr")
 NOW_STEPS = 8  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
 NUM_WORST = 12
+NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
 NUM_FLAGGED = 24
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
@@ -29,7 +30,7 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives aw
 
 def incidents(conn: Connection, run_id: str) -> list[Dict]:
     """Incidents of a run: open before resolved, severe before mild, early before late."""
-    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)["items"]]
+    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)]
     order = {s: i for i, s in enumerate(SEVERITIES)}
     return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
 
@@ -40,13 +41,19 @@ def concerns(incident: Dict, site: Dict) -> bool:
 
 
 def runs(conn: Connection) -> list[Dict]:
-    """Runs with their loss as a small line and their open incidents."""
-    out = []
-    for run in queries.runs(conn)["items"]:
-        loss = queries.scalars(conn, run["id"], "loss", points=120)
-        step, value = view.latest(loss)
-        opened = [i for i in incidents(conn, run["id"]) if i["status"] != "resolved"] if run["num_open_incidents"] else []
-        out.append({**run, "loss": value, "loss_step": step, "spark": view.spark(loss), "incidents": opened})
+    """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
+    out: list[Dict] = []
+    for i, run in enumerate(queries.runs(conn)):
+        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0}
+        if i < NUM_RUNS_WITH_LOSS:
+            loss = queries.scalars(conn, run["id"], "loss", points=120)
+            row["loss_step"], row["loss"] = view.latest(loss)
+            row["spark"] = view.spark(loss)
+        if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
+            found = incidents(conn, run["id"])
+            row["incidents"] = [i for i in found if i["status"] != "resolved"]
+            row["num_resolved"] = len(found) - len(row["incidents"])
+        out.append(row)
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
 
@@ -80,8 +87,8 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
     last = int(run["last_step"])
     window = (max(0, last - NOW_STEPS + 1), last)
     now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
-    rows = []
-    for site in queries.sites(conn, run["id"])["items"]:
+    rows: list[Dict] = []
+    for site in queries.sites(conn, run["id"]):
         cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
         if not any(cells.values()):
             continue
@@ -115,24 +122,23 @@ def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
     return [s for s in sites if str(s["id"]) in ids]
 
 
-def evidence_charts(incident: Dict, run: Dict, site: Dict | None) -> list[Dict]:
-    """What to draw for an incident: one chart a field of its evidence, at most three."""
-    out: list[Dict] = []
-    for evidence in incident["evidence"] or []:
-        field = "scale_ratio_max" if evidence["field"] == "clip_depth" else evidence["field"]
-        scalar = field in (*SCALARS, "loss_scale")
-        if (scalar or site is not None) and field not in {c["field"] for c in out}:
-            out.append({"field": field, "site": None if scalar or site is None else site["id"]})
-    if incident["mode"] != "nan-in-loss" and not any(c["site"] is None for c in out):
-        out.append({"field": "loss", "site": None})  # the other half of the story: what the loss showed meanwhile
-    return out[:3]
+def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
+    """What to draw for an incident: what proves it, what it did to the site, and what the loss showed meanwhile."""
+    fields = [e["field"] for e in incident["evidence"]]
+    of_run = [f for f in fields if f in (*SCALARS, "loss_scale")]
+    of_site = [f for f in fields if f in queries.SERIES_FIELDS] if site is not None else []
+    if of_site:
+        of_site = [*of_site[:2], "tile_sqnr_db"]
+    out: list[Dict] = [{"field": f, "site": site["id"]} for f in dict.fromkeys(of_site) if site is not None]
+    return out + [{"field": f, "site": None} for f in dict.fromkeys([*of_run[:3], "loss"])]
 
 
 def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
     """Tiles that stand out, worst first, with the elements they cover."""
     columns = tile_map["shape"][1]
     special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
-    rows = []
+    rows: list[Dict] = []
+    scale_special = {int(i): v for i, v in tile_map.get("nonfinite_scale_inv") or []}
     for index, bits in enumerate(tile_map["flags"]):
         ranks = [i for i, flag in enumerate(FLAG_ORDER) if bits & flag]
         if not ranks:
@@ -146,7 +152,7 @@ def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
                     (str(flag.name).replace("_", "-").lower(), flag in FLAG_ORDER) for flag in TileFlag if bits & flag
                 ],
                 "amax": special.get(index, tile_map["amax"][index]),
-                "scale_inv": tile_map["scale_inv"][index],
+                "scale_inv": scale_special.get(index, tile_map["scale_inv"][index]),
                 "num_nonfinite": tile_map["num_nonfinite"][index],
                 "num_underflow": tile_map["num_underflow"][index],
                 "key": (ranks[0], -(tile_map["num_nonfinite"][index] or 0), index),

@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fp8watch_server.pages import assets, markdown, view
+from fp8watch_server.pages import assets, fixes, markdown, view
 from fp8watch_server.pages.problem import PageProblem
 
 THEMES = ("dark", "light")
@@ -41,6 +41,9 @@ def environment() -> Environment:
         ago=view.ago,
         clock=view.clock,
         cut=view.cut,
+        fix=fixes.render,
+        to_copy=fixes.to_copy,
+        details=view.details,
         segment=view.segment,
         inline=markdown.inline,
     )

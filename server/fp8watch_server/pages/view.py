@@ -31,6 +31,10 @@ FIELD_LABELS = {
     "underflow_ratio": "underflow",
     "saturated_ratio": "saturated",
     "num_nonfinite": "non-finite elements",
+    "num_underflow": "underflow elements",
+    "num_saturated": "saturated elements",
+    "nonfinite_sites": "non-finite sites",
+    "off_scale_sites": "off-scale sites",
     "num_nan": "NaN elements",
     "num_inf": "Inf elements",
     "num_sentinel_tiles": "sentinel tiles",
@@ -91,7 +95,7 @@ def quantity(value: object, unit: str | None) -> str:
     """A number with its unit."""
     if value is None or unit in (None, "", "1", "x", "ratio"):
         return number(value)
-    return f"{number(value)} {unit}"
+    return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}"
 
 
 def of_field(value: object, field: str) -> str:
@@ -163,6 +167,22 @@ def latest(series: Mapping[str, Any]) -> tuple[int | None, object]:
     return None, None
 
 
+EVENT_WORDS = {
+    "num_sites": "reached {} sites",
+    "earlier_cause_than": "an earlier cause than {} was found",
+    "clean_steps": "after {} clean steps",
+    "message": "message: {}",
+    "by": "by {}",
+}
+
+
+def details(detail: object) -> str:
+    """What an event says to people; the rest of it is for programs."""
+    if not isinstance(detail, Mapping):
+        return ""
+    return ", ".join(words.format(detail[key]) for key, words in EVENT_WORDS.items() if detail.get(key) is not None)
+
+
 @dataclass(frozen=True)
 class Spark:
     """A line of a few words' size, drawn by the server: it is there before any script."""
@@ -177,8 +197,11 @@ def spark(series: Mapping[str, Any], width: int = 120, height: int = 26) -> Spar
     """A series as an SVG path; non-finite values are marks along the top edge."""
     steps: Sequence[int] = series.get("steps") or []
     special = {int(i): v for i, v in series.get("nonfinite") or []}
-    finite = [(s, v) for i, (s, v) in enumerate(zip(steps, series.get("values") or [], strict=False))
-              if v is not None and i not in special]
+    finite = [
+        (s, v)
+        for i, (s, v) in enumerate(zip(steps, series.get("values") or [], strict=False))
+        if v is not None and i not in special
+    ]
     if len(finite) + len(special) < 2:
         return None
     first, span = steps[0], max(1, steps[-1] - steps[0])

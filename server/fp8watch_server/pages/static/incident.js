@@ -23,7 +23,7 @@ async function drawEvidence(element) {
     if (at.length) traces.push({ x: at.map(([s]) => s), y: at.map(([, v]) => v), type: "scatter", mode: "markers", marker: { color: mark, size: 7 }, hoverinfo: "skip" });
     const annotations = [{ x: Number(first), y: 1, xref: "x", yref: "paper", yanchor: "bottom", text: `step ${first}`, showarrow: false, font: { size: 11, color: mark } }];
     const yaxis = scale === "log2" ? log2Axis(traces) : PERCENT.has(field) ? { ticksuffix: " %", rangemode: "tozero" } : { rangemode: field.startsWith("num_") ? "tozero" : "normal" };
-    await draw(element, traces, layout({ shapes, annotations, yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 58, r: 14, t: 20, b: 40 } }));
+    await draw(element, traces, layout({ shapes, annotations, yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 46, r: 12, t: 20, b: 38 } }));
   } catch (e) { fail(element, e); }
 }
 

@@ -26,7 +26,7 @@ function nameTheme() {
 nameTheme();
 
 async function copy(button) {
-  const text = button.parentElement.querySelector("code, p")?.innerText ?? "";
+  const text = button.dataset.copyText ?? button.parentElement.querySelector("code")?.innerText ?? "";
   try {
     await navigator.clipboard.writeText(text.trim());
   } catch { // no clipboard without HTTPS: the oldest way still works there
@@ -47,7 +47,7 @@ async function act(button) {
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({}));
     button.disabled = false;
-    button.title = [problem.title, problem.rule, problem.remedy].filter(Boolean).join(". ") || `The collector answered ${answer.status}`;
+    button.title = [problem.detail, problem.remedy].filter(Boolean).join(". ") || `The collector answered ${answer.status}`;
     button.classList.add("failed");
     return;
   }

@@ -92,7 +92,7 @@ async function drawHealth() {
   // Non-finite elements are marked on every map: whatever a colour says there, this is what to look at.
   const counts = [...byModule(bad, MAPS.num_nonfinite, operand())];
   const column = new Map(answer.steps.map((s, j) => [s, j]));
-  const marks = counts.flatMap(([module, row]) => row.map((c, j) => [c, modules.indexOf(module), bad.steps[j]]).filter(([c, i, s]) => c.value > 0 && i >= 0 && column.has(s)).map(([c, i, s]) => [c, i, s, `${c.value} non-finite elements`]));
+  const marks = counts.flatMap(([module, row]) => row.map((c, j) => [c, modules.indexOf(module), bad.steps[j]]).filter(([c, i, s]) => c.value > 0 && i >= 0 && column.has(s)).map(([c, i, s]) => [c, i, s, `${c.value} non-finite element${c.value === 1 ? "" : "s"}`]));
   cells.forEach((row, i) => row.forEach((c, j) => { if (c.what !== null) marks.push([c, i, answer.steps[j], `${of.label} is ${NAMES[c.what] ?? text(c.what)}`]); }));
   traces.push({
     type: "scatter", mode: "markers", x: marks.map(([, , s]) => s), y: marks.map(([, i]) => i), cliponaxis: false,
@@ -103,7 +103,7 @@ async function drawHealth() {
   const figure = layout({
     margin: { l: 210, r: 74, t: 8, b: 42 },
     hovermode: "closest",
-    yaxis: { tickvals: y, ticktext: modules.map((m) => text(short(m))), autorange: "reversed", showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
+    yaxis: { tickvals: y, ticktext: modules.map((m) => text(short(m))), range: [modules.length - 0.5, -0.5], showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
     xaxis: { showgrid: false },
   });
   if (await draw(health, traces, figure)) {

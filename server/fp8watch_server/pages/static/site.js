@@ -14,9 +14,10 @@ const CHARTS = [
 
 // The step that was asked for in the address, and the incidents of this site.
 const upright = (x, stroke, dash) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: stroke, width: 1.2, dash } });
+const incidents = JSON.parse(document.body.dataset.marks);
 const marked = () => [
-  ...JSON.parse(document.body.dataset.marks).map(([at, severity]) => upright(at, colour(severity === "info" || severity === "warning" ? severity : "critical"), "dot")),
-  ...(step === undefined ? [] : [upright(Number(step), colour("muted"), "solid")]),
+  ...incidents.map(([at, severity]) => upright(at, colour(severity === "info" || severity === "warning" ? severity : "critical"), "dot")),
+  ...(step === undefined || incidents.some(([at]) => at === Number(step)) ? [] : [upright(Number(step), colour("muted"), "solid")]),
 ];
 
 function goToMap(element) {

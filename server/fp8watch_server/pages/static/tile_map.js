@@ -111,7 +111,7 @@ class TileMapView {
       const map = await this.fetch(step);
       if (this.step !== step) return; // the slider went on meanwhile
       const special = new Map((map.nonfinite ?? []).map(([i, what]) => [Number(i), what]));
-      this.map = { ...map, special };
+      this.map = { ...map, special, specialScale: new Map((map.nonfinite_scale_inv ?? []).map(([i, what]) => [Number(i), what])) };
       this.flagged = map.flags.map((bits, i) => [bits, i]).filter(([bits]) => bits & LOUD).map(([, i]) => i);
       this.draw();
       this.list();
@@ -354,7 +354,7 @@ class TileMapView {
     const amax = map.special.has(i) ? NAMES[map.special.get(i)] ?? map.special.get(i) : map.amax[i];
     const octave = (v) => (v > 0 ? `2^${Math.log2(v).toFixed(1).replace(".0", "").replace("-", "−")}` : "");
     const flags = Object.keys(FLAG).filter((k) => bits & FLAG[k]);
-    const facts = [["amax", typeof amax === "string" ? amax : number(amax), typeof amax === "string" ? "" : octave(amax)], ["scale_inv", number(map.scale_inv[i], 6), octave(map.scale_inv[i])], ["non-finite", number(map.num_nonfinite[i]), "elements"], ["underflow", number(map.num_underflow[i]), "elements"]];
+    const facts = [["amax", typeof amax === "string" ? amax : number(amax), typeof amax === "string" ? "" : octave(amax)], ["scale_inv", number(map.specialScale.get(i) ?? map.scale_inv[i], 6), octave(map.scale_inv[i])], ["non-finite", number(map.num_nonfinite[i]), "elements"], ["underflow", number(map.num_underflow[i]), "elements"]];
     const list = document.createElement("dl");
     for (const [name, value, more] of facts) {
       const dd = el("dd", value, (name === "non-finite" && map.num_nonfinite[i]) || typeof amax === "string" && name === "amax" ? "nonfinite" : "");

@@ -1,0 +1,111 @@
+"""A real Chromium on a real collector. Every page is watched: what its console says, and whom it asks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from browser.kit import Collector, Watched
+from pages import synthetic
+from pages.collector import make_app, serving
+from playwright.sync_api import Browser, Error, Page, sync_playwright
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+HOW = (
+    "no Chromium: apt-get install chromium (or: playwright install chromium); FP8WATCH_CHROMIUM names one that lies "
+    "elsewhere"
+)
+
+
+def find_chromium() -> str | None:
+    """A Chromium of this machine."""
+    named = os.environ.get("FP8WATCH_CHROMIUM")
+    names = [named] if named else ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all tests; without one they skip, or fail where a browser is required."""
+    with sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=find_chromium(), args=ARGUMENTS)
+        except Error as e:
+            if os.environ.get("FP8WATCH_REQUIRE_BROWSER") == "1":
+                pytest.fail(f"{HOW}\n{e}")
+            pytest.skip(HOW)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    """A collector with a faulty, a non-finite, a hostile and an empty run."""
+    app = make_app(tmp_path_factory.mktemp("browser"))
+    with serving(app) as client:
+        found = Collector(app, client)
+        found.runs["faulty"] = synthetic.faulty_run(client, app.state.engine)
+        found.runs["nonfinite"] = synthetic.nonfinite_run(client)
+        found.runs["hostile"] = synthetic.hostile_run(client, app.state.engine)
+        found.runs["empty"] = synthetic.empty_run(client)
+        yield found
+
+
+@pytest.fixture(scope="session")
+def context_page(browser: Browser) -> Iterator[Page]:
+    """One tab for all tests, so that plotly.js is fetched once, as for a person."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="dark")
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def watched() -> Watched:
+    """Filled by `page`."""
+    return Watched()
+
+
+@pytest.fixture
+def page(context_page: Page, collector: Collector, watched: Watched) -> Iterator[Page]:
+    """A page that must end its test with a clean console, without dialogs, and without a request to elsewhere."""
+    own = urlsplit(collector.url("/")).netloc
+
+    def on_request(request: object) -> None:
+        url = request.url  # type: ignore[attr-defined]
+        if not url.startswith(("data:", "blob:", "about:")) and urlsplit(url).netloc != own:
+            watched.foreign.append(url)
+
+    def on_console(message: object) -> None:
+        if message.type in ("error", "warning"):  # type: ignore[attr-defined]
+            watched.errors.append(message.text)  # type: ignore[attr-defined]
+
+    def on_error(error: object) -> None:
+        watched.errors.append(str(error))
+
+    def on_dialog(dialog: object) -> None:
+        watched.dialogs.append(dialog.message)  # type: ignore[attr-defined]
+        dialog.dismiss()  # type: ignore[attr-defined]
+
+    listeners = {"request": on_request, "console": on_console, "pageerror": on_error, "dialog": on_dialog}
+    for event, listener in listeners.items():
+        context_page.on(event, listener)  # type: ignore[call-overload]
+    context_page.set_default_timeout(20_000)
+    yield context_page
+    context_page.goto("about:blank")
+    for event, listener in listeners.items():
+        context_page.remove_listener(event, listener)
+    assert watched.errors == []
+    assert watched.foreign == []
+    assert watched.dialogs == []

@@ -1,0 +1,84 @@
+"""Pages stay true without being loaded again."""
+
+from __future__ import annotations
+
+import pytest
+from browser.kit import Collector, Watched, drawn, until
+from pages import synthetic
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+
+def test_new_steps_and_incidents_appear_without_a_reload(page: Page, collector: Collector) -> None:
+    run = synthetic.Run(
+        collector.client, "live", "live run", sites=synthetic.make_sites(1), session="e" * 32
+    ).register()
+    run.send(range(10))
+    page.goto(collector.url("/runs/live"))
+    drawn(page)
+    page.evaluate("window.loadedOnce = true")
+    expect(page.locator("#facts")).to_contain_text("9")
+    run.send(range(10, 20))
+    until(page, "document.getElementById('training').data[0].x.at(-1) === 19")
+    until(page, "document.getElementById('health').data[0].x.at(-1) === 19")
+    expect(page.locator("#worst tbody tr").first).to_contain_text("19")
+    site = run.sites[0]
+    synthetic.add_incident(
+        collector.app.state.engine, "live", "f" * 32, first_step=19, last_step=19, title="Found while you looked",
+        sites=[site.id], place={"ranks": [0], "module": site.module, "operand": "input", "direction": "rowwise"},
+    )  # fmt: skip
+    expect(page.locator("#incidents")).to_contain_text("Found while you looked")
+    until(page, "document.getElementById('training').layout.shapes.length === 1")
+    assert page.evaluate("window.loadedOnce") is True
+
+    page.locator("a.card.incident").click()
+    drawn(page)
+    page.evaluate("window.loadedOnce = true")
+    page.get_by_role("button", name="Acknowledge").click()
+    expect(page.locator("#head")).to_contain_text("acknowledged")
+    expect(page.get_by_role("button", name="Acknowledge")).to_have_count(0)
+    page.get_by_role("button", name="Resolve").click()
+    expect(page.locator("#head")).to_contain_text("resolved")
+    expect(page.locator("#timeline li")).to_have_count(3)
+    assert page.evaluate("window.loadedOnce") is True
+
+
+def test_a_run_without_data_turns_into_its_page_when_the_first_step_arrives(page: Page, collector: Collector) -> None:
+    run = synthetic.Run(
+        collector.client, "late", "late run", sites=synthetic.make_sites(1), session="f" * 32
+    ).register()
+    page.goto(collector.url("/runs/late"))
+    expect(page.get_by_role("heading", level=1)).to_have_text("late run: no data yet")
+    until(page, "document.getElementById('live').textContent === 'live'")
+    run.send(range(3))
+    expect(page.get_by_role("heading", level=1)).to_have_text("late run")
+    drawn(page)
+
+
+def test_tile_map_gets_new_steps(page: Page, collector: Collector) -> None:
+    run = synthetic.Run(
+        collector.client, "maps", "maps run", sites=synthetic.make_sites(1), session="a" * 32
+    ).register()
+    run.send(range(5))
+    run.send_maps([3, 4], [run.sites[0]])
+    page.goto(collector.url(f"/runs/maps/sites/{run.sites[0].id}/tile-map"))
+    until(page, "document.querySelector('[data-tile-map]').dataset.loaded === '4'")
+    until(page, "document.getElementById('live').textContent === 'live'")
+    run.send_maps([5], [run.sites[0]])
+    run.send(range(5, 7))
+    until(page, "document.querySelector('[data-tile-map]').dataset.loaded === '5'")
+    expect(page.locator("output[data-map-step]")).to_have_text("5")
+
+
+def test_page_says_when_the_collector_cannot_be_reached_and_recovers(
+    page: Page, collector: Collector, watched: Watched
+) -> None:
+    page.goto(collector.url("/"))
+    until(page, "document.getElementById('live').textContent === 'live'")
+    page.route("**/api/**", lambda route: route.abort())
+    expect(page.locator("#live")).to_contain_text("not reachable")
+    page.unroute("**/api/**")
+    expect(page.locator("#live")).to_have_text("live")
+    assert all("net::ERR_FAILED" in e for e in watched.errors)
+    watched.errors.clear()

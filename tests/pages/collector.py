@@ -1,0 +1,64 @@
+"""A real collector for the tests of the pages: real app, real SQLite, detectors that find nothing.
+
+Incidents are put in by hand, so that what the pages must show does not depend on what the detectors think.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from fp8watch_server.app import create_app
+from fp8watch_server.settings import Settings
+from fp8watch_server.worker import Detection
+
+
+class _Quiet:
+    """Detectors that find nothing."""
+
+    settled_step = None
+
+    def observe(self, batch: Any) -> list[Any]:
+        return []
+
+    def add_sites(self, sites: Any) -> None:
+        pass
+
+
+def make_app(folder: Path) -> FastAPI:
+    """A collector with a database of its own."""
+    nothing = {f.name: lambda *args, **kwargs: [] for f in dataclasses.fields(Detection)}
+    quiet = Detection(**{**nothing, "make_facts": lambda sites: {}, "make_engine": lambda facts: _Quiet()})
+    settings = Settings(database_url=f"sqlite:///{folder / 'fp8watch.db'}")
+    return create_app(settings, detection=quiet, dispatcher=lambda engine, settings: None)
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI) -> Iterator[httpx.Client]:
+    """The collector on a free port, and a client of it."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
+    ready = threading.Event()
+    startup = server.startup
+
+    async def announce(*args: Any, **kwargs: Any) -> None:
+        await startup(*args, **kwargs)
+        ready.set()
+
+    server.startup = announce  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.run, name="collector", daemon=True)
+    thread.start()
+    assert ready.wait(20), "the collector did not start"
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(10)

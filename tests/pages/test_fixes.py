@@ -1,0 +1,36 @@
+"""What can be pasted out of the sentence of a fix."""
+
+from __future__ import annotations
+
+import pytest
+from fp8watch_server.pages.fixes import render, to_copy
+
+
+@pytest.mark.parametrize(
+    ("text", "copied"),
+    [
+        ("FP8_QUANT_FWD_INP_AMAX_EPS=1e-12; if tiles still degenerate, 1e-10.", "FP8_QUANT_FWD_INP_AMAX_EPS=1e-12"),
+        ("The same: FP8_A_EPS=1e-12 FP8_B_EPS=1e-12.", "FP8_A_EPS=1e-12 FP8_B_EPS=1e-12"),
+        ("Remove --fp8-param-gather first: it is stale.", "--fp8-param-gather"),
+        ("Use E5M2: --fp8-format hybrid (fp8_format HYBRID).", "--fp8-format hybrid"),
+        ("Clip it before the cast: x.clamp(-3e4, 3e4).", "x.clamp(-3e4, 3e4)"),
+        (
+            "BF16: attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b')).",
+            "attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b'))",
+        ),
+        ("Look at the batch of step 90 (one token).", "Look at the batch of step 90 (one token)."),
+    ],
+)
+def test_variables_flags_and_calls_are_copied_else_the_sentence(text: str, copied: str) -> None:
+    assert to_copy(text) == copied
+
+
+def test_rendered_fix_is_the_sentence_with_code_in_it() -> None:
+    html = str(render("Set A_B=1 <now>, **then** f(x)."))
+    assert html == "Set <code>A_B=1</code> &lt;now&gt;, <strong>then</strong> <code>f(x)</code>."
+
+
+def test_a_long_hostile_fix_is_rendered_quickly_and_cut() -> None:
+    html = str(render("f(" * 50_000 + "<script>"))
+    assert len(html) < 10_000
+    assert "<script>" not in html

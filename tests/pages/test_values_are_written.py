@@ -1,0 +1,65 @@
+"""Numbers, octaves, times and names as they stand on a page."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timezone
+
+import pytest
+from fp8watch_server.pages import view
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (119, "119"),
+        (-3.0, "−3"),
+        (1234567, "1\u2009234\u2009567"),
+        (2.58512, "2.585"),
+        (1e-12, "1e−12"),
+        (0.00095, "9.5e−4"),
+        (2.5e8, "2.5e8"),
+        (math.nan, "NaN"),
+        (math.inf, "+Inf"),
+        (-math.inf, "−Inf"),
+        ("nan", "NaN"),
+        ("-inf", "−Inf"),
+        ("<b>", "<b>"),
+        (1e300, "1e300"),
+    ],
+)
+def test_number(value: object, written: str) -> None:
+    assert view.number(value) == written
+
+
+def test_ratio_octave_and_unit() -> None:
+    assert view.ratio(0.0123) == "1.23 %"
+    assert view.ratio("nan") == "NaN"
+    assert view.octaves(0.25) == "2^−2"
+    assert view.octaves(0) == "0"
+    assert view.quantity(31.6, "dB") == "31.6 dB"
+    assert view.quantity(None, "dB") == "–"
+
+
+def test_times_in_any_spelling() -> None:
+    at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    for value in (at.timestamp(), "2026-01-02T03:04:05Z", at, at.replace(tzinfo=None)):
+        assert view.clock(value) == "2026-01-02 03:04:05 UTC"
+        assert view.ago(value, datetime(2026, 1, 2, 3, 6, 5, tzinfo=timezone.utc)) == "2 min ago"
+    for value in (None, "yesterday", math.nan, 1e30):
+        assert view.clock(value) == "–"
+
+
+def test_latest_of_a_series_may_be_non_finite_or_absent() -> None:
+    series = {"steps": [1, 2, 3], "values": [1.0, None, None], "nonfinite": [[1, "inf"]]}
+    assert view.latest(series) == (2, "inf")
+    assert view.latest({"steps": [1], "values": [None], "nonfinite": []}) == (None, None)
+
+
+def test_small_line_of_non_finite_values_only_has_marks_and_no_path() -> None:
+    spark = view.spark({"steps": [1, 2], "values": [None, None], "nonfinite": [[0, "nan"], [1, "-inf"]]})
+    assert spark is not None
+    assert spark.path == ""
+    assert [what for _, what in spark.marks] == ["NaN", "−Inf"]
