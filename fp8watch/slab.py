@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, empty_rows
 
 if TYPE_CHECKING:
@@ -92,8 +91,8 @@ class Slab:
 
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
-        host = self.buffer.cpu().numpy()
-        return host.reshape(-1).view(ROW).copy()
+        # copied as bytes: a copy of structured items would leave the padding at their end undefined
+        return self.buffer.to("cpu", copy=True).numpy().reshape(-1).view(ROW)
 
     def clear(self) -> None:
         """Set every row to the defaults, in place."""

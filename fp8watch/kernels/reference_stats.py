@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 from fp8watch.formats import Fp8Format
 from fp8watch.quantize.stats import INF, Heavy, TileStats, histogram
-from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 _EXACT_FLOAT32_COUNT = 1 << 24
 _FP32_SCALE_SLACK = 4 * 2.0**-23  # 4 float32 ulps of 1
@@ -110,7 +110,7 @@ def _careful_counts(operand: Operand, num_saturated: torch.Tensor, finite_t: tor
 
 def _first_nonfinite(finite_t: torch.Tensor) -> torch.Tensor:
     """(row, column) of the first element that is not finite, row by row, or (−1, −1): int32 [2]."""
-    mt, bm, kt, bk = finite_t.shape
+    _, _, kt, bk = finite_t.shape
     nonfinite = (~finite_t).view(torch.uint8).view(-1)
     index = nonfinite.argmax()
     place = torch.stack((index.div(kt * bk, rounding_mode="floor"), index.remainder(kt * bk)))
@@ -157,19 +157,22 @@ def _heavy(
     unit_t = unit[:, None, :, None]
     scaled_t = magnitude_t * unit_t
     scaled_amax = operand.amax * unit  # 1 … 2, Inf for a sentinel tile
-    depth_hist = _depth_hist(scaled_t, scaled_amax, operand.amax, num_nonzero, operand, finite_t)
+    if finite_t is None:
+        total = num_nonzero.sum()
+    else:
+        total = ((magnitude_t > 0) & (operand.amax < INF)[:, None, :, None]).sum()
+    depth_hist = _depth_hist(scaled_t, scaled_amax, operand.amax, total)
 
+    error_t = operand.x_t - dequantized_t
+    if finite_t is not None:
+        # a given scale may be anything, and the error with it: float64 holds its square
+        error_t = error_t.where(finite_t & (dequantized_t.abs() < INF), 0.0).double()
+        scaled_t = scaled_t.double()
+    error_t.mul_(unit_t)
+    noise = error_t.mul_(error_t).sum((1, 3)).double()
     square_t = scaled_t.mul_(scaled_t)
     signal = square_t.sum((1, 3)).double()
     fourth = square_t.mul_(square_t).sum((1, 3)).double()
-    if finite_t is None:
-        error_t = (operand.x_t - dequantized_t).mul_(unit_t)
-        noise = error_t.mul_(error_t).sum((1, 3)).double()
-    else:
-        # a given scale may be anything, and the error with it: float64 holds its square
-        both = finite_t & (dequantized_t.abs() < INF)
-        wide_t = (operand.x_t - dequantized_t).where(both, 0.0).double().mul_(unit_t)
-        noise = wide_t.mul_(wide_t).sum((1, 3))
     unit_square = unit.double().square_()
     amax_square = scaled_amax.double().square_()
     nothing = signal == 0
@@ -184,12 +187,7 @@ def _heavy(
 
 
 def _depth_hist(
-    scaled_t: torch.Tensor,
-    scaled_amax: torch.Tensor,
-    amax: torch.Tensor,
-    num_nonzero: torch.Tensor,
-    operand: Operand,
-    finite_t: torch.Tensor | None,
+    scaled_t: torch.Tensor, scaled_amax: torch.Tensor, amax: torch.Tensor, total: torch.Tensor
 ) -> torch.Tensor:
     """Octaves of amax/|x| over finite, non-zero x of tiles whose amax is finite: int64 [32].
 
@@ -197,11 +195,8 @@ def _depth_hist(
     binary logarithm of their quotient. Zeros land in the last bucket, which is therefore told from the total.
     """
     last = NUM_DEPTH_BUCKETS - 1
-    bits_t = scaled_amax.view(torch.int32)[:, None, :, None] - scaled_t.view(torch.int32)
+    largest = scaled_amax.masked_fill(amax == 0, INF)
+    bits_t = largest.view(torch.int32)[:, None, :, None] - scaled_t.view(torch.int32)
     hist = histogram(bits_t.bitwise_right_shift_(23).clamp_(max=last), NUM_DEPTH_BUCKETS)
-    if finite_t is None:
-        total = num_nonzero.sum()
-    else:
-        total = ((scaled_t > 0) & (amax < INF)[:, None, :, None]).sum()
     hist[last] = total - hist[:last].sum()
     return hist

@@ -48,13 +48,12 @@ def check(
     same_bits(again, expected.scale_inv)
     same_bits(reference.dequantize(data, scale_inv, tile), expected.dequantized)
     assert none is None
-    assert data.is_contiguous() and values.is_contiguous()
+    assert data.is_contiguous()
+    assert values.is_contiguous()
 
 
 @pytest.mark.parametrize(("kind", "dtype", "tile", "fmt", "power_2", "eps"), CASES)
-def test_equals_the_oracle(
-    kind: str, dtype: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float
-) -> None:
+def test_equals_the_oracle(kind: str, dtype: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float) -> None:
     index = CASES.index((kind, dtype, tile, fmt, power_2, eps))
     check(operand(kind, dtype, SHAPES[(index * 7 + index // 10) % len(SHAPES)]), tile, fmt, power_2, eps, dtype)
 
