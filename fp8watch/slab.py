@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, empty_rows
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ _TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "
 class _RowViews(NamedTuple):
     """One row by section."""
 
-    energies: torch.Tensor
+    sums: torch.Tensor
     noise_max: torch.Tensor
     counts: torch.Tensor
     counts_and_depth: torch.Tensor
@@ -72,28 +71,30 @@ class Slab:
         """
         into = self._views.get(row) or self._row_views(row)
         call = stats.sections()
+        # Of two equals the earlier stays. A maximum of 0 is never larger, so its coordinates stay at −1.
         torch.where(call.maxima[0] > into.amax_max, call.worst_tile, into.worst_tile, out=into.worst_tile)
-        if call.energies is None or call.noise_max is None or call.noise_tile is None:
+        if call.sums is None or call.noise_max is None or call.noise_tile is None:
             into.counts.add_(call.counts)
         else:
             torch.where(call.noise_max > into.noise_max, call.noise_tile, into.noise_tile, out=into.noise_tile)
             torch.maximum(into.noise_max, call.noise_max, out=into.noise_max)
-            into.energies.add_(call.energies)
+            into.sums.add_(call.sums)
             into.counts_and_depth.add_(call.counts)
         into.tiles.add_(call.tiles)
         torch.maximum(into.maxima, call.maxima, out=into.maxima)
         torch.minimum(into.minima, call.minima, out=into.minima)
-        # A coordinate is −1 as a whole or not at all, so element by element is the same as field by field.
-        fresh = into.firsts < 0
-        torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
-        into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
+        if call.firsts is not None:
+            # A coordinate is −1 as a whole or not at all, so element by element is the same as field by field.
+            fresh = into.firsts < 0
+            torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
+            into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
         into.order.masked_fill_(into.order < 0, call_order)
         into.measured.bitwise_or_(call.measured)
 
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
-        host = self.buffer.cpu().numpy()
-        return host.reshape(-1).view(ROW).copy()
+        # copied as bytes: a copy of structured items would leave the padding at their end undefined
+        return self.buffer.to("cpu", copy=True).numpy().reshape(-1).view(ROW)
 
     def clear(self) -> None:
         """Set every row to the defaults, in place."""
@@ -104,7 +105,7 @@ class Slab:
         if not 0 <= row < self.capacity:
             raise ValueError(f"row={row}: must be 0 … {self.capacity - 1}; the slab has {self.capacity} rows")
         views = self._views[row] = _RowViews(
-            energies=self._span(row, "signal_energy", "moment4"),
+            sums=self._span(row, "signal_energy", "moment4"),
             noise_max=self._span(row, "tile_noise_ratio_max"),
             counts=self._span(row, "num_elements", "num_inf"),
             counts_and_depth=self._span(row, "num_elements", "depth_hist"),

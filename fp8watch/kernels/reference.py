@@ -10,6 +10,7 @@ Legend: M rows, K columns, Mt × Kt tiles of bm × bk elements; a `_t` tensor is
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ import torch.nn.functional as F
 
 from fp8watch.formats import Fp8Format
 from fp8watch.kernels import reference_stats
+from fp8watch.kernels.reference_stats import Kind
 from fp8watch.quantize.checks import check_denormals, check_operand, check_scale, check_tile_shape
 from fp8watch.quantize.stats import INF, TileStats
 
 NAME = "reference"
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
+_SMALLEST_ORDINARY_AMAX = 2.0**-110  # every format's FP8_MAX over it is finite
 
 
 def probe(device: torch.device) -> str | None:
@@ -117,7 +120,13 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
 
 
 def tile_scale(
-    amax: torch.Tensor, fmt: Fp8Format, power_2_scale: bool, eps: float, dtype: torch.dtype, guard: bool = True
+    amax: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    dtype: torch.dtype,
+    guard: bool = True,
+    ordinary: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale of each tile, and FP8_MAX/amax as it came out of the division.
 
@@ -125,13 +134,14 @@ def tile_scale(
         amax: float32, 0 or more, Inf where an element is.
         fmt, power_2_scale, eps, guard: as for `quantize`.
         dtype: of the operand; its largest finite value stands in for a scale that overflows.
+        ordinary: the caller knows that no tile needs the guard or that stand-in.
     """
     if eps > 0:
         amax = amax.clamp_min(eps)
     # torch.div of two tensors: a Python number over a tensor is a reciprocal and a product, other codes
     quotient = torch.full_like(amax, fmt.max_finite).div_(amax)
     scale = quotient
-    if guard:
+    if guard and not ordinary:
         scale = quotient.masked_fill(quotient == INF, torch.finfo(dtype).max)
         scale.masked_fill_((amax == 0).logical_or_(amax == INF), 1.0)
     if power_2_scale:
@@ -173,6 +183,27 @@ def _untile(values_t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return values_t.view(mt * bm, kt * bk)[: x.shape[0], : x.shape[1]].contiguous()
 
 
+@lru_cache(maxsize=1)
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed buffers of up to 24 MiB instead of giving each back to the system.
+
+    Its limit grows with the largest block ever freed, and starts at 128 KiB: until then every buffer of a small
+    model is mapped, cleared and unmapped anew, which takes three times as long as what is computed in it. The block
+    below is never touched, so it costs nothing. Where it does not help it does no harm.
+    """
+    torch.empty(24 << 20, dtype=torch.uint8)
+
+
+def _look(amax: torch.Tensor, eps: float) -> Kind:
+    """Tell what kind of operand this is. A CPU can be asked at once; another device would have to be waited for."""
+    if not amax.is_cpu:
+        return Kind.ANY
+    low, high = (float(extreme) for extreme in amax.aminmax())
+    if not high < INF:  # NaN too
+        return Kind.ANY
+    return Kind.ORDINARY if low > _SMALLEST_ORDINARY_AMAX and low > eps * (1 + 1e-6) else Kind.FINITE
+
+
 def _quantize(
     x: torch.Tensor,
     tile_shape: tuple[int, int],
@@ -188,31 +219,40 @@ def _quantize(
     tile_shape = check_tile_shape(tile_shape)
     check_operand(x)
     check_denormals(x)
+    if x.is_cpu:
+        _keep_freed_memory()
     x_t = tiled(x.detach().to(torch.float32), tile_shape)
     magnitude_t = x_t.abs()
     amax = magnitude_t.amax((1, 3))
-    # Asking costs nothing on a CPU. On other devices it would wait for the device: there the careful way is taken.
-    finite = x.is_cpu and bool((amax < INF).all())
-    if not finite:
+    kind = _look(amax, eps) if given is None and guard else Kind.ANY
+    if kind is Kind.ANY:
         amax = magnitude_t.nan_to_num(0.0, posinf=INF).amax((1, 3))
-    scale, quotient = tile_scale(amax, fmt, power_2_scale, eps, x.dtype, guard)
+    scale, quotient = tile_scale(amax, fmt, power_2_scale, eps, x.dtype, guard, ordinary=kind is Kind.ORDINARY)
     if given is not None:
         scale = check_scale(given, (amax.shape[0], amax.shape[1]), x)
     scale_inv = torch.ones_like(scale).div_(scale)
 
     y_t = magnitude_t * spread(scale)
-    plain = finite and guard and given is None
-    saturated = reference_stats.saturated(y_t, magnitude_t, fmt) if stats and not plain else None
+    saturated = reference_stats.saturated(y_t, magnitude_t, fmt) if stats and kind is Kind.ANY else None
     rounded_t = round_to_grid(y_t.clamp_(max=fmt.max_finite), fmt)
     values_t = torch.copysign(rounded_t, x_t)
-    if not plain:
+    if kind is Kind.ANY:
         values_t.masked_fill_(rounded_t.isnan(), float("nan"))  # one NaN code, whatever sign came in
     dequantized_t = values_t * spread(scale_inv) if dequantized or (stats and heavy) else None
     if not stats:
         return _Quantized(values_t, scale_inv, dequantized_t, None)
     measured = reference_stats.measure(
         reference_stats.Operand(
-            x_t, magnitude_t, rounded_t, dequantized_t if heavy else None, amax, scale, scale_inv, quotient, saturated
+            kind,
+            x_t,
+            magnitude_t,
+            rounded_t,
+            dequantized_t if heavy else None,
+            amax,
+            scale,
+            scale_inv,
+            quotient,
+            saturated,
         ),
         (x.shape[0], x.shape[1]),
         tile_shape,

@@ -5,26 +5,37 @@ Shapes:     operand and codes [Mt, bm, Kt, bk] -> TileStats [Mt, Kt]     Thread:
 
 There are two ways through. The plain one is for what training is made of: finite elements and scales computed
 just now. The careful one, for everything else and for devices that cannot be asked without waiting, masks what is
-not finite. Both give the same numbers where both apply.
+not finite. Both give the same numbers where both apply. On a CPU most of the time goes into starting operations on
+small tensors, so the plain way leaves out every one whose result `Kind` already tells.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
+from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 from fp8watch.formats import Fp8Format
-from fp8watch.quantize.stats import INF, Heavy, TileStats, histogram
-from fp8watch_agent.record import NUM_DEPTH_BUCKETS
+from fp8watch.quantize.stats import INF, Heavy, Invariant, TileStats, histogram
 
 _EXACT_FLOAT32_COUNT = 1 << 24
 _FP32_SCALE_SLACK = 4 * 2.0**-23  # 4 float32 ulps of 1
 
 
+class Kind(Enum):
+    """What is known of an operand before it is measured, so that what cannot be need not be looked for."""
+
+    ORDINARY = "finite elements, no tile zero or clamped, scales computed just now"
+    FINITE = "finite elements, scales computed just now"
+    ANY = "anything"
+
+
 class Operand(NamedTuple):
     """One operand on its way through the quantiser. A `_t` tensor is [Mt, bm, Kt, bk], the others [Mt, Kt]."""
 
+    kind: Kind
     x_t: torch.Tensor
     magnitude_t: torch.Tensor  # |x|
     rounded_t: torch.Tensor  # |codes' values|
@@ -51,17 +62,19 @@ def measure(
 ) -> TileStats:
     """Collect the statistics of one operand."""
     magnitude_t, amax = operand.magnitude_t, operand.amax
+    first: torch.Tensor | None = None
     if operand.saturated is None:
         finite_t, finite_amax = None, amax
         counts = _plain_counts(operand)
-        first = torch.full((2,), -1, dtype=torch.int32, device=amax.device)
     else:
         finite_t = magnitude_t < INF
         magnitude_t = magnitude_t.where(finite_t, 0.0)
         finite_amax = magnitude_t.amax((1, 3))
         counts = _careful_counts(operand, operand.saturated, finite_t)
         first = _first_nonfinite(finite_t)
-    ratio, included, off_scale, badness = _invariant(operand, fmt, power_2_scale, eps)
+    ratio = (amax * operand.scale).div_(torch.full_like(amax, fmt.max_finite))
+    # For scales computed just now from ordinary tiles the invariant is trivially true.
+    invariant = None if operand.kind is Kind.ORDINARY else _invariant(operand, ratio, power_2_scale, eps)
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
@@ -74,9 +87,7 @@ def measure(
         operand.scale,
         operand.scale_inv,
         ratio,
-        included,
-        off_scale,
-        badness,
+        invariant,
         counts,
         first,
         heavy,
@@ -110,19 +121,16 @@ def _careful_counts(operand: Operand, num_saturated: torch.Tensor, finite_t: tor
 
 def _first_nonfinite(finite_t: torch.Tensor) -> torch.Tensor:
     """(row, column) of the first element that is not finite, row by row, or (−1, −1): int32 [2]."""
-    mt, bm, kt, bk = finite_t.shape
+    _, _, kt, bk = finite_t.shape
     nonfinite = (~finite_t).view(torch.uint8).view(-1)
     index = nonfinite.argmax()
     place = torch.stack((index.div(kt * bk, rounding_mode="floor"), index.remainder(kt * bk)))
     return place.masked_fill_(nonfinite.amax() == 0, -1).to(torch.int32)
 
 
-def _invariant(
-    operand: Operand, fmt: Fp8Format, power_2_scale: bool, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scale ratio, the tiles it is meant for, those that break it, and how badly."""
+def _invariant(operand: Operand, ratio: torch.Tensor, power_2_scale: bool, eps: float) -> Invariant:
+    """The tiles that the scale invariant is meant for, those that break it, and how badly."""
     amax, quotient, scale_inv = operand.amax, operand.quotient, operand.scale_inv
-    ratio = (amax * operand.scale).div_(torch.full_like(amax, fmt.max_finite))
     # 1/scale is positive and finite exactly where scale is positive, finite and has a usable reciprocal
     usable = (scale_inv > 0) & (scale_inv < INF)
     # quotient Inf: a zero tile, or the scale was clamped to the input type; 0: a sentinel tile
@@ -135,7 +143,7 @@ def _invariant(
         within, low = (ratio >= 1 - _FP32_SCALE_SLACK) & (ratio <= 1 + _FP32_SCALE_SLACK), 1.0
     off_scale = ~usable | (included & ~within)
     distance = torch.maximum(ratio, low / ratio).masked_fill_(~usable, INF)
-    return ratio, included, off_scale, distance.where(off_scale, 0.0)
+    return Invariant(included, off_scale, distance.where(off_scale, 0.0))
 
 
 def _heavy(
@@ -157,40 +165,35 @@ def _heavy(
     unit_t = unit[:, None, :, None]
     scaled_t = magnitude_t * unit_t
     scaled_amax = operand.amax * unit  # 1 … 2, Inf for a sentinel tile
-    depth_hist = _depth_hist(scaled_t, scaled_amax, operand.amax, num_nonzero, operand, finite_t)
-
-    square_t = scaled_t.mul_(scaled_t)
-    signal = square_t.sum((1, 3)).double()
-    fourth = square_t.mul_(square_t).sum((1, 3)).double()
     if finite_t is None:
-        error_t = (operand.x_t - dequantized_t).mul_(unit_t)
-        noise = error_t.mul_(error_t).sum((1, 3)).double()
+        total = num_nonzero.sum()
     else:
+        total = ((magnitude_t > 0) & (operand.amax < INF)[:, None, :, None]).sum()
+    if operand.kind is not Kind.ORDINARY:
+        scaled_amax.masked_fill_(operand.amax == 0, INF)  # nothing is infinitely deep
+    depth_hist = _depth_hist(scaled_t, scaled_amax, total)
+
+    error_t = operand.x_t - dequantized_t
+    if finite_t is not None:
         # a given scale may be anything, and the error with it: float64 holds its square
-        both = finite_t & (dequantized_t.abs() < INF)
-        wide_t = (operand.x_t - dequantized_t).where(both, 0.0).double().mul_(unit_t)
-        noise = wide_t.mul_(wide_t).sum((1, 3))
-    unit_square = unit.double().square_()
-    amax_square = scaled_amax.double().square_()
-    nothing = signal == 0
-    return Heavy(
-        signal / unit_square,
-        noise / unit_square,
-        (noise / signal).masked_fill_(nothing, 0.0),
-        (signal / amax_square).masked_fill_(nothing, 0.0),
-        (fourth / amax_square.square_()).masked_fill_(nothing, 0.0),
-        depth_hist,
-    )
+        error_t = error_t.where(finite_t & (dequantized_t.abs() < INF), 0.0).double()
+        scaled_t = scaled_t.double()
+    error_t.mul_(unit_t)
+    noise = error_t.mul_(error_t).sum((1, 3))
+    square_t = scaled_t.mul_(scaled_t)
+    signal = square_t.sum((1, 3))
+    fourth = square_t.mul_(square_t).sum((1, 3))
+    signal, noise, fourth = torch.stack((signal, noise, fourth)).double()
+    ratio = noise / signal
+    per_unit, per_amax = torch.stack((unit, scaled_amax)).double().square_().reciprocal_()
+    terms = torch.stack((signal * per_unit, noise * per_unit, ratio, signal * per_amax, fourth * per_amax.square()))
+    if operand.kind is not Kind.ORDINARY:  # nothing over nothing is nothing
+        ratio.masked_fill_(signal == 0, 0.0)
+        terms[2:].masked_fill_(signal == 0, 0.0)
+    return Heavy(terms.sum((1, 2)), ratio, depth_hist)
 
 
-def _depth_hist(
-    scaled_t: torch.Tensor,
-    scaled_amax: torch.Tensor,
-    amax: torch.Tensor,
-    num_nonzero: torch.Tensor,
-    operand: Operand,
-    finite_t: torch.Tensor | None,
-) -> torch.Tensor:
+def _depth_hist(scaled_t: torch.Tensor, scaled_amax: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Octaves of amax/|x| over finite, non-zero x of tiles whose amax is finite: int64 [32].
 
     For two positive normal numbers the difference of their bits, shifted by the mantissa, is the floor of the
@@ -199,9 +202,5 @@ def _depth_hist(
     last = NUM_DEPTH_BUCKETS - 1
     bits_t = scaled_amax.view(torch.int32)[:, None, :, None] - scaled_t.view(torch.int32)
     hist = histogram(bits_t.bitwise_right_shift_(23).clamp_(max=last), NUM_DEPTH_BUCKETS)
-    if finite_t is None:
-        total = num_nonzero.sum()
-    else:
-        total = ((scaled_t > 0) & (amax < INF)[:, None, :, None]).sum()
     hist[last] = total - hist[:last].sum()
     return hist

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from fp8watch.formats import AMAX_BUCKET_OFFSET
 from fp8watch_agent.record import (
     FIELDS,
     NUM_AMAX_BUCKETS,
     Measured,
     TileFlag,
 )
+
+from fp8watch.formats import AMAX_BUCKET_OFFSET
 
 INF = float("inf")
 _AMAX_BUCKET_SHIFT = 128 - AMAX_BUCKET_OFFSET  # exponent field of amax/1.75, rounded down, minus this = bucket
@@ -32,27 +32,32 @@ _HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
 class Sections(NamedTuple):
     """One call as the sections of a slab row: consecutive FIELDS of one dtype and one way of merging."""
 
-    energies: torch.Tensor | None  # float64 [5]: signal_energy … moment4
+    sums: torch.Tensor | None  # float64 [5]: signal_energy … moment4
     noise_max: torch.Tensor | None  # float64 [1]
     counts: torch.Tensor  # int64 [6] or [38]: num_elements … num_inf, and depth_hist when it was measured
     tiles: torch.Tensor  # int32 [70]: num_tiles … num_calls, amax_hist
     maxima: torch.Tensor  # float32 [3]: amax, scale_inv, scale_ratio
     minima: torch.Tensor  # float32 [3]
-    worst_tile: torch.Tensor  # int32 [2]
-    noise_tile: torch.Tensor | None  # int32 [2]
-    firsts: torch.Tensor  # int32 [4]: off_scale_tile, first_nonfinite without its call
+    worst_tile: torch.Tensor  # int32 [2], of the largest amax even if that is 0
+    noise_tile: torch.Tensor | None  # int32 [2], of the largest noise ratio even if that is 0
+    firsts: torch.Tensor | None  # int32 [4]: off_scale_tile, first_nonfinite without its call; None: nowhere
     measured: int
+
+
+class Invariant(NamedTuple):
+    """The scale invariant, tile by tile: [Mt, Kt]."""
+
+    included: torch.Tensor  # bool: tiles that it is about: not zero, sentinel or clamped, and with a usable scale
+    off_scale: torch.Tensor  # bool: tiles that break it, or whose scale is not finite and positive
+    badness: torch.Tensor  # float32: how far outside; 0 for tiles that are not off-scale
 
 
 @dataclass(frozen=True)
 class Heavy:
-    """The statistics that cost a second look at the elements. Per tile, float64 [Mt, Kt], but for the histogram."""
+    """The statistics that cost a second look at the elements."""
 
-    signal_energy: torch.Tensor  # Σ x², finite x
-    noise_energy: torch.Tensor  # Σ (x − dequantised x)², both finite
-    noise_ratio: torch.Tensor  # noise / signal, 0 where there is no signal
-    moment2: torch.Tensor  # Σ (x/amax)²
-    moment4: torch.Tensor
+    sums: torch.Tensor  # float64 [5]: signal_energy … moment4
+    noise_ratio: torch.Tensor  # float64 [Mt, Kt]: noise / signal energy of a tile, 0 where there is no signal
     depth_hist: torch.Tensor  # int64 [32]
 
 
@@ -68,11 +73,9 @@ class TileStats:
     scale: torch.Tensor  # float32
     scale_inv: torch.Tensor  # float32
     scale_ratio: torch.Tensor  # float32: amax·scale/FP8_MAX
-    in_invariant: torch.Tensor  # bool: tiles that the scale invariant is about, with a usable scale
-    off_scale: torch.Tensor  # bool
-    off_scale_badness: torch.Tensor  # float32: how far outside, 0 for tiles that are not off-scale
+    invariant: Invariant | None  # None: every tile is included, has an amax above 0 and cannot be off-scale
     counts: torch.Tensor  # int64 [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf
-    first_nonfinite: torch.Tensor  # int32 [2]: row and column of the first NaN or Inf in row-major order, else −1
+    first_nonfinite: torch.Tensor | None  # int32 [2]: row, column of the first NaN or Inf, else −1; None: all finite
     heavy: Heavy | None
 
     @property
@@ -106,6 +109,13 @@ class TileStats:
         return self.counts[3] + self.counts[4]
 
     @property
+    def off_scale(self) -> torch.Tensor:
+        """Tiles that break the scale invariant: bool."""
+        if self.invariant is None:
+            return torch.zeros_like(self.amax, dtype=torch.bool)
+        return self.invariant.off_scale
+
+    @property
     def measured(self) -> int:
         """The groups of fields that this record holds, as bits of Measured."""
         return int(_LIGHT | _HEAVY) if self.heavy is not None else int(_LIGHT)
@@ -129,52 +139,55 @@ class TileStats:
 
     def sections(self) -> Sections:
         """Fold the tiles into the sections of one slab row, on the device."""
-        constants = _constants(*self.shape, *self.tile_shape, self.amax.device)
-        counts = torch.cat((constants.num_elements, self.counts.sum((1, 2))))
-        zero = self.amax == 0
-        clamped = (self.amax < self.eps) & ~zero
-        tiles = torch.stack((zero, clamped, self.amax == INF, self.off_scale)).sum((1, 2), dtype=torch.int32)
-        buckets = ((self.amax.view(torch.int32) + (1 << 21)) >> 23).sub_(_AMAX_BUCKET_SHIFT).clamp_(1, 63)
-        amax_hist = histogram(buckets.masked_fill_(zero, 0), NUM_AMAX_BUCKETS)
-        maxima = torch.stack((self.amax, self.scale_inv, self.scale_ratio.where(self.in_invariant, constants.zero)))
-        minima = torch.stack(
-            (
-                self.amax.masked_fill(zero, INF),
-                self.scale_inv,
-                self.scale_ratio.where(self.in_invariant, constants.infinity),
-            )
-        )
-        largest = maxima.amax((1, 2))
-        worst = self._place(self.amax, largest[0])
-        off = self._place(self.off_scale_badness, self.off_scale_badness.amax())
-        heavy = self.heavy
-        energies = noise_max = noise_tile = None
-        if heavy is not None:
-            energies = torch.stack(
-                (heavy.signal_energy, heavy.noise_energy, heavy.noise_ratio, heavy.moment2, heavy.moment4)
-            ).sum((1, 2))
-            noise_max = heavy.noise_ratio.amax().view(1)
-            noise_tile = self._place(heavy.noise_ratio, noise_max)
-            counts = torch.cat((counts, heavy.depth_hist))
+        shared = _shared(*self.shape, *self.tile_shape, self.amax.device)
+        bits = self.amax.view(torch.int32) + (1 << 21)  # carries into the exponent where the mantissa is 1.75 or more
+        buckets = bits.bitwise_right_shift_(23).sub_(_AMAX_BUCKET_SHIFT).clamp_(1, NUM_AMAX_BUCKETS - 1)
+        if self.invariant is None:
+            low, high = torch.stack((self.amax, self.scale_inv, self.scale_ratio)).view(3, -1).aminmax(dim=1)
+            tiles, off = shared.ordinary_tiles, shared.nowhere
+        else:
+            low, high, tiles, off = self._unusual(self.invariant, buckets, shared)
+        counts = [shared.num_elements, self.counts.sum((1, 2))]
+        sums = noise_max = noise_tile = None
+        if self.heavy is not None:
+            ratio = self.heavy.noise_ratio.view(-1)
+            noise_max, index = ratio.max(0, keepdim=True)
+            noise_tile = shared.places.index_select(0, index).view(2)
+            sums = self.heavy.sums
+            counts.append(self.heavy.depth_hist)
+        firsts = None
+        if self.invariant is not None or self.first_nonfinite is not None:
+            firsts = torch.cat((off, shared.nowhere if self.first_nonfinite is None else self.first_nonfinite))
         return Sections(
-            energies,
+            sums,
             noise_max,
-            counts,
-            torch.cat((constants.num_tiles, tiles, constants.one_call, amax_hist)),
-            largest,
-            minima.amin((1, 2)),
-            worst,
+            torch.cat(counts),
+            torch.cat((tiles, histogram(buckets, NUM_AMAX_BUCKETS))),
+            high,
+            low,
+            shared.places.index_select(0, self.amax.view(-1).argmax(keepdim=True)).view(2),
             noise_tile,
-            torch.cat((off, self.first_nonfinite)),
+            firsts,
             self.measured,
         )
 
-    def _place(self, values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-        """(row, column) of the first maximum, or (−1, −1) when the maximum is 0: int32 [2]."""
-        index = values.argmax()
-        columns = values.shape[1]
-        place = torch.stack((index.div(columns, rounding_mode="floor"), index.remainder(columns)))
-        return place.masked_fill_(maximum == 0, -1).to(torch.int32)
+    def _unusual(
+        self, invariant: Invariant, buckets: torch.Tensor, shared: _Shared
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sections that differ where tiles are zero, clamped, sentinel or off-scale; zero tiles to bucket 0."""
+        zero = self.amax == 0
+        buckets.masked_fill_(zero, 0)
+        clamped = (self.amax < self.eps) & ~zero
+        special = torch.stack((zero, clamped, self.amax == INF, invariant.off_scale))
+        tiles = shared.ordinary_tiles.clone()
+        tiles[1:5] = special.sum((1, 2))
+        highest = torch.stack((self.amax, self.scale_inv, self.scale_ratio.where(invariant.included, 0.0)))
+        lowest = torch.stack(
+            (self.amax.masked_fill(zero, INF), self.scale_inv, self.scale_ratio.where(invariant.included, INF))
+        )
+        worst, index = invariant.badness.view(-1).max(0, keepdim=True)
+        off = shared.places.index_select(0, index).view(2).masked_fill_(worst == 0, -1)
+        return lowest.amin((1, 2)), highest.amax((1, 2)), tiles, off
 
     def summary(self) -> dict[str, Any]:
         """The sketch of this one call: every field of the record by name, as Python numbers and numpy arrays.
@@ -189,24 +202,24 @@ class TileStats:
         return {f.name: row[f.name].item() if f.size == 1 else np.array(row[f.name]) for f in FIELDS}
 
 
-class _Constants(NamedTuple):
-    num_elements: torch.Tensor
-    num_tiles: torch.Tensor
-    one_call: torch.Tensor
-    zero: torch.Tensor
-    infinity: torch.Tensor
+class _Shared(NamedTuple):
+    """What the shape alone decides, made once and kept on the device."""
+
+    num_elements: torch.Tensor  # int64 [1]
+    ordinary_tiles: torch.Tensor  # int32 [6]: num_tiles … num_calls of a call without any special tile
+    nowhere: torch.Tensor  # int32 [2]: (−1, −1)
+    places: torch.Tensor  # int32 [Mt·Kt, 2]: (row, column) of each tile
 
 
-@lru_cache(maxsize=4096)
-def _constants(rows: int, columns: int, bm: int, bk: int, device: torch.device) -> _Constants:
-    """Numbers that the shape alone decides, made once and kept on the device."""
-    num_tiles = -(-rows // bm) * -(-columns // bk)
-    return _Constants(
-        torch.tensor([rows * columns], dtype=torch.int64, device=device),
-        torch.tensor([num_tiles], dtype=torch.int32, device=device),
-        torch.ones(1, dtype=torch.int32, device=device),
-        torch.zeros((), device=device),
-        torch.full((), INF, device=device),
+@lru_cache(maxsize=256)
+def _shared(rows: int, columns: int, bm: int, bk: int, device: torch.device) -> _Shared:
+    mt, kt = -(-rows // bm), -(-columns // bk)
+    index = torch.arange(mt * kt, dtype=torch.int32)
+    return _Shared(
+        torch.tensor([rows * columns], dtype=torch.int64).to(device),
+        torch.tensor([mt * kt, 0, 0, 0, 0, 1], dtype=torch.int32).to(device),
+        torch.tensor([-1, -1], dtype=torch.int32).to(device),
+        torch.stack((index // kt, index % kt), dim=1).to(device),
     )
 
 

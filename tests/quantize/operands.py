@@ -7,7 +7,12 @@ import zlib
 import numpy as np
 import torch
 
-SHAPES = ((1, 1), (3, 128), (2, 257), (5, 130), (128, 2), (129, 3), (70, 131), (260, 5), (1, 640), (131, 129))
+_ROWWISE_SHAPES = ((1, 1), (3, 128), (2, 257), (5, 130), (1, 640), (9, 131), (7, 96))
+SHAPES = {
+    (1, 128): _ROWWISE_SHAPES,
+    (128, 1): tuple((k, m) for m, k in _ROWWISE_SHAPES),
+    (128, 128): ((1, 1), (3, 300), (129, 131), (260, 5), (128, 128), (40, 130), (256, 2)),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TILES = ((1, 128), (128, 1), (128, 128))
 

@@ -139,13 +139,14 @@ def quantize(
 def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "float32") -> dict[str, Any]:
     """Every field of the record, counted one element after the other."""
     f: dict[str, Any] = dict.fromkeys(
-        "signal_energy noise_energy tile_noise_ratio_sum moment2 moment4 tile_noise_ratio_max".split(), 0.0
+        ["signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"], 0.0
     )
-    f.update(dict.fromkeys("num_elements num_nonzero num_saturated num_underflow num_nan num_inf".split(), 0))
-    f.update(dict.fromkeys("num_tiles num_zero_tiles num_eps_tiles num_sentinel_tiles num_off_scale_tiles".split(), 0))
+    f.update(dict.fromkeys(["num_elements", "num_nonzero", "num_saturated", "num_underflow", "num_nan", "num_inf"], 0))
+    f.update(num_tiles=0, num_zero_tiles=0, num_eps_tiles=0, num_sentinel_tiles=0, num_off_scale_tiles=0)
     f.update(depth_hist=[0] * 32, amax_hist=[0] * 64, amax_max=0.0, scale_inv_max=0.0, scale_ratio_max=0.0)
     f.update(amax_min_nonzero=math.inf, scale_inv_min=math.inf, scale_ratio_min=math.inf)
     f.update(worst_tile=(-1, -1), noise_tile=(-1, -1), off_scale_tile=(-1, -1), num_calls=1)
+    f["noise_ratios"] = {}
     worst_deviation, nonfinite = 0.0, []
     for place, t in result.tiles.items():
         f["num_tiles"] += 1
@@ -174,6 +175,7 @@ def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "fl
         f["noise_energy"] += noise
         if signal > 0:
             f["tile_noise_ratio_sum"] += noise / signal
+            f["noise_ratios"][place] = noise / signal
             if noise / signal > f["tile_noise_ratio_max"]:
                 f["tile_noise_ratio_max"], f["noise_tile"] = noise / signal, place
         f["num_zero_tiles"] += int(t.amax == 0)
@@ -190,8 +192,8 @@ def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "fl
             f["amax_max"], f["worst_tile"] = float(t.amax), place
         if t.amax > 0:
             f["amax_min_nonzero"] = min(f["amax_min_nonzero"], float(t.amax))
-        f["scale_inv_max"] = max(f["scale_inv_max"], float(t.scale_inv))
-        f["scale_inv_min"] = min(f["scale_inv_min"], float(t.scale_inv))
+        f["scale_inv_max"] = float(np.maximum(f["scale_inv_max"], t.scale_inv))  # NaN stays NaN
+        f["scale_inv_min"] = float(np.minimum(f["scale_inv_min"], t.scale_inv))
         deviation = _deviation(t, fmt, power_2, eps, f)
         f["num_off_scale_tiles"] += int(deviation > 0)
         if deviation > worst_deviation:

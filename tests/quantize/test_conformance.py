@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 
 import numpy as np
 import pytest
@@ -48,15 +49,15 @@ def check(
     same_bits(again, expected.scale_inv)
     same_bits(reference.dequantize(data, scale_inv, tile), expected.dequantized)
     assert none is None
-    assert data.is_contiguous() and values.is_contiguous()
+    assert data.is_contiguous()
+    assert values.is_contiguous()
 
 
 @pytest.mark.parametrize(("kind", "dtype", "tile", "fmt", "power_2", "eps"), CASES)
-def test_equals_the_oracle(
-    kind: str, dtype: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float
-) -> None:
-    index = CASES.index((kind, dtype, tile, fmt, power_2, eps))
-    check(operand(kind, dtype, SHAPES[(index * 7 + index // 10) % len(SHAPES)]), tile, fmt, power_2, eps, dtype)
+def test_equals_the_oracle(kind: str, dtype: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float) -> None:
+    shapes = SHAPES[tile]
+    shape = shapes[zlib.crc32(f"{kind} {dtype} {fmt} {power_2} {eps}".encode()) % len(shapes)]
+    check(operand(kind, dtype, shape), tile, fmt, power_2, eps, dtype)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -89,12 +90,12 @@ def test_rounding_is_right_at_every_midpoint_and_beside_it(fmt: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_do_not_matter(dtype: str) -> None:
-    base = operand("wide", dtype, (260, 140))
+    base = operand("wide", dtype, (140, 140))
     views = {
-        "transposed": operand("wide", dtype, (140, 260)).t(),
-        "sliced": base[3:200:2, 5:],
-        "expanded": base[:1].expand(130, 140),
-        "expanded column": base[:, :1].expand(260, 140),
+        "transposed": operand("wide", dtype, (140, 60)).t(),
+        "sliced": base[3:100:2, 5:],
+        "expanded": base[:1].expand(40, 140),
+        "expanded column": base[:, :1].expand(140, 130),
         "flipped": base.flip(0),
     }
     for view in views.values():

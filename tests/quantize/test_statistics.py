@@ -1,0 +1,168 @@
+"""Each statistic equals a count made one element after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8watch_agent.record import FIELDS, Measured, TileFlag
+from quantize import oracle
+from quantize.operands import DTYPES, KINDS, TILES, operand
+
+from fp8watch.formats import FORMATS
+from fp8watch.kernels import reference, reference_stats
+
+SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")
+NOT_COMPARED = ("weight_hash", "order", "measured", *SUMS)
+
+
+def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Counts, extremes and coordinates exactly; energies and moments within 1e-6."""
+    for f in FIELDS:
+        if f.name in SUMS:
+            assert got[f.name] == pytest.approx(expected[f.name], rel=1e-6, abs=1e-300), f.name
+        elif f.name == "noise_tile" and expected["tile_noise_ratio_max"] > 0:
+            # two tiles may be equally bad but for the last bits of a sum
+            ratios = expected["noise_ratios"]
+            assert ratios[tuple(got[f.name])] == pytest.approx(expected["tile_noise_ratio_max"], rel=1e-6), f.name
+        elif f.name not in NOT_COMPARED:
+            assert np.array_equal(got[f.name], expected[f.name], equal_nan=True), (
+                f"{f.name}: {got[f.name]}, not {expected[f.name]}"
+            )
+
+
+def compare(
+    x: torch.Tensor, tile: tuple[int, int], fmt: str, power_2: bool, eps: float, dtype: str = "float32", **options: Any
+) -> dict[str, Any]:
+    given = options.get("scale")
+    result = oracle.quantize(
+        x.float().numpy(),
+        tile,
+        fmt,
+        power_2,
+        eps,
+        dtype,
+        given.numpy() if given is not None else None,
+        options.get("guard", True),
+    )
+    stats = reference.quantize(x, tile, FORMATS[fmt], power_2, eps, **options)[2]
+    summary = stats.summary()
+    assert_same_sketch(summary, oracle.sketch(result, fmt, power_2, eps, dtype))
+    return summary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("fmt", "power_2", "eps"), [("E4M3", True, 0.0), ("E4M3", False, 0.3), ("E5M2", False, 0.0)])
+def test_every_field_of_the_sketch(kind: str, tile: tuple[int, int], fmt: str, power_2: bool, eps: float) -> None:
+    dtype = list(DTYPES)[(len(kind) + tile[0]) % 3]
+    compare(operand(kind, dtype, (10, 150)), tile, fmt, power_2, eps, dtype)
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "nan-and-inf", "subnormal", "huge"])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.3, 2.0, 1.0000001, 4096.0, 1e-30, 0.0, np.inf, np.nan])
+@pytest.mark.parametrize("power_2", [True, False])
+def test_a_given_scale_is_judged_by_the_tensor(kind: str, factor: float, power_2: bool) -> None:
+    x = operand(kind, "float32", (6, 150))
+    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].scale.clone()
+    scale[2:4] *= factor
+    compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "all-zero", "inf", "normal", "subnormal"])
+def test_an_unguarded_zero_tile_is_off_scale(kind: str) -> None:
+    summary = compare(operand(kind, "float32", (6, 150)), (1, 128), "E4M3", True, 0.0, guard=False)
+    guarded = compare(operand(kind, "float32", (6, 150)), (1, 128), "E4M3", True, 0.0)
+    assert guarded["num_off_scale_tiles"] == 0
+    if summary["num_zero_tiles"]:
+        assert summary["num_off_scale_tiles"] >= summary["num_zero_tiles"]
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "gradient", "outliers", "zeros", "subnormal", "huge", "ties"])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("power_2", [True, False])
+def test_the_careful_way_counts_what_the_plain_way_counts(
+    kind: str, tile: tuple[int, int], power_2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = operand(kind, "float32", (130, 300))
+    plain = reference.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0)[2]
+    called: list[int] = []
+    careful_counts = reference_stats._careful_counts
+    monkeypatch.setattr(reference_stats, "_careful_counts", lambda *args: (called.append(1), careful_counts(*args))[1])
+    careful = reference.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0, scale=plain.scale)[2]
+    assert called
+    expected = plain.summary()
+    expected["noise_ratios"] = dict(np.ndenumerate(plain.heavy.noise_ratio.numpy()))
+    assert_same_sketch(careful.summary(), expected)
+
+
+def test_what_is_not_measured_is_at_its_default_and_says_so() -> None:
+    stats = reference.quantize(operand("wide", "float32", (4, 256)), (1, 128), FORMATS["E4M3"], True, 0.0, heavy=False)
+    summary = stats[2].summary()
+    heavy = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+    assert summary["measured"] == Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
+    for f in FIELDS:
+        if f.group & heavy:
+            assert np.all(summary[f.name] == f.default), f.name
+    assert reference.quantize(torch.ones(2, 2), (1, 128), FORMATS["E4M3"], True, 0.0, stats=False)[2] is None
+
+
+def test_flags_name_each_tile() -> None:
+    x = torch.zeros(7, 128)
+    x[0, 0], x[1, 5], x[2, 7], x[3, :], x[4, 0] = 1.0, float("inf"), float("nan"), 1e-9, 2.0
+    x[5, :2] = torch.tensor([1.0, 1e-6])
+    x[6, :] = 1.0
+    scale = torch.full((7, 1), 448.0)
+    scale[0], scale[4], scale[6] = 448.0, 448.0, 600.0
+    scale[1:4] = 1.0
+    flags = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-6, scale=scale)[2].flags()
+    f = TileFlag
+    assert [TileFlag(int(v)) for v in flags[:, 0]] == [
+        f(0),
+        f.INF | f.SENTINEL,
+        f.NAN | f.ZERO,
+        f.EPS | f.UNDERFLOW,
+        f.OFF_SCALE | f.SATURATED,
+        f.UNDERFLOW,
+        f.OFF_SCALE | f.SATURATED,
+    ]
+
+
+def test_inf_is_laundered_and_counted() -> None:
+    x = torch.full((2, 256), 1e-3)
+    x[1, 130] = float("-inf")
+    data, scale_inv, stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)
+    summary = stats.summary()
+    assert data[1, 130].float() == -448.0
+    assert scale_inv[1, 1] == 1.0
+    assert summary["first_nonfinite"].tolist() == [1, 130, 0]
+    assert (summary["num_inf"], summary["num_sentinel_tiles"], summary["num_zero_tiles"]) == (1, 1, 0)
+    assert summary["amax_max"] == float("inf")
+    assert summary["worst_tile"].tolist() == [1, 1]
+    assert summary["num_underflow"] == 0  # 1e-3 is just above half of 2^-9
+    assert summary["tile_noise_ratio_max"] > 0.5
+    assert summary["noise_tile"].tolist() == [1, 1]
+
+
+def test_statistics_per_tile_are_those_of_the_tile_alone() -> None:
+    x = operand("nan-and-inf", "float32", (4, 300))
+    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    for i in range(4):
+        for j in range(3):
+            alone = reference.quantize(x[i : i + 1, j * 128 : (j + 1) * 128], (1, 128), FORMATS["E4M3"], True, 0.0)[
+                2
+            ].summary()
+            for name in ("num_nonzero", "num_underflow", "num_saturated", "num_nan", "num_inf"):
+                assert getattr(stats, name)[i, j] == alone[name]
+            assert stats.num_nonfinite[i, j] == alone["num_nan"] + alone["num_inf"]
+
+
+def test_tile_sqnr_of_healthy_data_is_that_of_the_format() -> None:
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    s = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].summary()
+    tile_sqnr_db = -10 * np.log10(s["tile_noise_ratio_sum"] / (s["num_tiles"] - s["num_zero_tiles"]))
+    assert 31.3 < tile_sqnr_db < 32.0
+    kurtosis = s["moment4"] / s["num_elements"] / (s["moment2"] / s["num_elements"]) ** 2
+    assert 2.5 < kurtosis < 3.5
