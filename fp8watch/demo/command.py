@@ -104,6 +104,7 @@ def _progress() -> Iterator[Progress]:
 
 
 def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[dict[str, Any]]]:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # one core stays free for the collector and a browser
     torch.manual_seed(args.seed)
     data = batches(load_text(), BATCH, TOKENS, args.seed)
     model = ByteModel()
