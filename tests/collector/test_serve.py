@@ -21,15 +21,13 @@ ACKS_BEFORE_KILL = 25
 
 
 def test_it_serves_on_the_port_that_it_prints_and_drains_on_sigterm(tmp_path: Path) -> None:
-    serving = Serving(tmp_path, "--port", "0").start()
-    try:
+    with Serving(tmp_path, "--port", "0") as serving:
         assert serving.line.startswith("fp8watch collector: http://127.0.0.1:")
         assert "served.db" in serving.line
         assert httpx.get(f"{serving.url}/readyz").json() == {"status": "ready"}
         with httpx.Client(base_url=serving.url) as client:
             Agent(client).register([SITE]).send([SITE], [1])
             assert "fp8watch_run_step" in client.get("/metrics").text
-    finally:
         status, err = serving.kill(signal.SIGTERM)
     assert status in (0, -signal.SIGTERM), err
     assert err == ""
@@ -133,18 +131,18 @@ def test_kill_9_under_load_loses_nothing_that_was_acknowledged(tmp_path: Path) -
     senders = [Sender(i) for i in range(NUM_SENDERS)]
     num_unsure = num_replayed = 0
     for _ in range(NUM_KILLS):
-        serving = Serving(tmp_path, "--port", "0").start()
-        stored_before = rows_of(tmp_path) if num_unsure else {}
-        num_replayed += sum((s.run, seq) in stored_before for s in senders for seq, _ in s.unsure)
-        progress = threading.Semaphore(0)
-        threads = [threading.Thread(target=s.send_until_it_breaks, args=(serving.url, progress)) for s in senders]
-        for thread in threads:
-            thread.start()
-        for _ in range(ACKS_BEFORE_KILL):
-            assert progress.acquire(timeout=20)
-        serving.kill()
-        for thread in threads:
-            thread.join(20)
+        with Serving(tmp_path, "--port", "0") as serving:
+            stored_before = rows_of(tmp_path) if num_unsure else {}
+            num_replayed += sum((s.run, seq) in stored_before for s in senders for seq, _ in s.unsure)
+            progress = threading.Semaphore(0)
+            threads = [threading.Thread(target=s.send_until_it_breaks, args=(serving.url, progress)) for s in senders]
+            for thread in threads:
+                thread.start()
+            for _ in range(ACKS_BEFORE_KILL):
+                assert progress.acquire(timeout=20)
+            serving.kill()
+            for thread in threads:
+                thread.join(20)
         num_unsure += sum(len(s.unsure) for s in senders)
     stored = rows_of(tmp_path)
     acked = {(s.run, seq): digest for s in senders for seq, digest in s.acked.items()}
