@@ -45,6 +45,7 @@ class _Stream:
     num_steps: int = 0  # observed, in order
     last_step: int | None = None
     stride: int = 1
+    apart: int = 1  # steps between the last two observed
     cause: Finding | None = None  # the last cause of non-finite values or of divergence
     cause_seen: int = -(1 << 40)  # num_steps when it or a consequence was last seen
     invariant_seen: int = -(1 << 40)
@@ -127,8 +128,10 @@ class Engine:
         in_order = stream.last_step is None or view.step > stream.last_step
         if in_order:
             if stream.last_step is not None:
-                stream.stride = max(1, view.step - stream.last_step) if stream.num_steps < 2 else stream.stride
-                stream.stride = min(stream.stride, view.step - stream.last_step)
+                apart = view.step - stream.last_step
+                if stream.num_steps == 1 or apart == stream.apart:  # one gap is a gap, two alike are the sampling
+                    stream.stride = apart
+                stream.apart = apart
             stream.last_step = view.step
             stream.num_steps += 1
         if view.scalar("loss") is not None:

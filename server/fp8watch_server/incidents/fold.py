@@ -22,24 +22,15 @@ from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
 from fp8watch_server.store import schema
 
 from .explain import Explanation, explain
-from .messages import write_firing, write_resolved
+from .messages import write_firing
+from .quiet import CLOSE_AFTER_STEPS, close_quiet
+from .rows import IncidentChange, change_of, key_of, write_event
 
-CLOSE_AFTER_STEPS = 20
+__all__ = ["IncidentChange", "close_quiet", "fold"]
+
 MAX_SITES = 256
 _SEVERITY = ("info", "warning", "critical")
 _SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
-
-
-@dataclass(frozen=True)
-class IncidentChange:
-    """What a call did to one incident."""
-
-    incident_id: str
-    change: Literal["opened", "updated", "rerooted", "resolved"]
-    mode: str
-    severity: str
-    title: str
-    step: int
 
 
 @dataclass
@@ -91,48 +82,6 @@ def fold(
     return [_write(conn, i, now, public_url) for i in incidents if i.change is not None]
 
 
-def close_quiet(
-    conn: sa.Connection,
-    run_id: str,
-    tenant: str,
-    attempt: int,
-    current_step: int,
-    now: float,
-    after_clean_steps: int = CLOSE_AFTER_STEPS,
-    stride: int = 1,
-    public_url: str = "",
-) -> list[IncidentChange]:
-    """Resolve incidents that were quiet for `after_clean_steps` observed steps, with their message.
-
-    Args:
-        current_step: last step that every live rank has delivered (Engine.settled_step).
-        stride: steps between observed steps (Engine.stride).
-    """
-    t = schema.incident
-    quiet = conn.execute(
-        sa.select(t).where(
-            t.c.run_id == run_id,
-            t.c.tenant == tenant,
-            t.c.attempt <= attempt,
-            t.c.status != "resolved",
-            t.c.last_step <= current_step - after_clean_steps * stride,
-        )
-    )
-    changes = []
-    for got in list(quiet.mappings()):
-        row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
-        conn.execute(sa.update(t).where(*_key(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
-        seq = _num_events(conn, row) + 1
-        _event(conn, row, seq, "resolved", now, current_step, {"clean_steps": current_step - int(row["last_step"])})
-        write_resolved(conn, row, now, public_url)
-        changes.append(_change(row, "resolved"))
-    return changes
-
-
-def _key(table: sa.Table, row: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
-    return [table.c.run_id == row["run_id"], table.c.tenant == row["tenant"], table.c.id == row["id"]]
-
-
 def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int) -> list[_Open]:
     t, e = schema.incident, schema.incident_event
     rows = conn.execute(
@@ -161,22 +110,6 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int) -> list[_
             )
         )
     return out
-
-
-def _num_events(conn: sa.Connection, row: Mapping[str, Any]) -> int:
-    e = schema.incident_event
-    return int(
-        conn.execute(
-            sa.select(sa.func.coalesce(sa.func.max(e.c.seq), 0)).where(
-                e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id == row["id"]
-            )
-        ).scalar_one()
-    )
-
-
-def _module(finding: Finding, sites: Mapping[int, SiteFacts]) -> str | None:
-    facts = sites.get(finding.site) if finding.site is not None else None
-    return facts.module if facts else None
 
 
 def _target(incidents: Sequence[_Open], finding: Finding, window_steps: int) -> _Open | None:
@@ -336,40 +269,12 @@ def _write(conn: sa.Connection, incident: _Open, now: float, public_url: str) ->
         conn.execute(sa.insert(t).values(**row))
     else:
         values = {k: v for k, v in row.items() if k not in ("run_id", "tenant", "id", "status", "opened_at")}
-        conn.execute(sa.update(t).where(*_key(t, row)).values(**values))
+        conn.execute(sa.update(t).where(*key_of(t, row)).values(**values))
     for kind, step, detail in incident.events:
         incident.num_events += 1
-        _event(conn, row, incident.num_events, kind, now, step, detail)
+        write_event(conn, row, incident.num_events, kind, now, step, detail)
     if opened:
         reason = write_firing(conn, row, now, public_url)
         if reason:
-            _event(conn, row, incident.num_events + 1, "updated", now, row["first_step"], {"message": reason})
-    return _change(row, incident.change or "updated")
-
-
-def _event(
-    conn: sa.Connection, row: Mapping[str, Any], seq: int, kind: str, now: float, step: int, detail: dict[str, Any]
-) -> None:
-    conn.execute(
-        sa.insert(schema.incident_event).values(
-            run_id=row["run_id"],
-            tenant=row["tenant"],
-            incident_id=row["id"],
-            seq=seq,
-            kind=kind,
-            at=now,
-            step=step,
-            detail=detail,
-        )
-    )
-
-
-def _change(row: Mapping[str, Any], change: Literal["opened", "updated", "rerooted", "resolved"]) -> IncidentChange:
-    return IncidentChange(
-        incident_id=row["id"],
-        change=change,
-        mode=row["mode"],
-        severity=row["severity"],
-        title=row["title"],
-        step=int(row["last_step"]),
-    )
+            write_event(conn, row, incident.num_events + 1, "updated", now, row["first_step"], {"message": reason})
+    return change_of(row, incident.change or "updated")

@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -33,11 +32,11 @@ from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
 from .channels import Channel, channels_of
+from .lease import ALIVE, MAX_AGE_S, Leased, due, fan_out, lease, release_leases_of_the_dead
 from .target import TargetError, Unreachable
 
 POLL_S = 0.5
 LEASE_S = 12.0
-MAX_AGE_S = 24 * 3600.0
 BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 8.0
 """In the first ten minutes, so that a receiver that recovers hears within ten seconds; later MAX_LATE_BACK_OFF_S."""
@@ -51,21 +50,6 @@ _RETRIED = frozenset({408, 425})
 __all__ = ["Dispatcher", "channels_of", "counts"]
 
 _log = logging.getLogger(__name__)
-_ALIVE: set[str] = set()  # names of the dispatchers of this process that may hold leases
-
-
-@dataclass(frozen=True)
-class Leased:
-    """One message in hand."""
-
-    run_id: str
-    tenant: str
-    id: str
-    kind: str
-    idempotency_key: str
-    payload: dict[str, Any]
-    num_attempts: int  # this one included
-    created_at: float
 
 
 @dataclass(frozen=True)
@@ -105,8 +89,9 @@ class Dispatcher:
         """Start the threads; what a dead process of this machine had leased is taken back first."""
         if self._threads:
             return
-        _ALIVE.add(self._name)
-        self._release_leases_of_the_dead()
+        ALIVE.add(self._name)
+        with writing(self._engine) as conn:
+            release_leases_of_the_dead(conn)
         for channel in self._channels:
             thread = threading.Thread(
                 target=self._run, args=(channel,), name=f"fp8watch-notify-{channel.name}", daemon=True
@@ -127,7 +112,7 @@ class Dispatcher:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(t.is_alive() for t in self._threads):
-            _ALIVE.discard(self._name)
+            ALIVE.discard(self._name)
 
     def _run(self, channel: Channel) -> None:
         wake = self._wakes[channel.name]
@@ -150,8 +135,8 @@ class Dispatcher:
         if now < self._not_before[channel.name] or not self._anything_due(channel, now):
             return False
         with writing(self._engine) as conn:
-            self._fan_out(conn, now)
-            leased = self._lease(conn, channel, now)
+            fan_out(conn, [c.name for c in self._channels], now)
+            leased = lease(conn, channel.name, self._name, now, self._lease_s)
         if leased is None:
             return False
         outcome = self._attempt(channel, leased)
@@ -191,67 +176,8 @@ class Dispatcher:
     def _anything_due(self, channel: Channel, now: float) -> bool:
         with self._reading.connect() as conn:
             t = schema.outbox
-            due = sa.select(t.c.id).where(t.c.channel.in_(["", channel.name]), _due(now)).limit(1)
-            return conn.execute(due).first() is not None
-
-    def _fan_out(self, conn: sa.Connection, now: float) -> None:
-        """A row for everybody becomes one row per channel, so that each is retried alone."""
-        t = schema.outbox
-        for row in list(conn.execute(sa.select(t).where(t.c.channel == "", t.c.state == "pending")).mappings()):
-            key = [t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == row["id"]]
-            if now - row["created_at"] > MAX_AGE_S:
-                conn.execute(sa.update(t).where(*key).values(state="dead", last_error="older than a day"))
-                continue
-            first, *others = self._channels
-            conn.execute(sa.update(t).where(*key).values(channel=first.name))
-            for other in others:
-                conn.execute(sa.insert(t).values(**{**row, "id": uuid.uuid4().hex, "channel": other.name}))
-
-    def _lease(self, conn: sa.Connection, channel: Channel, now: float) -> Leased | None:
-        t = schema.outbox
-        earlier = t.alias("earlier")
-        firing_waits = sa.exists().where(
-            earlier.c.run_id == t.c.run_id,
-            earlier.c.tenant == t.c.tenant,
-            earlier.c.incident_id == t.c.incident_id,
-            earlier.c.channel == t.c.channel,
-            earlier.c.kind == "firing",
-            earlier.c.state.in_(["pending", "leased"]),
-        )
-        row = (
-            conn.execute(
-                sa.select(t)
-                .where(t.c.channel == channel.name, _due(now), sa.or_(t.c.kind == "firing", ~firing_waits))
-                .order_by(t.c.created_at)
-                .limit(1)
-            )
-            .mappings()
-            .first()
-        )
-        if row is None:
-            return None
-        taken = conn.execute(
-            sa.update(t)
-            .where(t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == row["id"], _due(now))
-            .values(
-                state="leased",
-                leased_by=self._name,
-                leased_until=now + self._lease_s,
-                num_attempts=row["num_attempts"] + 1,
-            )
-        )
-        if taken.rowcount != 1:
-            return None
-        return Leased(
-            run_id=row["run_id"],
-            tenant=row["tenant"],
-            id=row["id"],
-            kind=row["kind"],
-            idempotency_key=row["idempotency_key"],
-            payload=row["payload"],
-            num_attempts=row["num_attempts"] + 1,
-            created_at=row["created_at"],
-        )
+            wanted = sa.select(t.c.id).where(t.c.channel.in_(["", channel.name]), due(now)).limit(1)
+            return conn.execute(wanted).first() is not None
 
     def _settle(self, channel: Channel, leased: Leased, outcome: Outcome, now: float) -> None:
         """Write what became of it. A busy database is waited for: giving up here would send the message again."""
@@ -286,39 +212,6 @@ class Dispatcher:
             except DBAPIError:
                 if self._stop.wait(0.2):
                     raise
-
-    def _release_leases_of_the_dead(self) -> None:
-        t = schema.outbox
-        with writing(self._engine) as conn:
-            holders = conn.execute(sa.select(t.c.leased_by).where(t.c.state == "leased").distinct()).scalars()
-            dead = [h for h in holders if h and _is_dead(h)]
-            if dead:
-                conn.execute(sa.update(t).where(t.c.leased_by.in_(dead)).values(leased_until=0.0))
-
-
-def _due(now: float) -> sa.ColumnElement[bool]:
-    t = schema.outbox
-    return sa.or_(
-        sa.and_(t.c.state == "pending", t.c.next_attempt_at <= now),
-        sa.and_(t.c.state == "leased", t.c.leased_until <= now),
-    )
-
-
-def _is_dead(holder: str) -> bool:
-    """Whether a lease's holder was a process of this machine that is gone. Of other machines nothing is known."""
-    host, _, rest = holder.partition(":")
-    pid = rest.partition(":")[0]
-    if host != socket.gethostname() or not pid.isdigit():
-        return False
-    if int(pid) == os.getpid():
-        return holder not in _ALIVE  # in a container every process is number 1, the one before us too
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def counts(conn: sa.Connection) -> dict[tuple[str, str], int]:

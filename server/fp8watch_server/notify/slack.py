@@ -124,7 +124,8 @@ def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:
         blocks.append(_section("What to change", fixes))
     if payload.get("note"):
         blocks.append(_section("Note", payload["note"]))
-    context = f"{incident['mode']} · {incident['num_sites']} sites · attempt {incident['attempt']} · {incident['id']}"
+    sites = "1 site" if incident["num_sites"] == 1 else f"{incident['num_sites']} sites"
+    context = f"{incident['mode']} · {sites} · attempt {incident['attempt']} · {incident['id']}"
     blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": cut(context, 1000)}]})
     blocks += _links(incident)
     return {"text": cut(text, SECTION_CHARS), "blocks": blocks}
