@@ -46,7 +46,8 @@ def running_collector(folder: Path, port: int) -> Iterator[str]:
                 up.set()
         up.set()
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
         up.wait(START_TIMEOUT_S)
         if not url:
@@ -62,6 +63,9 @@ def running_collector(folder: Path, port: int) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        reader.join(5)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _wait_ready(url: str) -> None:

@@ -1,6 +1,6 @@
 """The detect worker: every committed batch is looked at once, in the order in which it was committed.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals
 Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with the mark
 Thread:     its own
 

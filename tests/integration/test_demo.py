@@ -1,0 +1,52 @@
+"""Each failure of the demo is named as it was injected, and a healthy run raises nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def demo(tmp_path, *args):
+    command = [sys.executable, "-m", "fp8watch", "demo", "--exit", "--port", "0", "--dir", str(tmp_path), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=580)
+
+
+@pytest.mark.timeout(600)
+def test_an_inf_is_named(tmp_path):
+    out = demo(tmp_path, "--fault", "inf")
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert "named as injected" in out.stdout
+    assert "layers.1.mlp.down_proj" in out.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["zero-tile", "stale-weight-scale", "lr"])
+def test_every_other_failure_is_named(tmp_path, fault):
+    out = demo(tmp_path, "--fault", fault)
+    assert out.returncode == 0, out.stdout + out.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_healthy_run_raises_nothing_in_600_steps(tmp_path):
+    out = demo(tmp_path, "--fault", "none")
+    assert out.returncode == 0, out.stdout + out.stderr
+
+
+def test_the_exit_status_can_say_no():
+    from fp8watch.demo.command import _is_named
+    from fp8watch.demo.faults import FAULTS
+
+    place = {"module": "layers.1.mlp.down_proj", "operand": "input", "tile": [37, 2]}
+    right = {"mode": "inf-laundering", "verdict": "fp8", "place": place}
+    assert _is_named(FAULTS["inf"], right)
+    for wrong in (
+        {**right, "mode": "nan-in-loss"},
+        {**right, "verdict": "shared"},
+        {**right, "place": {**place, "module": "layers.0.mlp.down_proj"}},
+        {**right, "place": {**place, "tile": None}},
+    ):
+        assert not _is_named(FAULTS["inf"], wrong)

@@ -1,0 +1,150 @@
+"""From a training loop to what people see, through a real collector process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+
+import pytest
+import torch
+from torch import nn
+
+import fp8watch
+from fp8watch.demo.collector import incidents, running_collector
+
+
+@pytest.fixture(scope="module")
+def collector(tmp_path_factory):
+    with running_collector(tmp_path_factory.mktemp("collector"), 0) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def spool(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path / "spool"))
+
+
+def get(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def wait_for_incident(url, run_id, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := incidents(url, run_id):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"no incident within {timeout_s} s")
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x, factor=1.0):
+        return self.down(torch.relu(self.up(x))).pow(2).mean() * factor
+
+
+def test_a_loss_that_is_nan_and_inf_is_readable_everywhere(collector):
+    torch.manual_seed(0)
+    model = Loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = fp8watch.attach(model, run="<script>alert(1)</script>", collector=collector, overhead_budget=None)
+    for factor in (1.0, 1.0, math.inf, math.nan):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64), factor).backward()
+        watch.log(grad_norm=-math.inf)
+        optimizer.step()
+    assert watch.flush(20)
+    run_id = watch.identity.run_id
+    found = wait_for_incident(collector, run_id)
+    assert [i["mode"] for i in found] == ["nan-in-loss"]
+    assert found[0]["first_step"] == 2
+    assert found[0]["verdict"] == "shared"
+    series = json.loads(get(f"{collector}/api/v1/runs/{run_id}/scalars?name=loss&from=0&to=10&points=100"))
+    assert series["values"][2:] == [None, None]
+    assert [[i, k] for i, k in series["nonfinite"]] == [[2, "inf"], [3, "nan"]]
+    metrics = get(f"{collector}/metrics")
+    assert re.search(rf'fp8watch_loss{{run="[^"]*{run_id}[^"]*"}} NaN', metrics), metrics
+    for page in ("/", f"/runs/{run_id}", f"/incidents/{found[0]['id']}"):
+        html = get(collector + page)
+        assert "<script>alert" not in html
+        assert "&lt;script&gt;alert" in html or page.startswith("/incidents")
+    watch.detach()
+
+
+def test_a_step_killed_by_sigkill_arrives_by_sync(collector, tmp_path):
+    """Nothing that a step handed over is lost with the process."""
+    script = textwrap.dedent(
+        """
+        import os, signal, torch, fp8watch
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch = fp8watch.attach(model, overhead_budget=None)
+        for _ in range(5):
+            opt.zero_grad(); model(torch.randn(8, 32)).sum().backward(); opt.step()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    env = {**os.environ, "FP8WATCH_RUN": "killed", "FP8WATCH_SPOOL_DIR": str(tmp_path / "s")}
+    died = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    for _ in range(2):  # sync is idempotent
+        sync = [sys.executable, "-m", "fp8watch", "sync", "--spool-dir", str(tmp_path / "s"), "--collector", collector]
+        out = subprocess.run(sync, env=env, capture_output=True, text=True)
+        assert out.returncode == 0, out.stdout + out.stderr
+        run = json.loads(get(f"{collector}/api/v1/runs/killed"))
+        assert run["last_step"] == 4
+        assert run["num_sites"] == 4
+
+
+def test_a_collector_that_is_down_changes_nothing_but_a_counter():
+    def train(**how):
+        torch.manual_seed(0)
+        model = Loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watch = fp8watch.attach(model, overhead_budget=None, **how)
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(32, 64))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        watch.flush(1.0)
+        health = watch.summary()["health"]
+        watch.detach()
+        return losses, health
+
+    up, _ = train()
+    down, health = train(collector="http://127.0.0.1:9")
+    assert down == up
+    assert health["acknowledged"] == 0
+    assert health["produced"] == health["queued"] + health["spooled"] > 0
+    assert health["retries"] > 0
+
+
+@pytest.mark.parametrize("extra", ["server"])
+def test_the_collector_runs_where_torch_is_not(extra, tmp_path):
+    code = textwrap.dedent(
+        """
+        import sys
+        sys.modules["torch"] = None
+        from fp8watch.cli import main
+        import fp8watch_server.app, fp8watch_server.command, fp8watch_agent.sync
+        sys.exit(main(["serve", "--help"]))
+        """
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert "--database-url" in out.stdout
