@@ -21,15 +21,17 @@ _http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(10))
 
 
 @contextlib.contextmanager
-def running_collector(folder: Path, port: int) -> Iterator[str]:
+def running_collector(folder: Path, port: int, **environment: str) -> Iterator[str]:
     """A collector on loopback with a SQLite database in `folder`; yields its URL, stops it at the end.
+
+    `environment` is added to this process's own for the collector.
 
     Raises:
         RuntimeError: it did not come up; the text is what it said.
     """
     log = folder / "collector.log"
     command = [sys.executable, "-m", "fp8watch", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    env = {**os.environ, "FP8WATCH_DATABASE_URL": f"sqlite:///{folder / 'fp8watch.sqlite'}", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **environment, "FP8WATCH_DATABASE_URL": f"sqlite:///{folder / 'fp8watch.sqlite'}", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True, start_new_session=True

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.request
+from typing import ClassVar
 
 import pytest
 import torch
@@ -132,6 +136,53 @@ def test_a_collector_that_is_down_changes_nothing_but_a_counter():
     assert health["acknowledged"] == 0
     assert health["produced"] == health["queued"] + health["spooled"] > 0
     assert health["retries"] > 0
+
+
+class Receiver(http.server.BaseHTTPRequestHandler):
+    """An incoming webhook that keeps what it got, and when."""
+
+    got: ClassVar[queue.Queue] = queue.Queue()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.got.put((time.monotonic(), json.loads(body)))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_slack_hears_of_an_inf_within_seconds(tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hook = f"http://127.0.0.1:{server.server_port}/services/T/B/secret"
+    try:
+        with running_collector(tmp_path, 0, FP8WATCH_SLACK_WEBHOOK_URL=hook) as url:
+            model = Loss()
+            watch = fp8watch.attach(model, run="slack & <co>", collector=url, overhead_budget=None)
+            x = torch.randn(32, 64)
+            x[3, 5] = math.inf
+            with torch.no_grad():
+                model.down.weight.zero_()  # the Inf stays where it is: the loss is finite
+            model(x).backward()
+            watch.step()
+            assert watch.flush(20)
+            committed = time.monotonic()
+            at, message = Receiver.got.get(timeout=30)
+            assert at - committed < 10  # the promise is 2 s; the rest is slack for a busy machine
+            incident = incidents(url, watch.identity.run_id)[0]
+            watch.detach()
+        text = json.dumps(message)
+        assert "up" in message["text"]
+        assert "slack &amp; &lt;co&gt;" in text
+        assert f"/incidents/{incident['id']}" in text
+        assert "/runbooks/inf-laundering" in text
+        assert Receiver.got.empty()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("extra", ["server"])
