@@ -176,7 +176,7 @@ def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProb
         404,
         "No tile map of this site",
         f"No tile map of {view.cut(site['module'])} · {site['operand']} · {site['direction']} has arrived"
-        f"{f' from rank {rank}' if rank else ''}.",
+        f"{f' from rank {rank}' if rank is not None else ''}.",
         "Maps are sent when a detector asks for them. To keep them for every step, attach with:",
         (back, Link("The run", lookup.run_url(run["id"]))),
         code='fp8watch.attach(model, tile_maps="all")',
