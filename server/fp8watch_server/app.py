@@ -19,10 +19,10 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from . import api, ingest, metrics, migrations, problem
+from . import actions, api, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
 from .settings import Settings
-from .store.dialect import for_writing, make_engine
+from .store.dialect import make_engine
 from .store.fields import FieldError
 from .store.queries import CursorError
 from .worker import Detection, DetectWorker
@@ -35,6 +35,10 @@ class Dispatching(Protocol):
 
     def start(self) -> None:
         """Start the thread."""
+        ...
+
+    def wake(self) -> None:
+        """The outbox has something new."""
         ...
 
     def stop(self) -> None:
@@ -94,8 +98,9 @@ def create_app(
     install_token(engine, settings)
     check_exposure(engine, settings)
     detection = detection or _detection()
-    worker = DetectWorker(engine, detection, public_url=settings.public_url)
-    sender = dispatcher(for_writing(engine), settings)
+    sender = dispatcher(engine, settings)
+    on_change = sender.wake if sender is not None else _nothing
+    worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=on_change)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -115,12 +120,14 @@ def create_app(
     app.state.settings = settings
     app.state.detection = detection
     app.state.worker = worker
+    app.state.on_change = on_change
     app.state.ingest = ingest.Ingest(app, worker.wake)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
     problem.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
     app.add_exception_handler(CursorError, _on_asked_wrongly)
     app.include_router(ingest.router)
+    app.include_router(actions.router)
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
@@ -128,6 +135,10 @@ def create_app(
         _install_pages(app)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     return app
+
+
+def _nothing() -> None:
+    """Nobody waits for changes."""
 
 
 def _metrics(request: Request) -> Response:

@@ -21,10 +21,9 @@ from fastapi import FastAPI
 from sqlalchemy.exc import DBAPIError
 
 from .app import create_app
-from .auth import Exposed
 from .migrations import TooNew
 from .settings import SETTINGS, SettingError, Settings, default_database_url
-from .store.dialect import DatabaseUrlError, parse_url
+from .store.dialect import parse_url
 
 DRAIN_S = 10
 EXIT_USAGE = 2
@@ -58,21 +57,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def listen(settings: Settings) -> socket.socket:
-    """A bound socket.
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, made as TCP by name: asyncio sends small answers at once only on such a one.
 
     Raises:
         CannotServe: the port is taken, or the address is not ours.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )[0]
         made = socket.socket(family, kind, proto)
     except OSError as e:
-        raise CannotServe(
-            f"host {settings.host!r} is no address of this machine ({e}); use 127.0.0.1 or 0.0.0.0"
-        ) from e
+        raise CannotServe(f"host {host!r} is no address of this machine ({e}); use 127.0.0.1 or 0.0.0.0") from e
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
@@ -81,10 +78,10 @@ def listen(settings: Settings) -> socket.socket:
         made.close()
         if e.errno == errno.EADDRINUSE:
             raise CannotServe(
-                f"port {settings.port} on {settings.host} is in use; stop what listens there, or choose another: "
+                f"port {port} on {host} is in use; stop what listens there, or choose another: "
                 "--port 0 takes any free one"
             ) from e
-        raise CannotServe(f"cannot listen on {settings.host}:{settings.port}: {e.strerror}; choose another") from e
+        raise CannotServe(f"cannot listen on {host}:{port}: {e.strerror}; choose another") from e
     return made
 
 
@@ -104,7 +101,7 @@ def build(settings: Settings) -> FastAPI:
     """
     try:
         return create_app(settings)
-    except (Exposed, TooNew, DatabaseUrlError) as e:
+    except (TooNew, ValueError) as e:  # of settings, targets of messages, or both together
         raise CannotServe(str(e)) from e
     except DBAPIError as e:
         shown = parse_url(settings.database_url).render_as_string(hide_password=True)
@@ -133,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = Settings.from_environ(**args)
-        sock = listen(settings)
+        sock = listen(settings.host, settings.port)
         try:
             url = url_of(sock, settings.host)
             app = build(replace(settings, public_url=settings.public_url or url))

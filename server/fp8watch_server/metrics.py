@@ -101,7 +101,6 @@ class FleetCollector(Collector):
             .limit(MAX_RUNS)
         ).all()
         info = InfoMetricFamily("fp8watch_run", "Facts of a run", labels=["run"])
-        info.name = "fp8watch_run"
         step = GaugeMetricFamily("fp8watch_run_step", "Last optimizer step that arrived", labels=["run"])
         seen = GaugeMetricFamily(
             "fp8watch_run_last_seen_timestamp_seconds", "When the collector last heard of the run", labels=["run"]

@@ -45,9 +45,27 @@ def app(settings: Settings, recorder: Recorder) -> Any:
     return create_app(settings, detection=recorder.detection(), dispatcher=lambda e, s: None, pages=False)
 
 
+class Switch:
+    """One server for all tests: the application behind it is the test's."""
+
+    app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[tuple[Switch, str]]:
+    switch = Switch()
+    with served(switch) as url:
+        yield switch, url
+
+
 @pytest.fixture
-def client(app: Any) -> Iterator[httpx.Client]:
+def client(server: tuple[Switch, str], app: Any) -> Iterator[httpx.Client]:
     """A real server without the lifespan, so without threads: `app.state.worker.drain()` is the worker."""
-    with served(app) as url, httpx.Client(base_url=url) as client:
+    switch, url = server
+    switch.app = app
+    with httpx.Client(base_url=url) as client:
         yield client
     app.state.engine.dispose()

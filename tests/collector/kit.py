@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import numpy as np
 import uvicorn
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
+from fp8watch_server.command import listen
 from fp8watch_server.worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
@@ -30,7 +30,7 @@ def served(app: Any) -> Iterator[str]:
     """The application behind uvicorn in a thread; gives its URL."""
     config = uvicorn.Config(app, port=0, lifespan="off", access_log=False, log_config=None)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
+    with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:
@@ -209,6 +209,13 @@ class Serving:
         self.env |= {"FP8WATCH_DATABASE_URL": f"sqlite:///{tmp_path / 'served.db'}", **env}
         self.process: subprocess.Popen[str] | None = None
         self.line = ""
+
+    def __enter__(self) -> Serving:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
 
     def start(self) -> Serving:
         self.process = subprocess.Popen(

@@ -1,0 +1,124 @@
+"""/metrics: the names of the contract, valid exposition, bounded, cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from collector.kit import Agent, make_site
+from collector.test_queries import an_incident
+from fp8watch_server import metrics
+from fp8watch_server.store import schema as t
+from fp8watch_server.store.dialect import writing
+from prometheus_client.parser import text_string_to_metric_families
+
+UP_ROW, UP_COLUMN = make_site("up", order=0), make_site("up", direction="columnwise", order=1)
+
+NAMES = {
+    "fp8watch_run_info",
+    "fp8watch_run_step",
+    "fp8watch_run_last_seen_timestamp_seconds",
+    "fp8watch_loss",
+    "fp8watch_grad_norm",
+    "fp8watch_incidents_open",
+    "fp8watch_incidents_total",
+    "fp8watch_nonfinite_elements_total",
+    "fp8watch_saturated_elements_total",
+    "fp8watch_sentinel_tiles_total",
+    "fp8watch_underflow_ratio",
+    "fp8watch_amax_max",
+    "fp8watch_scale_inv_max",
+    "fp8watch_scale_inv_min",
+    "fp8watch_tile_sqnr_db",
+    "fp8watch_agent_dropped_records_total",
+    "fp8watch_agent_overhead_ratio",
+    "fp8watch_collector_ingest_batches_total",
+    "fp8watch_collector_ingest_bytes_total",
+    "fp8watch_collector_inflight_bytes",
+    "fp8watch_notifications_total",
+    "fp8watch_series_dropped_total",
+}
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation, family.name
+        for s in family.samples:
+            key = (s.name, tuple(sorted(s.labels.items())))
+            assert key not in found, f"{key} twice"
+            found[key] = s.value
+    return found
+
+
+@pytest.fixture
+def filled(client: Any, app: Any) -> Agent:
+    agent = Agent(client).register([UP_ROW, UP_COLUMN])
+    health = {"dropped_ring_full": 3.0, "dropped_maps_queue_full": 1.0, "overhead_ratio": 0.004}
+    fields = {"num_saturated": [1, 5, 2, 6], "num_underflow": 90, "amax_max": [1.0, 1.0, 2.0, 3.0]}
+    scalars = {"loss": [2.5, 2.25], "grad_norm": [1.0, 0.5]}
+    agent.send([UP_ROW, UP_COLUMN], [1, 2], health=health, fields=fields, scalars=scalars)
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.insert(t.incident), [an_incident(), an_incident(id="i2", status="resolved")])
+        message = {"run_id": "run-1", "id": "m", "incident_id": "i1", "kind": "firing", "idempotency_key": "k"}
+        conn.execute(sa.insert(t.outbox), [{**message, "channel": "slack", "payload": {}, "created_at": 1.0}])
+    app.state.worker.drain()
+    return agent
+
+
+def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
+    answer = filled.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    got = samples(answer.text)
+    assert {name for name, _ in got} >= NAMES
+    run, site = ("run", "run-1"), (("layer", "up"), ("operand", "input"), ("run", "run-1"))
+    assert got["fp8watch_run_info", (("backend", "cpu"), ("format", "E4M3"), ("recipe", "blockwise"), run)] == 1
+    assert got["fp8watch_run_step", (run,)] == 2
+    assert got["fp8watch_loss", (run,)] == 2.25
+    assert got["fp8watch_saturated_elements_total", site] == 11  # the direction that clips more
+    assert got["fp8watch_amax_max", site] == 3.0
+    assert got["fp8watch_underflow_ratio", site] == pytest.approx(0.1)
+    assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(30.0)
+    incident = (("mode", "inf-laundering"), run, ("severity", "critical"))
+    assert (got["fp8watch_incidents_open", incident], got["fp8watch_incidents_total", incident]) == (1, 2)
+    assert got["fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)] == 3
+    assert got["fp8watch_agent_overhead_ratio", (run,)] == 0.004
+    assert got["fp8watch_collector_ingest_batches_total", (("outcome", "accepted"),)] == 1
+    assert got["fp8watch_notifications_total", (("channel", "slack"), ("outcome", "pending"))] == 1
+    assert got["fp8watch_collector_commit_seconds_count", ()] == 1
+
+
+def test_no_label_names_a_tile_a_step_or_a_rank(filled: Agent) -> None:
+    labels = {name for _, pairs in samples(filled.client.get("/metrics").text) for name, _ in pairs}
+    assert labels <= {"run", "recipe", "format", "backend", "layer", "operand", "mode", "severity", "reason"} | {
+        "outcome",
+        "channel",
+        "le",
+    }
+
+
+def test_totals_add_up_over_batches_and_ranks(filled: Agent, app: Any) -> None:
+    other = Agent(filled.client, session="b" * 32, rank=1).register([UP_ROW])
+    other.send([UP_ROW], [2], fields={"num_saturated": 100, "amax_max": np.nan})
+    app.state.worker.drain()
+    got = samples(filled.client.get("/metrics").text)
+    site = (("layer", "up"), ("operand", "input"), ("run", "run-1"))
+    assert got["fp8watch_saturated_elements_total", site] == 103
+    assert np.isnan(got["fp8watch_amax_max", site])  # of the same step on two ranks the worse
+
+
+def test_series_are_bounded_and_what_was_left_out_is_counted(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_SERIES", 106)
+    got = samples(filled.client.get("/metrics").text)
+    assert got["fp8watch_series_dropped_total", ()] >= 8
+    assert not any(name == "fp8watch_amax_max" for name, _ in got)
+
+
+def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = filled.client.get("/metrics").text
+    filled.send([UP_ROW], [3], scalars={"loss": [9.0]})
+    assert filled.client.get("/metrics").text == first
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    assert filled.client.get("/metrics").text != first
