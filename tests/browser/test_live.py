@@ -56,6 +56,25 @@ def test_a_run_without_data_turns_into_its_page_when_the_first_step_arrives(page
     drawn(page)
 
 
+def test_a_chart_that_had_nothing_to_show_shows_what_comes(page: Page, collector: Collector) -> None:
+    def unmeasured(steps, rows):  # type: ignore[no-untyped-def]
+        steps["present"] = 4
+        rows["measured"] = 0
+
+    run = synthetic.Run(
+        collector.client, "first", "first run", sites=synthetic.make_sites(1), session="9" * 32
+    ).register()
+    run.send(range(3), change=unmeasured)
+    page.goto(collector.url(f"/runs/first/sites/{run.sites[0].id}"))
+    drawn(page)
+    expect(page.locator("#sqnr .nothing")).to_have_text("Not measured at this site.")
+    until(page, "document.getElementById('live').textContent === 'live'")
+    run.send(range(3, 9))
+    until(page, "document.getElementById('sqnr').data?.[0].y.at(-1) > 30")
+    expect(page.locator("#sqnr .nothing")).to_have_count(0)
+    assert page.evaluate("document.getElementById('sqnr').data[0].y.slice(0, 4)")[:3] == [None] * 3  # a gap, never 0
+
+
 def test_tile_map_gets_new_steps(page: Page, collector: Collector) -> None:
     run = synthetic.Run(
         collector.client, "maps", "maps run", sites=synthetic.make_sites(1), session="a" * 32

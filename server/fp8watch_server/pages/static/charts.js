@@ -115,6 +115,7 @@ export function incidentMarks(incidents) {
 export async function draw(element, traces, figureLayout) {
   const Plotly = await plotly;
   const first = !element.classList.contains("js-plotly-plot");
+  element.querySelector(":scope > .nothing")?.remove();
   await Plotly.react(element, traces, figureLayout, CONFIG);
   element.dataset.drawn = String(Number(element.dataset.drawn ?? 0) + 1);
   if (first) element.classList.add("ready");

@@ -89,8 +89,9 @@ let last = null;
 async function poll() {
   if (!document.hidden) {
     try {
-      const answer = await fetch(body.dataset.poll, { headers: { accept: "application/json" }, cache: "no-store" });
-      const text = await answer.text();
+      const answers = await Promise.all(body.dataset.poll.split(" ").map((url) => fetch(url, { headers: { accept: "application/json" }, cache: "no-store" })));
+      const text = (await Promise.all(answers.map((a) => a.text()))).join("\n");
+      const answer = answers.find((a) => !a.ok) ?? answers[0];
       if (answer.ok) {
         if (last !== null && text !== last) {
           if ("pollReload" in body.dataset) location.reload();
