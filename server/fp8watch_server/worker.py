@@ -66,7 +66,7 @@ class DetectEngine(Protocol):
 class Detection:
     """The rooms after this one, as plain callables."""
 
-    make_facts: Callable[[Sequence[Site]], Mapping[int, Any]]
+    make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
     make_engine: Callable[[Mapping[int, Any]], DetectEngine]
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
