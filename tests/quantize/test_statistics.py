@@ -166,3 +166,20 @@ def test_tile_sqnr_of_healthy_data_is_that_of_the_format() -> None:
     assert 31.3 < tile_sqnr_db < 32.0
     kurtosis = s["moment4"] / s["num_elements"] / (s["moment2"] / s["num_elements"]) ** 2
     assert 2.5 < kurtosis < 3.5
+
+
+def test_the_invariant_ends_where_it_says() -> None:
+    x = torch.full((5, 128), 448.0)  # the ratio is the scale
+    ulp = 2.0**-23
+    scale = torch.tensor([[1 + 4 * ulp], [1 + 5 * ulp], [1 - 4 * ulp], [1 - 5 * ulp], [1.0]])
+    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 0.0, scale=scale)[2]
+    assert stats.off_scale[:, 0].tolist() == [False, True, False, True, False]
+    scale = torch.tensor([[1.0], [1 + ulp], [0.5], [0.5 + ulp / 2], [0.75]])
+    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
+    assert stats.off_scale[:, 0].tolist() == [False, True, True, False, False]
+
+
+def test_an_amax_equal_to_eps_is_not_clamped() -> None:
+    x = torch.tensor([[2.0**-10], [2.0**-11], [0.0], [1.0]])
+    summary = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 2.0**-10)[2].summary()
+    assert (summary["num_eps_tiles"], summary["num_zero_tiles"]) == (1, 1)
