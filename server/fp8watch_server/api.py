@@ -1,4 +1,4 @@
-"""The query API, GET /api/v1/…, and the little that people may change: acknowledge, resolve, silence.
+"""The query API: GET /api/v1/….
 
 Upstream:   fp8watch_server.store.queries    Downstream: fp8watch_server.pages, fp8watch_server.app
 Shapes:     query strings -> JSON as docs/ names it; lists are {"items": [...], "next": cursor | null}
@@ -9,22 +9,17 @@ Non-finite values are data: null in an array, with [index, "nan" | "inf" | "-inf
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import msgspec
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Query, Request
 from sqlalchemy.engine import Connection
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from .problem import JsonResponse, Problem
 from .store import queries
 from .store import schema as t
-from .store.dialect import writing
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
 health_router = APIRouter(tags=["operations"])
@@ -40,7 +35,6 @@ Cursor = Annotated[str | None, Query(max_length=2048)]
 Choice = Annotated[str | None, Query(max_length=100)]
 
 MAX_SITE_ID = (1 << 53) - 1
-MAX_SILENCE_S = 365 * 86400.0
 
 
 def _connection(request: Request) -> Iterator[Connection]:
@@ -51,11 +45,13 @@ def _connection(request: Request) -> Iterator[Connection]:
 Conn = Annotated[Connection, Depends(_connection)]
 
 
-def _list(items: list[Any], following: str | None = None) -> Response:
+def listed(items: list[Any], following: str | None = None) -> Response:
+    """A list as it travels."""
     return JsonResponse({"items": items, "next": following})
 
 
-def _not_found(what: str, id_: Any) -> Problem:
+def not_found(what: str, id_: Any) -> Problem:
+    """A 404 that says where to look."""
     return Problem(
         404,
         f"there is no {what} {str(id_)[:200]!r}",
@@ -67,7 +63,7 @@ def _not_found(what: str, id_: Any) -> Problem:
 def _require_run(conn: Connection, run_id: str) -> None:
     c = t.run.c
     if not conn.execute(sa.select(c.run_id).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)).first():
-        raise _not_found("run", run_id)
+        raise not_found("run", run_id)
 
 
 def _require_site(conn: Connection, run_id: str, site: int) -> None:
@@ -78,13 +74,13 @@ def _require_site(conn: Connection, run_id: str, site: int) -> None:
             sa.select(c.site).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT, c.site == site)
         ).first()
     ):
-        raise _not_found("site", site)
+        raise not_found("site", site)
 
 
 @router.get("/runs")
 def get_runs(conn: Conn, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """Runs, the newest first."""
-    return _list(*queries.runs_page(conn, cursor=cursor, limit=limit))
+    return listed(*queries.runs_page(conn, cursor=cursor, limit=limit))
 
 
 @router.get("/incidents")
@@ -98,7 +94,7 @@ def get_all_incidents(
 ) -> Response:
     """Incidents of all runs, the newest first."""
     page = queries.incidents_page(conn, None, status, severity, mode, cursor=cursor, limit=limit)
-    return _list(*page)
+    return listed(*page)
 
 
 @router.get("/incidents/{incident_id}")
@@ -106,99 +102,8 @@ def get_incident(conn: Conn, incident_id: str) -> Response:
     """One incident, with its events."""
     found = queries.incident(conn, incident_id)
     if found is None:
-        raise _not_found("incident", incident_id)
+        raise not_found("incident", incident_id)
     return JsonResponse(found)
-
-
-@router.post("/incidents/{incident_id}/ack")
-def acknowledge_incident(request: Request, incident_id: str) -> Response:
-    """Somebody looks after it. Idempotent; a resolved incident stays resolved."""
-    return _set_status(request, incident_id, "acknowledged", from_=("open",))
-
-
-@router.post("/incidents/{incident_id}/resolve")
-def resolve_incident(request: Request, incident_id: str) -> Response:
-    """It is over. Idempotent."""
-    return _set_status(request, incident_id, "resolved", from_=("open", "acknowledged"))
-
-
-def _set_status(request: Request, incident_id: str, status: str, from_: tuple[str, ...]) -> Response:
-    now = time.time()
-    c, e = t.incident.c, t.incident_event.c
-    with writing(request.app.state.engine) as conn:
-        row = conn.execute(sa.select(t.incident).where(c.id == incident_id, c.tenant == t.DEFAULT_TENANT)).first()
-        if row is None:
-            raise _not_found("incident", incident_id)
-        if row.status in from_:
-            values: dict[str, Any] = {"status": status, "updated_at": now}
-            if status == "resolved":
-                values["resolved_at"] = now
-            conn.execute(sa.update(t.incident).where(c.run_id == row.run_id, c.id == incident_id).values(**values))
-            of_incident = (e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
-            seq = conn.execute(sa.select(sa.func.coalesce(sa.func.max(e.seq), 0) + 1).where(*of_incident)).scalar_one()
-            event = {"run_id": row.run_id, "tenant": row.tenant, "incident_id": incident_id, "seq": seq}
-            event |= {"kind": status, "at": now, "step": row.last_step, "detail": {"by": "api"}}
-            conn.execute(sa.insert(t.incident_event), [event])
-            if status == "resolved":
-                state = request.app.state
-                state.detection.say_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
-        answer = JsonResponse(queries.incident(conn, incident_id))
-    request.app.state.on_change()
-    return answer
-
-
-class SilenceBody(msgspec.Struct):
-    """POST /api/v1/silences: what not to send messages about, and for how long."""
-
-    duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SILENCE_S)]
-    run_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    mode: Annotated[str, msgspec.Meta(max_length=100)] = ""
-    module: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    comment: Annotated[str, msgspec.Meta(max_length=2000)] = ""
-
-
-@router.get("/silences")
-def get_silences(conn: Conn) -> Response:
-    """Silences that have not run out."""
-    return _list(queries.silences(conn))
-
-
-@router.post("/silences")
-async def post_silence(request: Request) -> Response:
-    """Send no messages about a run, a mode or a module for a while. Incidents are kept all the same."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > 64 << 10:
-            raise Problem(413, "a body above 64 KiB", rule="at most 64 KiB", remedy="shorten the comment")
-    try:
-        got = msgspec.json.decode(bytes(body), type=SilenceBody)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise Problem(
-            422, f"silence: {e}", rule="{duration_s, run_id, mode, module, comment}", remedy="correct the value"
-        ) from e
-    now = time.time()
-    row = {"run_id": got.run_id, "tenant": t.DEFAULT_TENANT, "id": uuid.uuid4().hex, "mode": got.mode}
-    stored: dict[str, Any] = {**row, "module": got.module, "comment": got.comment, "created_at": now}
-    stored["expires_at"] = now + got.duration_s
-
-    def store() -> None:
-        with writing(request.app.state.engine) as conn:
-            conn.execute(sa.insert(t.silence), [stored])
-
-    await run_in_threadpool(store)
-    return JsonResponse({k: v for k, v in stored.items() if k != "tenant"}, 201)
-
-
-@router.delete("/silences/{silence_id}")
-def delete_silence(request: Request, silence_id: str) -> Response:
-    """End a silence."""
-    c = t.silence.c
-    with writing(request.app.state.engine) as conn:
-        gone = conn.execute(sa.delete(t.silence).where(c.id == silence_id, c.tenant == t.DEFAULT_TENANT))
-    if gone.rowcount == 0:
-        raise _not_found("silence", silence_id)
-    return Response(status_code=204)
 
 
 @router.get("/runs/{run_id:path}/sites/{site}/histogram")
@@ -239,7 +144,7 @@ def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Ra
 def get_sites(conn: Conn, run_id: str) -> Response:
     """The sites of a run in data-flow order."""
     _require_run(conn, run_id)
-    return _list(queries.sites(conn, run_id))
+    return listed(queries.sites(conn, run_id))
 
 
 @router.get("/runs/{run_id:path}/series")
@@ -316,7 +221,7 @@ def get_incidents(
 ) -> Response:
     """Incidents of a run, the newest first."""
     _require_run(conn, run_id)
-    return _list(*queries.incidents_page(conn, run_id, status, severity, mode, cursor=cursor, limit=limit))
+    return listed(*queries.incidents_page(conn, run_id, status, severity, mode, cursor=cursor, limit=limit))
 
 
 @router.get("/runs/{run_id:path}")
@@ -324,7 +229,7 @@ def get_run(conn: Conn, run_id: str) -> Response:
     """One run, with its sessions."""
     found = queries.run(conn, run_id)
     if found is None:
-        raise _not_found("run", run_id)
+        raise not_found("run", run_id)
     return JsonResponse(found)
 
 

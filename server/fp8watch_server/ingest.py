@@ -30,10 +30,10 @@ from fp8watch_agent.wire import (
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from .ingest_stats import IngestStats
+from .ingest_stats import Held, IngestStats
 from .problem import JsonResponse, Problem
 from .registration import RunBody, SessionBody, SitesBody, check_name, decode
-from .store import tiles, write
+from .store import hot, tiles, write
 from .store.dialect import writing
 
 MAX_JSON_BYTES = 4 << 20
@@ -63,13 +63,12 @@ class Ingest:
         return await to_thread.run_sync(work, limiter=self.limiter)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Read a body, counted while it is in memory.
+async def _body(request: Request, limit: int, held: Held) -> bytes:
+    """Read a body, counted as in flight until `held` lets go of it.
 
     Raises:
         Problem: 413, 429.
     """
-    stats = _ingest(request).stats
     length = request.headers.get("content-length", "")
     declared = int(length) if length.isascii() and length.isdecimal() and len(length) < 20 else 0
     if declared > limit:
@@ -80,7 +79,8 @@ async def _body(request: Request, limit: int) -> bytes:
             got += piece
             if len(got) > limit:
                 raise _too_large(len(got), limit)
-            if stats.inflight_bytes + len(got) > MAX_INFLIGHT_BYTES:
+            held.add(len(piece))
+            if held.total_bytes > MAX_INFLIGHT_BYTES:
                 raise Problem(
                     429,
                     "too much is being taken in at this moment",
@@ -175,8 +175,9 @@ async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) 
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
-    body = await _body(request, MAX_JSON_BYTES)
-    return JsonResponse(await ingest.commit(lambda: _stored(lambda: store(body))))
+    with ingest.stats.inflight() as held:
+        body = await _body(request, MAX_JSON_BYTES, held)
+        return JsonResponse(await ingest.commit(lambda: _stored(lambda: store(body))))
 
 
 @router.put("/runs/{run_id:path}/sessions/{session}")
@@ -235,8 +236,8 @@ async def _post(request: Request, content_type: str, store: Callable[[bytes], di
     ingest = _ingest(request)
     with ingest.stats.one_body() as outcome:
         _require_type(request, content_type)
-        body = await _body(request, MAX_WIRE_BYTES)
-        with ingest.stats.inflight(len(body)):
+        with ingest.stats.inflight() as held:
+            body = await _body(request, MAX_WIRE_BYTES, held)
             answer = await ingest.commit(lambda: store(body))
         outcome.accepted(len(body))
     ingest.wake()
@@ -255,8 +256,10 @@ async def post_batch(request: Request) -> Response:
 
         def commit() -> list[dict[str, Any]]:
             started = time.perf_counter()
+            now = time.time()
             with writing(ingest.engine) as conn:
-                write.commit_batch(conn, batch, body, hashlib.sha256(body).digest(), now=time.time())
+                if write.commit_batch(conn, batch, body, hashlib.sha256(body).digest(), now=now):
+                    hot.remember(conn, batch, now)
                 captures = write.captures_wanted(conn, header.run)
             ingest.stats.commit_seconds.observe(time.perf_counter() - started)
             return captures

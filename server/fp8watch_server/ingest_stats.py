@@ -50,11 +50,30 @@ class _Outcome:
         self.name, self.num_bytes = "accepted", num_bytes
 
 
+class Held:
+    """The bytes of one body that are in memory."""
+
+    def __init__(self, stats: IngestStats) -> None:
+        self._stats = stats
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more."""
+        self.num_bytes += num_bytes
+        with self._stats.lock:
+            self._stats.inflight_bytes += num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all bodies together."""
+        return self._stats.inflight_bytes
+
+
 class IngestStats:
     """Bodies by outcome, bytes, and what is in flight."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.outcomes: dict[str, int] = dict.fromkeys(
             ("accepted", "refused", "conflict", "unregistered", "overload", "unavailable", "failed"), 0
         )
@@ -63,15 +82,13 @@ class IngestStats:
         self.commit_seconds = SecondsHistogram()
 
     @contextmanager
-    def inflight(self, num_bytes: int) -> Iterator[None]:
-        """A body is in memory."""
-        with self._lock:
-            self.inflight_bytes += num_bytes
+    def inflight(self) -> Iterator[Held]:
+        """A body is on its way through memory."""
+        held = Held(self)
         try:
-            yield
+            yield held
         finally:
-            with self._lock:
-                self.inflight_bytes -= num_bytes
+            held.add(-held.num_bytes)
 
     @contextmanager
     def one_body(self) -> Iterator[_Outcome]:
@@ -86,6 +103,6 @@ class IngestStats:
             outcome.name = "unavailable"
             raise
         finally:
-            with self._lock:
+            with self.lock:
                 self.outcomes[outcome.name] += 1
                 self.num_bytes += outcome.num_bytes

@@ -96,7 +96,7 @@ def decode(raw: bytes, kind: type[Body]) -> Body:
         _no_nul(msgspec.to_builtins(value), "$")
     except msgspec.ValidationError as e:
         raise Problem(
-            422, f"{kind.__name__}: {e}", rule="every value has the type that docs/wire.md names", remedy="correct it"
+            422, f"{kind.__name__}: {e}", rule="every value has its type and range", remedy="correct it"
         ) from e
     except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
         raise Problem(

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 from fp8watch_agent.record import Site
-from fp8watch_agent.wire import Batch, decode_batch
+from fp8watch_agent.wire import Batch
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from .store import hot
 from .store import schema as t
 from .store.dialect import writing
 from .store.totals import add_totals
@@ -65,7 +66,7 @@ class DetectEngine(Protocol):
 class Detection:
     """The rooms after this one, as plain callables."""
 
-    make_facts: Callable[[Sequence[Site]], Mapping[int, Any]]
+    make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
     make_engine: Callable[[Mapping[int, Any]], DetectEngine]
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
@@ -137,7 +138,7 @@ class DetectWorker:
     def drain(self) -> int:
         """Take what is pending now; returns how many batches that was."""
         b = t.hot_batch.c
-        columns = (b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.body)
+        columns = (b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
         with self._db.connect() as conn:
             pending = conn.execute(
                 sa.select(*columns)
@@ -153,7 +154,10 @@ class DetectWorker:
 
     def _take(self, row: Any) -> None:
         key = (row.run_id, row.tenant)
-        batch = decode_batch(bytes(row.body))
+        with self._db.connect() as conn:
+            batch = hot.load(conn, row)
+        if batch is None:
+            return
         state, error = t.BATCH_DETECTED, None
         findings: Sequence[Any] = ()
         running = self._engine_of(key, row.arrival)
@@ -189,7 +193,7 @@ class DetectWorker:
         )
         with writing(self._db) as conn:
             changed = running is not None and self._write_incidents(conn, row, findings, running)
-            add_totals(conn, batch, row.tenant)
+            add_totals(conn, batch, row.attempt, row.tenant)
             conn.execute(sa.update(t.hot_batch).where(*this).values(detected=state, detect_error=error))
         return changed
 
@@ -241,11 +245,15 @@ class DetectWorker:
         newest = conn.execute(sa.select(sa.func.max(b.step_max)).where(*seen)).scalar()
         if newest is None:
             return
-        bodies = conn.execute(
-            sa.select(b.body).where(*seen, b.step_max > newest - REPLAY_STEPS).order_by(b.arrival)
-        ).scalars()
-        for body in bodies:
-            running.engine.observe(decode_batch(bytes(body)))
+        rows = conn.execute(
+            sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at)
+            .where(*seen, b.step_max > newest - REPLAY_STEPS)
+            .order_by(b.arrival)
+        ).all()
+        for row in rows:
+            batch = hot.load(conn, row)
+            if batch is not None:
+                running.engine.observe(batch)
 
 
 def _sites_version(conn: Connection, run_id: str, tenant: str) -> tuple[int, float]:

@@ -210,6 +210,13 @@ class Serving:
         self.process: subprocess.Popen[str] | None = None
         self.line = ""
 
+    def __enter__(self) -> Serving:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
     def start(self) -> Serving:
         self.process = subprocess.Popen(
             self.command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

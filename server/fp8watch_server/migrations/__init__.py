@@ -6,6 +6,7 @@ Thread:     start of the process
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from alembic import command
@@ -33,6 +34,7 @@ def current(conn: Connection) -> str | None:
     return MigrationContext.configure(conn).get_current_revision()
 
 
+@lru_cache(maxsize=1)
 def head() -> str:
     """Revision of this collector."""
     found = ScriptDirectory.from_config(config()).get_current_head()

@@ -97,7 +97,7 @@ def make_engine(database_url: str) -> Engine:
                 "pip install 'psycopg[binary]'"
             ) from e
     try:
-        Path(str(url.database)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
+        Path(str(url.database)).resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise DatabaseUrlError(f"the folder of database {url.database!r} cannot be made ({e}); choose another") from e
     engine = sa.create_engine(

@@ -29,6 +29,7 @@ MAX_STEP = (1 << 63) - 1
 CACHE_BYTES = 64 << 20
 
 Array = npt.NDArray[Any]
+_Key = tuple[str, str, str, str, int, int, float]
 
 
 def step_range(from_step: int | None, to_step: int | None) -> tuple[int, int]:
@@ -63,10 +64,10 @@ class _Cache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[Any, ...], tuple[Batch, int]] = OrderedDict()
+        self._kept: OrderedDict[_Key, tuple[Batch, int]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: tuple[Any, ...]) -> Batch | None:
+    def get(self, key: _Key) -> Batch | None:
         with self._lock:
             got = self._kept.get(key)
             if got is None:
@@ -74,7 +75,7 @@ class _Cache:
             self._kept.move_to_end(key)
             return got[0]
 
-    def put(self, key: tuple[Any, ...], batch: Batch) -> None:
+    def put(self, key: _Key, batch: Batch) -> None:
         size = 1024 + batch.steps.nbytes + batch.step.nbytes + batch.site.nbytes
         size += sum(column.nbytes for column in batch.sent.values())
         with self._lock:
@@ -87,6 +88,39 @@ class _Cache:
 
 
 _CACHE = _Cache(CACHE_BYTES)
+
+
+def _key(conn: Connection, tenant: str, run: str, session: str, rank: int, seq: int, received_at: float) -> _Key:
+    return (str(conn.engine.url), tenant, run, session, rank, seq, received_at)
+
+
+def remember(conn: Connection, batch: Batch, received_at: float, *, tenant: str = t.DEFAULT_TENANT) -> None:
+    """Keep a batch that was decoded anyway; called when it is about to be committed."""
+    h = batch.header
+    _CACHE.put(_key(conn, tenant, h.run, h.session, h.rank, h.seq, received_at), batch)
+
+
+def load(conn: Connection, row: Any) -> Batch | None:
+    """The batch of a hot_batch row (run_id, tenant, session, rank, seq, received_at); None when it has gone."""
+    key = _key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at)
+    batch = _CACHE.get(key)
+    if batch is not None:
+        return batch
+    b = t.hot_batch.c
+    body = conn.execute(
+        sa.select(b.body).where(
+            b.run_id == row.run_id,
+            b.tenant == row.tenant,
+            b.session == row.session,
+            b.rank == row.rank,
+            b.seq == row.seq,
+        )
+    ).scalar()
+    if body is None:
+        return None
+    batch = decode_batch(bytes(body))
+    _CACHE.put(key, batch)
+    return batch
 
 
 def batches(
@@ -103,24 +137,15 @@ def batches(
     where = [b.run_id == run_id, b.tenant == tenant, b.step_max >= from_step, b.step_min <= to_step]
     if rank is not None:
         where.append(b.rank == rank)
-    keys = conn.execute(
-        sa.select(b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at).where(*where).order_by(b.arrival)
+    rows = conn.execute(
+        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
+        .where(*where)
+        .order_by(b.arrival)
     ).all()
-    database = str(conn.engine.url)
-    for session, rank_, seq, attempt, arrival, received_at in keys:
-        key = (database, run_id, tenant, session, rank_, seq, received_at)
-        batch = _CACHE.get(key)
-        if batch is None:
-            body = conn.execute(
-                sa.select(b.body).where(
-                    b.run_id == run_id, b.tenant == tenant, b.session == session, b.rank == rank_, b.seq == seq
-                )
-            ).scalar()
-            if body is None:  # retention was quicker
-                continue
-            batch = decode_batch(bytes(body))
-            _CACHE.put(key, batch)
-        yield StoredBatch(attempt, arrival, batch)
+    for row in rows:
+        batch = load(conn, row)
+        if batch is not None:  # retention may be quicker
+            yield StoredBatch(row.attempt, row.arrival, batch)
 
 
 def _take(batch: Batch, name: str, index: Array) -> Array:

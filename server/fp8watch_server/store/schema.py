@@ -126,6 +126,7 @@ site_total = sa.Table(  # running totals and newest values of a site over all ra
     sa.Column("num_nonfinite", sa.BigInteger, nullable=False),
     sa.Column("num_saturated", sa.BigInteger, nullable=False),
     sa.Column("num_sentinel_tiles", sa.BigInteger, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),  # of last_step
     sa.Column("last_step", sa.BigInteger, nullable=False),
     sa.Column("newest", Json, nullable=False),  # field or derived field -> value at last_step
     _of_run(),

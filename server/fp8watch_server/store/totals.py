@@ -22,7 +22,7 @@ NEWEST_FIELDS = ("underflow_ratio", "amax_max", "scale_inv_max", "scale_inv_min"
 TOTAL_FIELDS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
 
 
-def add_totals(conn: Connection, batch: Batch, tenant: str) -> None:
+def add_totals(conn: Connection, batch: Batch, attempt: int, tenant: str) -> None:
     """Add one batch. Called once per batch: the caller's transaction marks it."""
     if not len(batch.site):
         return
@@ -53,6 +53,7 @@ def add_totals(conn: Connection, batch: Batch, tenant: str) -> None:
             "tenant": tenant,
             "site": site,
             **{name: max(int(sums[name][i]), 0) for name in TOTAL_FIELDS},  # a total never goes back
+            "attempt": attempt,
             "last_step": step,
             "newest": newest[i],
         }
@@ -63,18 +64,23 @@ def add_totals(conn: Connection, batch: Batch, tenant: str) -> None:
 
 def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]]) -> None:
     c = t.site_total.c
-    there = {
+    known = {
         row.site: row for row in conn.execute(sa.select(t.site_total).where(c.run_id == run_id, c.tenant == tenant))
     }
     for row in rows:
-        old = there.get(row["site"])
+        old = known.get(row["site"])
         if old is None:
             continue
         for name in TOTAL_FIELDS:
             row[name] = min(row[name] + getattr(old, name), (1 << 63) - 1)
-        if row["last_step"] == old.last_step:  # another rank's view of the same step
+        here, newest = (row["attempt"], row["last_step"]), (old.attempt, old.last_step)
+        if here == newest:  # another rank's view of the same step
             row["newest"] = worse(old.newest, row["newest"])
-        row["newest"] = {**old.newest, **row["newest"]}
+        elif here > newest:
+            row["newest"] = {**old.newest, **row["newest"]}  # not every group of fields is measured in every step
+        else:  # it came late
+            row["attempt"], row["last_step"] = newest
+            row["newest"] = {**row["newest"], **old.newest}
     upsert(conn, t.site_total, rows)
 
 

@@ -246,9 +246,9 @@ def commit_batch(
 def _touch_run(conn: Connection, run_id: str, tenant: str, attempt: int, last: int | None, now: float) -> int:
     r = t.run.c
     this = (r.run_id == run_id, r.tenant == tenant)
-    arrival = conn.execute(
-        sa.update(t.run).where(*this).values(num_batches=r.num_batches + 1, last_seen_at=now).returning(r.num_batches)
-    ).scalar_one()
+    # not RETURNING: SQLite has it from 3.35 on only
+    conn.execute(sa.update(t.run).where(*this).values(num_batches=r.num_batches + 1, last_seen_at=now))
+    arrival = conn.execute(sa.select(r.num_batches).where(*this)).scalar_one()
     if last is not None:
         newer = sa.or_(
             r.last_step.is_(None),

@@ -240,6 +240,7 @@ def upgrade() -> None:
         sa.Column("num_nonfinite", sa.BigInteger(), nullable=False),
         sa.Column("num_saturated", sa.BigInteger(), nullable=False),
         sa.Column("num_sentinel_tiles", sa.BigInteger(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("last_step", sa.BigInteger(), nullable=False),
         sa.Column("newest", JSON, nullable=False),
         sa.ForeignKeyConstraint(
