@@ -155,6 +155,26 @@ def test_the_rank_that_broke_first_is_named_whoever_reports_first(store: Store, 
     assert store.messages == ["firing"]
 
 
+@pytest.mark.parametrize("cause_first", [True, False])
+def test_weights_that_one_ranks_loss_broke_are_its_consequence_on_every_rank(store: Store, cause_first: bool) -> None:
+    bad, other = Run(seed=1, rank=3), Run(seed=2, rank=0)
+
+    def broken_from(step0: int) -> Change:
+        def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+            s["loss"] = NAN if step >= step0 else s["loss"]
+            rows["num_nan"] = 9 * (step >= 6)  # the update of step 5 reached the weights of both
+
+        return change
+
+    ours, theirs = bad.batch(range(3, 8), broken_from(5)), other.batch(range(3, 8), broken_from(6))
+    for batch in (ours, theirs) if cause_first else (theirs, ours):
+        store.take(batch)
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"], incident["origin"]) == ("nan-in-loss", 5, True)
+    assert incident["place"]["ranks"] == [0, 3]
+    assert store.messages == ["firing"]
+
+
 def test_a_restart_of_the_collector_opens_nothing_twice(store: Store) -> None:
     batches = [store.run.batch(range(s, s + 4), nan_from(5, 0)) for s in range(0, 60, 4)]
     for b in batches[:8]:

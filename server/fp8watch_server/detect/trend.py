@@ -193,7 +193,7 @@ class Divergence:
         jumped = self._jump_step is not None
         if lr is not None and math.isfinite(usual_lr):
             since = self._jump_step if jumped else None
-            evidence.insert(0 if jumped else 2, Evidence("lr", lr, round(usual_lr, 12), "", since))
+            evidence.insert(0 if jumped else 2, Evidence("lr", lr, float(f"{usual_lr:.6g}"), "", since))
         loss, usual_loss = view.scalar("loss"), float(self._loss.median()[0])
         if loss is not None and math.isfinite(usual_loss):
             evidence.append(Evidence("loss", loss, round(usual_loss, 4), "", onset))
@@ -217,7 +217,7 @@ class Divergence:
                 "num_sites": num_growing,
                 "num_moving": num_moving,
                 "operands": ["weight"],
-                "lr_jump": (usual_lr, lr) if jumped else None,
+                "lr_jump": (float(f"{usual_lr:.6g}"), lr) if jumped else None,
                 "growth": median_rate,
                 "octaves": float(total[fastest]),
             },
