@@ -1,6 +1,6 @@
 """Screenshots of a real run for README and docs: the demo with `--fault inf`, pages in a headless Chromium.
 
-    make screenshots
+make screenshots
 """
 
 from __future__ import annotations

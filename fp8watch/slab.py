@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, empty_rows
 
 if TYPE_CHECKING:

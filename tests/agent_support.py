@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+
 from fp8watch_agent import wire
 from fp8watch_agent.record import ROW, STEP, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.recorder import Recorder

@@ -135,6 +135,16 @@ def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iter
         yield builder
 
 
+def farewell_parcel(session: Session, seq: int, clock: float, health: dict[str, float]) -> Parcel:
+    """A batch without steps: only its health has something to say."""
+    header = Header(
+        run=session.run_id, session=session.session, rank=session.rank, seq=seq, step0=0, num_steps=0,
+        num_records=0, clock=clock, health=health,
+    )  # fmt: skip
+    none = np.zeros(0, np.int64)
+    return Parcel(Kind.BATCH, seq, encode_batch(header, np.zeros(0, STEP), none, none, np.zeros(0, ROW)), 0)
+
+
 def maps_parcel(session: Session, seq: int, maps: list[TileMap]) -> Parcel:
     """Tile maps as one body."""
     body = encode_tile_maps(session.run_id, session.session, session.rank, seq, maps)

@@ -26,7 +26,7 @@ from .ledgers import maps_ledger, records_ledger
 from .maps import MapQueue
 from .record import ROW, STEP, Site, TileMap
 from .ring import Ring
-from .sender import Sender
+from .sender import ENDED, Sender
 from .session import Registration, Session
 from .settings import AgentSettings
 from .spool import Spool
@@ -232,6 +232,7 @@ class Recorder:
 
     def _close(self, timeout_s: float) -> None:
         sender = self._sender
+        self._gauges[ENDED] = 1.0
         until = time.monotonic() + max(0.1, timeout_s)
         sender.deadline = until - min(_CLOSE_RESERVE_S, timeout_s / 2)
         if sender.courier is not None:

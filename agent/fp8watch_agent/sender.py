@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from .batch import BatchBuilder, Kind, Parcel, maps_parcel
+from .batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
 from .courier import Courier, Receipt
 from .guard import Guard
 from .health import DROP_ENCODE, Books
@@ -29,6 +29,9 @@ from .spool import Spool
 from .transport import Answer, Verdict, judge
 
 logger = logging.getLogger("fp8watch")
+
+ENDED = "ended"
+"""Key in the health of a batch: the session ended, nothing more comes."""
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
@@ -89,7 +92,15 @@ class Sender:
             self._guard.call("sender", self.tick, None)
             self._guard.emit()
             if self.deadline is not None:
+                self._guard.call("farewell", self._farewell, None)
                 return
+
+    def _farewell(self) -> None:
+        """An empty batch whose health says that the session ended, so that it is not taken for stalled."""
+        if self.num_batches == 0 or not self.can_send() or self.courier is None or self.in_hand is not None:
+            return
+        session, health = self._registration.session, {**self._health(), ENDED: 1.0}
+        self.courier.send(farewell_parcel(session, self._new_seq(), time.time(), health), self._registration)
 
     def tick(self) -> None:
         """One look at the ring: everything that is due leaves it."""

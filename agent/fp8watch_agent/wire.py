@@ -34,6 +34,8 @@ MAX_NAME_CHARS = 512
 
 Array = npt.NDArray[Any]
 
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class WireError(ValueError):
     """A body that is not a batch. `column` names the part that is wrong; the text says value, rule and remedy."""
@@ -41,6 +43,10 @@ class WireError(ValueError):
     def __init__(self, column: str, message: str) -> None:
         super().__init__(f"{column}: {message}")
         self.column = column
+
+
+class TooLarge(WireError):
+    """A body that inflates past its limit."""
 
 
 class UnsupportedVersion(WireError):
@@ -178,7 +184,7 @@ def decompress(body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
         while piece := reader.read(1 << 20):
             out += piece
             if len(out) > max_bytes:
-                raise WireError("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
+                raise TooLarge("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
         params = zstandard.get_frame_parameters(body)
     except zstandard.ZstdError as e:
         raise WireError("body", f"not a zstd frame ({e}); send Content-Encoding: zstd") from e
@@ -204,7 +210,7 @@ def _decode_header(raw: msgspec.Raw, kind: type[Any]) -> Any:
         if version != WIRE_VERSION:
             raise UnsupportedVersion("header", f"version {version!r}; this collector reads {WIRE_VERSION}: upgrade it")
         header = msgspec.msgpack.decode(raw, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except _UNDECODABLE as e:
         raise WireError("header", str(e)) from e
     for name in ("run", "session"):
         value = getattr(header, name)
@@ -224,7 +230,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
     raw = decompress(body) if compressed else body
     try:
         got = msgspec.msgpack.decode(raw, type=_Body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except _UNDECODABLE as e:
         raise WireError("body", str(e)) from e
     header: Header = _decode_header(got.header, Header)
     s, n = header.num_steps, header.num_records
@@ -322,7 +328,7 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
     raw = decompress(body) if compressed else body
     try:
         got = msgspec.msgpack.decode(raw, type=_TileMapBody)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except _UNDECODABLE as e:
         raise WireError("body", str(e)) from e
     header: _TileMapHeader = _decode_header(got.header, _TileMapHeader)
     n = header.num_maps

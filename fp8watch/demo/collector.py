@@ -31,7 +31,12 @@ def running_collector(folder: Path, port: int, **environment: str) -> Iterator[s
     """
     log = folder / "collector.log"
     command = [sys.executable, "-m", "fp8watch", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    env = {**os.environ, **environment, "FP8WATCH_DATABASE_URL": f"sqlite:///{folder / 'fp8watch.sqlite'}", "PYTHONUNBUFFERED": "1"}
+    env = {
+        **os.environ,
+        **environment,
+        "FP8WATCH_DATABASE_URL": f"sqlite:///{folder / 'fp8watch.sqlite'}",
+        "PYTHONUNBUFFERED": "1",
+    }
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True, start_new_session=True

@@ -27,6 +27,7 @@ from .text import batches, load_text
 BATCH, TOKENS = 4, 64
 DEFAULT_PORT = 8420
 LEARNING_RATE = 2e-3
+MAX_GRAD_NORM = 1.0
 FAULT_STEP = 80
 STEPS_AFTER_FAULT = 24  # so that the charts show what came after
 PATIENCE_STEPS = 120  # the longest that a failure may stay unnamed
@@ -132,6 +133,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
             loss = model(*next(data))
             optimizer.zero_grad()
             loss.backward()
+            watch.log(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
             optimizer.step()
             if undo is not None:
                 undo()

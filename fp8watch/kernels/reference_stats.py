@@ -15,10 +15,10 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 from fp8watch.formats import Fp8Format
 from fp8watch.quantize.stats import INF, Heavy, Invariant, TileStats, histogram
+from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 _EXACT_FLOAT32_COUNT = 1 << 24
 _FP32_SCALE_SLACK = 4 * 2.0**-23  # 4 float32 ulps of 1

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from fp8watch.formats import AMAX_BUCKET_OFFSET
 from fp8watch_agent.record import (
     FIELDS,
     NUM_AMAX_BUCKETS,
     Measured,
     TileFlag,
 )
-
-from fp8watch.formats import AMAX_BUCKET_OFFSET
 
 INF = float("inf")
 _AMAX_BUCKET_SHIFT = 128 - AMAX_BUCKET_OFFSET  # exponent field of amax/1.75, rounded down, minus this = bucket

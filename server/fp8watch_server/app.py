@@ -131,9 +131,9 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
-    if pages:
-        _install_pages(app)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
+    if pages:
+        _install_pages(app)  # last, and so outermost: refusals carry the security headers too
     return app
 
 
@@ -147,6 +147,6 @@ def _metrics(request: Request) -> Response:
     return Response(page.text(), media_type=page.content_type)
 
 
-def _on_asked_wrongly(request: Request, e: Exception) -> Response:  # noqa: ARG001
+def _on_asked_wrongly(request: Request, e: Exception) -> Response:
     value: dict[str, Any] = {"rule": "the value is one that the collector knows", "remedy": "choose one that is named"}
     return problem.Problem(422, str(e), **value).response()

@@ -18,17 +18,19 @@ from typing import Any, TypeVar
 import anyio
 from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
     MAX_WIRE_BYTES,
     TILE_MAPS_CONTENT_TYPE,
+    TooLarge,
     WireError,
     decode_batch,
     decode_tile_maps,
     decompress,
 )
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 
 from .ingest_stats import Held, IngestStats
 from .problem import JsonResponse, Problem
@@ -126,7 +128,7 @@ def _wire(work: Callable[[], T]) -> T:
         detail, column = str(e), e.column
         if column != "body":
             status, rule = 422, f"column {column!r} has its exact length and allowed values"
-        elif "inflates to more than" in detail:
+        elif isinstance(e, TooLarge):
             status, rule = 413, "a body inflates to at most 64 MiB"
         else:
             status, rule = 400, "a body is a zstd frame with a msgpack map of header and columns"

@@ -71,7 +71,7 @@ class JsonResponse(Response):
         return _encoder.encode(content)
 
 
-def _on_problem(request: Request, e: Exception) -> Response:  # noqa: ARG001
+def _on_problem(request: Request, e: Exception) -> Response:
     assert isinstance(e, Problem)
     return e.response()
 
@@ -88,7 +88,7 @@ def _on_http(request: Request, e: Exception) -> Response:
     ).response()
 
 
-def _on_validation(request: Request, e: Exception) -> Response:  # noqa: ARG001
+def _on_validation(request: Request, e: Exception) -> Response:
     assert isinstance(e, RequestValidationError)
     first = e.errors()[0]
     where = ".".join(str(part) for part in first["loc"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
 from fp8watch_agent.record import Site
 
 from .problem import Problem

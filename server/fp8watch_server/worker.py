@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import sqlalchemy as sa
-from fp8watch_agent.record import Site
-from fp8watch_agent.wire import Batch
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from fp8watch_agent.record import Site
+from fp8watch_agent.wire import Batch
 
 from .store import hot
 from .store import schema as t

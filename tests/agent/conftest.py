@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from agent_support import Collector, make_session, serve
+
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
 

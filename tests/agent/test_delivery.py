@@ -22,6 +22,7 @@ from agent_support import (
     record,
     serve,
 )
+
 from fp8watch_agent import wire
 from fp8watch_agent.record import HISTOGRAMS, ROW, STEP
 from fp8watch_agent.recorder import Recorder

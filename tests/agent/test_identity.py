@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from agent_support import Collector, Reply, make_ids, make_maps, make_rows, make_session, make_sites, make_step, serve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 ANSWERS = (
     Reply(500),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_support import Collector, eventually, make_ids, make_rows, make_sites, make_step, record
+
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.session import Session

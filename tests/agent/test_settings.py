@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
 from fp8watch_agent.settings import VARIABLES, AgentSettings
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from agent_support import make_session, make_sites
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration
 from fp8watch_agent.spool import FRAME_BYTES, Spool, read_segment
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def parcel(seq: int, size: int = 100, amount: int = 3) -> Parcel:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agent_support import Collector, Reply, eventually, make_maps, make_session, record
+
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring

@@ -7,10 +7,11 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from browser.kit import Collector, Watched, drawn, marks, point_of_tile, until
-from fp8watch_agent.record import Site, TileFlag, TileMap
-from fp8watch_agent.wire import TILE_MAPS_CONTENT_TYPE, encode_tile_maps
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP, HOSTILE, HOSTILE_ID, INCIDENT_ID
 from playwright.sync_api import Page, expect
+
+from fp8watch_agent.record import Site, TileFlag, TileMap
+from fp8watch_agent.wire import TILE_MAPS_CONTENT_TYPE, encode_tile_maps
 
 pytestmark = pytest.mark.browser
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from collector.kit import Recorder, served
+
 from fp8watch_server import migrations
 from fp8watch_server.app import create_app
 from fp8watch_server.settings import Settings

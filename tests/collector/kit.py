@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import uvicorn
+
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
 from fp8watch_server.command import listen

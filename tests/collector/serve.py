@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collector.kit import Recorder
+
 from fp8watch_server import command
 from fp8watch_server.app import create_app
 

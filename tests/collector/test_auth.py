@@ -13,11 +13,12 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from collector.kit import Recorder
+from starlette.routing import Route
+
 from fp8watch_server import auth
 from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import make_engine, writing
-from starlette.routing import Route
 
 TOKEN = "fp8w_" + "a" * 40
 READER = "fp8w_" + "r" * 40

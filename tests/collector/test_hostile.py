@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import zstandard
 from collector.kit import ZSTD, Agent, make_site
+
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, encode_tile_maps
 

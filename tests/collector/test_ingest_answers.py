@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 import zstandard
 from collector.kit import ZSTD, Agent, make_site
+
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, MAX_WIRE_BYTES
 from fp8watch_server.store import schema as t

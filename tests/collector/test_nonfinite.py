@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from collector.kit import Agent, make_site
-from fp8watch_server.store import schema as t
 from prometheus_client.parser import text_string_to_metric_families
+
+from fp8watch_server.store import schema as t
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [0, 1, 2, 3]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from collector.kit import ALL, Agent, make_site
+
 from fp8watch_agent.record import Measured
 from fp8watch_server.store import queries
 from fp8watch_server.store import schema as t

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
+
 from fp8watch_server.command import main
 
 SITE = make_site("up")

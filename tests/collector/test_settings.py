@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from fp8watch_server.command import parser
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
 

@@ -14,6 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from collector.kit import Agent, make_site
 from collector.test_queries import an_incident
+
 from fp8watch_agent.record import TileMap
 from fp8watch_server import migrations
 from fp8watch_server.store import dialect, queries, tiles

@@ -7,6 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from collector.kit import Agent, Recorder, make_site
+
 from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
 from fp8watch_server.worker import DetectWorker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, StepStatus, empty_rows, site_id
 from fp8watch_agent.wire import Batch, Header, decode_batch, encode_batch
 from fp8watch_server.detect.finding import SiteFacts, facts_of

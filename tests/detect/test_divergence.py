@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from detect.healthy_run import Run
+
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.detect.finding import Finding
 

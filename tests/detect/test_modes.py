@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from detect.healthy_run import Run
+
 from fp8watch_agent.record import Measured, StepPresent, StepStatus
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.detect.finding import Finding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from detect.healthy_run import Run
+
 from fp8watch_server.detect.engine import Engine
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from detect.healthy_run import Run
+
 from fp8watch_agent.wire import Batch
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.incidents.fold import IncidentChange, close_quiet, fold

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
+from incidents.store import RUN, TENANT, Store
+
 from fp8watch_server.incidents.fold import fold
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
-from incidents.store import RUN, TENANT, Store
 
 NAN = float("nan")
 DOWN = "layers.1.mlp.down_proj"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 
 import pytest
+
 from fp8watch_server.incidents.playbook import EPS_VARIABLE, MODE_BY_SLUG, MODES, SLUGS, fixes
 
 BUILT = [

@@ -84,7 +84,9 @@ def test_a_loss_that_is_nan_and_inf_is_readable_everywhere(collector):
         html = get(collector + page)
         assert "<script>alert" not in html
         assert "&lt;script&gt;alert" in html or page.startswith("/incidents")
+    assert json.loads(get(f"{collector}/api/v1/runs/{run_id}"))["status"] == "running"
     watch.detach()
+    assert json.loads(get(f"{collector}/api/v1/runs/{run_id}"))["status"] == "ended"
 
 
 def test_a_step_killed_by_sigkill_arrives_by_sync(collector, tmp_path):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from notify.receiver import Answer, Outbox, Receiver
+
 from fp8watch_server.notify.channels import Channel
 from fp8watch_server.notify.outbox import Dispatcher
-from notify.receiver import Answer, Outbox, Receiver
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+
 from fp8watch_server.notify.command import test_payload
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import make_engine, writing

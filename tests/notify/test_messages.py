@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from notify.receiver import Receiver
+
 from fp8watch_server.notify import command, slack, webhook
 from fp8watch_server.notify.channels import WebhookChannel, channels_from_environ, channels_of
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
 from fp8watch_server.notify.target import Target, TargetError
-from notify.receiver import Receiver
 
 MODULE = "layers.1.mlp.down_proj"
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
+from incidents.store import Store
+from notify.receiver import Outbox, Receiver
+
 from fp8watch_server.notify import outbox as module
 from fp8watch_server.notify.channels import SlackChannel, WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
 from fp8watch_server.notify.target import Target
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
-from incidents.store import Store
-from notify.receiver import Outbox, Receiver
 
 Receivers = Callable[..., Receiver]
 Dispatch = Callable[..., Dispatcher]

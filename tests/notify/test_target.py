@@ -6,8 +6,9 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from fp8watch_server.notify.target import MAX_ANSWER_BYTES, Target, TargetError, Unreachable, refusal
 from notify.receiver import Receiver
+
+from fp8watch_server.notify.target import MAX_ANSWER_BYTES, Target, TargetError, Unreachable, refusal
 
 
 @pytest.mark.parametrize(

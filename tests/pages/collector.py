@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+
 from fp8watch_server.app import create_app
 from fp8watch_server.settings import Settings
 from fp8watch_server.worker import Detection

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import sqlalchemy as sa
+
 from fp8watch_agent.record import ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from fp8watch_server.pages.fixes import render, to_copy
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fp8watch_server.pages.markdown import inline, render
-from fp8watch_server.pages.runbooks import runbook, slugs
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fp8watch_server.pages.markdown import inline, render
+from fp8watch_server.pages.runbooks import runbook, slugs
 
 
 @pytest.mark.parametrize(

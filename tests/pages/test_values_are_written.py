@@ -6,6 +6,7 @@ import math
 from datetime import datetime, timezone
 
 import pytest
+
 from fp8watch_server.pages import view
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fp8watch_agent.record import FIELDS, ROW, empty_rows, merge_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize.operands import KINDS, operand
@@ -14,6 +13,7 @@ from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference
 from fp8watch.quantize.stats import TileStats
 from fp8watch.slab import Slab
+from fp8watch_agent.record import FIELDS, ROW, empty_rows, merge_rows
 
 SUMS = {"signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"}
 kinds = st.sampled_from(sorted(KINDS))

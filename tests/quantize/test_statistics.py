@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fp8watch_agent.record import FIELDS, Measured, TileFlag
 from quantize import oracle
 from quantize.operands import DTYPES, KINDS, TILES, operand
 
 from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, reference_stats
+from fp8watch_agent.record import FIELDS, Measured, TileFlag
 
 SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")
 NOT_COMPARED = ("weight_hash", "order", "measured", *SUMS)

@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import Measured
 
 from .finding import Evidence, Finding

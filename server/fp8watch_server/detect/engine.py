@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 

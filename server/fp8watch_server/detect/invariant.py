@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import Measured
 
 from .finding import Evidence, Finding, Severity

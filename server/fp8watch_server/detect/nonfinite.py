@@ -19,6 +19,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import Measured, StepStatus
 
 from . import degenerate

@@ -16,6 +16,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import Measured
 
 from .baseline import Baseline

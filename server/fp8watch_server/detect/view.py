@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured
 from fp8watch_agent.wire import Batch
 

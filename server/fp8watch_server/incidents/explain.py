@@ -157,7 +157,8 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
         limit = _MAX_FINITE.get(facts.format if facts else "E4M3", 448)
         return (
             f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "
-            f"as {limit}, and its neighbours were quantised unscaled, most to 0. Nothing behind the cast sees it."
+            f"as {limit}, and its neighbours were quantised unscaled: what is small against 1 loses its bits. Nothing behind "
+            f"the cast sees the Inf."
         )
     if finding.mode == "zero-tile-eps":
         eps = facts.eps if facts else 0.0

@@ -61,7 +61,7 @@ class SlackChannel:
         """Where it goes, without the secret."""
         return self.target.masked
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:  # noqa: ARG002
+    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
         body = msgspec.json.encode(slack.message(payload, kind))
         return self.target.post(body, {"Content-Type": "application/json", "Idempotency-Key": idempotency_key})

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8watch_agent.record import TileFlag
 from sqlalchemy import Connection
 
+from fp8watch_agent.record import TileFlag
 from fp8watch_server.pages import lookup, view
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.pages.problem import Link, PageProblem

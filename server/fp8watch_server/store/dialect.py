@@ -52,7 +52,7 @@ class Json(TypeDecorator[Any]):
         kind: TypeEngine[Any] = postgresql.JSONB() if dialect.name == "postgresql" else sa.JSON()
         return dialect.type_descriptor(kind)
 
-    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> Any:  # noqa: ARG002
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> Any:
         """On the way in."""
         return finite_json(value)
 
@@ -112,7 +112,7 @@ def make_engine(database_url: str) -> Engine:
     return engine
 
 
-def _sqlite_connect(dbapi_connection: Any, record: Any) -> None:  # noqa: ARG001
+def _sqlite_connect(dbapi_connection: Any, record: Any) -> None:
     dbapi_connection.isolation_level = None  # no BEGIN behind our back
     cursor = dbapi_connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")

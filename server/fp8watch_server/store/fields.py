@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, Measured
 
 Array = npt.NDArray[Any]

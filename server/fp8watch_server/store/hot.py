@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
 from fp8watch_agent.wire import Batch, decode_batch, decode_histogram
-from sqlalchemy.engine import Connection
 
 from . import schema as t
 

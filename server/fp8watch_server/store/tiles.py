@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import TileMaps, decode_tile_maps, encode_tile_maps
-from sqlalchemy.engine import Connection
 
 from . import schema as t
 from .dialect import upsert

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
-from fp8watch_agent.wire import Batch
 from sqlalchemy.engine import Connection
+
+from fp8watch_agent.wire import Batch
 
 from . import schema as t
 from .dialect import upsert

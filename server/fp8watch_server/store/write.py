@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
 from fp8watch_agent.record import STEP_SCALARS, Site
 from fp8watch_agent.wire import Batch
-from sqlalchemy.engine import Connection
 
 from . import schema as t
 from .dialect import upsert
