@@ -55,8 +55,16 @@ class Collector:
         self.runs.clear()
 
     def batches(self) -> list[wire.Batch]:
+        """Those that hold steps."""
         with self.lock:
-            return [wire.decode_batch(body) for _, body in sorted(self.stored.items())]
+            decoded = [wire.decode_batch(body) for _, body in sorted(self.stored.items())]
+        return [b for b in decoded if b.header.num_steps]
+
+    def farewells(self) -> list[wire.Batch]:
+        """Empty batches: their health says that the session ended."""
+        with self.lock:
+            decoded = [wire.decode_batch(body) for _, body in sorted(self.stored.items())]
+        return [b for b in decoded if not b.header.num_steps]
 
     def num_records(self) -> int:
         return sum(b.header.num_records for b in self.batches())

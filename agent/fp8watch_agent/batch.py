@@ -14,7 +14,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from .record import TileMap
+from .record import ROW, STEP, TileMap
 from .ring_file import Frame
 from .session import Session
 from .wire import (

@@ -318,3 +318,13 @@ def test_each_batch_carries_the_books(collector: Collector, settings: AgentSetti
     assert (second["produced"], second["acknowledged"], second["queued"]) == (6, 3, 3)
     assert first["overhead_ratio"] == 0.004
     json.dumps(first)
+
+
+def test_close_says_that_the_session_ended(collector: Collector, settings: AgentSettings, session: Session) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    record(recorder, [0])
+    assert recorder.flush(10)
+    assert collector.farewells() == []
+    recorder.close()
+    (farewell,) = collector.farewells()
+    assert farewell.header.health["ended"] == 1.0

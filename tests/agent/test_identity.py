@@ -121,7 +121,9 @@ def run_schedule(events: list[tuple[str, Any]], small_spool: bool, local: bool, 
         # The books agree with what the two other sides hold: the collector, and the disk.
         assert health.records.acknowledged <= collector.num_records()
         # Committed unheard of (an answer lost, a split body half sent at the end): only the next try makes it known.
+        # So is a body that was stored after its sender had given up waiting, and was refused when it came again.
         in_doubt = any(e[0] == "limit" or (e[0] == "answers" and any(r.commit for r in e[1])) for e in events)
+        in_doubt = in_doubt or (health.num_retries > 0 and health.records.num_dropped > 0)
         if not in_doubt:
             assert health.records.acknowledged == collector.num_records()
         collector.script, collector.max_body_bytes = [], 1 << 30

@@ -81,9 +81,10 @@ def test_each_record_is_counted_once_while_both_sides_race(tmp_path: Path) -> No
     rng = random.Random(0)
     sizes = [rng.randrange(60) for _ in range(6000)]
     claimed: list[tuple[int, int]] = []
-    done = threading.Event()
+    done, full = threading.Event(), threading.Event()
 
     def consume() -> None:
+        full.wait()  # the race begins with a ring that has overwritten already, however threads are scheduled
         while True:
             last = done.is_set()
             while (frame := ring.claim()) is not None:
@@ -99,6 +100,8 @@ def test_each_record_is_counted_once_while_both_sides_race(tmp_path: Path) -> No
         thread.start()
         for s, n in enumerate(sizes):
             ring.push(make_step(s).tobytes(), ids[n], rows[n])
+            if s == 200:
+                full.set()
         done.set()
         thread.join()
     finally:
