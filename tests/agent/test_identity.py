@@ -36,6 +36,8 @@ def schedule(rng: random.Random) -> list[tuple[str, Any]]:
     kinds = ["step"] * 6 + ["burst", "flush", "flush", "wait", "map", "answers", "answers", "answers", "forget"]
     if rng.random() < 0.3:
         kinds.append("limit")
+    if rng.random() < 0.3:
+        kinds.append("stall")
     events: list[tuple[str, Any]] = []
     for _ in range(rng.randint(8, 25)):
         kind = rng.choice(kinds)
@@ -60,6 +62,12 @@ def play(recorder: Recorder, collector: Collector, events: list[tuple[str, Any]]
                 recorder.record_step(make_step(step), make_ids(num_rows), make_rows(num_rows, step))
                 handed += num_rows
                 step += 1
+        elif name == "stall":  # the sender hangs, and the ring of 1 MiB runs over
+            with recorder._sender.lock:
+                for _ in range(40):
+                    recorder.record_step(make_step(step), make_ids(60), make_rows(60, step))
+                    handed += 60
+                    step += 1
         elif name == "flush":
             recorder.flush(0.02)
         elif name == "wait":
