@@ -68,7 +68,8 @@ def attach(
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
         run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE, else "blockwise"), "blockwise", "observe" (leave the GEMMs as they are), or a Recipe.
-        filter_fn: (module, fully qualified name) -> bool; default: all but output head, router and tied embeddings.
+        filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
+            and weights tied to an embedding.
         every: full statistics each n-th optimizer step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
@@ -231,7 +232,7 @@ def _line(
     """The one line that attach prints."""
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
     if not linears:
-        parts = ["no Linear to watch in this model"]
+        parts = ["no Linear taken over"]
     elif recipe.observe_only:
         parts = [f"{n} observed, computing as before (backend {backend})"]
     else:

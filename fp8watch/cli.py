@@ -41,12 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fp8watch: {args[0]!r} is no command; known are {', '.join(sorted(commands))}", file=sys.stderr)
         return 2
     try:
-        run = entry.load()
+        return int(entry.load()(args[1:]))
+    except KeyboardInterrupt:
+        print("fp8watch: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as e:
         extra = {"serve": "server", "notify": "server", "demo": "demo"}.get(args[0], "train")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch[{extra}]'", file=sys.stderr)
         return 2
-    return int(run(args[1:]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from torch import nn
 
 from .linear import SITE_KEY
 
-FilterFn = Callable[[nn.Module, str], bool]
+FilterFn = Callable[[nn.Module, str], "bool | None"]
+"""(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"})
 ROUTER_NAMES = frozenset({"router", "gate", "gating", "wg"})
@@ -56,6 +57,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         if not isinstance(module, nn.Linear):
             continue
         reason: str | None = None
+        wanted: bool | None = None
         if SITE_KEY in module.__dict__:
             reason = "watched already by another attach"
         elif type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
@@ -70,11 +72,12 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
             reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
         elif filter_fn is not None:
             wanted = filter_fn(module, fqn)
-            if not isinstance(wanted, bool):
-                raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True or False")
-            reason = None if wanted else "filter_fn"
-        else:
+            if not isinstance(wanted, bool | None):
+                raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True, False or None (default)")
+        if reason is None and wanted is None:
             reason = "weight tied to an embedding" if id(module.weight) in embeddings else default_filter(module, fqn)
+        elif reason is None and not wanted:
+            reason = "filter_fn"
         if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
             reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
         if reason is None:

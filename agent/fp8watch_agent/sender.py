@@ -97,10 +97,16 @@ class Sender:
 
     def _farewell(self) -> None:
         """An empty batch whose health says that the session ended, so that it is not taken for stalled."""
-        if self.num_batches == 0 or not self.can_send() or self.courier is None or self.in_hand is not None:
-            return
-        session, health = self._registration.session, {**self._health(), ENDED: 1.0}
-        self.courier.send(farewell_parcel(session, self._new_seq(), time.time(), health), self._registration)
+        with self.lock:
+            if self.in_hand is not None or self._next_seq == 0:
+                return  # what is in hand says it, or nothing was ever said
+            health = {**self._health(), ENDED: 1.0}
+            parcel = farewell_parcel(self._registration.session, self._new_seq(), time.time(), health)
+        if self.can_send() and self.courier is not None:
+            self.courier.send(parcel, self._registration)
+        elif self.spool is not None:
+            with self.lock:
+                self._keep(parcel)
 
     def tick(self) -> None:
         """One look at the ring: everything that is due leaves it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-RECIPES = ("blockwise", "delayed", "current", "mxfp8", "observe")
+RECIPES = ("blockwise", "observe")  # those that fp8watch.recipe computes
 MIN_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 32 << 20
 MAX_RUN_CHARS = 200
@@ -26,7 +26,7 @@ def _refuse(name: str, value: object, rule: str, remedy: str) -> ValueError:
 
 def _collector(name: str, value: str) -> str:
     value = value.strip().rstrip("/")
-    remedy = "give the address of `fp8watch serve`, such as http://127.0.0.1:8321"
+    remedy = "give the address of `fp8watch serve`, such as http://127.0.0.1:8420"
     try:
         parts = urlsplit(value)
         port = parts.port

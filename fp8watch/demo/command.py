@@ -68,8 +68,9 @@ def main(argv: list[str]) -> int:
             console.print(str(e), markup=False, style="red")
             return 1
         run_id, named = _train(args, fault, url)
-        ok = _report(fault, named, url, run_id)
+        ok = _report(fault, named, url)
         if not args.exit:
+            console.print(f"Run: {url}/runs/{run_id}")
             console.print("The pages stay up. Ctrl-C ends.")
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
@@ -164,11 +165,11 @@ def _is_named(fault: Fault, incident: dict[str, Any]) -> bool:
     )
 
 
-def _report(fault: Fault, found: list[dict[str, Any]], url: str, run_id: str) -> bool:
+def _report(fault: Fault, found: list[dict[str, Any]], url: str) -> bool:
     for i in found:
         place = i["place"]
         console.print()
-        console.rule(f"{i['severity']}: {i['title']}", align="left", characters="─")
+        console.print(f"{i['severity']}: {i['title']}", markup=False, style="bold")
         where = [f"step {i['first_step']}"]
         where += [
             f"{k} {place[k]}" for k in ("module", "gemm", "operand", "direction", "tile", "element") if place.get(k)
@@ -187,5 +188,4 @@ def _report(fault: Fault, found: list[dict[str, Any]], url: str, run_id: str) ->
         ok = len(found) == 1 and _is_named(fault, found[0])
         text = "named as injected" if ok else f"NOT named as injected: wanted {fault.mode} in {fault.module}"
         console.print(f"The failure was {text}; incidents: {len(found)}.")
-    console.print(f"Run: {url}/runs/{run_id}")
     return ok

@@ -26,7 +26,7 @@ from fp8watch.recipe import blockwise, resolve_recipe
         ({"run": ""}, ValueError, "run=''"),
         ({"optimizer": 3}, TypeError, "optimizer=int"),
         ({"filter_fn": 3}, TypeError, "filter_fn=3"),
-        ({"filter_fn": lambda m, n: "yes"}, TypeError, "must return True or False"),
+        ({"filter_fn": lambda m, n: "yes"}, TypeError, "must return True, False or None"),
     ],
 )
 def test_arguments(attach, mlp, arguments, error, says):
@@ -125,3 +125,13 @@ def test_effective_configuration_is_fingerprinted():
     fp32 = blockwise(environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_FP8_BLOCK_SCALING_FWD_INP_POWER2": "1"})
     assert (fp32.input.power_2_scale, fp32.weight.power_2_scale) == (True, False)
     assert blockwise(fp8_format_name="HYBRID", environ={}).grad_output.format == "E5M2"
+
+
+def test_a_filter_can_leave_the_rest_to_the_default(attach, mlp):
+    attach(mlp, filter_fn=lambda module, fqn: False if fqn == "up" else None)
+    assert [type(m) is nn.Linear for m in (mlp.up, mlp.down, mlp.lm_head)] == [True, False, True]
+
+
+def test_a_filter_that_says_yes_is_obeyed(attach, mlp):
+    attach(mlp, filter_fn=lambda module, fqn: fqn == "lm_head")
+    assert [type(m) is nn.Linear for m in (mlp.up, mlp.down, mlp.lm_head)] == [True, True, False]

@@ -178,8 +178,7 @@ def fixes(
     hit = [o for o in OPERANDS if o == operand or o in operands] or list(OPERANDS)
     keep_out = Fix(
         "code",
-        f"Until then keep it in BF16: attach(model, filter_fn=lambda module, fqn: isinstance(module, torch.nn.Linear) "
-        f"and fqn not in ({module!r}, 'lm_head')).",
+        f"Until then keep it in BF16: attach(model, filter_fn=lambda module, fqn: False if fqn == {module!r} else None).",
     )
     batch = Fix(
         "data", f"Look at batch {batch_id!r}." if batch_id else "Find the batch: give it to watch.log(batch_id=...)."
