@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .notify.target import check_url
 from .store.dialect import DatabaseUrlError, parse_url
 
 
@@ -62,6 +63,12 @@ def _http_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _webhook(text: str) -> str:
+    if text:
+        check_url(text)
+    return text.strip()  # every other character of it may be part of the secret
+
+
 def _token(text: str) -> str:
     if text and (len(text) < 16 or not text.isascii() or any(c.isspace() for c in text)):
         raise ValueError("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32")
@@ -102,7 +109,23 @@ SETTINGS: tuple[Setting, ...] = (
         "FP8WATCH_SLACK_WEBHOOK_URL",
         "",
         "Slack incoming webhook that incidents are sent to; none: no messages",
-        _http_url,
+        _webhook,
+        secret=True,
+    ),
+    Setting(
+        "webhook_url",
+        "FP8WATCH_WEBHOOK_URL",
+        "",
+        "receiver of Alertmanager's webhook body that incidents are sent to; none: no messages",
+        _webhook,
+        secret=True,
+    ),
+    Setting(
+        "webhook_secret",
+        "FP8WATCH_WEBHOOK_SECRET",
+        "",
+        "key that messages to FP8WATCH_WEBHOOK_URL are signed with (HMAC-SHA256); none: not signed",
+        str,
         secret=True,
     ),
     Setting(
@@ -127,6 +150,8 @@ class Settings:
     port: int = 8420
     public_url: str = ""
     slack_webhook_url: str = ""
+    webhook_url: str = ""
+    webhook_secret: str = ""
     token: str = ""
     insecure: bool = False
 
@@ -175,9 +200,12 @@ def _from_environ(s: Setting, environ: Mapping[str, str]) -> tuple[str | None, s
     if value:
         raise SettingError(f"{s.variable} and {source} are both set; keep one of them")
     try:
-        return Path(path).read_text(encoding="utf-8").strip() or None, source
+        value = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
         raise SettingError(f"{source}={path!r} cannot be read ({e}); name a readable file with the value in it") from e
+    if not value:  # a token that is not there must not become a collector that is open
+        raise SettingError(f"{source}={path!r} is empty; write the value into it, or unset {source}")
+    return value, source
 
 
 def _checked(s: Setting, given: Any, source: str) -> Any:

@@ -12,9 +12,10 @@ import pytest
 from notify.receiver import Receiver
 
 from fp8watch_server.notify import command, slack, webhook
-from fp8watch_server.notify.channels import WebhookChannel, channels_from_environ, channels_of
+from fp8watch_server.notify.channels import WebhookChannel, channels_of
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
-from fp8watch_server.notify.target import Target, TargetError
+from fp8watch_server.notify.target import Target
+from fp8watch_server.settings import SettingError, Settings
 
 MODULE = "layers.1.mlp.down_proj"
 
@@ -163,23 +164,37 @@ def test_notify_test_fails_when_it_is_refused_or_unconfigured(
     assert "secret" not in printed
 
 
-def test_urls_may_come_from_files(tmp_path: Path) -> None:
+def test_the_channels_are_those_of_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "url"
     file.write_text("https://hooks.slack.com/services/secret\n")
-    [channel] = channels_from_environ({"FP8WATCH_SLACK_WEBHOOK_URL_FILE": str(file)})
-    assert channel.masked == "https://hooks.slack.com/…"
-    assert "secret" not in repr(channel)
-    with pytest.raises(TargetError, match="both set"):
-        channels_from_environ({"FP8WATCH_SLACK_WEBHOOK_URL_FILE": str(file), "FP8WATCH_SLACK_WEBHOOK_URL": "x"})
-    with pytest.raises(TargetError, match="cannot be read"):
-        channels_from_environ({"FP8WATCH_WEBHOOK_URL_FILE": str(tmp_path / "absent")})
+    environ = {"HOME": "/h", "FP8WATCH_SLACK_WEBHOOK_URL_FILE": str(file), "FP8WATCH_WEBHOOK_URL": "https://h/hook/"}
+    settings = Settings.from_environ({**environ, "FP8WATCH_WEBHOOK_SECRET": "k" * 20})
+    slack, webhook = channels_of(settings)
+    assert [(c.name, c.masked) for c in (slack, webhook)] == [
+        ("slack", "https://hooks.slack.com/…"),
+        ("webhook", "https://h/…"),
+    ]
+    assert isinstance(webhook, WebhookChannel)
+    assert (webhook.target.url, webhook.secret) == ("https://h/hook/", "k" * 20)  # to the last slash
+    assert not any(word in repr((settings, slack, webhook)) for word in ("/secret", "services", "kkk", "hook/"))
+    assert channels_of(Settings.from_environ({"HOME": "/h"})) == []
 
 
-def test_a_collectors_channels_follow_its_settings() -> None:
-    class Settings:
-        slack_webhook_url = "https://hooks.slack.com/services/x"
+@pytest.mark.parametrize("variable", ["FP8WATCH_SLACK_WEBHOOK_URL", "FP8WATCH_WEBHOOK_URL", "FP8WATCH_WEBHOOK_SECRET"])
+def test_a_channels_file_that_cannot_be_used_is_refused(variable: str, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    for path, word in ((tmp_path / "absent", "cannot be read"), (empty, "is empty")):
+        with pytest.raises(SettingError, match=f"{variable}_FILE.*{word}"):
+            Settings.from_environ({"HOME": "/h", f"{variable}_FILE": str(path)})
+    with pytest.raises(SettingError, match="both set"):
+        Settings.from_environ({"HOME": "/h", f"{variable}_FILE": str(empty), variable: "https://x/"})
 
-    made = channels_of(
-        Settings(), {"FP8WATCH_SLACK_WEBHOOK_URL": "https://other/", "FP8WATCH_WEBHOOK_URL": "https://h/"}
-    )
-    assert [(c.name, c.masked) for c in made] == [("slack", "https://hooks.slack.com/…"), ("webhook", "https://h/…")]
+
+@pytest.mark.parametrize(
+    "url", ["ftp://h/secret", "hooks.slack.com/secret", "https://", "https://u:secret@h/", "http://h/ secret"]
+)
+def test_a_webhook_that_cannot_work_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(SettingError, match="FP8WATCH_WEBHOOK_URL") as e:
+        Settings.from_environ({"HOME": "/h", "FP8WATCH_WEBHOOK_URL": url})
+    assert "secret" not in str(e.value)

@@ -4,7 +4,7 @@ Upstream:   fp8watch_server.notify.channels    Downstream: fp8watch_server.notif
 Shapes:     argv -> exit status: 0 all delivered, 1 something refused or unreachable, 2 nothing to send to
 Thread:     main
 
-It uses the environment of the collector, the same code and the same message, and no database.
+It uses the settings of the collector, the same code and the same message, and no database.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from .channels import SLACK_URL, VARIABLES, Channel, channels_from_environ
+from fp8watch_server.settings import SETTINGS, SettingError, Settings
+
+from .channels import Channel, channels_of
 from .target import TargetError, Unreachable
 
 
@@ -94,12 +96,14 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
     test.add_argument("--channel", choices=["slack", "webhook"], help="only this channel")
     options = parser.parse_args(argv)
     try:
-        channels = [c for c in channels_from_environ(environ) if options.channel in (None, c.name)]
-    except TargetError as e:
+        settings = Settings.from_environ(environ)
+    except SettingError as e:
         print(f"fp8watch notify: {e}")
         return 2
+    channels = [c for c in channels_of(settings) if options.channel in (None, c.name)]
     if not channels:
+        known = [s.variable for s in SETTINGS if "webhook" in s.name]
         which = f"channel {options.channel!r}" if options.channel else "channel"
-        print(f"fp8watch notify: no {which} is configured; set {SLACK_URL} (all variables: {', '.join(VARIABLES)})")
+        print(f"fp8watch notify: no {which} is configured; set {known[0]} (all variables: {', '.join(known)})")
         return 2
-    return send_test(channels, environ.get("FP8WATCH_PUBLIC_URL", ""))
+    return send_test(channels, settings.public_url)

@@ -61,13 +61,7 @@ class Target:
     from_operator: bool = False
 
     def __post_init__(self) -> None:
-        parts = _split(self.url)
-        if parts.scheme not in ("http", "https"):
-            raise TargetError(f"webhook URL has scheme {parts.scheme or 'none'!r}; http and https are allowed")
-        if not parts.hostname:
-            raise TargetError("webhook URL has no host; give it whole, like https://hooks.slack.com/services/...")
-        if parts.username or parts.password:
-            raise TargetError("webhook URL holds a user or password; take them out, use a token in the path")
+        check_url(self.url)
 
     def __repr__(self) -> str:
         return f"Target({self.masked!r})"
@@ -134,6 +128,23 @@ class Target:
             if reason:
                 raise TargetError(f"{self.masked}: {reason}")
         return addresses[0]
+
+
+def check_url(url: str) -> None:
+    """Check what of a URL can be checked without looking its host up.
+
+    Raises:
+        TargetError: with the rule and the remedy, never the URL.
+    """
+    parts = _split(url)
+    if parts.scheme not in ("http", "https"):
+        raise TargetError(
+            f"webhook URL has scheme {parts.scheme or 'none'!r}; http and https are allowed, so it begins with https://"
+        )
+    if not parts.hostname:
+        raise TargetError("webhook URL has no host; give it whole, like https://hooks.slack.com/services/...")
+    if parts.username or parts.password:
+        raise TargetError("webhook URL holds a user or password; take them out, use a token in the path")
 
 
 def refusal(address: str, *, from_operator: bool) -> str | None:
