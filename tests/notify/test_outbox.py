@@ -225,3 +225,21 @@ def test_without_channels_messages_stay_where_they_are(outbox: Outbox) -> None:
     dispatcher.wake()
     dispatcher.stop()
     assert [r["state"] for r in outbox.rows] == ["pending"]
+
+
+def test_a_clock_that_is_set_back_delays_no_message(outbox: Outbox, receiver_of: Receivers) -> None:
+    receiver = receiver_of((200, {}, b""), (500, {}, b""))
+    clock = [time.time() + 86_400]  # wrong by a day, until it is corrected
+    dispatcher = Dispatcher(outbox.db, [webhook(receiver)], clock=lambda: clock[0])
+    channel = dispatcher._channels[0]
+    outbox.put()
+    assert dispatcher.deliver_one(channel)
+    outbox.put()
+    with writing(outbox.db) as conn:
+        conn.execute(sa.update(schema.outbox).values(next_attempt_at=clock[0]))
+    assert dispatcher.deliver_one(channel)  # refused for now
+    clock[0] -= 86_400
+    outbox.put()  # queued by a clock that is right
+    assert dispatcher.deliver_one(channel)
+    assert dispatcher.deliver_one(channel)
+    assert [r["state"] for r in outbox.rows] == ["sent"] * 3

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from fp8watch_server.store import schema
 
 MAX_AGE_S = 24 * 3600.0
+MAX_RETRY_AFTER_S = 3600.0
 ALIVE: set[str] = set()
 """Names of the dispatchers of this process that may hold leases."""
 
@@ -109,10 +110,17 @@ def release_leases_of_the_dead(conn: sa.Connection) -> None:
 
 
 def due(now: float) -> sa.ColumnElement[bool]:
-    """Waiting and its time has come, or leased by somebody who did not come back."""
+    """Waiting and its time has come, or leased by somebody who did not come back.
+
+    A first attempt waits for nothing, and none for longer than MAX_RETRY_AFTER_S: a time that lies further ahead was
+    written by a clock that has been set back since.
+    """
     t = schema.outbox
+    wait_is_over = sa.or_(
+        t.c.num_attempts == 0, t.c.next_attempt_at <= now, t.c.next_attempt_at > now + MAX_RETRY_AFTER_S
+    )
     return sa.or_(
-        sa.and_(t.c.state == "pending", t.c.next_attempt_at <= now),
+        sa.and_(t.c.state == "pending", wait_is_over),
         sa.and_(t.c.state == "leased", t.c.leased_until <= now),
     )
 

@@ -32,7 +32,7 @@ from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
 from .channels import Channel, channels_of
-from .lease import ALIVE, MAX_AGE_S, Leased, due, fan_out, lease, release_leases_of_the_dead
+from .lease import ALIVE, MAX_AGE_S, MAX_RETRY_AFTER_S, Leased, due, fan_out, lease, release_leases_of_the_dead
 from .target import TargetError, Unreachable
 
 POLL_S = 0.5
@@ -42,7 +42,6 @@ MAX_BACK_OFF_S = 8.0
 """In the first ten minutes, so that a receiver that recovers hears within ten seconds; later MAX_LATE_BACK_OFF_S."""
 MAX_LATE_BACK_OFF_S = 300.0
 LATE_S = 600.0
-MAX_RETRY_AFTER_S = 3600.0
 _WRITE_OPTION = "fp8watch_write"  # of store.dialect: an engine made for writing must not lock the database to look
 
 _RETRIED = frozenset({408, 425})
@@ -82,7 +81,7 @@ class Dispatcher:
         self._name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         self._stop = threading.Event()
         self._wakes = {c.name: threading.Event() for c in channels}
-        self._not_before = {c.name: 0.0 for c in channels}
+        self._not_before = {c.name: 0.0 for c in channels}  # by time.monotonic(): a clock may be set back
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -132,7 +131,7 @@ class Dispatcher:
     def deliver_one(self, channel: Channel) -> bool:
         """Send the next message that is due on a channel. False where there is none."""
         now = self._clock()
-        if now < self._not_before[channel.name] or not self._anything_due(channel, now):
+        if time.monotonic() < self._not_before[channel.name] or not self._anything_due(channel, now):
             return False
         with writing(self._engine) as conn:
             fan_out(conn, [c.name for c in self._channels], now)
@@ -141,7 +140,7 @@ class Dispatcher:
             return False
         outcome = self._attempt(channel, leased)
         after = self._clock()
-        self._not_before[channel.name] = after + max(
+        self._not_before[channel.name] = time.monotonic() + max(
             channel.min_interval_s, outcome.wait_s if outcome.pause_channel else 0.0
         )
         self._settle(channel, leased, outcome, after)
