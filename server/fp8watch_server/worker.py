@@ -24,7 +24,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.record import Site
-from fp8watch_agent.wire import Batch
+from fp8watch_agent.wire import Batch, WireError
 
 from .store import hot
 from .store import schema as t
@@ -79,7 +79,7 @@ class Detection:
 class _Running:
     engine: DetectEngine
     sites: Mapping[int, Any]
-    sites_at: tuple[int, float]  # number of sites and the newest change: what tells whether to read them again
+    sites_at: tuple[int, float]  # number of sites and the sum of their times of change: whether to read them again
 
 
 class DetectWorker:
@@ -138,15 +138,8 @@ class DetectWorker:
 
     def drain(self) -> int:
         """Take what is pending now; returns how many batches that was."""
-        b = t.hot_batch.c
-        columns = (b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
         with self._db.connect() as conn:
-            pending = conn.execute(
-                sa.select(*columns)
-                .where(b.detected == t.BATCH_PENDING)
-                .order_by(b.received_at, b.arrival)
-                .limit(BATCHES_AT_ONCE)
-            ).all()
+            pending = _pending(conn)
         for row in pending:
             if self._stop.is_set():
                 break
@@ -155,8 +148,14 @@ class DetectWorker:
 
     def _take(self, row: Any) -> None:
         key = (row.run_id, row.tenant)
-        with self._db.connect() as conn:
-            batch = hot.load(conn, row)
+        try:
+            with self._db.connect() as conn:
+                batch = hot.load(conn, row)
+        except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait for it
+            log.error("batch %s of run %r cannot be read (%s); going on without it", row.seq, row.run_id, e)
+            self.num_failed_batches += 1
+            self._mark(row, t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+            return
         if batch is None:
             return
         state, error = t.BATCH_DETECTED, None
@@ -184,19 +183,15 @@ class DetectWorker:
     def _commit(
         self, row: Any, batch: Batch, findings: Sequence[Any], running: _Running | None, state: int, error: str | None
     ) -> bool:
-        b = t.hot_batch.c
-        this = (
-            b.run_id == row.run_id,
-            b.tenant == row.tenant,
-            b.session == row.session,
-            b.rank == row.rank,
-            b.seq == row.seq,
-        )
         with writing(self._db) as conn:
             changed = running is not None and self._write_incidents(conn, row, findings, running)
             add_totals(conn, batch, row.attempt, row.tenant)
-            conn.execute(sa.update(t.hot_batch).where(*this).values(detected=state, detect_error=error))
+            _mark(conn, row, state, error)
         return changed
+
+    def _mark(self, row: Any, state: int, error: str) -> None:
+        with writing(self._db) as conn:
+            _mark(conn, row, state, error)
 
     def _write_incidents(self, conn: Connection, row: Any, findings: Sequence[Any], running: _Running) -> bool:
         now, where = self._clock(), (row.run_id, row.tenant, row.attempt)
@@ -235,32 +230,67 @@ class DetectWorker:
         return running
 
     def _replay(self, conn: Connection, running: _Running, key: tuple[str, str], before_arrival: int) -> None:
-        """Build the baselines up again from the newest batches that were looked at before."""
+        """Build the baselines up again from the newest batches of each rank that were looked at before.
+
+        Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps.
+        """
         b = t.hot_batch.c
-        seen = (
-            b.run_id == key[0],
-            b.tenant == key[1],
-            b.detected == t.BATCH_DETECTED,
-            b.arrival < before_arrival,
-        )
-        newest = conn.execute(sa.select(sa.func.max(b.step_max)).where(*seen)).scalar()
-        if newest is None:
+        seen = (b.run_id == key[0], b.tenant == key[1], b.detected == t.BATCH_DETECTED, b.arrival < before_arrival)
+        sessions = conn.execute(
+            sa.select(b.rank, b.session, sa.func.max(b.step_max))
+            .where(*seen, b.step_max.is_not(None))
+            .group_by(b.rank, b.session, b.attempt)
+            .order_by(b.attempt)
+        ).all()
+        newest = {rank: (session, last - REPLAY_STEPS) for rank, session, last in sessions}  # the last attempt stays
+        after = dict(newest.values())
+        if not after:
             return
         rows = conn.execute(
-            sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at)
-            .where(*seen, b.step_max > newest - REPLAY_STEPS)
+            sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at, b.step_max)
+            .where(*seen, b.step_max > min(after.values()))
             .order_by(b.arrival)
         ).all()
         for row in rows:
+            if row.step_max <= after.get(row.session, row.step_max):
+                continue
             batch = hot.load(conn, row)
             if batch is not None:
                 running.engine.observe(batch)
 
 
+def _pending(conn: Connection) -> Sequence[Any]:
+    """The batches to take next: runs by their oldest, and within a run in the order of commit.
+
+    The order within a run is not that of the clock, which may be set back.
+    """
+    b = t.hot_batch.c
+    waiting = (
+        sa.select(b.run_id, b.tenant, sa.func.min(b.received_at).label("since"))
+        .where(b.detected == t.BATCH_PENDING)
+        .group_by(b.run_id, b.tenant)
+        .subquery("waiting")
+    )
+    of_run = sa.and_(b.run_id == waiting.c.run_id, b.tenant == waiting.c.tenant)
+    return conn.execute(
+        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
+        .join(waiting, of_run)
+        .where(b.detected == t.BATCH_PENDING)
+        .order_by(waiting.c.since, b.run_id, b.arrival)
+        .limit(BATCHES_AT_ONCE)
+    ).all()
+
+
+def _mark(conn: Connection, row: Any, state: int, error: str | None) -> None:
+    b = t.hot_batch.c
+    this = [b[name] == getattr(row, name) for name in ("run_id", "tenant", "session", "rank", "seq")]
+    conn.execute(sa.update(t.hot_batch).where(*this).values(detected=state, detect_error=error))
+
+
 def _sites_version(conn: Connection, run_id: str, tenant: str) -> tuple[int, float]:
     c = t.site.c
     row = conn.execute(
-        sa.select(sa.func.count(), sa.func.max(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
+        sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
     ).one()
     return int(row[0]), float(row[1] or 0.0)
 

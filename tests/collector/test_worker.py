@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from collector.kit import Agent, Recorder, make_site
 
 from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
+from fp8watch_server.store.dialect import writing
 from fp8watch_server.worker import DetectWorker
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
@@ -136,3 +139,57 @@ def test_the_thread_takes_a_batch_at_once(settings: Any) -> None:
 
     asyncio.run(run())
     assert len(recorder.folded) == 1
+
+
+def test_after_a_restart_from_step_0_the_engine_is_rebuilt_from_the_newer_attempt(client: Any, app: Any) -> None:
+    old = Agent(client).register([UP])
+    for step in (1000, 1001):
+        old.send([UP], [step])
+    new = Agent(client, session="b" * 32).register([UP])
+    for step in (0, 1, 2):
+        new.send([UP], [step])
+    app.state.worker.drain()
+    new.send([UP], [3])
+    after = Recorder()
+    DetectWorker(app.state.engine, after.detection()).drain()
+    assert after.engines[0].seen == [(new.session, seq) for seq in (1, 2, 3, 4)]
+
+
+def test_a_clock_that_is_set_back_changes_no_order(
+    client: Any, app: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(client).register([UP])
+    now = [2_000_000_000.0]
+    monkeypatch.setattr("fp8watch_server.ingest.time.time", lambda: now[0])
+    for step in (1, 2, 3):
+        now[0] -= 3600
+        agent.send([UP], [step])
+    app.state.worker.drain()
+    assert [seq for _, seq in recorder.engines[0].seen] == [1, 2, 3]
+
+
+def test_facts_that_change_after_the_clock_was_set_back_reach_the_engine(
+    client: Any, app: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [2_000_000_000.0]
+    monkeypatch.setattr("fp8watch_server.ingest.time.time", lambda: now[0])
+    agent = Agent(client).register([UP, DOWN])
+    agent.send([UP], [1])
+    app.state.worker.drain()
+    now[0] -= 3600
+    agent.register_sites([replace(UP, eps=1e-12)])
+    agent.send([UP], [2])
+    app.state.worker.drain()
+    assert recorder.engines[0].sites[UP.id].eps == 1e-12
+
+
+def test_a_body_that_cannot_be_read_back_holds_up_nobody(client: Any, app: Any, recorder: Recorder) -> None:
+    agent = Agent(client).register([UP])
+    for step in (1, 2):
+        agent.send([UP], [step])
+    with writing(app.state.engine) as conn:
+        damaged = {"body": b"damaged", "received_at": 1.0}  # the time is part of the cache's key
+        conn.execute(sa.update(t.hot_batch).where(t.hot_batch.c.seq == 1).values(**damaged))
+    app.state.worker.drain()
+    assert states(app) == [2, 1]
+    assert [seq for _, seq in recorder.engines[0].seen] == [2]
