@@ -93,3 +93,47 @@ def test_an_empty_batch_and_a_step_without_records_are_fine() -> None:
     run.sites, run.roles = run.sites, run.roles
     engine = Engine({})
     assert engine.observe(run.batch(range(3))) == []
+
+
+def test_after_a_restart_the_steps_of_the_attempt_before_settle_nothing() -> None:
+    engine = Engine(Run().facts)
+    for rank in range(2):
+        engine.observe(Run(rank=rank, session=f"old{rank}").batch(range(4960, 5000)))
+    again = [Run(rank=rank, session=f"new{rank}") for rank in range(2)]
+    engine.observe(again[0].batch(range(4000, 4008)))
+    assert engine.settled_step == 4007  # rank 1 has not come back yet: its 4999 is of the attempt before
+    engine.observe(again[1].batch(range(4000, 4004)))
+    assert engine.settled_step == 4003
+
+
+def test_training_that_goes_back_within_a_session_begins_anew() -> None:
+    run = Run()
+    engine = Engine(run.facts)
+
+    def zero_tile(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 490:
+            rows["scale_inv_min"][0], rows["num_off_scale_tiles"][0] = 0, 1
+
+    def nan(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 150:
+            rows["num_nan"][20] = 1
+
+    first = [f for at in range(480, 492, 4) for f in engine.observe(run.batch(range(at, at + 4), zero_tile))]
+    second = [f for at in range(100, 160, 4) for f in engine.observe(run.batch(range(at, at + 4), nan))]
+    assert [(f.mode, f.step) for f in first] == [("zero-tile-eps", 490)]
+    assert [(f.mode, f.step, f.extra["consequence"]) for f in second] == [("nan-in-activation", 150, False)]
+    assert engine.settled_step == 159
+
+
+def test_a_late_step_is_no_consequence_of_a_cause_far_from_it() -> None:
+    run = Run()
+    engine = Engine(run.facts)
+    late = run.batch([5], lambda rows, s, step: rows["num_nan"].put(0, 1))
+
+    def loss(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        if step == 99:
+            s["loss"] = float("nan")
+
+    engine.observe(run.batch(range(6, 100), loss))
+    [finding] = engine.observe(late)
+    assert (finding.mode, finding.extra["consequence"]) == ("nan-in-activation", False)

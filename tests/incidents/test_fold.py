@@ -261,3 +261,30 @@ def test_no_loss_is_said(tmp_path_factory: pytest.TempPathFactory) -> None:
     store.take(store.run.batch(range(8), inf_at(store.run, 5)))
     assert "loss not seen: call watch.log(loss=...)" in store.incidents[0]["cause"]
     store.db.dispose()
+
+
+def test_a_rank_that_comes_after_the_clean_steps_joins_the_incident_that_is_over(store: Store) -> None:
+    other = Run(seed=1, rank=1)
+    for run in (store.run, other):
+        for first in range(0, 40, 8):
+            store.take(run.batch(range(first, first + 8), inf_at(run, 5)))
+    [incident] = store.incidents
+    assert (incident["status"], incident["place"]["ranks"], incident["num_events"]) == ("resolved", [0, 1], 2)
+    assert store.messages == ["firing", "resolved"]
+
+
+def test_what_goes_on_after_an_incident_was_closed_by_hand_is_a_new_one(store: Store) -> None:
+    store.take(store.run.batch(range(8), inf_at(store.run, 5)))
+    with writing(store.db) as conn:
+        conn.execute(sa.update(schema.incident).values(status="resolved"))
+    store.take(store.run.batch(range(8, 12), inf_at(store.run, 9)))
+    assert [(i["first_step"], i["status"]) for i in store.incidents] == [(5, "resolved"), (9, "open")]
+
+
+def test_an_incident_right_after_a_restart_is_not_over_because_the_attempt_before_was_further(store: Store) -> None:
+    for rank in range(2):
+        store.take(Run(seed=rank, rank=rank, session=f"old{rank}").batch(range(4960, 5000)))
+    again = Run(seed=3, session="new0")
+    store.take(again.batch(range(4000, 4004), inf_at(again, 4001)), attempt=2)
+    assert [(i["first_step"], i["status"]) for i in store.incidents] == [(4001, "open")]
+    assert store.messages == ["firing"]

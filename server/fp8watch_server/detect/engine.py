@@ -51,6 +51,9 @@ class _Stream:
     cause_seen: int = -(1 << 40)  # num_steps when it or a consequence was last seen
     invariant_seen: int = -(1 << 40)
     loss_seen: int | None = None  # num_steps of the last loss
+    cause_step: int = 0  # the step in which the cause or a consequence was last seen
+    last_seq: int = -1
+    heard: int = 0  # Engine._num_batches when its last batch came
     seqs: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
@@ -60,6 +63,8 @@ class Engine:
     def __init__(self, sites: Mapping[int, SiteFacts]) -> None:
         self._table = SiteTable(sites)
         self._streams: dict[str, _Stream] = {}
+        self._num_batches = 0
+        self._restarted = 0  # _num_batches when a rank last came back with a new session
 
     def add_sites(self, sites: Mapping[int, SiteFacts]) -> None:
         """Sites that were registered, or whose facts changed, since the engine was made."""
@@ -82,7 +87,8 @@ class Engine:
     def settled_step(self) -> int | None:
         """The last step that every live rank has delivered: what `close_quiet` may count clean steps up to."""
         newest = {s.rank: s for s in self._streams.values()}  # of each rank, the session that came last
-        last = [s.last_step for s in newest.values() if s.last_step is not None]
+        # Where a rank has restarted, what the others said before is of the attempt that ended: it may be far ahead.
+        last = [s.last_step for s in newest.values() if s.last_step is not None and s.heard >= self._restarted]
         if not last:
             return None
         return min(step for step in last if step >= max(last) - LIVE_RANK_STEPS * self.stride)
@@ -94,7 +100,12 @@ class Engine:
 
     def observe(self, batch: Batch) -> list[Finding]:
         """Judge one batch. A batch that was seen already gives nothing."""
+        self._num_batches += 1
         stream = self._stream(batch)
+        if self._went_back(stream, batch):
+            stream = self._begin(batch, seqs=stream.seqs)
+        stream.heard = self._num_batches
+        stream.last_seq = max(stream.last_seq, batch.header.seq)
         if batch.header.seq in stream.seqs:
             return []
         stream.seqs[batch.header.seq] = None
@@ -118,12 +129,27 @@ class Engine:
             same_rank = [name for name, other in self._streams.items() if other.rank == batch.header.rank]
             for name in same_rank[:-1]:
                 del self._streams[name]
-            stream = self._streams[batch.header.session] = _Stream(
-                rank=batch.header.rank,
-                zero_tiles=degenerate.ZeroTiles(len(self._table.ids)),
-                divergence=Divergence(self._weight_ids()),
-            )
+            stream = self._begin(batch, seqs=OrderedDict(), restarted=bool(same_rank))
         return stream
+
+    def _begin(self, batch: Batch, seqs: OrderedDict[int, None], restarted: bool = True) -> _Stream:
+        """A stream without a past: of a new session, or of one that went back to an earlier step."""
+        if restarted:
+            self._restarted = self._num_batches
+        made = self._streams[batch.header.session] = _Stream(
+            rank=batch.header.rank,
+            zero_tiles=degenerate.ZeroTiles(len(self._table.ids)),
+            divergence=Divergence(self._weight_ids()),
+            seqs=seqs,
+        )
+        return made
+
+    @staticmethod
+    def _went_back(stream: _Stream, batch: Batch) -> bool:
+        """Whether training loaded an earlier checkpoint in place. A batch that comes late has an earlier seq."""
+        if stream.last_step is None or not len(batch.steps) or batch.header.seq <= stream.last_seq:
+            return False
+        return int(batch.steps["step"][0]) < stream.last_step
 
     def _step(self, stream: _Stream, view: StepView, bad_scale: Mask, below: Mask, above: Mask) -> list[Finding]:
         in_order = stream.last_step is None or view.step > stream.last_step
@@ -142,7 +168,7 @@ class Engine:
         if broken:
             cause = nonfinite.examine(view, bad_scale, stream.zero_tiles)
             if cause is not None:
-                found.append(self._as_cause_or_consequence(stream, cause))
+                found.append(self._as_cause_or_consequence(stream, cause, in_order))
         if below.any() or above.any():
             off = invariant.examine(view, below, above, ~bad_scale)
             found += off
@@ -158,14 +184,16 @@ class Engine:
                 growth = stream.divergence.observe(view, clean=clean)
                 if growth is not None:
                     found.append(growth)
-                    stream.cause, stream.cause_seen = growth, stream.num_steps
+                    stream.cause, stream.cause_seen, stream.cause_step = growth, stream.num_steps, view.step
         return [self._with_context(stream, view, f) for f in found]
 
-    def _as_cause_or_consequence(self, stream: _Stream, found: Finding) -> Finding:
+    def _as_cause_or_consequence(self, stream: _Stream, found: Finding, in_order: bool) -> Finding:
         """A cause keeps its name; what follows from a cause that is known is reported under that cause's name."""
         cause, since = stream.cause, stream.num_steps - stream.cause_seen
+        if not in_order:  # it came late, or training went back: the steps themselves say how far they are apart
+            since = max(since, abs(found.step - stream.cause_step) // stream.stride)
         follows = cause is not None and since <= CONSEQUENCE_STEPS and _follows(cause, found, since)
-        stream.cause_seen = stream.num_steps
+        stream.cause_seen, stream.cause_step = stream.num_steps, found.step
         if cause is None or not follows:
             if cause is None or since > CONSEQUENCE_STEPS or cause.mode != found.mode:
                 stream.cause = found

@@ -42,6 +42,7 @@ class _Open:
     weight_born: bool
     origin_rank: int
     num_events: int  # rows of incident_event
+    ranks: frozenset[int] = frozenset()  # as stored
     change: Literal["opened", "updated", "rerooted"] | None = None
     events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
 
@@ -69,24 +70,31 @@ def fold(
     """
     if not findings:
         return []
-    incidents = _load(conn, run_id, tenant, attempt)
+    status = schema.incident.c.status
+    incidents = _load(conn, run_id, tenant, attempt, status != "resolved")
+    closed: list[_Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
         target = _target(incidents, finding, window_steps)
         if target is None:
             if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # closed by hand: what follows from it opens nothing
+            if closed is None:
+                closed = _load(conn, run_id, tenant, attempt, status == "resolved")
+            if late := _covering(closed, finding, window_steps):
+                _absorb_late(late, finding, sites)
+                continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
             incidents.append(target)
             continue
         _absorb(target, finding, sites)
-    return [_write(conn, i, now, public_url) for i in incidents if i.change is not None]
+    return [_write(conn, i, now, public_url) for i in [*incidents, *(closed or ())] if i.change is not None]
 
 
-def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int) -> list[_Open]:
+def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa.ColumnElement[bool]) -> list[_Open]:
     t, e = schema.incident, schema.incident_event
     rows = conn.execute(
         sa.select(t)
-        .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, t.c.status != "resolved")
+        .where(t.c.run_id == run_id, t.c.tenant == tenant, t.c.attempt == attempt, status)
         .order_by(t.c.first_step)
     )
     out = []
@@ -107,6 +115,7 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int) -> list[_
                 weight_born=bool(root.get("weight_born", False)),
                 origin_rank=int(root.get("rank", 0)),
                 num_events=len(events),
+                ranks=frozenset(row["place"].get("ranks", ())),
             )
         )
     return out
@@ -142,6 +151,24 @@ def _target(incidents: Sequence[_Open], finding: Finding, window_steps: int) -> 
         if finding.step == i.row["first_step"] and finding.rank != i.origin_rank:
             return i  # what is shared between ranks broke in all of them at once
     return same[-1] if same and finding.extra.get("consequence") else None
+
+
+def _covering(closed: Sequence[_Open], finding: Finding, window_steps: int) -> _Open | None:
+    """The resolved incident that a finding belongs to: a rank, or a spool, that was later than the clean steps."""
+    window = window_steps * int(finding.extra.get("stride", 1))
+    for i in closed:
+        after = 0 if finding.rank in i.ranks else window  # of a rank that was seen, what comes after it is news
+        within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
+        if within and i.row["mode"] == finding.mode:
+            return i
+    return None
+
+
+def _absorb_late(incident: _Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+    """Fold into an incident that is over, without making it longer: what goes on after it is news."""
+    last_step = incident.row["last_step"]
+    _absorb(incident, finding, sites)
+    incident.row["last_step"] = last_step
 
 
 def _was_resolved(conn: sa.Connection, run_id: str, tenant: str, attempt: int, finding: Finding) -> bool:
