@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -176,3 +177,21 @@ def test_acknowledged_and_resolved_incidents_offer_no_such_button(tmp_path_facto
         assert "No open incidents" in page(client, "/runs/demo-inf")
         assert 'class="card incident critical resolved"' in page(client, "/runs/demo-inf")
         assert "1 resolved" in text_of(page(client, "/"))
+
+
+def test_after_a_restart_from_step_0_now_is_the_newer_attempt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pages.collector import make_app, serving
+
+    def loss_is(value: float) -> Any:
+        return lambda steps, rows: steps["loss"].fill(value)
+
+    with serving(make_app(tmp_path_factory.mktemp("again"))) as client:
+        run = synthetic.Run(client, "r", "r").register()
+        run.send(range(500, 504), fault=False, change=loss_is(float("nan")))
+        run.session, run.seq = "b" * 32, 0
+        run.register()
+        run.send(range(4), fault=False, change=loss_is(1.625))
+        for path in ("/", "/runs/r"):
+            words = text_of(page(client, path))
+            assert "1.625" in words
+            assert "503" not in words  # the last step of the attempt before

@@ -102,7 +102,7 @@ def run_page(request: Request, run_id: str) -> HTMLResponse:
             request,
             "run.html",
             run=run,
-            now=tables.scalars_now(conn, run["id"]),
+            now=tables.scalars_now(conn, run),
             open_incidents=[i for i in incidents if i["status"] != "resolved"],
             resolved=[i for i in incidents if i["status"] == "resolved"],
             worst=tables.worst_sites(conn, run),

@@ -47,7 +47,7 @@ def runs(conn: Connection) -> list[Dict]:
     for i, run in enumerate(queries.runs(conn)):
         row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0}
         if i < NUM_RUNS_WITH_LOSS:
-            loss = queries.scalars(conn, run["id"], "loss", points=120)
+            loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
             row["loss_step"], row["loss"] = view.latest(loss)
             row["spark"] = view.spark(loss)
         if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
@@ -58,11 +58,14 @@ def runs(conn: Connection) -> list[Dict]:
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
 
-def scalars_now(conn: Connection, run_id: str) -> list[Dict]:
-    """The newest loss, gradient norm and learning rate, each with its step."""
+def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
+    """The newest loss, gradient norm and learning rate, each with its step.
+
+    After a restart from an earlier step the attempt before holds later steps: those are not now.
+    """
     out = []
     for name in SCALARS:
-        step, value = view.latest(queries.scalars(conn, run_id, name, points=120))
+        step, value = view.latest(queries.scalars(conn, run["id"], name, to_step=run["last_step"], points=120))
         out.append({"name": name, "step": step, "value": value})
     return out
 
