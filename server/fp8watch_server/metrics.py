@@ -76,6 +76,7 @@ class FleetCollector(Collector):
         self._engine = engine
         self._stats = stats
         self._clock = clock
+        self._num_dropped = 0  # since this process started: a counter does not go back
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the names do not depend on the database, but reading it to learn them is not worth it."""
@@ -88,8 +89,9 @@ class FleetCollector(Collector):
             yield from self._runs(conn, budget)
             yield from _notifications(conn)
         yield from self._own()
-        dropped = CounterMetricFamily("fp8watch_series_dropped", "Series above the budget, left out of this answer")
-        dropped.add_metric([], budget.dropped)
+        dropped = CounterMetricFamily("fp8watch_series_dropped", "Series above the budget, left out of answers")
+        self._num_dropped += budget.dropped
+        dropped.add_metric([], self._num_dropped)
         yield dropped
 
     def _runs(self, conn: Connection, budget: _Budget) -> Iterable[Metric]:
@@ -260,10 +262,13 @@ def _sites(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Me
 def _notifications(conn: Connection) -> Iterable[Metric]:
     c = t.outbox.c
     family = CounterMetricFamily(
-        "fp8watch_notifications", "Messages by what became of them", labels=["channel", "outcome"]
+        "fp8watch_notifications", "Messages by what became of them: sent, dead", labels=["channel", "outcome"]
     )
+    settled = c.state.in_(["sent", "dead"])  # one that still waits has no outcome: a counter does not go back
     rows = conn.execute(
-        sa.select(c.channel, c.state, sa.func.count()).where(c.tenant == t.DEFAULT_TENANT).group_by(c.channel, c.state)
+        sa.select(c.channel, c.state, sa.func.count())
+        .where(c.tenant == t.DEFAULT_TENANT, settled)
+        .group_by(c.channel, c.state)
     )
     for channel, state, count in rows.fetchmany(64):
         family.add_metric([channel or "all", state], count)

@@ -64,7 +64,9 @@ def filled(client: Any, app: Any) -> Agent:
     with writing(app.state.engine) as conn:
         conn.execute(sa.insert(t.incident), [an_incident(), an_incident(id="i2", status="resolved")])
         message = {"run_id": "run-1", "id": "m", "incident_id": "i1", "kind": "firing", "idempotency_key": "k"}
-        conn.execute(sa.insert(t.outbox), [{**message, "channel": "slack", "payload": {}, "created_at": 1.0}])
+        row = {**message, "channel": "slack", "payload": {}, "created_at": 1.0, "state": "sent"}
+        waiting = {**row, "id": "n", "idempotency_key": "l", "state": "pending"}
+        conn.execute(sa.insert(t.outbox), [row, waiting])
     app.state.worker.drain()
     return agent
 
@@ -87,7 +89,8 @@ def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
     assert got["fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)] == 3
     assert got["fp8watch_agent_overhead_ratio", (run,)] == 0.004
     assert got["fp8watch_collector_ingest_batches_total", (("outcome", "accepted"),)] == 1
-    assert got["fp8watch_notifications_total", (("channel", "slack"), ("outcome", "pending"))] == 1
+    notified = {labels: value for (name, labels), value in got.items() if name == "fp8watch_notifications_total"}
+    assert notified == {(("channel", "slack"), ("outcome", "sent")): 1}  # what still waits has no outcome yet
     assert got["fp8watch_collector_commit_seconds_count", ()] == 1
 
 
@@ -115,6 +118,9 @@ def test_series_are_bounded_and_what_was_left_out_is_counted(filled: Agent, monk
     got = samples(filled.client.get("/metrics").text)
     assert got["fp8watch_series_dropped_total", ()] >= 8
     assert not any(name == "fp8watch_amax_max" for name, _ in got)
+    monkeypatch.setattr(metrics, "CACHE_S", 0.0)
+    again = samples(filled.client.get("/metrics").text)
+    assert again["fp8watch_series_dropped_total", ()] == 2 * got["fp8watch_series_dropped_total", ()]
 
 
 def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
