@@ -10,7 +10,7 @@ Non-finite values are data: null in an array, with [index, "nan" | "inf" | "-inf
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Query, Request
@@ -33,6 +33,9 @@ SiteId = Annotated[int, Query(ge=0, le=(1 << 53) - 1)]
 Limit = Annotated[int, Query(ge=1, le=queries.MAX_LIMIT)]
 Cursor = Annotated[str | None, Query(max_length=2048)]
 Choice = Annotated[str | None, Query(max_length=100)]
+# A word that is misspelt must not read as "no incidents"; an empty one stands for all.
+Status = Literal["", "open", "acknowledged", "resolved"] | None
+Severity = Literal["", "info", "warning", "critical"] | None
 
 MAX_SITE_ID = (1 << 53) - 1
 
@@ -86,14 +89,16 @@ def get_runs(conn: Conn, cursor: Cursor = None, limit: Limit = 100) -> Response:
 @router.get("/incidents")
 def get_all_incidents(
     conn: Conn,
-    status: Choice = None,
-    severity: Choice = None,
+    status: Status = None,
+    severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> Response:
     """Incidents of all runs, the newest first."""
-    page = queries.incidents_page(conn, None, status, severity, mode, cursor=cursor, limit=limit)
+    page = queries.incidents_page(
+        conn, None, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+    )
     return listed(*page)
 
 
@@ -213,15 +218,18 @@ def get_heatmap(
 def get_incidents(
     conn: Conn,
     run_id: str,
-    status: Choice = None,
-    severity: Choice = None,
+    status: Status = None,
+    severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> Response:
     """Incidents of a run, the newest first."""
     _require_run(conn, run_id)
-    return listed(*queries.incidents_page(conn, run_id, status, severity, mode, cursor=cursor, limit=limit))
+    page = queries.incidents_page(
+        conn, run_id, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+    )
+    return listed(*page)
 
 
 @router.get("/runs/{run_id:path}")

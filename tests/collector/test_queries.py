@@ -325,3 +325,18 @@ def test_a_question_that_makes_no_sense_is_a_422_problem(agent: Agent, query: st
     assert answer.status_code == 422, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["rule"]
+
+
+def test_a_filter_that_is_misspelt_is_refused_and_an_empty_one_filters_nothing(client: Any, app: Any) -> None:
+    Agent(client).register([UP])
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.insert(t.incident), [an_incident()])
+    for path in ("/api/v1/incidents", "/api/v1/runs/run-1/incidents"):
+        everything = client.get(path).json()["items"]
+        assert len(everything) == 1
+        assert client.get(f"{path}?status=&severity=&mode=").json()["items"] == everything
+        for wrong in ("status=opne", "severity=critcal"):
+            answer = client.get(f"{path}?{wrong}")
+            assert answer.status_code == 422
+            assert wrong.partition("=")[2] in answer.json()["detail"]
+            assert "'open'" in answer.json()["rule"] or "'critical'" in answer.json()["rule"]
