@@ -68,7 +68,7 @@ def main() -> int:
                     page.goto(address, wait_until="load")
                     page.wait_for_timeout(3500)  # charts are drawn after the page
                     suffix = "" if theme == "light" else "-dark"
-                    page.screenshot(path=IMAGES / f"{name}{suffix}.png", full_page=name == "incident")
+                    page.screenshot(path=IMAGES / f"{name}{suffix}.png", full_page=name in ("incident", "run"))
             browser.close()
     return 0
 

@@ -77,7 +77,7 @@ def quantise(size: int, repetitions: int) -> list[str]:
 
 def training(repetitions: int) -> list[str]:
     """A step of the demo's model: plain float32, emulated FP8 without and with the observer."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # as the demo does
     text = load_text()
 
     def step(fp8: bool, observe: bool, sampled: bool) -> Callable[[], object]:
@@ -157,7 +157,7 @@ def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--size", type=int, default=2048)
+    parser.add_argument("--size", type=int, default=4096)
     args = parser.parse_args()
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
