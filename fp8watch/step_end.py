@@ -42,22 +42,30 @@ def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _wrap_scaler() -> Callable[[], None]:
-    """GradScaler skips by not calling the optimizer; its update() is where that can be seen."""
+    """GradScaler skips by not calling the optimizer; its update() is where that can be seen, its step() says whose it is."""
     cls: Any = torch.amp.GradScaler
-    original = cls.update
+    original_step, original_update = cls.step, cls.update
 
-    @functools.wraps(original)
+    @functools.wraps(original_step)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        _each(lambda w: w._owner.owns(optimizer))
+        return original_step(self, optimizer, *args, **kwargs)
+
+    @functools.wraps(original_update)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scale = self._scale
-        result = original(self, *args, **kwargs)
-        _each(lambda w: w._on_scaler(scale))
+        # a disabled scaler has neither of the two
+        scale, optimizers = getattr(self, "_scale", None), set(getattr(self, "_per_optimizer_states", ()))
+        result = original_update(self, *args, **kwargs)
+        _each(lambda w: w._on_scaler(scale, optimizers))
         return result
 
-    cls.update = update
+    cls.step, cls.update = step, update
 
     def undo() -> None:
+        if cls.step is step:
+            cls.step = original_step
         if cls.update is update:
-            cls.update = original
+            cls.update = original_update
 
     return undo
 
@@ -141,12 +149,22 @@ class StepOwner:
         self._ids = self._find_ids()  # FSDP2 replaces parameters after attach
         return bool(ids & self._ids)
 
-    def closes(self, optimizer: torch.optim.Optimizer, backward_seen: bool) -> bool:
-        """Whether the step of this optimizer ends the step of the run."""
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it holds a watched parameter; from then on it is waited for."""
         if optimizer not in self._known:
             if not self._holds(optimizer):
                 return False
             self._known.add(optimizer)
+        return True
+
+    def owns_any(self, ids: set[int]) -> bool:
+        """Whether one of the optimizers that has been met has one of these ids."""
+        return any(id(o) in ids for o in self._known)
+
+    def closes(self, optimizer: torch.optim.Optimizer, backward_seen: bool) -> bool:
+        """Whether the step of this optimizer ends the step of the run."""
+        if not self.owns(optimizer):
+            return False
         again = optimizer in self._stepped
         self._stepped.add(optimizer)
         if not backward_seen:

@@ -162,7 +162,9 @@ class Watch:
             self._lr, status = step_end.optimizer_facts(optimizer)
             self._close(status)
 
-    def _on_scaler(self, scale: Tensor | None) -> None:
+    def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
+        if not self._owner.owns_any(optimizers):
+            return
         if isinstance(scale, Tensor) and scale.device.type == "cpu":
             self._loss_scale = float(scale)
         if self._plan is not None and self._plan.backward_seen:

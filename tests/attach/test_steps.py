@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -84,6 +85,33 @@ def test_a_step_that_gradscaler_skips_is_skipped(attach, mlp):
         scaler.update()
     assert [s for _, s in steps(watch)] == ["OK", "SKIPPED", "OK"]
     assert float(watch._recorder.steps[-1][0]["loss_scale"]) == 4.0  # halved by the skip
+
+
+def test_a_disabled_gradscaler_does_nothing(attach, mlp):
+    watch = attach(mlp)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    for _ in range(2):
+        scaler.scale(mlp(torch.randn(32, 64))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert steps(watch) == [(0, "OK"), (1, "OK")]
+
+
+def test_the_gradscaler_of_another_model_skips_nothing_here(attach, mlp):
+    models = [mlp, copy.deepcopy(mlp)]
+    watches = [attach(m) for m in models]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in models]
+    for bad in (True, False):
+        for model, scaler, factor in zip(models, scalers, (math.inf if bad else 1.0, 1.0), strict=True):
+            scaler.scale(model(torch.randn(32, 64)) * factor).backward()
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert steps(watches[0]) == [(0, "SKIPPED"), (1, "OK")]
+    assert steps(watches[1]) == [(0, "OK"), (1, "OK")]
 
 
 def test_a_loop_without_a_torch_optimizer_says_step(attach, mlp):
