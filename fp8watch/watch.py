@@ -98,7 +98,7 @@ class Watch:
         self._loss_scale: float | None = None
         self._steps_without_loss = 0
         self._num_closed = 0
-        self._registered = False
+        self._registered: set[int] = set()  # rows of the table
         self._paused = False
         self._closed_at = time.perf_counter()
         self._hooks: list[Any] = []
@@ -185,7 +185,7 @@ class Watch:
         if step is not None:
             self._step = int(step)
         rows = plan.slab.copy_rows()[: len(self._table)]
-        if not self._registered:
+        if len(self._registered) < len(plan.shapes):  # at the first step, and when a site is called for the first time
             self._register(recorder, rows)
         header = self._header(status)
         touched = rows["measured"] != 0
@@ -227,7 +227,7 @@ class Watch:
         sites = []
         for row, s in enumerate(self._table):
             quantizer, shape = self._plan.quantizers[row], self._plan.shapes.get(row)
-            if shape is None:
+            if shape is None or row in self._registered:
                 continue
             spec = quantizer.spec
             sites.append(
@@ -241,7 +241,10 @@ class Watch:
         if not sites:
             return
         recorder.register_sites(sites)
-        self._registered = True
+        first = not self._registered
+        self._registered.update(self._plan.shapes)
+        if not first:
+            return
         seen = {s.module for s in sites}
         silent = sorted({s.fqn for s in self._table} - seen)
         if silent:

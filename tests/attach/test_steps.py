@@ -206,3 +206,17 @@ def _env():
     import os
 
     return dict(os.environ)
+
+
+def test_a_site_that_is_first_called_later_is_registered_then(attach):
+    model = nn.ModuleDict({"dense": nn.Linear(64, 64), "expert": nn.Linear(64, 64)})
+    watch = attach(model)
+    for used in (["dense"], ["dense", "expert"], ["dense"]):
+        x = torch.randn(32, 64)
+        for name in used:
+            x = model[name](x)
+        x.sum().backward()
+        watch.step()
+    assert {module for module, *_ in watch._recorder.step(1)[1]} == {"dense", "expert"}
+    assert len(watch._recorder.sites) == len({s.id for s in watch._recorder.sites})
+    assert all(s.order >= 0 for s in watch._recorder.sites)
