@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,15 +46,14 @@ class SiteTable:
 
 class LossHook:
     """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
-    nothing, so that files load without fp8watch and copies report to nobody."""
+    nothing, so that files load without fp8watch and copies report to nobody. It keeps the watch alive with the model,
+    for callers that drop what attach returned."""
 
     def __init__(self, watch: Watch) -> None:
-        self._watch = weakref.ref(watch)
+        self._watch = watch
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        watch = self._watch()
-        if watch is not None:
-            watch.guard.run("loss", watch._see_loss, module, output)
+        self._watch.guard.run("loss", self._watch._see_loss, module, output)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

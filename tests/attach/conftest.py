@@ -60,9 +60,11 @@ def attach(monkeypatch, tmp_path):
     monkeypatch.setattr(attach_module, "Recorder", Kept)
     made = []
 
-    def run(model, **kwargs):
+    def run(model, *, keep=True, **kwargs):
         kwargs.setdefault("overhead_budget", None)
         watch = fp8watch.attach(model, **kwargs)
+        if not keep:
+            return watch._recorder
         made.append(watch)
         return watch
 

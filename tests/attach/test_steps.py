@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import subprocess
 import sys
@@ -220,3 +221,10 @@ def test_a_site_that_is_first_called_later_is_registered_then(attach):
     assert {module for module, *_ in watch._recorder.step(1)[1]} == {"dense", "expert"}
     assert len(watch._recorder.sites) == len({s.id for s in watch._recorder.sites})
     assert all(s.order >= 0 for s in watch._recorder.sites)
+
+
+def test_a_watch_that_nobody_keeps_goes_on(attach, mlp, train):
+    recorder = attach(mlp, keep=False)
+    gc.collect()
+    train(mlp, steps=2)
+    assert len(recorder.steps) == 2
