@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from .linear import SITE_KEY
+from .linear import SITE_KEY, WatchedLinear
 
 FilterFn = Callable[[nn.Module, str], "bool | None"]
 """(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
@@ -48,6 +49,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn={filter_fn!r}: must be a function (module, fqn) -> bool")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    gathered = _gathered_by_fsdp(model)
     taken: list[tuple[str, nn.Linear]] = []
     left: list[LeftOut] = []
     for fqn, module in model.named_modules():
@@ -60,13 +62,13 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         wanted: bool | None = None
         if SITE_KEY in module.__dict__:
             reason = "watched already by another attach"
-        elif type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+        elif type(module).forward not in (nn.Linear.forward, WatchedLinear.forward) or "forward" in module.__dict__:
             reason = f"own forward ({type(module).__name__})"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "never called by MultiheadAttention, which reads its weight"
         elif isinstance(module.weight, nn.parameter.UninitializedParameter):
             reason = "lazy: run one batch first"
-        elif type(module.weight.data).__name__ == "DTensor" and not _is_fsdp(module):
+        elif type(module.weight.data).__name__ == "DTensor" and id(module.weight) not in gathered:
             reason = "DTensor weight (tensor parallel): not taken over by this version"
         elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
             reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
@@ -87,5 +89,13 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     return taken, left
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    return any(c.__name__ == "FSDPModule" for c in type(module).__mro__)
+def _gathered_by_fsdp(model: nn.Module) -> set[int]:
+    """Ids of the parameters that FSDP2 shards, and gathers to plain tensors before forward reads them."""
+    ids: set[int] = set()
+    for module in model.modules():
+        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.12: one
+            # a parameter that was a DTensor before, of tensor parallelism, is gathered to that
+            ids.update(id(p.sharded_param) for g in groups if g for p in g.fsdp_params if not p.is_dtensor)
+    return ids

@@ -152,7 +152,8 @@ def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool) -> None:
     """Put a Linear on its site, in place."""
     module.__dict__[SITE_KEY] = site
     module.__dict__[OBSERVE_KEY] = observe_only
-    module.__class__ = watched_class(type(module))
+    if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
+        module.__class__ = watched_class(type(module))
 
 
 def release(module: nn.Module) -> None:

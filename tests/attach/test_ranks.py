@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -35,17 +36,68 @@ SCRIPT = textwrap.dedent(
 )
 
 
+FSDP_SCRIPT = textwrap.dedent(
+    """
+    import sys, torch, torch.distributed as dist, fp8watch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    order = sys.argv[1]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    mesh = init_device_mesh("cpu", (2,))
+    def shard():
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if order == "before":
+        shard()
+    watch = fp8watch.attach(model)
+    if order == "after":
+        shard()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    def train():
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(16, 64)).pow(2).mean().backward()
+            opt.step()
+        return watch.summary()["num_sites"], watch.summary()["num_steps"], sum(watch.guard.errors.values())
+    print("RESULT", *train(), flush=True)
+    watch.detach()
+    watch = fp8watch.attach(model)
+    print("RESULT", *train(), flush=True)
+    watch.detach()
+    dist.destroy_process_group()
+    """
+)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_fsdp2_shards_before_or_after_attach(tmp_path, order):
+    for out in run_ranks(tmp_path, FSDP_SCRIPT, order):
+        assert [line for line in out.splitlines() if line.startswith("RESULT")] == ["RESULT 10 3 0"] * 2
+
+
 def test_two_ranks_are_one_run(tmp_path):
+    outputs = run_ranks(tmp_path, SCRIPT)
+    results = [next(line for line in out.splitlines() if line.startswith("RESULT")).split() for out in outputs]
+    (run_a, session_a, rank_a, steps_a, sum_a), (run_b, session_b, rank_b, steps_b, sum_b) = (r[1:] for r in results)
+    assert run_a == run_b
+    assert session_a != session_b
+    assert {rank_a, rank_b} == {"0", "1"}
+    assert steps_a == steps_b == "3"
+    assert sum_a == sum_b
+
+
+def run_ranks(tmp_path, script, *arguments):
+    """What two processes of one gloo group printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FP8WATCH", "TORCHELASTIC"))}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "FP8WATCH_SPOOL_DIR": str(tmp_path), "WORLD_SIZE": "2"}
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         env["MASTER_PORT"] = str(s.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script, *arguments],
             env={**env, "RANK": str(r)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -53,17 +105,12 @@ def test_two_ranks_are_one_run(tmp_path):
         )
         for r in (0, 1)
     ]
-    results = []
+    outputs = []
     for p in ranks:
         out, err = p.communicate(timeout=120)
         assert p.returncode == 0, err
-        results.append(next(line for line in out.splitlines() if line.startswith("RESULT")).split())
-    (run_a, session_a, rank_a, steps_a, sum_a), (run_b, session_b, rank_b, steps_b, sum_b) = (r[1:] for r in results)
-    assert run_a == run_b
-    assert session_a != session_b
-    assert {rank_a, rank_b} == {"0", "1"}
-    assert steps_a == steps_b == "3"
-    assert sum_a == sum_b
+        outputs.append(out)
+    return outputs
 
 
 def test_the_launchers_id_comes_first():
