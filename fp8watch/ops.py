@@ -34,6 +34,9 @@ ROWS_PER_LINEAR = 5
 BYTES_PER_TILE = 100
 """What the statistics of one tile take while they are held: five int64 counts, five float64 sums, seven of 1–4 bytes."""
 
+MAX_LOSSES = 4096
+"""Losses held for one step: a loop whose steps never end must not fill the memory."""
+
 FIRST_ROW = {INPUT: 0, WEIGHT: 2, GRAD_OUTPUT: 3}
 """Rows of a Linear in the slab: input rowwise, input columnwise, weight, grad_output rowwise, grad_output columnwise."""
 
@@ -223,7 +226,7 @@ def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) ->
 
 def _note_loss(loss: Tensor, site: Tensor) -> Tensor:
     plan = _plans.get(int(site) >> 32)
-    if plan is not None and torch._C._current_graph_task_id() == -1:
+    if plan is not None and torch._C._current_graph_task_id() == -1 and len(plan.losses) < MAX_LOSSES:
         plan.losses.append(loss.detach().clone())
     return loss.new_empty((0,))
 

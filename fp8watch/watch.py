@@ -141,8 +141,16 @@ class Watch:
     # ---- where steps end ----------------------------------------------------------------------------------------
 
     def _parameter_ids(self) -> set[int]:
-        watched = (m for m in self._model.modules() if SITE_KEY in m.__dict__)
-        return {id(p) for m in watched for p in m.parameters(recurse=False)}
+        """Parameters whose optimizer owns the step: the watched ones; where all of those are frozen (LoRA, a trained
+        head), any of the model, and a forward is enough, because a frozen site may have no backward."""
+        watched = [p for m in self._model.modules() if SITE_KEY in m.__dict__ for p in m.parameters(recurse=False)]
+        self._frozen = not any(p.requires_grad for p in watched)
+        return {id(p) for p in (self._model.parameters() if self._frozen else watched)}
+
+    def _ran(self) -> bool:
+        """Whether there is a step to end."""
+        plan = self._plan
+        return plan is not None and (plan.backward_seen or (self._frozen and plan.forward_seen))
 
     def _see_loss(self, module: nn.Module, output: Any) -> None:
         if not module.training or self._plan is None:
@@ -156,7 +164,7 @@ class Watch:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
             return
-        if self._owner.closes(optimizer, self._plan.backward_seen):
+        if self._owner.closes(optimizer, self._ran()):
             self._lr, status = step_end.optimizer_facts(optimizer)
             self._close(status)
 
@@ -165,7 +173,7 @@ class Watch:
             return
         if isinstance(scale, Tensor) and scale.device.type == "cpu":
             self._loss_scale = float(scale)
-        if self._plan is not None and self._plan.backward_seen:
+        if self._ran():
             self._close(StepStatus.SKIPPED)
 
     def _on_death(self) -> None:

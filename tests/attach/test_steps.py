@@ -228,3 +228,15 @@ def test_a_watch_that_nobody_keeps_goes_on(attach, mlp, train):
     gc.collect()
     train(mlp, steps=2)
     assert len(recorder.steps) == 2
+
+
+@pytest.mark.parametrize("trained", ["adapter", "lm_head"])
+def test_steps_end_where_every_watched_weight_is_frozen(attach, mlp, train, trained):
+    mlp.adapter = nn.Linear(64, 8)  # 8 is no multiple of 16: not watched
+    mlp.up.register_forward_pre_hook(lambda m, args: (args[0] + mlp.adapter(args[0]).sum(-1, keepdim=True),))
+    mlp.requires_grad_(False)
+    getattr(mlp, trained).requires_grad_(True)
+    watch = attach(mlp)
+    train(mlp, steps=3, optimizer=torch.optim.SGD(getattr(mlp, trained).parameters(), lr=0.1))
+    assert steps(watch) == [(0, "OK"), (1, "OK"), (2, "OK")]
+    assert {int(r["num_calls"]) for r in watch._recorder.step(2)[1].values()} == {1}
