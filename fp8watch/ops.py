@@ -87,7 +87,7 @@ class Plan:
     tiles: dict[int, list[tuple[int, TileStats]]] = field(default_factory=dict)
     tile_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)
-    on_forward: Callable[[], None] | None = None
+    on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
     def quantize(self, row: int, x_MK: Tensor, *, count: bool) -> Tensor:
         """Quantise and dequantise for the GEMM; observe on the way where it counts."""
@@ -129,6 +129,7 @@ class Plan:
         """Forget the step that has just been copied out."""
         self.calls = 0
         self.backward_seen = self.forward_seen = False
+        self.on_forward = None
         self.tiles.clear()
         self.tile_bytes = 0
         self.losses.clear()
@@ -177,7 +178,7 @@ def _counts(plan: Plan, operand: int, count: bool) -> bool:
     if torch._C._current_graph_task_id() != -1:
         return False  # inside a backward: activation checkpointing recomputes the forward, which was counted already
     if count:
-        if not plan.forward_seen and plan.on_forward is not None:
+        if plan.on_forward is not None:
             plan.guard.run("on_forward", plan.on_forward)
         plan.forward_seen = True
     return count

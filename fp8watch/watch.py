@@ -95,6 +95,7 @@ class Watch:
         self._lr: float | None = None
         self._loss_scale: float | None = None
         self._steps_without_loss = 0
+        self._pending = StepStatus.OK
         self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
         self._paused = False
@@ -164,6 +165,11 @@ class Watch:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
             return
+        if torch._C._current_graph_task_id() != -1:  # inside backward, one parameter after the other
+            if self._owner.owns(optimizer):
+                self._lr, self._pending = step_end.optimizer_facts(optimizer)
+                self._plan.on_forward = self._close_pending
+            return
         if self._owner.closes(optimizer, self._ran()):
             self._lr, status = step_end.optimizer_facts(optimizer)
             self._close(status)
@@ -176,10 +182,14 @@ class Watch:
         if self._ran():
             self._close(StepStatus.SKIPPED)
 
+    def _close_pending(self) -> None:
+        """End the step whose optimizers stepped during backward: at the next forward, or where training ends."""
+        self._close(self._pending)
+
     def _on_death(self) -> None:
         """Training is over, one way or another: what the slab holds goes out now."""
         if self._plan is not None and not self._detached and (self._plan.forward_seen or self._plan.backward_seen):
-            self._close(StepStatus.ABORTED)
+            self._close(StepStatus.ABORTED if self._plan.on_forward is None else self._pending)
         if self._recorder is not None:
             self._recorder.close(timeout_s=2.0)
 
@@ -331,7 +341,7 @@ class Watch:
     def _detach(self) -> None:
         assert self._plan is not None
         if self._plan.backward_seen:
-            self._close(StepStatus.ABORTED)
+            self._close(StepStatus.ABORTED if self._plan.on_forward is None else self._pending)
         self._detached = True
         for hook in self._hooks:
             hook.remove()

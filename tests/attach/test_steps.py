@@ -240,3 +240,25 @@ def test_steps_end_where_every_watched_weight_is_frozen(attach, mlp, train, trai
     train(mlp, steps=3, optimizer=torch.optim.SGD(getattr(mlp, trained).parameters(), lr=0.1))
     assert steps(watch) == [(0, "OK"), (1, "OK"), (2, "OK")]
     assert {int(r["num_calls"]) for r in watch._recorder.step(2)[1].values()} == {1}
+
+
+def test_optimizers_in_backward_end_the_step_at_the_next_forward(attach, mlp):
+    watch = attach(mlp)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in mlp.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in mlp.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        mlp(torch.randn(32, 64)).backward()
+    assert steps(watch) == [(0, "OK"), (1, "OK")]
+    watch.detach()
+    assert steps(watch) == [(0, "OK"), (1, "OK"), (2, "OK")]
+    for i in range(3):
+        _, rows = watch._recorder.step(i)
+        assert len(rows) == 9
+        assert {int(r["num_calls"]) for r in rows.values()} == {1}
+    assert len(watch._recorder.losses()) == 3
