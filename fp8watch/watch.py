@@ -26,6 +26,7 @@ from . import ops, step_end
 from .identity import Identity
 from .linear import SITE_KEY, release
 from .recipe import Recipe
+from .slab import Slab
 from .tiles import tile_map_of
 
 CALIBRATION_STEP = 3
@@ -200,7 +201,20 @@ class Watch:
         began = time.perf_counter()
         if step is not None:
             self._step = int(step)
-        rows = plan.slab.copy_rows()[: len(self._table)]
+        try:
+            self._send(plan, plan.slab, recorder, status)
+        finally:  # whatever failed: what this step left must not be merged into the next
+            self._num_closed += 1
+            self._step += 1
+            self._logged.clear()
+            self._batch_id = None
+            plan.slab.clear()
+            self._watch_overhead(plan, began)
+            plan.begin_step(sampled=self._step % self._every == 0)
+            plan.calibrating = self._budget is not None and self._num_closed == CALIBRATION_STEP
+
+    def _send(self, plan: ops.Plan, slab: Slab, recorder: Recorder, status: StepStatus) -> None:
+        rows = slab.copy_rows()[: len(self._table)]
         if len(self._registered) < len(plan.shapes):  # at the first step, and when a site is called for the first time
             self._register(recorder, rows)
         header = self._header(status)
@@ -211,14 +225,6 @@ class Watch:
             logs = {k: _number(v) for k, v in self._logged.items() if k not in STEP_SCALARS}
             recorder.record_step(header, self._ids[touched], rows[touched], logs, self._batch_id)
             self._send_tile_maps(plan, recorder, rows)
-        self._num_closed += 1
-        self._step += 1
-        self._logged.clear()
-        self._batch_id = None
-        plan.slab.clear()
-        self._watch_overhead(plan, began)
-        plan.begin_step(sampled=self._step % self._every == 0)
-        plan.calibrating = self._budget is not None and self._num_closed == CALIBRATION_STEP
 
     def _header(self, status: StepStatus) -> np.ndarray[Any, Any]:
         assert self._plan is not None

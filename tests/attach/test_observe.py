@@ -77,3 +77,14 @@ def test_the_users_own_exceptions_pass(attach, mlp):
     attach(mlp)
     with pytest.raises(RuntimeError, match="mat1 and mat2|shape"):
         mlp(torch.randn(3, 63))
+
+
+def test_a_step_that_could_not_be_sent_is_not_merged_into_the_next(attach, mlp, train, monkeypatch):
+    watch = attach(mlp)
+    with monkeypatch.context() as m:
+        m.setattr(slab.Slab, "copy_rows", lambda self: 1 / 0)
+        train(mlp, steps=2)
+    train(mlp, steps=1)
+    header, rows = watch._recorder.step(0)
+    assert int(header["step"]) == 2
+    assert {int(r["num_calls"]) for r in rows.values()} == {1}
