@@ -129,6 +129,7 @@ def attach(
             plan.slab = None
             guard.emit()
     ops.add_plan(plan)
+    plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
     say(_line(linears, left_out, chosen, backend.NAME, settings, identity, recorder))

@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8watch_agent.guard import Guard
 
@@ -87,6 +88,7 @@ class Plan:
     tiles: dict[int, list[tuple[int, TileStats]]] = field(default_factory=dict)
     tile_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)
+    modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
     on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
     def quantize(self, row: int, x_MK: Tensor, *, count: bool) -> Tensor:
@@ -209,8 +211,8 @@ def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnw
 
 
 def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
-    plan, first = _lookup(site)
-    if _counts(plan, operand, True) and x.numel():
+    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    if plan is not None and _counts(plan, operand, True) and x.numel():  # None: detached before this backward
         for wanted, row in ((rowwise, 0), (columnwise, 1)):
             if wanted:
                 plan.guard.run("observe", plan.quantize, first + FIRST_ROW[operand] + row, x, count=True)

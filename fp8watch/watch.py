@@ -351,7 +351,7 @@ class Watch:
         self._detached = True
         for hook in self._hooks:
             hook.remove()
-        for module in self._model.modules():
+        for module in list(self._plan.modules):  # one that has left the model since is released as well
             site = module.__dict__.get(SITE_KEY)
             if site is not None and int(site) >> 32 == self._plan.handle:
                 release(module)

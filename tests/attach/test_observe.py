@@ -88,3 +88,19 @@ def test_a_step_that_could_not_be_sent_is_not_merged_into_the_next(attach, mlp, 
     header, rows = watch._recorder.step(0)
     assert int(header["step"]) == 2
     assert {int(r["num_calls"]) for r in rows.values()} == {1}
+
+
+def test_detach_between_forward_and_backward_is_not_felt(attach, mlp):
+    watch = attach(mlp, recipe="observe")
+    loss = mlp(torch.randn(32, 64))
+    watch.detach()
+    loss.backward()
+    assert mlp.up.weight.grad is not None
+
+
+def test_detach_releases_a_module_that_has_left_the_model(attach, mlp):
+    watch = attach(mlp)
+    up, mlp.up = mlp.up, torch.nn.Identity()
+    watch.detach()
+    assert type(up) is torch.nn.Linear
+    up(torch.randn(8, 64))
