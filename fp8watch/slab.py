@@ -101,6 +101,7 @@ class Slab:
         """Set every row to the defaults, in place."""
         self.buffer.copy_(self._defaults.expand(self.capacity, -1))
 
+    @torch.inference_mode(False)  # views made in inference mode could never be written outside of it
     def _row_views(self, row: int) -> _RowViews:
         """Typed views of one row, derived from the offsets of FIELDS and kept: the address never changes."""
         if not 0 <= row < self.capacity:

@@ -104,3 +104,13 @@ def test_detach_releases_a_module_that_has_left_the_model(attach, mlp):
     watch.detach()
     assert type(up) is torch.nn.Linear
     up(torch.randn(8, 64))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train, recipe):
+    watch = attach(mlp, recipe=recipe)
+    with torch.inference_mode():
+        mlp(torch.randn(8, 64))
+    train(mlp, steps=2)
+    assert not watch.guard.errors
+    assert len(watch._recorder.step(1)[1]) == 9
