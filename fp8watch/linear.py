@@ -71,6 +71,8 @@ class _Fp8Linear(torch.autograd.Function):
 class _ObserveOutput(torch.autograd.Function):
     """Identity in both directions; backward shows the gradient to its sites and passes it on untouched."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:
         return y.view_as(y)
@@ -118,7 +120,7 @@ class WatchedLinear(nn.Linear):
         if not self.__dict__[OBSERVE_KEY]:
             return fp8_linear(input, self.weight, self.bias, site, count=self.training)
         y = F.linear(input, self.weight, self.bias)
-        if not self.training:
+        if not self.training or input.is_nested:
             return y
         grad = torch.is_grad_enabled()
         wgrad = self.weight.requires_grad and grad

@@ -114,3 +114,21 @@ def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train, re
     train(mlp, steps=2)
     assert not watch.guard.errors
     assert len(watch._recorder.step(1)[1]) == 9
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_observing_lets_per_sample_gradients_and_nested_tensors_pass(attach):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    twin = copy.deepcopy(model)
+    attach(model, recipe="observe")
+
+    def gradients(module):
+        def loss(parameters, x):
+            return torch.func.functional_call(module, parameters, (x,)).pow(2).mean()
+
+        x = torch.arange(5 * 4 * 32.0).reshape(5, 4, 32).sin()
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(module.named_parameters()), x)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model).values(), gradients(twin).values(), strict=True))
+    ragged = torch.nested.nested_tensor([torch.ones(3, 32), torch.ones(5, 32)], layout=torch.jagged)
+    assert torch.equal(model(ragged).values(), twin(ragged).values())
