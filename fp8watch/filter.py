@@ -6,7 +6,7 @@ After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ FilterFn = Callable[[nn.Module, str], "bool | None"]
 
 HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"})
 ROUTER_NAMES = frozenset({"router", "gate", "gating", "wg"})
+WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 MULTIPLE = 16
 
 
@@ -52,7 +54,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     gathered = _gathered_by_fsdp(model)
     taken: list[tuple[str, nn.Linear]] = []
     left: list[LeftOut] = []
-    for fqn, module in model.named_modules():
+    for fqn, module in _named_modules(model):
         if type(module).__module__.startswith("transformer_engine"):
             left.append(LeftOut(fqn, "Transformer Engine module: not observed by this version"))
             continue
@@ -87,6 +89,18 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         else:
             left.append(LeftOut(fqn, reason))
     return taken, left
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names they have without compile, checkpoint and data-parallel wrappers around them: the same
+    Linears are taken, under the same names, wherever in a script attach stands."""
+    plain = {"": ""}  # name with wrappers -> name without
+    for fqn, module in model.named_modules():
+        if fqn:
+            parent, _, name = fqn.rpartition(".")
+            wraps = name in WRAPPED_NAMES or (name == "module" and isinstance(model.get_submodule(parent), _PARALLEL))
+            plain[fqn] = plain[parent] if wraps else f"{plain[parent]}.{name}".lstrip(".")
+        yield plain[fqn], module
 
 
 def _gathered_by_fsdp(model: nn.Module) -> set[int]:

@@ -135,3 +135,14 @@ def test_a_filter_can_leave_the_rest_to_the_default(attach, mlp):
 def test_a_filter_that_says_yes_is_obeyed(attach, mlp):
     attach(mlp, filter_fn=lambda module, fqn: fqn == "lm_head")
     assert [type(m) is nn.Linear for m in (mlp.up, mlp.down, mlp.lm_head)] == [True, True, False]
+
+
+def test_wrappers_change_neither_names_nor_choice(attach):
+    def parts():
+        return nn.ModuleDict({"model": nn.Sequential(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 64)})
+
+    plain = attach(parts())
+    block = parts()
+    block["model"] = torch.compile(block["model"], backend="eager")
+    wrapped = attach(torch.compile(nn.DataParallel(block), backend="eager"))
+    assert {t.fqn for t in wrapped._table} == {t.fqn for t in plain._table} == {"model.0"}
