@@ -159,7 +159,7 @@ def remove_plan(plan: Plan) -> None:
 
 def site_tensor(plan: Plan, first_row: int) -> Tensor:
     """The 0-d int64 CPU tensor that stands for one Linear of a plan."""
-    return torch.tensor((plan.handle << 32) | first_row, dtype=torch.int64)
+    return torch.tensor((plan.handle << 32) | first_row, dtype=torch.int64, device="cpu")
 
 
 def _lookup(site: Tensor) -> tuple[Plan, int]:

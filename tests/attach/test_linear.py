@@ -161,3 +161,12 @@ def test_two_forwards_before_a_backward(attach):
     _, rows = watch._recorder.step(0)
     assert int(rows["0", "input", "rowwise"]["num_elements"]) == 48 * 64
     assert int(rows["0", "grad_output", "columnwise"]["num_calls"]) == 2
+
+
+def test_a_default_device_does_not_move_the_sites(attach):
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    x = torch.randn(32, 64)
+    with torch.device("meta"):  # as set_default_device("cuda") would: a site there costs a synchronisation each call
+        attach(model)
+    want = qdq(x, (1, 128)) @ qdq(model[0].weight.detach(), (128, 128)).t()
+    assert torch.equal(model(x).detach(), want)
