@@ -74,7 +74,8 @@ def _wrap_excepthook() -> Callable[[], None]:
     original = sys.excepthook
 
     def excepthook(*args: Any) -> None:
-        _each(lambda w: w._on_death())
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:  # at a prompt, a typing error is not the end
+            _each(lambda w: w._on_death())
         original(*args)
 
     sys.excepthook = excepthook

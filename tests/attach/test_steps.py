@@ -203,6 +203,27 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
     assert "ValueError: mine" in got.stderr or how == "term"
 
 
+def test_a_typing_error_at_the_prompt_does_not_end_the_recording(tmp_path):
+    lines = """
+    import torch, fp8watch
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    watch = fp8watch.attach(model)
+    tpyo
+    model(torch.randn(8, 32)).sum().backward()
+    watch.step()
+    print("state", watch.summary()["num_steps"], watch._recorder._closed)
+    """
+    got = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=textwrap.dedent(lines),
+        capture_output=True,
+        text=True,
+        env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)},
+    )
+    assert "NameError" in got.stderr
+    assert "state 1 False" in got.stdout
+
+
 def _env():
     import os
 
