@@ -24,7 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8watch_agent.record import StepStatus
 
+from . import ops
+
 if TYPE_CHECKING:
+    from fp8watch_agent.recorder import Recorder
+
     from .watch import Watch
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -129,6 +133,15 @@ def stop(watch: Watch) -> None:
         if not _watches:
             while _undo:
                 watch.guard.run("step_end.undo", _undo.pop())
+
+
+def abandoned(plan: ops.Plan, recorder: Recorder) -> None:
+    """A watch went with its model, without detach. The collector of garbage must not wait for the network."""
+    plan.slab = None
+    plan.begin_step(sampled=False)
+    if not list(plan.modules):  # those that are held elsewhere compute on, unobserved
+        ops.remove_plan(plan)
+    threading.Thread(target=recorder.close, name="fp8watch-close", daemon=True).start()
 
 
 class StepOwner:

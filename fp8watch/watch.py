@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,8 @@ class Watch:
             if table:
                 self._hooks.append(model.register_forward_hook(LossHook(self)))
             step_end.start(self)
+            self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
+            self._gone.atexit = False
 
     # ---- what training says -------------------------------------------------------------------------------------
 
@@ -358,6 +361,7 @@ class Watch:
         ops.remove_plan(self._plan)
         step_end.stop(self)
         if self._recorder is not None:
+            self._gone.detach()
             self._recorder.close(timeout_s=2.0)
 
     def __enter__(self) -> Watch:

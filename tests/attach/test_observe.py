@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
 
 import pytest
 import torch
 
-from fp8watch import slab
+from fp8watch import ops, slab
 
 
 def weights(model):
@@ -96,6 +98,21 @@ def test_detach_between_forward_and_backward_is_not_felt(attach, mlp):
     watch.detach()
     loss.backward()
     assert mlp.up.weight.grad is not None
+
+
+def test_a_model_that_is_dropped_takes_its_watch_along(attach):
+    gc.collect()
+    before = len(ops._plans)
+    recorder = attach(torch.nn.Sequential(torch.nn.Linear(32, 32)), keep=False)
+    kept = torch.nn.Linear(32, 32)
+    attach(torch.nn.Sequential(kept), keep=False)
+    gc.collect()
+    until = time.monotonic() + 10
+    while not recorder.closed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert recorder.closed == 1
+    assert len(ops._plans) == before + 1
+    kept(torch.randn(8, 32))
 
 
 def test_detach_releases_a_module_that_has_left_the_model(attach, mlp):
