@@ -115,7 +115,7 @@ class Watch:
     # ---- what training says -------------------------------------------------------------------------------------
 
     def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
-        """Give scalars of the step that is running: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
+        """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
 
         Tensors of one element are kept as they are and read when the step closes.
         """
