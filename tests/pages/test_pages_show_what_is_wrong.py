@@ -195,3 +195,11 @@ def test_after_a_restart_from_step_0_now_is_the_newer_attempt(tmp_path_factory: 
             words = text_of(page(client, path))
             assert "1.625" in words
             assert "503" not in words  # the last step of the attempt before
+
+
+def test_only_runbooks_that_exist_are_linked(client: httpx.Client) -> None:
+    html = client.get(f"/incidents/{INCIDENT_ID}").text
+    linked = set(re.findall(r'href="(/runbooks/[^"#]+)"', html))
+    assert "/runbooks/nan-in-activation" in linked
+    assert {client.get(path).status_code for path in linked} == {200}
+    assert "<code>kernel-output-fault</code>" in html

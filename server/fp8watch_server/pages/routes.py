@@ -135,7 +135,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             steps=maps,
             tile=tuple(place["tile"]) if place["tile"] else None,
             charts=tables.evidence_charts(incident, site),
-            has_runbook=incident["mode"] in runbooks.slugs(),
+            runbooks=runbooks.slugs(),
         )
 
 
