@@ -200,19 +200,23 @@ class Run:
         self._ok(self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
         return self
 
-    def send(self, steps: Sequence[int], *, fault: bool = True, change: Any = None, ended: bool = False) -> None:
-        """One batch. `change(steps_array, rows)` may spoil it first."""
+    def send(
+        self, steps: Sequence[int], *, fault: bool = True, change: Any = None, keep: Any = None, ended: bool = False
+    ) -> None:
+        """One batch. `change(steps_array, rows)` may spoil it first; only records with `keep(step, site)` are sent."""
         rng = np.random.default_rng(steps[0])
         step_rows = make_steps(steps, start=self.start)
         rows = np.concatenate([make_rows(self.sites, s, rng, fault=fault) for s in steps]).astype(ROW)
         if change is not None:
             change(step_rows, rows)
+        sent = np.array([keep is None or keep(step, site) for step in steps for site in self.sites], dtype=bool)
+        rows = rows[sent]
         header = Header(
             run=self.run_id, session=self.session, rank=0, seq=self.seq, step0=steps[0], num_steps=len(steps),
             num_records=len(rows), clock=time.time(), health={"ended": 1.0} if ended else {},
         )  # fmt: skip
         site = np.tile(np.array([s.id for s in self.sites], dtype=np.uint64), len(steps))
-        body = encode_batch(header, step_rows, np.repeat(np.asarray(steps), len(self.sites)), site, rows)
+        body = encode_batch(header, step_rows, np.repeat(np.asarray(steps), len(self.sites))[sent], site[sent], rows)
         self._post("/v1/batches", BATCH_CONTENT_TYPE, body)
         self.seq += 1
 
@@ -328,6 +332,31 @@ def hostile_run(client: httpx.Client, engine: sa.Engine) -> Run:
         engine, run.run_id, HOSTILE_ID, title=HOSTILE + "z" * 5000, first_step=11, last_step=11, place=place,
         sites=[s.id], cause=HOSTILE, fix=[{"kind": "code", "text": f"`{HOSTILE}`"}, {"kind": "env", "text": HOSTILE}],
         alternatives=[{"mode": HOSTILE, "check": f"[x](javascript:alert(1)) {HOSTILE}"}], mode="inf-laundering",
+    )  # fmt: skip
+    return run
+
+
+SPARSE_ID = "0" * 31 + "3"
+SPARSE_FULL = (0, 1, 2, 3, 4, 48)
+SPARSE_SPIKE = 30
+SPARSE_MODULE = "layers.0.mlp.down_proj"
+
+
+def sparse_run(client: httpx.Client, engine: sa.Engine) -> Run:
+    """Statistics on each 48th step, and of one broken site at step 30; neither gradient norm nor learning rate."""
+    run = Run(client, "sparse", "sparse run", sites=make_sites(1), session="e" * 32).register()
+    broken = run.site(SPARSE_MODULE)
+
+    def spoil(steps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
+        steps["present"] = 1
+        rows["num_inf"][SPARSE_SPIKE * len(run.sites) + run.sites.index(broken)] = 7
+
+    run.send(range(58), change=spoil, keep=lambda t, s: t in SPARSE_FULL or (t == SPARSE_SPIKE and s is broken))
+    place = {"ranks": [0], "module": broken.module, "gemm": "fprop", "operand": "input", "direction": "rowwise"}
+    fix = "Clip or mask the input of `down_proj` before the GEMM, and find out what makes it: the residual before it."
+    add_incident(
+        engine, run.run_id, SPARSE_ID, first_step=SPARSE_SPIKE, last_step=SPARSE_SPIKE, sites=[broken.id],
+        place={**place, "tile": None, "element": None}, fix=[{"kind": "code", "text": fix}],
     )  # fmt: skip
     return run
 

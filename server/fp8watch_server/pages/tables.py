@@ -7,8 +7,6 @@ Thread:     any
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
@@ -19,7 +17,8 @@ from fp8watch_server.store import queries
 
 SEVERITIES = ("critical", "warning", "info")
 SCALARS = ("loss", "grad_norm", "lr")
-NOW_STEPS = 8  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
+NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
+NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are missing
 NUM_WORST = 12
 NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
 NUM_FLAGGED = 24
@@ -70,16 +69,22 @@ def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
     return out
 
 
-def _newest(heatmap: Dict) -> dict[int, tuple[int, Any]]:
-    """Site -> (step, value) of the newest cell that was measured."""
-    special = {(int(i), int(j)): v for i, j, v in heatmap.get("nonfinite") or []}
-    out = {}
-    for i, site in enumerate(heatmap["sites"]):
-        for j in range(len(heatmap["steps"]) - 1, -1, -1):
-            value = special.get((i, j), heatmap["values"][i][j])
-            if value is not None:
-                out[int(site["id"])] = (int(heatmap["steps"][j]), value)
-                break
+def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
+    """Site -> field -> (step, value), where it was measured last: each window looks further back for what is missing.
+
+    With statistics on each n-th step the newest measurement may lie far behind the newest step. Where most sites were
+    found nearby, those that were not are not measured at all, and nothing is read for them over and over.
+    """
+    out: dict[int, Dict] = {}
+    last = int(run["last_step"])
+    for window in NOW_WINDOWS:
+        missing = sorted(i for i in ids if len(out.get(i, {})) < len(fields))
+        if last < 0 or not missing or (window not in NEAR and 2 * len(out) >= len(ids)):
+            break
+        first = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        for site, cells in queries.newest(conn, run["id"], fields, first, last, missing).items():
+            out[site] = cells | out.get(site, {})
+        last = first - 1
     return out
 
 
@@ -87,13 +92,12 @@ WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 
 
 def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
-    """Sites by damage in the newest steps: non-finite elements first, then the lowest tile SQNR against its format."""
-    last = int(run["last_step"])
-    window = (max(0, last - NOW_STEPS + 1), last)
-    now = {f: _newest(queries.heatmap(conn, run["id"], f, *window, NOW_STEPS)) for f in WORST_FIELDS}
+    """Sites by damage where each was measured last: non-finite elements first, then the lowest tile SQNR against its format."""
+    sites = queries.sites(conn, run["id"])
+    now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})
     rows: list[Dict] = []
-    for site in queries.sites(conn, run["id"]):
-        cells = {f: now[f].get(int(site["id"])) for f in WORST_FIELDS}
+    for site in sites:
+        cells = {f: now.get(int(site["id"]), {}).get(f) for f in WORST_FIELDS}
         if not any(cells.values()):
             continue
         bad, sqnr = cells["num_nonfinite"], cells["tile_sqnr_db"]
@@ -101,7 +105,10 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
         margin = 99.0
         if sqnr:
             margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
-        rows.append({"site": site, "cells": cells, "margin_db": margin, "key": (-num_bad, margin, site["order"])})
+        step = max(cell[0] for cell in cells.values() if cell)
+        rows.append(
+            {"site": site, "step": step, "cells": cells, "margin_db": margin, "key": (-num_bad, margin, site["order"])}
+        )
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
 
 
@@ -112,12 +119,9 @@ def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
     """The newest value of each field of a site, with its step."""
     if run["last_step"] is None:
         return []
-    out = []
-    for field in SITE_FIELDS:
-        window = (max(0, int(run["last_step"]) - NOW_STEPS + 1), int(run["last_step"]))
-        step, value = view.latest(queries.series(conn, run["id"], site["id"], field, *window, NOW_STEPS))
-        out.append({"field": field, "step": step, "value": value})
-    return out
+    now = _newest(conn, run, SITE_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
+    cells = {field: now.get(field, (None, None)) for field in SITE_FIELDS}
+    return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
 
 
 def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:

@@ -22,7 +22,7 @@ from sqlalchemy.engine import Connection
 from . import schema as t
 from .fields import SERIES_FIELDS, FieldError
 from .hot import MAX_STEP
-from .series import heatmap, histogram, scalars, series, top
+from .series import heatmap, histogram, newest, scalars, series, top
 from .tiles import steps_available, tile_map
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "incident",
     "incidents",
     "incidents_page",
+    "newest",
     "run",
     "runs",
     "runs_page",

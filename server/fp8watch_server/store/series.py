@@ -10,6 +10,7 @@ Down-sampling keeps what matters: of every bucket its smallest, its largest and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,35 @@ def top(
         worst.append((float(rank_of[at]), item.pop("order"), item))
     worst.sort(key=lambda entry: (-entry[0], entry[1]))
     return {"field": field, "unit": f.unit, "items": [item for _, _, item in worst[: max(n, 0)]]}
+
+
+def newest(
+    conn: Connection,
+    run_id: str,
+    fields: Sequence[str],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    sites: Sequence[int] | None = None,
+) -> dict[int, dict[str, tuple[int, Any]]]:
+    """Of each site, the newest measured (step, value) of each field; a non-finite value as its name.
+
+    Fields may come from different steps: between two full samples a broken site sends only a part of its record.
+    """
+    asked = [series_field(name) for name in fields]
+    needs = {column for f in asked for column in f.needs}
+    records = gather(conn, run_id, needs, sites=sites, from_step=from_step, to_step=to_step)
+    out: dict[int, dict[str, tuple[int, Any]]] = {}
+    groups = _groups(records.site)
+    for f in asked:
+        values, present = evaluate(f, records.columns)
+        for start, end in groups:
+            measured = np.flatnonzero(present[start:end])
+            if len(measured):
+                at = start + int(measured[-1])
+                (value,), nonfinite = as_data(values[at : at + 1], present[at : at + 1])
+                cell = (int(records.step[at]), nonfinite[0][1] if nonfinite else value)
+                out.setdefault(int(records.site[at]), {})[f.name] = cell
+    return out
 
 
 def heatmap(
