@@ -57,17 +57,54 @@ export const single = { domain: [0, 0.91] }; // of a plot with one strip above i
 
 const LOG2 = (v) => Math.log2(v);
 
+// The points of a line: a line joins neighbours only. What lies further apart than the series' usual stride was not
+// measured in between, and a line there would be read as values. `breaks`: what was measured, but is no point of a line
+// (NaN; 0 on an axis of octaves). Few points, or points without a neighbour, have a dot each.
+const FEW = 30, SPARSE = 120;
+export function joined(series, y, breaks = () => false) {
+  const { steps } = series;
+  const at = y.map((_, i) => i).filter((i) => y[i] !== null || breaks(i));
+  const middle = (list) => list.sort((a, b) => a - b)[(list.length - 1) >> 1];
+  const apart = (n) => at.slice(n).map((i, k) => steps[i] - steps[at[k]]);
+  const thinned = (series.stride ?? 1) > 1; // of each bucket a few points are left, at uneven distances
+  const usual = at.length > 3 ? middle(apart(1)) : 1;
+  const reach = thinned ? Math.max(2 * series.stride, 3 * (middle(apart(2)) ?? 1)) : 1.5 * usual;
+  const points = { x: [], y: [], index: [] };
+  const push = (x, value, i) => { points.x.push(x); points.y.push(value); points.index.push(i); };
+  let before = -1, num_gaps = 0;
+  steps.forEach((step, i) => {
+    if (y[i] === null && !breaks(i)) {
+      if (before < 0) push(step, null, i);
+      return;
+    }
+    if (before >= 0 && step - steps[before] > reach) { num_gaps += 1; push((step + steps[before]) / 2, null, -1); }
+    push(step, y[i], i);
+    before = i;
+  });
+  const all = at.length < FEW || (at.length < SPARSE && (num_gaps > 0 || (!thinned && usual > 1)));
+  const lone = points.y.map((v, k) => v !== null && (points.y[k - 1] ?? null) === null && (points.y[k + 1] ?? null) === null);
+  return { ...points, size: all ? points.y.map(() => 5) : lone.map((l) => (l ? 5 : 0)), marked: all || lone.includes(true) };
+}
+
 // One series as a line, plus marks for what a line cannot show. `at` is the height of the marks on the edge axis.
-export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", marks: row = "y9", at = 0.5, dash = "solid", percent = false }) {
+// Counts are `stems`: one event in one step is one mark, and a line between two of them would be an invention.
+export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", marks: row = "y9", at = 0.5, dash = "solid", percent = false, stems = false }) {
   const special = new Map((series.nonfinite ?? []).map(([i, what]) => [Number(i), what]));
   const y = series.values.map((v, i) => (v === null || special.has(i) || (scale === "log2" && !(v > 0)) ? null : scale === "log2" ? LOG2(v) : percent ? 100 * v : v));
   const label = (v) => (percent ? `${number(100 * v, 3)} %` : `${number(v, 5)}${unit ? ` ${unit}` : ""}`);
-  const alone = y.filter((v) => v !== null).length < 3;
+  const points = joined(series, y, (i) => special.has(i) || series.values[i] !== null);
   const traces = [{
-    x: series.steps, y, name, type: "scatter", mode: alone ? "lines+markers" : "lines", yaxis: axis, connectgaps: false,
-    line: { color: stroke, width: 1.6, dash }, marker: { color: stroke, size: 5 },
-    customdata: series.values.map(label), hovertemplate: `${text(name)} %{customdata}<extra></extra>`,
+    x: points.x, y: points.y, name, type: "scatter", mode: stems ? "markers" : points.marked ? "lines+markers" : "lines", yaxis: axis, connectgaps: false,
+    line: { color: stroke, width: 1.6, dash }, marker: { color: stroke, size: stems ? 5 : points.size, line: { width: 0 }, opacity: 1 },
+    customdata: points.index.map((i) => (i < 0 ? "" : label(series.values[i]))), hovertemplate: `${text(name)} %{customdata}<extra></extra>`,
   }];
+  if (stems) {
+    const tall = points.y.map((v, k) => [points.x[k], v]).filter(([, v]) => v);
+    traces.push({
+      x: tall.flatMap(([x]) => [x, x, null]), y: tall.flatMap(([, v]) => [0, v, null]), yaxis: axis, type: "scatter", mode: "lines", name: `${name} stems`,
+      line: { color: stroke, width: 2 }, hoverinfo: "skip", showlegend: false,
+    });
+  }
   if (special.size) {
     const marks = [...special].sort(([a], [b]) => a - b);
     traces.push({

@@ -12,14 +12,14 @@ async function drawEvidence(element) {
     const got = await api(`${base}/series`, { field, site, from: Math.max(0, Number(first) - BEFORE), to: Number(last) + AFTER, points: 400 });
     if (got.values.every((v) => v === null) && !(got.nonfinite ?? []).length) return nothing(element, "Not measured here.");
     const scale = OCTAVES.has(field) ? "log2" : null;
-    const traces = line(got, { name: field.replaceAll("_", " "), colour: colour("series-1"), scale, unit: field.endsWith("_db") ? "dB" : "", percent: PERCENT.has(field) });
+    const traces = line(got, { name: field.replaceAll("_", " "), colour: colour("series-1"), scale, unit: field.endsWith("_db") ? "dB" : "", percent: PERCENT.has(field), stems: field.startsWith("num_") });
     const mark = colour(severity === "info" ? "info" : severity === "warning" ? "warning" : "critical");
     const shapes = [
       { type: "rect", xref: "x", yref: "paper", x0: Number(first) - 0.5, x1: Math.max(Number(last), Number(first)) + 0.5, y0: 0, y1: 1, fillcolor: mark, opacity: 0.14, line: { width: 0 }, layer: "below" },
       { type: "line", xref: "x", yref: "paper", x0: Number(first), x1: Number(first), y0: 0, y1: 1, line: { color: mark, width: 1.2, dash: "dot" }, layer: "below" },
     ];
     // The event itself is a point, so that a single step is seen at any width.
-    const at = got.steps.map((s, i) => [s, traces[0].y[i]]).filter(([s, v]) => v !== null && s >= Number(first) && s <= Number(last));
+    const at = traces[0].x.map((s, i) => [s, traces[0].y[i]]).filter(([s, v]) => v !== null && s >= Number(first) && s <= Number(last));
     if (at.length) traces.push({ x: at.map(([s]) => s), y: at.map(([, v]) => v), type: "scatter", mode: "markers", marker: { color: mark, size: 7 }, hoverinfo: "skip" });
     const annotations = [{ x: Number(first), y: 1, xref: "x", yref: "paper", yanchor: "bottom", text: `step ${first}`, showarrow: false, font: { size: 11, color: mark } }];
     const yaxis = scale === "log2" ? log2Axis(traces) : PERCENT.has(field) ? { ticksuffix: " %", rangemode: "tozero" } : { rangemode: field.startsWith("num_") ? "tozero" : "normal" };

@@ -6,33 +6,34 @@ const training = document.getElementById("training");
 const health = document.getElementById("health");
 const POINTS = 1000;
 
+const PANELS = [
+  { field: "loss", name: "loss", title: "loss", stroke: "series-1", weight: 2.4, axis: {} },
+  { field: "grad_norm", name: "gradient norm", title: "grad norm", stroke: "series-2", weight: 1.1, axis: { rangemode: "tozero" } },
+  { field: "lr", name: "learning rate", title: "lr", stroke: "series-3", weight: 1, axis: { nticks: 3, exponentformat: "power", rangemode: "tozero" } },
+];
+const MARKS = 0.045, GAP = 0.045; // heights of the strip above a panel and of the space between panels
+const logged = (series) => series.values.some((v) => v !== null) || (series.nonfinite ?? []).length > 0;
+
 async function drawTraining() {
-  const names = ["loss", "grad_norm", "lr"];
   const [incidents, ...series] = await Promise.all([
-    api(`${base}/incidents`), ...names.map((field) => api(`${base}/series`, { field, points: POINTS })),
+    api(`${base}/incidents`), ...PANELS.map(({ field }) => api(`${base}/series`, { field, points: POINTS })),
   ]);
-  const [loss, gradNorm, lr] = series;
   const marks = incidentMarks(incidents.items);
-  const traces = [
-    ...line(loss, { name: "loss", colour: colour("series-1"), marks: "y6" }),
-    ...line(gradNorm, { name: "gradient norm", colour: colour("series-2"), axis: "y2", marks: "y7" }),
-    ...line(lr, { name: "learning rate", colour: colour("series-3"), axis: "y3", marks: "y8" }),
-    marks.trace,
-  ];
-  const axis = layout().yaxis;
-  const named = (title) => ({ title: { text: title, standoff: 8, font: { size: 11.5 } } });
-  const figure = layout({
-    shapes: marks.shapes,
-    margin: { l: 70, r: 18, t: 4, b: 42 },
-    xaxis: { anchor: "y3" },
-    yaxis: { ...named("loss"), domain: [0.5, 0.875] },
-    yaxis2: { ...axis, ...named("grad norm"), domain: [0.235, 0.395], rangemode: "tozero" },
-    yaxis3: { ...axis, ...named("lr"), nticks: 3, domain: [0, 0.13], exponentformat: "power", rangemode: "tozero" },
-    yaxis6: strip(0.885, 0.93),
-    yaxis7: strip(0.405, 0.45),
-    yaxis8: strip(0.14, 0.185),
-    yaxis9: strip(0.945, 1),
+  // What was never logged has no panel: the page says below how to log it. The loss keeps its place for the incidents.
+  const panels = PANELS.map((panel, i) => ({ ...panel, series: series[i] })).filter((p) => p.field === "loss" || logged(p.series));
+  const suffix = (k) => (k ? k + 1 : "");
+  const traces = [...panels.flatMap((p, k) => line(p.series, { name: p.name, colour: colour(p.stroke), axis: `y${suffix(k)}`, marks: `y${6 + k}` })), marks.trace];
+  const room = 0.93 - panels.length * (MARKS + 0.01) - (panels.length - 1) * GAP;
+  const axes = {};
+  let top = 0.93;
+  panels.forEach((p, k) => {
+    const height = (room * p.weight) / panels.reduce((sum, q) => sum + q.weight, 0);
+    axes[`yaxis${6 + k}`] = strip(top - MARKS, top);
+    top -= MARKS + 0.01 + height;
+    axes[`yaxis${suffix(k)}`] = { ...layout().yaxis, title: { text: p.title, standoff: 8, font: { size: 11.5 } }, ...p.axis, domain: [Math.max(0, top), Math.min(1, top + height)] };
+    top -= GAP;
   });
+  const figure = layout({ shapes: marks.shapes, margin: { l: 70, r: 18, t: 4, b: 42 }, ...axes, xaxis: { anchor: `y${suffix(panels.length - 1)}` }, yaxis9: strip(0.945, 1) });
   if (await draw(training, traces, figure)) {
     training.on("plotly_click", ({ points }) => {
       const hit = points.find((p) => p.data.meta === "incidents");
@@ -49,6 +50,32 @@ const MAPS = {
 };
 const map = tabs("map", () => redrawHealth());
 const operand = tabs("operand", () => redrawHealth());
+
+// A column is as wide as its step, or wide enough to be seen; plotly would widen it up to its neighbours, and steps that
+// were not measured would look measured. So blank columns are put between. Returns places of columns, -1 for a blank.
+function columns(steps, stride) {
+  const between = steps.slice(1).map((s, j) => s - steps[j]);
+  const usual = stride > 1 ? between.toSorted((a, b) => a - b)[between.length >> 1] : 1;
+  const width = Math.max(usual, (steps.at(-1) - steps[0]) / 250);
+  const x = [], from = [];
+  const push = (at, j) => { x.push(at); from.push(j); };
+  steps.forEach((s, j) => {
+    push(s, j);
+    if (between[j] > 2 * width) [s + width, steps[j + 1] - width].forEach((at) => push(at, -1));
+    else if (between[j] === 2 * width) push(s + width, -1);
+  });
+  return { x, from };
+}
+
+// What the blank columns mean. Steps in which most sites were measured are full samples: those that follow a gap are
+// multiples of the sampling stride.
+function gaps(answer) {
+  const full = answer.steps.filter((_, j) => 2 * answer.values.filter((row) => row[j] !== null).length > answer.values.length);
+  const after = full.filter((s, k) => k > 0 && s - full[k - 1] > 1);
+  if (answer.stride > 1 || !answer.steps.some((s, j) => j > 0 && s - answer.steps[j - 1] > 1)) return "";
+  const every = after.reduce((a, b) => { while (b) [a, b] = [b, a % b]; return a; }, 0);
+  return ` Blank: not measured (${every > 1 ? `full statistics every ${every} steps` : "statistics were not taken in every step"}).`;
+}
 
 // One row a module: the worst of its sites, which the cell remembers by name.
 function byModule(answer, of, want) {
@@ -83,9 +110,12 @@ async function drawHealth() {
   const scale = (of.flip ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]);
   const name = (s) => (s ? `${text(s.operand)} / ${text(s.direction)}` : "");
   const y = modules.map((_, i) => i);
+  const { x, from } = columns(answer.steps, answer.stride);
+  const placed = (row) => from.map((j) => (j < 0 ? null : row[j]));
+  document.getElementById("health-gaps").textContent = gaps(answer);
   const traces = [{
-    type: "heatmap", x: answer.steps, y, z, zmin: low, zmax: high, colorscale: scale, xgap: 0, ygap: 1.5, hoverongaps: false,
-    customdata: cells.map((row, i) => row.map((c) => [text(short(modules[i], 90)), name(c.site), `${number((c.value ?? 0) * (of.factor ?? 1))}${of.unit}`, c.site?.id ?? ""])),
+    type: "heatmap", x, y, z: z.map(placed), zmin: low, zmax: high, colorscale: scale, xgap: 0, ygap: 1.5, hoverongaps: false,
+    customdata: cells.map((row, i) => placed(row).map((c) => c && [text(short(modules[i], 90)), name(c.site), `${number((c.value ?? 0) * (of.factor ?? 1))}${of.unit}`, c.site?.id ?? ""])),
     hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
     colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01 },
   }];
