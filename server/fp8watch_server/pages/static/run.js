@@ -68,12 +68,12 @@ function columns(steps, stride) {
 }
 
 // What the blank columns mean. Steps in which most sites were measured are full samples: those that follow a gap are
-// multiples of the sampling stride.
+// multiples of the sampling stride; the last ones count, for the agent's overhead budget may have raised it.
 function gaps(answer) {
   const full = answer.steps.filter((_, j) => 2 * answer.values.filter((row) => row[j] !== null).length > answer.values.length);
   const after = full.filter((s, k) => k > 0 && s - full[k - 1] > 1);
   if (answer.stride > 1 || !answer.steps.some((s, j) => j > 0 && s - answer.steps[j - 1] > 1)) return "";
-  const every = after.reduce((a, b) => { while (b) [a, b] = [b, a % b]; return a; }, 0);
+  const every = after.slice(-3).reduce((a, b) => { while (b) [a, b] = [b, a % b]; return a; }, 0);
   return ` Blank: not measured (${every > 1 ? `full statistics every ${every} steps` : "statistics were not taken in every step"}).`;
 }
 
