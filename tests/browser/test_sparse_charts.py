@@ -101,7 +101,7 @@ def test_what_was_not_logged_has_no_panel(page: Page, collector: Collector, spar
     assert page.evaluate(axes) == ["loss", "grad norm", "lr"]
 
 
-def test_a_fix_has_two_lines_on_its_card(page: Page, collector: Collector, sparse: synthetic.Run) -> None:
+def test_a_fix_is_not_cut_on_its_card(page: Page, collector: Collector, sparse: synthetic.Run) -> None:
     page.goto(collector.url("/runs/sparse"))
     fits = "(e) => [e.scrollHeight <= e.clientHeight + 1, e.scrollWidth <= e.clientWidth, e.clientHeight > 25]"
     assert SPARSE_MODULE in page.locator("a.card.incident").inner_text()

@@ -353,7 +353,7 @@ def sparse_run(client: httpx.Client, engine: sa.Engine) -> Run:
 
     run.send(range(58), change=spoil, keep=lambda t, s: t in SPARSE_FULL or (t == SPARSE_SPIKE and s is broken))
     place = {"ranks": [0], "module": broken.module, "gemm": "fprop", "operand": "input", "direction": "rowwise"}
-    fix = "Clip or mask the input of `down_proj` before the GEMM, and find out what makes it: the residual before it."
+    fix = f"Find what computes the input of {broken.module}, and clip it before the cast: x.clamp(-3e4, 3e4)."
     add_incident(
         engine, run.run_id, SPARSE_ID, first_step=SPARSE_SPIKE, last_step=SPARSE_SPIKE, sites=[broken.id],
         place={**place, "tile": None, "element": None}, fix=[{"kind": "code", "text": fix}],
