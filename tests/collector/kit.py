@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -23,6 +25,7 @@ from fp8watch_server.command import listen
 from fp8watch_server.worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
+T = TypeVar("T")
 ZSTD = {"Content-Encoding": "zstd"}
 
 
@@ -239,3 +242,9 @@ class Serving:
         assert self.process is not None
         _, err = self.process.communicate(timeout=20)
         return self.process.returncode, err
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a thread of its own: a browser test in the same process keeps a loop on the main one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()

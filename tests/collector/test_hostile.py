@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 from urllib.parse import quote
@@ -10,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import zstandard
-from collector.kit import ZSTD, Agent, make_site
+from collector.kit import ZSTD, Agent, make_site, run_async
 
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, encode_tile_maps
@@ -125,7 +124,7 @@ def test_mutated_bodies_never_get_a_5xx_and_leave_a_readable_run(client: Any, ap
             answers[status] = answers.get(status, 0) + 1
             assert status < 500, (status, path, value)
 
-    asyncio.run(storm())
+    run_async(storm())
     assert {200, 400, 409, 422, 424} <= set(answers), answers  # the storm reached every part
 
     while app.state.worker.drain():
@@ -186,4 +185,4 @@ def test_queries_bear_hostile_parameters(client: Any, app: Any) -> None:
             path = f"/api/v1/runs/{rng.choice(['run-1', 'none', rng.choice(values)])}/{tail}?{query}"
             assert await call(app, "GET", path) < 500, path
 
-    asyncio.run(storm())
+    run_async(storm())

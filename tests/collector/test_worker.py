@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from collector.kit import Agent, Recorder, make_site
+from collector.kit import Agent, Recorder, make_site, run_async
 
 from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
@@ -137,7 +137,7 @@ def test_the_thread_takes_a_batch_at_once(settings: Any) -> None:
 
             assert await asyncio.to_thread(work)
 
-    asyncio.run(run())
+    run_async(run())
     assert len(recorder.folded) == 1
 
 
