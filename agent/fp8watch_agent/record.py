@@ -36,6 +36,7 @@ class Measured(IntFlag):
     MOMENTS = 32
     DEPTH = 64
     HASH = 128
+    GEMM = 256
 
 
 class StepStatus(IntEnum):
@@ -66,6 +67,7 @@ class Field:
 _INF = float("inf")
 _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
+_G = Measured.GEMM
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
@@ -84,6 +86,9 @@ FIELDS: tuple[Field, ...] = (
     Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast"),
     Field("num_inf", "<i8", "sum", _C, 0, "elements", "±Inf before the cast"),
     Field("depth_hist", "<i8", "sum", _D, 0, "elements", "octave buckets of log2(tile amax / |x|)", NUM_DEPTH_BUCKETS),
+    Field(
+        "output_num_nonfinite", "<i8", "sum", _G, 0, "elements", "NaN and ±Inf in the sampled output of the site's GEMM"
+    ),
     # a hash is compared across replicas, never merged
     Field("weight_hash", "<i8", "keep", _H, 0, "bits", "Σ bits(element i)·odd(i) mod 2^64, read as two's complement"),
     # int32 sums
@@ -100,9 +105,12 @@ FIELDS: tuple[Field, ...] = (
     Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is"),
     Field("scale_inv_max", "<f4", "max", _S, 0, "1", "largest scale_inv of a tile"),
     Field("scale_ratio_max", "<f4", "max", _R, 0, "ratio", "largest amax·scale/FP8_MAX of a tile: the clip depth"),
+    Field("gemm_error", "<f4", "max", _G, 0, "ratio", "RMS of (output − shadow) / RMS of shadow, on sampled rows"),
+    Field("gemm_gain_max", "<f4", "max", _G, 0, "ratio", "largest Σ output·shadow / Σ shadow², on sampled rows"),
     Field("amax_min_nonzero", "<f4", "min", _A, _INF, "x", "smallest tile amax above 0"),
     Field("scale_inv_min", "<f4", "min", _S, _INF, "1", "smallest scale_inv of a tile"),
     Field("scale_ratio_min", "<f4", "min", _R, _INF, "ratio", "smallest amax·scale/FP8_MAX of a tile"),
+    Field("gemm_gain_min", "<f4", "min", _G, _INF, "ratio", "smallest Σ output·shadow / Σ shadow²"),
     # coordinates, −1 where there is none
     Field("worst_tile", "<i4", "of_amax_max", _A, -1, "tile", "(row, column) of the tile of amax_max", 2),
     Field("noise_tile", "<i4", "of_noise_max", _E, -1, "tile", "(row, column) of the tile of tile_noise_ratio_max", 2),
