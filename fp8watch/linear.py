@@ -16,6 +16,8 @@ quantisation itself), adds the bias in float32, and casts last.
 from __future__ import annotations
 
 import copyreg
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,10 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import gemm
-from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
+from .ops import FIRST_ROW, GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
+from .quantize.checks import OPERAND_DTYPES
+from .shadow import shadow_gemm
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
+SHADOW_KEY = "_fp8watch_shadow"
+_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -34,20 +40,23 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, site: Tensor, count: bool, wgrad: bool
+        x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, site: Tensor, count: bool, wgrad: bool, shadow: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
             xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad)
             w, _ = quantize_dequantize(weight_NK, site, WEIGHT, count, True, False)
-            return gemm.fprop(xr, w, bias_N, x_MK.dtype), xc, w
+            y = gemm.fprop(xr, w, bias_N, x_MK.dtype)
+            if shadow:
+                shadow_gemm(y, xr, w.t(), bias_N, site, FIRST_ROW[INPUT])
+            return y, xc, w
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, site, count, wgrad = inputs
+        x, weight, bias, site, count, wgrad, shadow = inputs
         _, xc, w = output
         ctx.mark_non_differentiable(xc, w)
         ctx.save_for_backward(xc, w, site)
-        ctx.count, ctx.wgrad = count, wgrad
+        ctx.count, ctx.wgrad, ctx.shadow = count, wgrad, shadow
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
@@ -61,11 +70,15 @@ class _Fp8Linear(torch.autograd.Function):
                 gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
                 if dgrad:
                     dx = gemm.dgrad(gr, w, x_dtype)
+                    if ctx.shadow:
+                        shadow_gemm(dx, gr, w, None, site, FIRST_ROW[GRAD_OUTPUT])
                 if wgrad:
                     dw = gemm.wgrad(gc, xc, weight_dtype)
+                    if ctx.shadow:
+                        shadow_gemm(dw, gc.t(), xc, None, site, FIRST_ROW[GRAD_OUTPUT] + 1)
             if bias_dtype is not None and ctx.needs_input_grad[2]:
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class _ObserveOutput(torch.autograd.Function):
@@ -89,17 +102,55 @@ class _ObserveOutput(torch.autograd.Function):
         return grad, None, None, None
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor, *, count: bool) -> Tensor:
+def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
+    """Refuse what F.linear refuses, in words; everything else has a right result.
+
+    Raises:
+        RuntimeError, as F.linear does: a dtype that is not quantised, or one that differs from the weight's outside of
+            autocast; features, devices or layout that do not fit the weight's.
+    """
+    if x.dtype not in OPERAND_DTYPES:
+        raise RuntimeError(
+            f"input has dtype {x.dtype}: must be float32, bfloat16 or float16; cast it first, e.g. x.float()"
+        )
+    if x.is_nested or x.layout != torch.strided:
+        raise RuntimeError("input is a nested or sparse tensor: must be dense; pad it, or use recipe='observe'")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}: the input's last dimension must be "
+            f"{weight.shape[1]}, the weight's in_features"
+        )
+    if x.device != weight.device:
+        raise RuntimeError(
+            f"input is on {x.device}, the weight on {weight.device}: must be on one device; move the input"
+        )
+    if x.dtype != weight.dtype and not autocast:
+        raise RuntimeError(
+            f"input has dtype {x.dtype}, the weight {weight.dtype}: must be equal outside of autocast; cast the input "
+            "or use torch.autocast"
+        )
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor, *, count: bool, shadow: bool = False
+) -> Tensor:
     """`F.linear` on the FP8 path of a site, for any leading shape.
 
     Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
-    quantised from its own precision. `count` says whether the call enters the statistics.
+    quantised from its own precision. `count` says whether the call enters the statistics, `shadow` whether its GEMMs
+    are held against float64 on sampled rows.
+
+    Raises:
+        RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    autocast = torch.is_autocast_enabled(device)
+    if autocast and x.dtype in OPERAND_DTYPES:
         x = x.to(torch.get_autocast_dtype(device))
+    _check(x, weight, autocast)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
-    y, _, _ = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, site, count, wgrad)  # type: ignore[no-untyped-call]
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y, _, _ = _Fp8Linear.apply(rows, weight, bias, site, count, wgrad, shadow)  # type: ignore[no-untyped-call]
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
 
@@ -118,7 +169,8 @@ class WatchedLinear(nn.Linear):
         if site is None:
             return F.linear(input, self.weight, self.bias)
         if not self.__dict__[OBSERVE_KEY]:
-            return fp8_linear(input, self.weight, self.bias, site, count=self.training)
+            shadow = SHADOW_KEY in self.__dict__
+            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shadow=shadow)
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested:
             return y
@@ -133,7 +185,7 @@ class WatchedLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
-        state = {k: v for k, v in self.__dict__.items() if k not in (SITE_KEY, OBSERVE_KEY)}
+        state = {k: v for k, v in self.__dict__.items() if k not in _KEYS}
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
@@ -160,8 +212,17 @@ def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool) -> None:
 
 def release(module: nn.Module) -> None:
     """Undo `take_over`. When another class came on top since, the class stays and only the site goes."""
-    module.__dict__.pop(SITE_KEY, None)
-    module.__dict__.pop(OBSERVE_KEY, None)
+    for key in _KEYS:
+        module.__dict__.pop(key, None)
     cls = type(module)
     if "_fp8watch_base" in cls.__dict__:
         module.__class__ = cls.__dict__["_fp8watch_base"]
+
+
+def switch_shadow(modules: Iterable[nn.Module], first_rows: set[int]) -> None:
+    """Hold the GEMMs of the Linears with these first rows against a shadow, and those of the others no longer."""
+    for module in modules:
+        site = module.__dict__.get(SITE_KEY)
+        module.__dict__.pop(SHADOW_KEY, None)
+        if site is not None and int(site) & 0xFFFFFFFF in first_rows:
+            module.__dict__[SHADOW_KEY] = True

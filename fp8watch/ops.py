@@ -162,7 +162,12 @@ def site_tensor(plan: Plan, first_row: int) -> Tensor:
     return torch.tensor((plan.handle << 32) | first_row, dtype=torch.int64, device="cpu")
 
 
-def _lookup(site: Tensor) -> tuple[Plan, int]:
+def lookup(site: Tensor) -> tuple[Plan, int]:
+    """The plan of a site, and its Linear's first row.
+
+    Raises:
+        RuntimeError: the watch was detached.
+    """
     value = int(site)
     plan = _plans.get(value >> 32)
     if plan is None:
@@ -189,7 +194,7 @@ def _counts(plan: Plan, operand: int, count: bool) -> bool:
 def _quantize_dequantize(
     x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
-    plan, first = _lookup(site)
+    plan, first = lookup(site)
     row = first + FIRST_ROW[operand]
     count = _counts(plan, operand, count)
     none = x.new_empty((0,), dtype=torch.float32)

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, empty_rows
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, Measured, empty_rows
 
 if TYPE_CHECKING:
     from fp8watch.quantize.stats import TileStats
+    from fp8watch.shadow import GemmCheck
 
 _TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
@@ -91,6 +92,16 @@ class Slab:
             into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
         into.order.masked_fill_(into.order < 0, call_order)
         into.measured.bitwise_or_(call.measured)
+
+    def accumulate_gemm(self, row: int, check: GemmCheck) -> None:
+        """Merge what a shadow found of one GEMM into the row of the operand that it reads."""
+        for name, value in (("gemm_error", check.error), ("gemm_gain_max", check.gain)):
+            into = self._span(row, name)
+            torch.maximum(into, value, out=into)
+        gain = self._span(row, "gemm_gain_min")
+        torch.minimum(gain, check.gain, out=gain)
+        self._span(row, "output_num_nonfinite").add_(check.num_nonfinite)
+        self._span(row, "measured").bitwise_or_(int(Measured.GEMM))
 
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""

@@ -8,7 +8,6 @@ Thread:     training
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import weakref
 from collections.abc import Callable
@@ -25,13 +24,12 @@ from fp8watch_agent.recorder import Recorder
 
 from . import ops, step_end
 from .identity import Identity
-from .linear import SITE_KEY, release
+from .linear import SITE_KEY, release, switch_shadow
+from .overhead import Overhead
 from .recipe import Recipe
 from .slab import Slab
 from .tiles import tile_map_of
 
-CALIBRATION_STEP = 3
-MAX_EVERY = 64
 LOSS_MISSING_STEPS = 20
 
 
@@ -88,7 +86,8 @@ class Watch:
     ) -> None:
         self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
         self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
-        self._every, self._tile_maps, self._budget, self._say = every, tile_maps, overhead_budget, say
+        self._tile_maps, self._say = tile_maps, say
+        self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
         self._owner = step_end.StepOwner(self._parameter_ids, optimizer)
         self._ids = np.array([s.site_id for s in table], dtype=np.uint64)
@@ -101,7 +100,6 @@ class Watch:
         self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
         self._paused = False
-        self._closed_at = time.perf_counter()
         self._hooks: list[Any] = []
         self._detached = plan is None
         if plan is not None and recorder is not None:
@@ -142,6 +140,23 @@ class Watch:
         self._paused = False
         if self._plan is not None:
             self._plan.paused = False
+
+    def shadow(self, *modules: str) -> None:
+        """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.
+
+        It costs about 64/M of each GEMM, in float64. Under torch.compile a module is compiled anew when it is switched.
+
+        Args:
+            modules: fully qualified names of watched modules; none switches all off.
+
+        Raises:
+            ValueError: a name that is not watched.
+        """
+        first = {s.fqn: row for row, s in reversed(list(enumerate(self._table)))}
+        for name in modules:
+            if name not in first:
+                raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")
+        switch_shadow(self._plan.modules if self._plan is not None else (), {first[name] for name in modules})
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
@@ -212,9 +227,9 @@ class Watch:
             self._logged.clear()
             self._batch_id = None
             plan.slab.clear()
-            self._watch_overhead(plan, began)
-            plan.begin_step(sampled=self._step % self._every == 0)
-            plan.calibrating = self._budget is not None and self._num_closed == CALIBRATION_STEP
+            self._overhead.step_closed(plan, recorder, began)
+            plan.begin_step(sampled=self._step % self._overhead.every == 0)
+            plan.calibrating = self._overhead.calibrates(self._num_closed)
 
     def _send(self, plan: ops.Plan, slab: Slab, recorder: Recorder, status: StepStatus) -> None:
         rows = slab.copy_rows()[: len(self._table)]
@@ -289,23 +304,6 @@ class Watch:
         if maps:
             recorder.record_tile_maps(maps)
 
-    def _watch_overhead(self, plan: ops.Plan, began: float) -> None:
-        """Raise `every` when observing costs more of the step than the budget allows, and say so once."""
-        now = time.perf_counter()
-        if plan.calibrating and self._budget is not None:
-            step_s = max(began - self._closed_at - plan.calibration_s, 1e-9)
-            ratio = (max(plan.observing_s, 0.0) + now - began) / step_s
-            if self._recorder is not None:
-                self._recorder.set_gauge("overhead_ratio", ratio)
-            every = min(MAX_EVERY, math.ceil(ratio / self._budget)) if self._budget > 0 else MAX_EVERY
-            if every > self._every:
-                self._say(
-                    f"observing costs {ratio:.1%} of a step here, the budget is {self._budget:.1%}: full statistics now "
-                    f"each {every} steps, non-finite values still each step; overhead_budget=None keeps every={self._every}"
-                )
-                self._every = every
-        self._closed_at = now
-
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
     @property
@@ -330,7 +328,7 @@ class Watch:
             "num_sites": len(self._table),
             "num_steps": self._num_closed,
             "last_step": self.last_step,
-            "every": self._every,
+            "every": self._overhead.every,
             "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
             "url": self.url,
             "internal_errors": dict(self.guard.errors),
