@@ -107,7 +107,8 @@ def attach(
         return watch(None, [], None)
 
     linears, left_out = select_linears(model, filter_fn)
-    backend = resolve(None, next((m.weight.device for _, m in linears), torch.device("cpu")))
+    device = _device(linears, left_out)
+    backend = resolve(None, device)
     plan, table = _plan(linears, chosen, backend, guard, observe=settings.disabled != "stats")
     plan.keep_tiles = plan.slab is not None
     recorder = None
@@ -134,6 +135,25 @@ def attach(
         take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
     say(_line(linears, left_out, chosen, backend.NAME, settings, identity, recorder))
     return watch(plan, table, recorder)
+
+
+def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> torch.device:
+    """Where the operands are quantised: the first Linear's device. Linears on others move to `left_out`.
+
+    Raises:
+        ValueError: the weights have no values yet.
+    """
+    device = linears[0][1].weight.device if linears else torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError(
+            f"{linears[0][0]}.weight is on device meta: it has a shape but no values; call attach after "
+            'model.to_empty(device="cuda") and loading the weights'
+        )
+    for fqn, module in list(linears):
+        if module.weight.device != device:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, f"on {module.weight.device}, the first Linear is on {device}"))
+    return device
 
 
 def _check(

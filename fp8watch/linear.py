@@ -120,10 +120,6 @@ def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
             f"input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}: the input's last dimension must be "
             f"{weight.shape[1]}, the weight's in_features"
         )
-    if x.device != weight.device:
-        raise RuntimeError(
-            f"input is on {x.device}, the weight on {weight.device}: must be on one device; move the input"
-        )
     if x.dtype != weight.dtype and not autocast:
         raise RuntimeError(
             f"input has dtype {x.dtype}, the weight {weight.dtype}: must be equal outside of autocast; cast the input "
@@ -143,6 +139,10 @@ def fp8_linear(
     Raises:
         RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
     """
+    if x.device != weight.device:
+        raise RuntimeError(
+            f"input is on {x.device}, the weight on {weight.device}: must be on one device; move the input"
+        )
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     if autocast and x.dtype in OPERAND_DTYPES:
