@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fp8watch.formats import Fp8Format
-from fp8watch.quantize.stats import INF, Heavy, Invariant, TileStats, histogram
+from fp8watch.quantize.fold import histogram
+from fp8watch.quantize.stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 _EXACT_FLOAT32_COUNT = 1 << 24
@@ -84,13 +85,9 @@ def measure(
         power_2_scale,
         eps,
         amax,
-        operand.scale,
         operand.scale_inv,
-        ratio,
-        invariant,
-        counts,
-        first,
-        heavy,
+        int(LIGHT if heavy is None else LIGHT | HEAVY),
+        PerTile(operand.scale, ratio, invariant, counts, first, heavy),
     )
 
 

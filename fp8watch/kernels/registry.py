@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 
@@ -67,6 +67,41 @@ class Backend(Protocol):
 
     def dequantize(self, data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
         """Return the codes' values times scale_inv, float32."""
+
+
+Quantized: TypeAlias = "tuple[torch.Tensor, torch.Tensor, TileStats | None]"
+"""Codes or dequantised operand, scale_inv, statistics: what the functions of a backend return."""
+
+
+def quantize_dequantize_both(
+    backend: Backend,
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[Quantized, Quantized]:
+    """Both directions of one operand: as `quantize_dequantize` with tiles (1, length) and (length, 1).
+
+    A backend that reads the operand once for both has a function of this name with the same arguments, `backend` left
+    out; another is called twice.
+
+    Returns:
+        What rowwise gives, what columnwise gives.
+    """
+    both = getattr(backend, "quantize_dequantize_both", None)
+    if both is not None:
+        return cast(
+            "tuple[Quantized, Quantized]", both(x, fmt, power_2_scale, eps, length=length, stats=stats, heavy=heavy)
+        )
+    rowwise, columnwise = (
+        backend.quantize_dequantize(x, tile, fmt, power_2_scale, eps, stats=stats, heavy=heavy)
+        for tile in ((1, length), (length, 1))
+    )
+    return rowwise, columnwise
 
 
 def _module_name(name: str) -> str:
