@@ -45,6 +45,7 @@ class Backend(Protocol):
         *,
         scale: torch.Tensor | None = None,
         guard: bool = True,
+        invariant: bool = True,
         stats: bool = True,
         heavy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -60,6 +61,7 @@ class Backend(Protocol):
         *,
         scale: torch.Tensor | None = None,
         guard: bool = True,
+        invariant: bool = True,
         stats: bool = True,
         heavy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -81,10 +83,13 @@ def quantize_dequantize_both(
     eps: float,
     *,
     length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
     stats: bool = True,
     heavy: bool = True,
 ) -> tuple[Quantized, Quantized]:
     """Both directions of one operand: as `quantize_dequantize` with tiles (1, length) and (length, 1).
+
+    `scale` are the scales to use, rowwise and columnwise, in place of computed ones.
 
     A backend that reads the operand once for both has a function of this name with the same arguments, `backend` left
     out; another is called twice.
@@ -94,12 +99,11 @@ def quantize_dequantize_both(
     """
     both = getattr(backend, "quantize_dequantize_both", None)
     if both is not None:
-        return cast(
-            "tuple[Quantized, Quantized]", both(x, fmt, power_2_scale, eps, length=length, stats=stats, heavy=heavy)
-        )
+        got = both(x, fmt, power_2_scale, eps, length=length, scale=scale, stats=stats, heavy=heavy)
+        return cast("tuple[Quantized, Quantized]", got)
     rowwise, columnwise = (
-        backend.quantize_dequantize(x, tile, fmt, power_2_scale, eps, stats=stats, heavy=heavy)
-        for tile in ((1, length), (length, 1))
+        backend.quantize_dequantize(x, tile, fmt, power_2_scale, eps, scale=given, stats=stats, heavy=heavy)
+        for tile, given in zip(((1, length), (length, 1)), scale or (None, None), strict=True)
     )
     return rowwise, columnwise
 
