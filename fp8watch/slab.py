@@ -1,6 +1,6 @@
 """The site slab: one row per site on the device, merged call by call over a step's micro-batches.
 
-Upstream:   fp8watch.quantize.stats     Downstream: fp8watch_agent.record
+Upstream:   fp8watch.quantize.fold     Downstream: fp8watch_agent.record
 Shapes:     TileStats -> one uint8 buffer [capacity, ROW.itemsize]     Thread: training
 
 The buffer keeps its address for its whole life, and nothing here reads it back but `copy_rows`: a CUDA graph may
@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, ROW, Measured, empty_rows
+from fp8watch.quantize.fold import row_span, sections
+from fp8watch_agent.record import ROW, Measured, empty_rows
 
 if TYPE_CHECKING:
     from fp8watch.quantize.stats import TileStats
     from fp8watch.shadow import GemmCheck
-
-_TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
 
 class _RowViews(NamedTuple):
@@ -71,8 +70,12 @@ class Slab:
             call_order: index of the call in the step's order of execution; kept as `order` for the first call of a
                 row and as the third number of `first_nonfinite`.
         """
+        if stats.folded is not None and stats.folded.merge is not None:
+            self._check_row(row)
+            stats.folded.merge(self.buffer, row, stats.folded.row, call_order)
+            return
         into = self._views.get(row) or self._row_views(row)
-        call = stats.sections()
+        call = sections(stats)
         # Of two equals the earlier stays. A maximum of 0 is never larger, so its coordinates stay at −1.
         torch.where(call.maxima[0] > into.amax_max, call.worst_tile, into.worst_tile, out=into.worst_tile)
         if call.sums is None or call.noise_max is None or call.noise_tile is None:
@@ -95,13 +98,15 @@ class Slab:
 
     def accumulate_gemm(self, row: int, check: GemmCheck) -> None:
         """Merge what a shadow found of one GEMM into the row of the operand that it reads."""
+        self._check_row(row)
+        mine = self.buffer[row]
         for name, value in (("gemm_error", check.error), ("gemm_gain_max", check.gain)):
-            into = self._span(row, name)
+            into = row_span(mine, name)
             torch.maximum(into, value, out=into)
-        gain = self._span(row, "gemm_gain_min")
+        gain = row_span(mine, "gemm_gain_min")
         torch.minimum(gain, check.gain, out=gain)
-        self._span(row, "output_num_nonfinite").add_(check.num_nonfinite)
-        self._span(row, "measured").bitwise_or_(int(Measured.GEMM))
+        row_span(mine, "output_num_nonfinite").add_(check.num_nonfinite)
+        row_span(mine, "measured").bitwise_or_(int(Measured.GEMM))
 
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
@@ -115,33 +120,26 @@ class Slab:
     @torch.inference_mode(False)  # views made in inference mode could never be written outside of it
     def _row_views(self, row: int) -> _RowViews:
         """Typed views of one row, derived from the offsets of FIELDS and kept: the address never changes."""
-        if not 0 <= row < self.capacity:
-            raise ValueError(f"row={row}: must be 0 … {self.capacity - 1}; the slab has {self.capacity} rows")
+        self._check_row(row)
+        mine = self.buffer[row]
         views = self._views[row] = _RowViews(
-            sums=self._span(row, "signal_energy", "moment4"),
-            noise_max=self._span(row, "tile_noise_ratio_max"),
-            counts=self._span(row, "num_elements", "num_inf"),
-            counts_and_depth=self._span(row, "num_elements", "depth_hist"),
-            tiles=self._span(row, "num_tiles", "amax_hist"),
-            maxima=self._span(row, "amax_max", "scale_ratio_max"),
-            minima=self._span(row, "amax_min_nonzero", "scale_ratio_min"),
-            amax_max=self._span(row, "amax_max"),
-            worst_tile=self._span(row, "worst_tile"),
-            noise_tile=self._span(row, "noise_tile"),
-            firsts=self._span(row, "off_scale_tile", "first_nonfinite")[:4],
-            first_call=self._span(row, "first_nonfinite")[2:],
-            order=self._span(row, "order"),
-            measured=self._span(row, "measured"),
+            sums=row_span(mine, "signal_energy", "moment4"),
+            noise_max=row_span(mine, "tile_noise_ratio_max"),
+            counts=row_span(mine, "num_elements", "num_inf"),
+            counts_and_depth=row_span(mine, "num_elements", "depth_hist"),
+            tiles=row_span(mine, "num_tiles", "amax_hist"),
+            maxima=row_span(mine, "amax_max", "scale_ratio_max"),
+            minima=row_span(mine, "amax_min_nonzero", "scale_ratio_min"),
+            amax_max=row_span(mine, "amax_max"),
+            worst_tile=row_span(mine, "worst_tile"),
+            noise_tile=row_span(mine, "noise_tile"),
+            firsts=row_span(mine, "off_scale_tile", "first_nonfinite")[:4],
+            first_call=row_span(mine, "first_nonfinite")[2:],
+            order=row_span(mine, "order"),
+            measured=row_span(mine, "measured"),
         )
         return views
 
-    def _span(self, row: int, first: str, last: str | None = None) -> torch.Tensor:
-        """Typed view [num elements] of consecutive fields, `last` included."""
-        names = [f.name for f in FIELDS]
-        fields = FIELDS[names.index(first) : names.index(last or first) + 1]
-        if len({(f.dtype, f.merge) for f in fields}) != 1:
-            raise ValueError(f"fields {first} … {last} differ in dtype or in merging: they are not one section")
-        assert ROW.fields is not None
-        start = int(ROW.fields[first][1])
-        stop = start + sum(np.dtype(f.dtype).itemsize * f.size for f in fields)
-        return self.buffer[row, start:stop].view(_TORCH_DTYPES[FIELD_BY_NAME[first].dtype])
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.capacity:
+            raise ValueError(f"row={row}: must be 0 … {self.capacity - 1}; the slab has {self.capacity} rows")

@@ -20,7 +20,7 @@ def tile_map_of(site: int, step: int, stats: TileStats) -> TileMap:
     rows, columns = stats.amax.shape
 
     def counts(t: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-        return t.clamp(max=65535).cpu().numpy().astype(np.uint16).ravel()
+        return t.to(torch.int64).clamp(max=65535).cpu().numpy().astype(np.uint16).ravel()
 
     return TileMap(
         site=site,

@@ -49,6 +49,7 @@ def quantize(
     *,
     scale: torch.Tensor | None = None,
     guard: bool = True,
+    invariant: bool = True,
     stats: bool = True,
     heavy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -65,6 +66,8 @@ def quantize(
             then that of this tensor's amax to the given scale.
         guard: False leaves out the rule that a zero or infinite amax has scale 1, as kernels do that lack it: an
             all-zero tile then has scale Inf and NaN codes.
+        invariant: False for a given scale that is not bound to this tensor's amax (delayed scaling): the only
+            off-scale tiles are then those whose scale is not finite and positive.
         stats: whether to measure.
         heavy: whether to measure energies, moments and the depth histogram too.
 
@@ -75,7 +78,7 @@ def quantize(
         TypeError, ValueError: x, tile_shape or scale is not as said above.
         RuntimeError: subnormal numbers are flushed to zero in this thread (CPU).
     """
-    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, stats, heavy, dequantized=False)
+    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, dequantized=False)
     return _untile(got.values_t.to(fmt.dtype), x), got.scale_inv, got.stats
 
 
@@ -88,6 +91,7 @@ def quantize_dequantize(
     *,
     scale: torch.Tensor | None = None,
     guard: bool = True,
+    invariant: bool = True,
     stats: bool = True,
     heavy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -96,7 +100,7 @@ def quantize_dequantize(
     Equal to `dequantize` of what `quantize` returns bit by bit; the codes themselves are never made, because the
     values are rounded to the format's grid in float32 anyway and the cast to FP8 and back would change nothing.
     """
-    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, stats, heavy, dequantized=True)
+    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, dequantized=True)
     assert got.dequantized_t is not None
     return _untile(got.dequantized_t, x), got.scale_inv, got.stats
 
@@ -212,6 +216,7 @@ def _quantize(
     eps: float,
     given: torch.Tensor | None,
     guard: bool,
+    invariant: bool,
     stats: bool,
     heavy: bool,
     dequantized: bool,
@@ -259,5 +264,6 @@ def _quantize(
         fmt,
         power_2_scale,
         eps,
+        invariant,
     )
     return _Quantized(values_t, scale_inv, dequantized_t, measured)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fp8watch.formats import Fp8Format
-from fp8watch.quantize.stats import INF, Heavy, Invariant, TileStats, histogram
+from fp8watch.quantize.fold import histogram
+from fp8watch.quantize.stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 _EXACT_FLOAT32_COUNT = 1 << 24
@@ -59,6 +60,7 @@ def measure(
     fmt: Fp8Format,
     power_2_scale: bool,
     eps: float,
+    bound: bool,
 ) -> TileStats:
     """Collect the statistics of one operand."""
     magnitude_t, amax = operand.magnitude_t, operand.amax
@@ -74,7 +76,7 @@ def measure(
         first = _first_nonfinite(finite_t)
     ratio = (amax * operand.scale).div_(torch.full_like(amax, fmt.max_finite))
     # For scales computed just now from ordinary tiles the invariant is trivially true.
-    invariant = None if operand.kind is Kind.ORDINARY else _invariant(operand, ratio, power_2_scale, eps)
+    invariant = None if operand.kind is Kind.ORDINARY else _invariant(operand, ratio, power_2_scale, eps, bound)
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
@@ -84,13 +86,9 @@ def measure(
         power_2_scale,
         eps,
         amax,
-        operand.scale,
         operand.scale_inv,
-        ratio,
-        invariant,
-        counts,
-        first,
-        heavy,
+        int(LIGHT if heavy is None else LIGHT | HEAVY),
+        PerTile(operand.scale, ratio, invariant, counts, first, heavy),
     )
 
 
@@ -128,7 +126,7 @@ def _first_nonfinite(finite_t: torch.Tensor) -> torch.Tensor:
     return place.masked_fill_(nonfinite.amax() == 0, -1).to(torch.int32)
 
 
-def _invariant(operand: Operand, ratio: torch.Tensor, power_2_scale: bool, eps: float) -> Invariant:
+def _invariant(operand: Operand, ratio: torch.Tensor, power_2_scale: bool, eps: float, bound: bool) -> Invariant:
     """The tiles that the scale invariant is meant for, those that break it, and how badly."""
     amax, quotient, scale_inv = operand.amax, operand.quotient, operand.scale_inv
     # 1/scale is positive and finite exactly where scale is positive, finite and has a usable reciprocal
@@ -141,7 +139,7 @@ def _invariant(operand: Operand, ratio: torch.Tensor, power_2_scale: bool, eps: 
         within, low = (ratio > 0.5) & (ratio <= 1.0), 0.5
     else:
         within, low = (ratio >= 1 - _FP32_SCALE_SLACK) & (ratio <= 1 + _FP32_SCALE_SLACK), 1.0
-    off_scale = ~usable | (included & ~within)
+    off_scale = ~usable | (included & ~within) if bound else ~usable
     distance = torch.maximum(ratio, low / ratio).masked_fill_(~usable, INF)
     return Invariant(included, off_scale, distance.where(off_scale, 0.0))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 
@@ -45,6 +45,7 @@ class Backend(Protocol):
         *,
         scale: torch.Tensor | None = None,
         guard: bool = True,
+        invariant: bool = True,
         stats: bool = True,
         heavy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -60,6 +61,7 @@ class Backend(Protocol):
         *,
         scale: torch.Tensor | None = None,
         guard: bool = True,
+        invariant: bool = True,
         stats: bool = True,
         heavy: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
@@ -67,6 +69,43 @@ class Backend(Protocol):
 
     def dequantize(self, data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
         """Return the codes' values times scale_inv, float32."""
+
+
+Quantized: TypeAlias = "tuple[torch.Tensor, torch.Tensor, TileStats | None]"
+"""Codes or dequantised operand, scale_inv, statistics: what the functions of a backend return."""
+
+
+def quantize_dequantize_both(
+    backend: Backend,
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[Quantized, Quantized]:
+    """Both directions of one operand: as `quantize_dequantize` with tiles (1, length) and (length, 1).
+
+    `scale` are the scales to use, rowwise and columnwise, in place of computed ones.
+
+    A backend that reads the operand once for both has a function of this name with the same arguments, `backend` left
+    out; another is called twice.
+
+    Returns:
+        What rowwise gives, what columnwise gives.
+    """
+    both = getattr(backend, "quantize_dequantize_both", None)
+    if both is not None:
+        got = both(x, fmt, power_2_scale, eps, length=length, scale=scale, stats=stats, heavy=heavy)
+        return cast("tuple[Quantized, Quantized]", got)
+    rowwise, columnwise = (
+        backend.quantize_dequantize(x, tile, fmt, power_2_scale, eps, scale=given, stats=stats, heavy=heavy)
+        for tile, given in zip(((1, length), (length, 1)), scale or (None, None), strict=True)
+    )
+    return rowwise, columnwise
 
 
 def _module_name(name: str) -> str:

@@ -136,7 +136,9 @@ def quantize(
     return out
 
 
-def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "float32") -> dict[str, Any]:
+def sketch(
+    result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "float32", bound: bool = True
+) -> dict[str, Any]:
     """Every field of the record, counted one element after the other."""
     f: dict[str, Any] = dict.fromkeys(
         ["signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"], 0.0
@@ -194,7 +196,7 @@ def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "fl
             f["amax_min_nonzero"] = min(f["amax_min_nonzero"], float(t.amax))
         f["scale_inv_max"] = float(np.maximum(f["scale_inv_max"], t.scale_inv))  # NaN stays NaN
         f["scale_inv_min"] = float(np.minimum(f["scale_inv_min"], t.scale_inv))
-        deviation = _deviation(t, fmt, power_2, eps, f)
+        deviation = _deviation(t, fmt, power_2, eps, f, bound)
         f["num_off_scale_tiles"] += int(deviation > 0)
         if deviation > worst_deviation:
             worst_deviation, f["off_scale_tile"] = deviation, place
@@ -202,7 +204,7 @@ def sketch(result: Result, fmt: str, power_2: bool, eps: float, dtype: str = "fl
     return f
 
 
-def _deviation(t: Tile, fmt: str, power_2: bool, eps: float, f: dict[str, Any]) -> float:
+def _deviation(t: Tile, fmt: str, power_2: bool, eps: float, f: dict[str, Any], bound: bool) -> float:
     """How far a tile is off-scale, 0 when it is not; notes the extremes of the ratio."""
     if not (np.isfinite(t.scale) and t.scale > 0 and np.isfinite(t.scale_inv) and t.scale_inv > 0):
         return math.inf
@@ -213,5 +215,7 @@ def _deviation(t: Tile, fmt: str, power_2: bool, eps: float, f: dict[str, Any]) 
         ratio = float(t.amax * t.scale / np.float32(LARGEST[fmt]))
     f["scale_ratio_max"] = max(f["scale_ratio_max"], ratio)
     f["scale_ratio_min"] = min(f["scale_ratio_min"], ratio)
+    if not bound:
+        return 0.0
     healthy = 0.5 < ratio <= 1 if power_2 else abs(ratio - 1) <= 4 * 2.0**-23
     return 0.0 if healthy else max(ratio, (0.5 if power_2 else 1.0) / ratio if ratio else math.inf)

@@ -41,7 +41,7 @@ def check(
     )
     same_bits(scale_inv, expected.scale_inv)
     same_bits(stats.amax, expected.amax)
-    same_bits(stats.scale, expected.scale)
+    same_bits(stats.tiles.scale, expected.scale)
     values, again, none = reference.quantize_dequantize(
         x, tile, FORMATS[fmt], power_2, eps, scale=scale, guard=guard, stats=False
     )
@@ -65,7 +65,7 @@ def test_equals_the_oracle(kind: str, dtype: str, tile: tuple[int, int], fmt: st
 @pytest.mark.parametrize("kind", ["normal", "nan-and-inf", "zeros"])
 def test_a_given_scale_is_used_as_it_is(kind: str, factor: float, fmt: str) -> None:
     x = operand(kind, "float32", (5, 300))
-    scale = reference.quantize(x, (1, 128), FORMATS[fmt], True, 0.0)[2].scale * factor
+    scale = reference.quantize(x, (1, 128), FORMATS[fmt], True, 0.0)[2].tiles.scale * factor
     check(x, (1, 128), fmt, True, 0.0, "float32", scale=scale)
 
 

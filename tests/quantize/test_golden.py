@@ -74,9 +74,9 @@ def test_e5m2() -> None:
 )
 def test_an_overflowing_scale_is_the_largest_number_of_the_input_type(dtype: torch.dtype, largest: float) -> None:
     x = torch.zeros(1, 128, dtype=dtype)
-    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-40)[2].scale  # 448/1e-40 overflows
+    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-40)[2].tiles.scale  # 448/1e-40 overflows
     assert float(scale) == largest
-    rounded = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-40)[2].scale
+    rounded = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-40)[2].tiles.scale
     assert float(rounded) == (32768.0 if dtype == torch.float16 else 2.0**127)
 
 

@@ -22,7 +22,7 @@ kinds = st.sampled_from(sorted(KINDS))
 def measure(x: torch.Tensor, heavy: bool = True, factor: float = 1.0) -> TileStats:
     scale = None
     if factor != 1.0:
-        scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].scale * factor
+        scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].tiles.scale * factor
     stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
     assert stats is not None
     return stats
@@ -81,8 +81,8 @@ def test_parts_merge_to_the_whole(parts: list[tuple[str, int]]) -> None:
     if first[0] >= 0:
         first[2], first[0] = divmod(int(first[0]), num_rows)
     expected["num_calls"] = len(parts)
-    assert whole.heavy is not None
-    ratio = whole.heavy.noise_ratio
+    assert whole.tiles is not None
+    ratio = whole.tiles.heavy.noise_ratio
     if int((ratio > ratio.max() * (1 - 1e-6)).sum()) != 1:  # equally bad but for the last bits of a sum
         expected["noise_tile"] = got["noise_tile"]
     assert_rows_equal(got, expected)

@@ -50,7 +50,7 @@ def compare(
     )
     stats = reference.quantize(x, tile, FORMATS[fmt], power_2, eps, **options)[2]
     summary = stats.summary()
-    assert_same_sketch(summary, oracle.sketch(result, fmt, power_2, eps, dtype))
+    assert_same_sketch(summary, oracle.sketch(result, fmt, power_2, eps, dtype, options.get("invariant", True)))
     return summary
 
 
@@ -67,9 +67,22 @@ def test_every_field_of_the_sketch(kind: str, tile: tuple[int, int], fmt: str, p
 @pytest.mark.parametrize("power_2", [True, False])
 def test_a_given_scale_is_judged_by_the_tensor(kind: str, factor: float, power_2: bool) -> None:
     x = operand(kind, "float32", (6, 150))
-    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].scale.clone()
+    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].tiles.scale.clone()
     scale[2:4] *= factor
     compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale)
+
+
+@pytest.mark.parametrize("power_2", [True, False])
+def test_a_delayed_scale_is_not_bound_by_the_invariant(power_2: bool) -> None:
+    x = operand("normal", "float32", (6, 150))
+    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].tiles.scale * 30
+    bound = compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale)
+    free = compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale, invariant=False)
+    assert bound["num_off_scale_tiles"] > 0
+    assert free["num_off_scale_tiles"] == 0
+    assert free["scale_ratio_max"] == bound["scale_ratio_max"] > 1
+    scale[1, 0] = 0.0
+    assert compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale, invariant=False)["num_off_scale_tiles"] == 1
 
 
 @pytest.mark.parametrize("kind", ["zeros", "all-zero", "inf", "normal", "subnormal"])
@@ -92,10 +105,10 @@ def test_the_careful_way_counts_what_the_plain_way_counts(
     called: list[int] = []
     careful_counts = reference_stats._careful_counts
     monkeypatch.setattr(reference_stats, "_careful_counts", lambda *args: (called.append(1), careful_counts(*args))[1])
-    careful = reference.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0, scale=plain.scale)[2]
+    careful = reference.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0, scale=plain.tiles.scale)[2]
     assert called
     expected = plain.summary()
-    expected["noise_ratios"] = dict(np.ndenumerate(plain.heavy.noise_ratio.numpy()))
+    expected["noise_ratios"] = dict(np.ndenumerate(plain.tiles.heavy.noise_ratio.numpy()))
     assert_same_sketch(careful.summary(), expected)
 
 
