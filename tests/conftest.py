@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
+import database
 import pytest
 from sqlalchemy import Engine, event
+
+
+@pytest.fixture(params=database.KINDS)
+def database_kind(request: pytest.FixtureRequest) -> str:
+    """Each database in turn: a test that takes this, or `database_url`, runs on both."""
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
+def database_url(database_kind: str) -> Iterator[str]:
+    """A migrated database of the test's own, on SQLite and on PostgreSQL in turn."""
+    with database.fresh_database(database_kind) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -78,6 +78,8 @@ def parse_url(text: str) -> URL:
         )
     if url.get_backend_name() == "sqlite" and (not url.database or url.database == ":memory:"):
         raise DatabaseUrlError(f"an SQLite database in memory is seen by one connection only; {remedy}")
+    if url.drivername in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
     return url
 
 
