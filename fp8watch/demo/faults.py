@@ -76,7 +76,7 @@ class _Stale(ops.SiteQuantizer):
 
 
 def _replace(model: nn.Module, module: str, row: int, kind: type[ops.SiteQuantizer]) -> None:
-    plan, first = ops._lookup(model.get_submodule(module).__dict__[SITE_KEY])
+    plan, first = ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
     old = plan.quantizers[first + row]
     plan.quantizers[first + row] = kind(old.spec, old.columnwise, old.backend)
 
