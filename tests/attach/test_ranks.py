@@ -127,3 +127,52 @@ def test_many_ranks_without_a_common_id_warn_once():
     assert len(seen) == 1
     with pytest.raises(ValueError, match="FP8WATCH_RUN"):
         identify({"FP8WATCH_RUN": "a/b"})
+
+
+PARALLEL_SCRIPT = textwrap.dedent(
+    """
+    import copy, torch, torch.distributed as dist, fp8watch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32))
+    models = {name: copy.deepcopy(plain) for name in ("by hand", "ddp", "fsdp2", "fsdp2 compiled")}
+    watches = [fp8watch.attach(m, overhead_budget=None) for m in models.values()]
+    for name in ("fsdp2", "fsdp2 compiled"):
+        fully_shard(models[name], mesh=init_device_mesh("cpu", (2,)))
+    run = dict(models)
+    run["ddp"] = DDP(models["ddp"])
+    run["fsdp2 compiled"] = torch.compile(models["fsdp2 compiled"], backend="aot_eager")
+    torch.manual_seed(1 + dist.get_rank())
+    data = [torch.randn(48, 64) for _ in range(6)]
+    for name, model in models.items():
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        for first, second in zip(data[::2], data[1::2]):
+            opt.zero_grad()
+            for x in (first, second):  # gradient accumulation
+                run[name](x).square().mean().backward()
+            if name == "by hand":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= 2
+            opt.step()
+    def weights(m):
+        return torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in m.parameters()])
+    want = weights(models["by hand"])
+    moved = float((want - torch.cat([p.detach().flatten() for p in plain.parameters()])).abs().max())
+    off = {n: float((weights(m) - want).abs().max()) for n, m in models.items()}
+    calls = [int(w.summary()["num_steps"]) for w in watches], sum(sum(w.guard.errors.values()) for w in watches)
+    print("RESULT", moved > 1e-3, all(v < 1e-6 for v in off.values()), *calls, off, flush=True)
+    for w in watches:
+        w.detach()
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_parallel_training_gives_the_weights_of_training_by_hand(tmp_path):
+    for out in run_ranks(tmp_path, PARALLEL_SCRIPT):
+        (line,) = [line for line in out.splitlines() if line.startswith("RESULT")]
+        assert line.startswith("RESULT True True [3, 3, 3, 3] 0"), line
