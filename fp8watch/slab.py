@@ -70,9 +70,9 @@ class Slab:
             call_order: index of the call in the step's order of execution; kept as `order` for the first call of a
                 row and as the third number of `first_nonfinite`.
         """
-        if stats.folded is not None and stats.folded.merge is not None:
+        if stats.folded is not None:
             self._check_row(row)
-            stats.folded.merge(self.buffer, row, stats.folded.row, call_order)
+            stats.folded.merge_into(self.buffer, row, call_order)
             return
         into = self._views.get(row) or self._row_views(row)
         call = sections(stats)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fp8watch.formats import AMAX_BUCKET_OFFSET
-from fp8watch.quantize.stats import INF, Folded, Invariant, PerTile, TileStats
+from fp8watch.quantize.stats import INF, Invariant, PerTile, TileStats
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, NUM_AMAX_BUCKETS, ROW
 
 _AMAX_BUCKET_SHIFT = 128 - AMAX_BUCKET_OFFSET  # exponent field of amax/1.75, rounded down, minus this = bucket
@@ -50,9 +50,7 @@ def row_span(row: torch.Tensor, first: str, last: str | None = None) -> torch.Te
 
 
 def sections(stats: TileStats) -> Sections:
-    """Fold the tiles into the sections of one slab row, on the device."""
-    if stats.folded is not None:
-        return _views(stats.folded, stats.measured)
+    """Fold what a backend in plain torch left into the sections of one slab row, on the device."""
     tiles = stats.tiles
     assert tiles is not None
     shared = _shared(*stats.shape, *stats.tile_shape, stats.amax.device)
@@ -85,23 +83,6 @@ def sections(stats: TileStats) -> Sections:
         noise_tile,
         firsts,
         stats.measured,
-    )
-
-
-def _views(folded: Folded, measured: int) -> Sections:
-    """The sections of a row that was folded already. What was not measured is at its default and changes nothing."""
-    row = folded.row
-    return Sections(
-        row_span(row, "signal_energy", "moment4"),
-        row_span(row, "tile_noise_ratio_max"),
-        row_span(row, "num_elements", "depth_hist"),
-        row_span(row, "num_tiles", "amax_hist"),
-        row_span(row, "amax_max", "scale_ratio_max"),
-        row_span(row, "amax_min_nonzero", "scale_ratio_min"),
-        row_span(row, "worst_tile"),
-        row_span(row, "noise_tile"),
-        row_span(row, "off_scale_tile", "first_nonfinite")[:4],
-        measured,
     )
 
 

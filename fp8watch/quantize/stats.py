@@ -4,7 +4,7 @@ Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.quantize.fold, f
 Shapes:     tensors [Mt, Kt], or one folded ROW     Thread: training
 
 A backend in plain torch leaves a number per tile (`PerTile`), which `fold` sums up. A backend with a kernel of its own
-folds while it quantises and hands over the finished row with eight small integers a tile (`Folded`). Nothing here
+folds while it quantises and hands over something that merges itself into a slab row (`Folded`). Nothing here
 reads a value back to the host: tensors stay on their device until `summary` is asked for.
 """
 
@@ -51,26 +51,23 @@ class PerTile(NamedTuple):
     heavy: Heavy | None
 
 
-class MergeRow(Protocol):
-    """Merges a folded row into a row of a slab, with the meaning of `fp8watch_agent.record.merge_rows`."""
-
-    def __call__(self, buffer: torch.Tensor, row: int, folded: torch.Tensor, call_order: int) -> None:
-        """Merge `folded` (uint8 [ROW.itemsize]) into `buffer[row]` (uint8 [capacity, ROW.itemsize]), in place.
-
-        Where the row had none, `call_order` becomes its `order`, and the call of `first_nonfinite` if `folded` has one.
-        """
-
-
-class Folded(NamedTuple):
+class Folded(Protocol):
     """What a backend leaves that folds while it quantises."""
 
-    row: torch.Tensor  # uint8 [ROW.itemsize]: one call as a record; `order` and the call of first_nonfinite are −1
-    marks: torch.Tensor  # uint8, int16, int32 or int64 [Mt, Kt, 8]: see MARKS
-    merge: MergeRow | None = None  # None: merged by torch
+    @property
+    def counts(self) -> torch.Tensor:
+        """Integers of any width [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf."""
 
+    @property
+    def flags(self) -> torch.Tensor:
+        """TileFlag bits: uint8 [Mt, Kt]."""
 
-MARKS = ("num_nonzero", "num_saturated", "num_underflow", "num_nan", "num_inf", "flags")
-"""The integers of a tile in `Folded.marks`, in order; the last two of the eight are 0. `flags` are TileFlag bits."""
+    def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
+        """Merge the call into `buffer[row]` (uint8 [capacity, ROW.itemsize]) as `fp8watch_agent.record.merge_rows` does.
+
+        Where the row had none, `call_order` becomes its `order`, and the call of `first_nonfinite` if this one has a
+        non-finite element.
+        """
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class TileStats:
     def counts(self) -> torch.Tensor:
         """Integers [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf. As narrow as the backend made them."""
         if self.folded is not None:
-            return self.folded.marks[..., :5].movedim(-1, 0)
+            return self.folded.counts
         assert self.tiles is not None
         return self.tiles.counts
 
@@ -132,7 +129,7 @@ class TileStats:
     def off_scale(self) -> torch.Tensor:
         """Tiles that break the scale invariant: bool."""
         if self.folded is not None:
-            return (self.folded.marks[..., 5] & int(TileFlag.OFF_SCALE)) != 0
+            return (self.folded.flags & int(TileFlag.OFF_SCALE)) != 0
         assert self.tiles is not None
         if self.tiles.invariant is None:
             return torch.zeros_like(self.amax, dtype=torch.bool)
@@ -141,7 +138,7 @@ class TileStats:
     def flags(self) -> torch.Tensor:
         """TileFlag bits of each tile: uint8 [Mt, Kt]."""
         if self.folded is not None:
-            return self.folded.marks[..., 5].to(torch.uint8)
+            return self.folded.flags
         marks = {
             TileFlag.NAN: self.num_nan > 0,
             TileFlag.INF: self.num_inf > 0,
