@@ -1,6 +1,6 @@
 """The sites of a made-up transformer, and how each of them behaves when training is healthy.
 
-Upstream:   fp8watch_agent.record    Downstream: fp8watch_server.load.stream
+Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream
 Shapes:     number of sites -> list[record.Site], SiteTraits of arrays [S]
 Thread:     any; pure
 

@@ -1,6 +1,6 @@
 """What one rank of the fleet sends: wire bodies with sketches that look like a healthy training's.
 
-Upstream:   fp8watch_server.load.model    Downstream: fp8watch_agent.wire
+Upstream:   fp8watch_server.load.model, fp8watch_server.load.drive    Downstream: fp8watch_agent.wire
 Shapes:     (plan, rank) -> wire bodies, [steps x sites] records of ROW each
 Thread:     any; pure
 
