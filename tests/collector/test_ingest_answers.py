@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 import zstandard
-from collector.kit import ZSTD, Agent, make_site
+from collector.kit import ZSTD, Agent, make_site, on_sqlite
 
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, MAX_WIRE_BYTES
@@ -189,6 +189,7 @@ def test_a_bad_registration_is_refused(agent: Agent, path: str, body: bytes, sta
     assert_problem(agent.client.put(path, content=body), status, word)
 
 
+@on_sqlite
 def test_the_database_being_away_is_a_503_that_heals(agent: Agent, app: Any, tmp_path: Any) -> None:
     body = agent.body(SITES, [1])
     with app.state.engine.connect() as conn:
