@@ -110,6 +110,7 @@ def create_app(
         try:
             yield
         finally:
+            await to_thread.run_sync(app.state.ingest.stop)
             await to_thread.run_sync(worker.stop)
             if sender is not None:
                 await to_thread.run_sync(sender.stop)

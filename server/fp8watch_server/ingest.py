@@ -1,18 +1,19 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
-Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.store.write, fp8watch_server.worker
+Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.committer, fp8watch_server.store.write
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
-Thread:     event loop reads, a small pool decodes and commits
+Thread:     event loop reads; batches go through the committer, the rest through a small pool
 
 Bodies never become pydantic models: they are decoded and checked column by column (fp8watch_agent.wire), and stored
-as they came.
+as they came. Nobody waits longer than ANSWER_S for a database that does not answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -25,6 +26,7 @@ from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
     MAX_WIRE_BYTES,
     TILE_MAPS_CONTENT_TYPE,
+    Batch,
     TooLarge,
     WireError,
     decode_batch,
@@ -32,16 +34,20 @@ from fp8watch_agent.wire import (
     decompress,
 )
 
+from .committer import Closed, Committer
 from .ingest_stats import Held, IngestStats
 from .problem import JsonResponse, Problem
 from .registration import RunBody, SessionBody, SitesBody, check_name, decode
-from .store import hot, tiles, write
+from .store import tiles, write
 from .store.dialect import writing
 
 MAX_JSON_BYTES = 4 << 20
 MAX_INFLIGHT_BYTES = 128 << 20
-MAX_DECODERS = 4
-"""Bodies that are inflated at once: each may grow to 64 MiB."""
+MAX_WRITERS = 4
+"""Registrations and bodies of tile maps that are worked on at once."""
+ANSWER_S = 0.95
+"""Whoever waits longer for the database is told to come back: within a second."""
+ENCODINGS = ("zstd", "gzip")
 PRUNE_TILE_MAPS_EVERY = 64
 MAX_RANK = (1 << 31) - 1
 
@@ -57,12 +63,36 @@ class Ingest:
         self.engine = app.state.engine
         self.wake = wake
         self.stats = IngestStats()
-        self.limiter = anyio.CapacityLimiter(MAX_DECODERS)
+        self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
+        self.committer = Committer(self.engine, _batch, observe_commit=self.stats.commit_seconds.observe)
         self.num_tile_map_bodies = 0
 
-    async def commit(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the pool of the ingest."""
-        return await to_thread.run_sync(work, limiter=self.limiter)
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run blocking work in the pool of the ingest, and wait ANSWER_S for it at most."""
+        return await _in_time(to_thread.run_sync(work, limiter=self.limiter, abandon_on_cancel=True))
+
+    def stop(self) -> None:
+        """Finish what came in, and end."""
+        self.committer.stop()
+
+
+async def _in_time(work: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(work, ANSWER_S)
+    except asyncio.TimeoutError:
+        raise _unavailable(f"the database has not answered within {ANSWER_S} s") from None
+    except Closed:
+        raise _unavailable("the collector is stopping") from None
+
+
+def _unavailable(detail: str) -> Problem:
+    return Problem(
+        503,
+        detail,
+        rule="an answer of 200 means committed",
+        remedy="send the same again later; the collector recovers by itself",
+        headers={"Retry-After": "1"},
+    )
 
 
 async def _body(request: Request, limit: int, held: Held) -> bytes:
@@ -114,9 +144,12 @@ def _require_type(request: Request, content_type: str) -> None:
             415, f"Content-Type {got[:100]!r}", rule=f"Content-Type is {content_type}", remedy="send it with that type"
         )
     encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding != "zstd":
+    if encoding not in ENCODINGS:
         raise Problem(
-            415, f"Content-Encoding {encoding[:100]!r}", rule="Content-Encoding is zstd", remedy="compress it with zstd"
+            415,
+            f"Content-Encoding {encoding[:100]!r}",
+            rule=f"Content-Encoding is {' or '.join(ENCODINGS)}",
+            remedy="compress it with zstd",
         )
 
 
@@ -139,37 +172,37 @@ def _wire(work: Callable[[], T]) -> T:
     raise Problem(status, detail, rule=rule, remedy=remedy, error="refused", column=column)
 
 
-def _stored(work: Callable[[], T]) -> T:
-    """Run the store, and say what it did not know as a problem."""
-    try:
-        return work()
-    except write.KeyReused as e:
-        raise Problem(
+def _unstored(e: Exception) -> Problem:
+    """What the store did not know, as a problem."""
+    if isinstance(e, write.KeyReused):
+        return Problem(
             409,
             "another body has been stored under this (run, session, rank, seq)",
             rule="a key belongs to one body for good",
             remedy="give every new body a new seq, and every process a new session",
             error="key-reused",
-        ) from e
-    except write.Unknown as e:
+        )
+    if isinstance(e, write.Unknown):
         extra: dict[str, Any] = {} if e.ids is None else {"ids": e.ids[:10_000]}
-        raise Problem(
+        return Problem(
             424,
             f"unknown {e.what}",
             rule="run, session and sites are registered before their batches",
             remedy="PUT run, session and sites, and send the same again",
             error=f"unknown-{e.what}",
             **extra,
-        ) from e
-    except write.RankMismatch as e:
-        raise Problem(
-            422,
-            f"header: {e}",
-            rule="a session belongs to one rank",
-            remedy="register a session of its own for every process",
-            error="refused",
-            column="header",
-        ) from e
+        )
+    return Problem(
+        422,
+        f"header: {e}",
+        rule="a session belongs to one rank",
+        remedy="register a session of its own for every process",
+        error="refused",
+        column="header",
+    )
+
+
+UNSTORED = (write.KeyReused, write.Unknown, write.RankMismatch)
 
 
 async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) -> Response:
@@ -179,7 +212,10 @@ async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) 
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
     with ingest.stats.inflight() as held:
         body = await _body(request, MAX_JSON_BYTES, held)
-        return JsonResponse(await ingest.commit(lambda: _stored(lambda: store(body))))
+        try:
+            return JsonResponse(await ingest.run(lambda: store(body)))
+        except UNSTORED as e:
+            raise _unstored(e) from e
 
 
 @router.put("/runs/{run_id:path}/sessions/{session}")
@@ -234,16 +270,30 @@ async def put_run(request: Request, run_id: str) -> Response:
     return await _register(request, store)
 
 
-async def _post(request: Request, content_type: str, store: Callable[[bytes], dict[str, Any]]) -> Response:
+async def _post(request: Request, content_type: str, store: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
     ingest = _ingest(request)
     with ingest.stats.one_body() as outcome:
         _require_type(request, content_type)
         with ingest.stats.inflight() as held:
             body = await _body(request, MAX_WIRE_BYTES, held)
-            answer = await ingest.commit(lambda: store(body))
+            try:
+                answer = await store(body)
+            except UNSTORED as e:
+                raise _unstored(e) from e
         outcome.accepted(len(body))
     ingest.wake()
     return JsonResponse(answer)
+
+
+def _batch(body: bytes) -> Batch:
+    """Decode and check.
+
+    Raises:
+        Problem: what is wrong with it.
+    """
+    batch = _wire(lambda: decode_batch(decompress(body), compressed=False))
+    _check_header(batch.header.run, batch.header.session, batch.header.rank)
+    return batch
 
 
 @router.post("/batches")
@@ -251,22 +301,9 @@ async def post_batch(request: Request) -> Response:
     """Take a batch. 200 after commit, also when the very same batch had come before."""
     ingest = _ingest(request)
 
-    def store(body: bytes) -> dict[str, Any]:
-        batch = _wire(lambda: decode_batch(decompress(body), compressed=False))
-        header = batch.header
-        _check_header(header.run, header.session, header.rank)
-
-        def commit() -> list[dict[str, Any]]:
-            started = time.perf_counter()
-            now = time.time()
-            with writing(ingest.engine) as conn:
-                if write.commit_batch(conn, batch, body, hashlib.sha256(body).digest(), now=now):
-                    hot.remember(conn, batch, now)
-                captures = write.captures_wanted(conn, header.run)
-            ingest.stats.commit_seconds.observe(time.perf_counter() - started)
-            return captures
-
-        return {"acked": header.seq, "captures": _stored(commit)}
+    async def store(body: bytes) -> dict[str, Any]:
+        taken = await _in_time(ingest.committer.commit(body))
+        return {"acked": taken.seq, "captures": taken.captures}
 
     return await _post(request, BATCH_CONTENT_TYPE, store)
 
@@ -276,22 +313,17 @@ async def post_tile_maps(request: Request) -> Response:
     """Take full tile maps. 200 after commit."""
     ingest = _ingest(request)
 
-    def store(body: bytes) -> dict[str, Any]:
+    def write_maps(body: bytes) -> dict[str, Any]:
         maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
         _check_header(maps.run, maps.session, maps.rank)
         ingest.num_tile_map_bodies += 1
-        prune = ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0
-
-        def commit() -> None:
-            with writing(ingest.engine) as conn:
-                tiles.commit_tile_maps(conn, maps, hashlib.sha256(body).digest(), now=time.time())
-                if prune:
-                    tiles.prune(conn, maps.run)
-
-        _stored(commit)
+        with writing(ingest.engine) as conn:
+            tiles.commit_tile_maps(conn, maps, hashlib.sha256(body).digest(), now=time.time())
+            if ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0:
+                tiles.prune(conn, maps.run)
         return {"acked": maps.seq}
 
-    return await _post(request, TILE_MAPS_CONTENT_TYPE, store)
+    return await _post(request, TILE_MAPS_CONTENT_TYPE, lambda body: ingest.run(lambda: write_maps(body)))
 
 
 def _check_header(run_id: str, session: str, rank: int) -> None:

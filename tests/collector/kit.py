@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
+import pytest
 import uvicorn
 
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
@@ -26,6 +27,8 @@ from fp8watch_server.worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
 T = TypeVar("T")
+on_sqlite = pytest.mark.parametrize("database_kind", ["sqlite"])
+"""For what does not depend on the database, or is SQLite's own."""
 ZSTD = {"Content-Encoding": "zstd"}
 
 

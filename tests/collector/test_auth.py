@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from collector.kit import Recorder
+from collector.kit import Recorder, on_sqlite
 from starlette.routing import Route
 
 from fp8watch_server import auth
@@ -20,6 +20,7 @@ from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import make_engine, writing
 
+pytestmark = on_sqlite
 TOKEN = "fp8w_" + "a" * 40
 READER = "fp8w_" + "r" * 40
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 import zstandard
-from collector.kit import ZSTD, Agent, make_site
+from collector.kit import ZSTD, Agent, make_site, on_sqlite
 
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, MAX_WIRE_BYTES
@@ -141,7 +141,7 @@ def test_a_body_that_is_no_batch_is_refused(agent: Agent) -> None:
 
 def test_only_zstd_of_the_right_type_is_read(agent: Agent) -> None:
     body = agent.body(SITES, [1])
-    assert_problem(agent.post(body, Content_Encoding="gzip"), 415, "gzip")
+    assert_problem(agent.post(body, Content_Encoding="br"), 415, "br")
     assert_problem(agent.post(body, Content_Encoding=""), 415)
     assert_problem(agent.post(body, Content_Type="application/json"), 415, "application/json")
     assert_problem(agent.client.put(agent.path, content=b"{}", headers=ZSTD), 415)
@@ -189,6 +189,7 @@ def test_a_bad_registration_is_refused(agent: Agent, path: str, body: bytes, sta
     assert_problem(agent.client.put(path, content=body), status, word)
 
 
+@on_sqlite
 def test_the_database_being_away_is_a_503_that_heals(agent: Agent, app: Any, tmp_path: Any) -> None:
     body = agent.body(SITES, [1])
     with app.state.engine.connect() as conn:

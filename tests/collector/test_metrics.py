@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from collector.kit import Agent, make_site
+from collector.kit import Agent, make_site, on_sqlite
 from collector.test_queries import an_incident
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,6 +15,7 @@ from fp8watch_server import metrics
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import writing
 
+pytestmark = on_sqlite
 UP_ROW, UP_COLUMN = make_site("up", order=0), make_site("up", direction="columnwise", order=1)
 
 NAMES = {

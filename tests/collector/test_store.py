@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from collector.kit import Agent, make_site
+from collector.kit import Agent, make_site, on_sqlite
 from collector.test_queries import an_incident
 
 from fp8watch_agent.record import TileMap
@@ -48,6 +48,7 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, mo
     engine.dispose()
 
 
+@on_sqlite
 def test_sqlite_runs_in_wal_with_foreign_keys(app: Any) -> None:
     with app.state.engine.connect() as conn:
         assert conn.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
@@ -68,6 +69,7 @@ def test_sqlite_runs_in_wal_with_foreign_keys(app: Any) -> None:
         conn.execute(sa.insert(t.session), [{**orphan, "registered_at": 0.0, "last_seen_at": 0.0}])
 
 
+@on_sqlite
 def test_writers_stand_in_line_and_readers_do_not_wait(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, order = app.state.engine, []
     inside, go_on = threading.Event(), threading.Event()

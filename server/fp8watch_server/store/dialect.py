@@ -24,6 +24,8 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from .turns import Turns
+
 BUSY_TIMEOUT_S = 0.9
 """How long one waits for another writer: under a second, because an agent is answered within one."""
 
@@ -133,7 +135,7 @@ def for_writing(engine: Engine) -> Engine:
     return engine.execution_options(**{_WRITE_OPTION: True})
 
 
-_LOCKS: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 
 
@@ -158,8 +160,8 @@ def writing(engine: Engine) -> Iterator[Connection]:
             yield conn
         return
     with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(engine.pool, threading.Lock())
-    if not lock.acquire(timeout=BUSY_TIMEOUT_S):
+        lock = _LOCKS.setdefault(engine.pool, Turns())
+    if not lock.acquire(BUSY_TIMEOUT_S):
         raise WriterBusy
     try:
         with for_writing(engine).begin() as conn:

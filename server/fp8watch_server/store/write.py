@@ -1,15 +1,14 @@
-"""The hot path of writing: registrations and batches, each in the transaction of the caller.
+"""Registrations: runs, sessions and sites, each in the transaction of the caller; and what a batch needs of them.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.hot, fp8watch_server.worker
-Shapes:     one wire.Batch + its body -> one hot_batch row and one scalar row per step
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.commit
+Shapes:     facts of a run, a session, sites -> one row each
 Thread:     ingest pool
 
-Everything here is idempotent. A batch is known by (run, session, rank, seq) and the hash of its body.
+Everything here is idempotent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +18,10 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.record import STEP_SCALARS, Site
-from fp8watch_agent.wire import Batch
+from fp8watch_agent.record import Site
 
 from . import schema as t
 from .dialect import upsert
-
-CAPTURE_STEPS = 16
-"""How many steps past an incident's last one its sites' full tile maps are asked for."""
-MAX_CAPTURE_SITES = 64
 
 
 class KeyReused(Exception):
@@ -201,112 +195,3 @@ def require_sites(conn: Connection, run_id: str, ids: npt.NDArray[Any], tenant: 
     missing = [i for i in np.unique(ids).tolist() if i not in known]
     if missing:
         raise Unknown("sites", missing)
-
-
-def commit_batch(
-    conn: Connection, batch: Batch, body: bytes, sha256: bytes, *, now: float, tenant: str = t.DEFAULT_TENANT
-) -> bool:
-    """Write one checked batch.
-
-    Returns:
-        False when this very batch had come before: nothing was written.
-
-    Raises:
-        KeyReused, Unknown, RankMismatch: and nothing was written.
-    """
-    h = batch.header
-    b = t.hot_batch.c
-    key = (b.run_id == h.run, b.tenant == tenant, b.session == h.session, b.rank == h.rank, b.seq == h.seq)
-    there = conn.execute(sa.select(b.body_sha256).where(*key)).scalar()
-    if there is not None:
-        if bytes(there) != sha256:
-            raise KeyReused
-        return False
-    attempt = require_session(conn, h.run, h.session, h.rank, tenant)
-    require_sites(conn, h.run, batch.site, tenant)
-    steps = batch.steps["step"]
-    last = int(steps[-1]) if len(steps) else None
-    arrival = _touch_run(conn, h.run, tenant, attempt, last, now)
-    row = {"run_id": h.run, "tenant": tenant, "session": h.session, "rank": h.rank, "seq": h.seq}
-    row |= {"body": body, "body_sha256": sha256, "attempt": attempt, "arrival": arrival, "received_at": now}
-    row |= {"step_min": int(steps[0]) if len(steps) else None, "step_max": last, "num_records": h.num_records}
-    conn.execute(sa.insert(t.hot_batch), [row])
-    upsert(conn, t.scalar, _scalars(batch, attempt, tenant), newest_by="seq")
-    s = t.session.c
-    this = (s.run_id == h.run, s.tenant == tenant, s.session == h.session)
-    values: dict[str, Any] = {"last_seen_at": now}
-    if h.health.get("ended"):
-        values["ended"] = True
-    conn.execute(sa.update(t.session).where(*this).values(**values))
-    if h.health:
-        newer = sa.update(t.session).where(*this, s.health_seq < h.seq)
-        conn.execute(newer.values(health=h.health, health_seq=h.seq))
-    return True
-
-
-def _touch_run(conn: Connection, run_id: str, tenant: str, attempt: int, last: int | None, now: float) -> int:
-    r = t.run.c
-    this = (r.run_id == run_id, r.tenant == tenant)
-    # not RETURNING: SQLite has it from 3.35 on only
-    conn.execute(sa.update(t.run).where(*this).values(num_batches=r.num_batches + 1, last_seen_at=now))
-    arrival = conn.execute(sa.select(r.num_batches).where(*this)).scalar_one()
-    if last is not None:
-        newer = sa.or_(
-            r.last_step.is_(None),
-            r.last_step_attempt < attempt,
-            sa.and_(r.last_step_attempt == attempt, r.last_step < last),
-        )
-        conn.execute(sa.update(t.run).where(*this, newer).values(last_step=last, last_step_attempt=attempt))
-    return int(arrival)
-
-
-def classify(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int8]:
-    """0 finite, 1 NaN, 2 +Inf, 3 −Inf."""
-    kinds = np.zeros(len(values), dtype=np.int8)
-    kinds[np.isnan(values)] = 1
-    kinds[np.isposinf(values)] = 2
-    kinds[np.isneginf(values)] = 3
-    return kinds
-
-
-def _scalars(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
-    h, steps = batch.header, batch.steps
-    named = {name: (steps[name].tolist(), classify(steps[name]).tolist()) for name in STEP_SCALARS}
-    rows: list[dict[str, Any]] = []
-    for i, (step, status, present, time) in enumerate(
-        zip(
-            steps["step"].tolist(),
-            steps["status"].tolist(),
-            steps["present"].tolist(),
-            steps["time"].tolist(),
-            strict=True,
-        )
-    ):
-        batch_id = h.batch_ids[i] if h.batch_ids else None
-        row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "attempt": attempt, "rank": h.rank, "step": step}
-        row |= {"seq": h.seq, "status": status, "time": time if math.isfinite(time) else None}
-        row["batch_id"] = None if batch_id is None else batch_id.replace("\0", "")  # PostgreSQL has no NUL in text
-        for name, bit in STEP_SCALARS.items():
-            values, kinds = named[name]
-            given = present & bit
-            row[name] = values[i] if given and kinds[i] == 0 else None
-            row[f"{name}_class"] = kinds[i] if given else None
-        rows.append(row)
-    return rows
-
-
-def captures_wanted(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> list[dict[str, Any]]:
-    """Full tile maps to ask the agents for: of the sites of open incidents, for the steps that follow."""
-    c = t.incident.c
-    open_ones = conn.execute(
-        sa.select(c.sites, c.last_step)
-        .where(c.run_id == run_id, c.tenant == tenant, c.status != "resolved")
-        .order_by(c.updated_at.desc())
-        .limit(16)
-    )
-    wanted: dict[int, list[int]] = {}
-    for sites, last_step in open_ones:
-        for site in sites:
-            if len(wanted) < MAX_CAPTURE_SITES:
-                wanted.setdefault(int(site), [int(last_step), int(last_step) + CAPTURE_STEPS])
-    return [{"site": site, "steps": steps} for site, steps in wanted.items()]

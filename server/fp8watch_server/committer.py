@@ -1,0 +1,284 @@
+"""Group commit: bodies that wait are decoded, checked and written together, and each is answered after the commit.
+
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.commit
+Shapes:     one body -> Taken, or the exception that says why not
+Thread:     a few decoders, one committer; futures are settled on the event loop
+
+A commit costs the same for one batch as for a hundred, so the next group is whatever came while the last one was being
+committed, and groups begin COMMIT_EVERY_S apart at the earliest. A body that must be refused is left out of its group.
+Should the database refuse one (nothing that passed the checks does), every body of the group is tried by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from fp8watch_agent.wire import Batch
+
+from .store import hot
+from .store.commit import Incoming, KnownSites, Outcome, Taken, commit_group
+from .store.dialect import BUSY_TIMEOUT_S, WriterBusy, writing
+
+log = logging.getLogger("fp8watch.collector")
+
+NUM_DECODERS = 4
+"""Bodies that are inflated at once: each may grow to 64 MiB."""
+MAX_GROUP = 256
+MAX_GROUP_BYTES = 32 << 20
+MAX_DECODED_BYTES = 64 << 20
+"""Decoded batches that may wait for the committer before the decoders do: with what they hold themselves, the bound."""
+COMMIT_EVERY_S = 0.02
+AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
+"""What the database raises when it is not there, or has no time."""
+
+
+class Closed(Exception):
+    """The collector is going down: nothing more is taken."""
+
+
+@dataclass
+class _Waiting:
+    body: bytes
+    future: asyncio.Future[Taken]
+    batch: Batch | None = None
+    num_bytes: int = 0  # decoded
+
+
+class _Gate:
+    """Bytes that were decoded and are not committed yet; decoders wait here."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._free = threading.Condition()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait for room. Whoever comes into an empty room fits, however large."""
+        with self._free:
+            while self._held and self._held + num_bytes > self._limit:
+                self._free.wait()
+            self._held += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """They are gone."""
+        with self._free:
+            self._held -= num_bytes
+            self._free.notify_all()
+
+
+class Committer:
+    """Between the routes, which await, and the database, which is written by one thread.
+
+    Args:
+        engine: the database.
+        decode: bytes to a checked batch; may raise anything, which is the answer to that body alone.
+        observe_commit: is told the seconds of each commit, once for every batch in it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decode: Callable[[bytes], Batch],
+        *,
+        observe_commit: Callable[[float], None] = lambda seconds: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine = engine
+        self._decode = decode
+        self._observe_commit = observe_commit
+        self._clock = clock
+        self._known = KnownSites()
+        self._bodies: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._decoded: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._gate = _Gate(MAX_DECODED_BYTES)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._writing_since: float | None = None
+        self.num_groups = 0
+
+    async def commit(self, body: bytes) -> Taken:
+        """Decode, check and store one body; returns when it is committed.
+
+        Raises:
+            Closed: the collector is stopping.
+            KeyReused, Unknown, RankMismatch, SQLAlchemyError: of this body; what `decode` raises.
+        """
+        self._start()
+        if self._stuck():
+            raise WriterBusy
+        waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        self._bodies.put(waiting)
+        return await waiting.future
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Finish what has been handed in, and end."""
+        with self._lock:
+            self._closed = True
+            threads, self._threads = self._threads, []
+        if not threads:
+            return
+        until = time.monotonic() + timeout_s
+        for _ in threads[1:]:
+            self._bodies.put(None)
+        for thread in threads[1:]:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._decoded.put(None)
+        threads[0].join(max(0.0, until - time.monotonic()))
+
+    def _stuck(self) -> bool:
+        """Whether the database has held the committer for so long that nobody should wait behind it."""
+        since = self._writing_since
+        return since is not None and time.monotonic() - since > BUSY_TIMEOUT_S
+
+    def _start(self) -> None:
+        if self._threads and not self._closed:
+            return
+        with self._lock:
+            if self._closed:
+                raise Closed
+            if not self._threads:
+                work = [self._commit_loop, *[self._decode_loop] * NUM_DECODERS]
+                names = ["fp8watch-commit", *[f"fp8watch-decode-{i}" for i in range(NUM_DECODERS)]]
+                made = [threading.Thread(target=w, name=n, daemon=True) for w, n in zip(work, names, strict=True)]
+                for thread in made:
+                    thread.start()
+                self._threads = made
+
+    def _decode_loop(self) -> None:
+        while (waiting := self._bodies.get()) is not None:
+            try:
+                waiting.batch = self._decode(waiting.body)
+            except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
+                _settle([(waiting, e)])
+                continue
+            sent = waiting.batch.sent.values()
+            waiting.num_bytes = 4096 + waiting.batch.steps.nbytes + sum(c.nbytes for c in sent)
+            self._gate.take(waiting.num_bytes)
+            self._decoded.put(waiting)
+
+    def _commit_loop(self) -> None:
+        began = -COMMIT_EVERY_S
+        while (first := self._decoded.get()) is not None:
+            pause_s = began + COMMIT_EVERY_S - time.monotonic()
+            if pause_s > 0:
+                time.sleep(pause_s)
+            began = time.monotonic()
+            group, last = [first], False
+            size = first.num_bytes
+            while len(group) < MAX_GROUP and size < MAX_GROUP_BYTES:
+                try:
+                    following = self._decoded.get_nowait()
+                except queue.Empty:
+                    break
+                if following is None:
+                    last = True
+                    break
+                group.append(following)
+                size += following.num_bytes
+            gone = [w for w in group if w.future.done()]  # whoever sent them was told to come back
+            group = [w for w in group if not w.future.done()]
+            self._writing_since = time.monotonic()
+            try:
+                answers = self._take(group)
+            except BaseException as e:  # noqa: BLE001  nobody may wait for ever
+                answers = [e] * len(group)
+            self._writing_since = None
+            self._gate.give(sum(w.num_bytes for w in (*group, *gone)))
+            _settle(list(zip(group, answers, strict=True)))
+            if answers and all(isinstance(a, AWAY) for a in answers):
+                self._refuse_all(answers[0])
+            if last:
+                return
+
+    def _refuse_all(self, answer: Any) -> None:
+        """The database is away: who has come since would wait as long for the same answer."""
+        late: list[_Waiting] = []
+        while True:
+            try:
+                following = self._decoded.get_nowait()
+            except queue.Empty:
+                break
+            if following is None:
+                self._decoded.put(None)
+                break
+            late.append(following)
+        self._gate.give(sum(w.num_bytes for w in late))
+        _settle([(w, answer) for w in late])
+
+    def _take(self, group: list[_Waiting]) -> Sequence[Outcome | BaseException]:
+        items = [Incoming(w.batch, w.body, hashlib.sha256(w.body).digest()) for w in group if w.batch is not None]
+        assert len(items) == len(group)
+        if not items:
+            return []
+        began = time.perf_counter()
+        self.num_groups += 1
+        try:
+            outcomes: Sequence[Outcome | BaseException] = self._write(items)
+        except AWAY as e:
+            return [e] * len(items)
+        except DBAPIError as e:
+            if len(items) == 1 or e.connection_invalidated:
+                return [e] * len(items)
+            log.warning("the database refused a group of %d batches; trying each by itself", len(items))
+            return [self._alone(item) for item in items]
+        for outcome in outcomes:
+            if isinstance(outcome, Taken):
+                self._observe_commit(time.perf_counter() - began)
+        return outcomes
+
+    def _alone(self, item: Incoming) -> Outcome | BaseException:
+        try:
+            return self._write([item])[0]
+        except Exception as e:  # noqa: BLE001  it is the answer to whoever sent this
+            return e
+
+    def _write(self, items: list[Incoming]) -> list[Outcome]:
+        """One transaction; a second one where a key turned out to be taken."""
+        try:
+            return self._write_once(items, replays=False)
+        except IntegrityError:
+            return self._write_once(items, replays=True)
+
+    def _write_once(self, items: list[Incoming], *, replays: bool) -> list[Outcome]:
+        now = self._clock()
+        with writing(self._engine) as conn:
+            outcomes = commit_group(conn, items, self._known, now=now, replays=replays)
+            for item, outcome in zip(items, outcomes, strict=True):
+                if isinstance(outcome, Taken) and outcome.stored:
+                    hot.remember(conn, item.batch, now)
+        return outcomes
+
+
+def _settle(answers: list[tuple[_Waiting, Any]]) -> None:
+    """Answer on the event loop of whoever waits: one wake-up for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiting, Any]]] = {}
+    for waiting, answer in answers:
+        by_loop.setdefault(waiting.future.get_loop(), []).append((waiting, answer))
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle_here, of_loop)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("%d answers came after the end", len(of_loop))
+
+
+def _settle_here(answers: list[tuple[_Waiting, Any]]) -> None:
+    for waiting, answer in answers:
+        if waiting.future.done():  # whoever asked has gone
+            continue
+        if isinstance(answer, BaseException):
+            waiting.future.set_exception(answer)
+        else:
+            waiting.future.set_result(answer)

@@ -1,0 +1,74 @@
+"""`fp8watch load`: try a collector out with a made-up fleet.
+
+Upstream:   fp8watch.cli    Downstream: fp8watch_server.load.drive
+Thread:     main
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from fp8watch_agent.settings import read_token_file
+
+from .drive import Refused, run_load
+from .stream import Plan
+
+EXIT_USAGE = 2
+DEFAULT_URL = "http://127.0.0.1:8420"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="fp8watch load",
+        description="Send the statistics of a made-up training run to a collector. The same seed sends the same bytes.",
+        epilog="A token comes from FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE.",
+    )
+    made.add_argument("--url", default=os.environ.get("FP8WATCH_COLLECTOR") or DEFAULT_URL, help="the collector")
+    made.add_argument("--ranks", type=_positive, default=8, help="ranks of the run (default: 8)")
+    made.add_argument("--sites", type=_positive, default=160, help="quantised operands of the model (default: 160)")
+    made.add_argument("--steps", type=_positive, default=60, help="optimizer steps (default: 60)")
+    made.add_argument("--steps-per-batch", type=_positive, default=1, help="steps in one body (default: 1)")
+    made.add_argument("--every", type=_positive, default=1, help="full statistics each n-th step (default: 1)")
+    made.add_argument("--rate", type=float, default=0.0, help="steps per second of a rank; 0: no pause (default: 0)")
+    made.add_argument("--seed", type=int, default=0, help="all numbers follow from it (default: 0)")
+    made.add_argument("--run", default="", help="id of the run (default: load-SEED-TIME, a new one)")
+    made.add_argument("--senders", type=_positive, default=None, help="threads (default: one a rank, at most 32)")
+    made.add_argument("--prepare", action="store_true", help="make all bodies before the first is sent")
+    return made
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 1 or more")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Send, and say what became of it."""
+    args = parser().parse_args(argv)
+    plan = Plan(
+        num_ranks=args.ranks,
+        num_sites=args.sites,
+        num_steps=args.steps,
+        steps_per_batch=args.steps_per_batch,
+        every=args.every,
+        seed=args.seed,
+        run=args.run or f"load-{args.seed}-{int(time.time())}",
+        step_s=1.0 / args.rate if args.rate > 0 else 1.0,
+    )
+    try:
+        file = os.environ.get("FP8WATCH_TOKEN_FILE")
+        token = read_token_file(Path(file)) if file else os.environ.get("FP8WATCH_TOKEN") or None
+        print(f"run {plan.run}: {plan.num_ranks} ranks × {plan.num_sites} sites × {plan.num_steps} steps to {args.url}")
+        report = run_load(plan, args.url, token=token, rate=args.rate, num_senders=args.senders, prepared=args.prepare)
+    except (Refused, ValueError) as e:
+        print(f"fp8watch load: {e}; check --url and FP8WATCH_TOKEN", file=sys.stderr)
+        return EXIT_USAGE
+    print("\n".join(report.lines()))
+    return 1 if report.num_refused else 0

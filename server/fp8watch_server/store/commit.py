@@ -1,0 +1,302 @@
+"""Many batches in one transaction: each is checked for itself, all are committed together.
+
+Upstream:   fp8watch_server.committer    Downstream: fp8watch_server.store.hot, fp8watch_server.worker
+Shapes:     [Incoming] -> [Taken or what was wrong with it]; one hot_batch row each, one scalar row per step
+Thread:     committer
+
+Everything here is idempotent: a batch is known by (run, session, rank, seq) and the hash of its body. The statements of
+a group are few, whatever the number of its batches. On PostgreSQL the run's row is locked first, so that several
+collectors give every batch of a run a place of its own in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fp8watch_agent.record import STEP_SCALARS
+from fp8watch_agent.wire import Batch
+
+from . import schema as t
+from .dialect import Json, upsert
+from .write import KeyReused, RankMismatch, Unknown
+
+CAPTURE_STEPS = 16
+"""How many steps past an incident's last one its sites' full tile maps are asked for."""
+MAX_CAPTURE_SITES = 64
+MAX_KNOWN_RUNS = 256
+
+_Seen = tuple[str, int, int]  # session, rank, seq
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A checked batch and the body that it came in."""
+
+    batch: Batch
+    body: bytes
+    sha256: bytes
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of one batch."""
+
+    seq: int
+    stored: bool  # False: this very batch had come before
+    captures: list[dict[str, Any]]
+
+
+Outcome = Taken | KeyReused | RankMismatch | Unknown
+
+
+class KnownSites:
+    """Which sites a run has, remembered between groups; a run that was deleted and came again is asked anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], tuple[float, npt.NDArray[np.uint64]]] = OrderedDict()
+
+    def missing(self, conn: Connection, run: Any, ids: npt.NDArray[np.uint64]) -> list[int]:
+        """Those of `ids` that are not registered."""
+        key = (run.run_id, run.tenant)
+        with self._lock:
+            created_at, known = self._kept.get(key, (None, None))
+        if known is not None and created_at == run.created_at and bool(np.isin(ids, known).all()):
+            return []
+        c = t.site.c
+        rows = conn.execute(sa.select(c.site).where(c.run_id == run.run_id, c.tenant == run.tenant)).scalars()
+        known = np.array(list(rows), dtype=np.uint64)
+        with self._lock:
+            self._kept[key] = (run.created_at, known)
+            self._kept.move_to_end(key)
+            while len(self._kept) > MAX_KNOWN_RUNS:
+                self._kept.popitem(last=False)
+        return [int(i) for i in np.unique(ids[~np.isin(ids, known)])]
+
+
+def commit_group(
+    conn: Connection,
+    group: Sequence[Incoming],
+    known: KnownSites,
+    *,
+    now: float,
+    replays: bool,
+    tenant: str = t.DEFAULT_TENANT,
+) -> list[Outcome]:
+    """Write checked batches; what must be refused is left out, and the others go on.
+
+    Args:
+        replays: look every key up first. Without it, one key that was taken before raises IntegrityError, and the
+            caller begins again with it: hardly any batch comes twice, and then many do.
+    """
+    outcomes: list[Outcome | None] = [None] * len(group)
+    by_run: dict[str, list[int]] = {}
+    for i, item in enumerate(group):
+        by_run.setdefault(item.batch.header.run, []).append(i)
+    for run_id in sorted(by_run):  # in one order everywhere, so that two collectors cannot wait for each other
+        _commit_run(conn, group, by_run[run_id], outcomes, known, (run_id, tenant), now=now, replays=replays)
+    assert all(o is not None for o in outcomes)
+    return [o for o in outcomes if o is not None]
+
+
+_r, _s, _b = t.run.c, t.session.c, t.hot_batch.c
+_LOCK_RUN = (
+    sa.select(_r.run_id, _r.tenant, _r.created_at, _r.num_batches, _r.last_step, _r.last_step_attempt)
+    .where(_r.run_id == sa.bindparam("run"), _r.tenant == sa.bindparam("of_tenant"))
+    .with_for_update(key_share=True)
+)
+_SESSIONS = sa.select(_s.session, _s.rank, _s.attempt).where(
+    _s.run_id == sa.bindparam("run"),
+    _s.tenant == sa.bindparam("of_tenant"),
+    _s.session.in_(sa.bindparam("sessions", expanding=True)),
+)
+_STORED = sa.select(_b.body_sha256).where(
+    _b.run_id == sa.bindparam("run"),
+    _b.tenant == sa.bindparam("of_tenant"),
+    _b.session == sa.bindparam("in_session"),
+    _b.rank == sa.bindparam("of_rank"),
+    _b.seq == sa.bindparam("at_seq"),
+)
+_INSERT = sa.insert(t.hot_batch)
+_TOUCH_RUN = (
+    sa.update(t.run)
+    .where(_r.run_id == sa.bindparam("run"), _r.tenant == sa.bindparam("of_tenant"))
+    .values(
+        num_batches=sa.bindparam("batches"),
+        last_seen_at=sa.bindparam("now"),
+        last_step=sa.bindparam("step"),
+        last_step_attempt=sa.bindparam("step_attempt"),
+    )
+)
+_newer = sa.and_(sa.bindparam("has_health", type_=sa.Boolean), _s.health_seq < sa.bindparam("at_seq"))
+_TOUCH_SESSION = (
+    sa.update(t.session)
+    .where(
+        _s.run_id == sa.bindparam("run"),
+        _s.tenant == sa.bindparam("of_tenant"),
+        _s.session == sa.bindparam("in_session"),
+    )
+    .values(
+        last_seen_at=sa.bindparam("now"),
+        ended=sa.or_(_s.ended, sa.bindparam("has_ended", type_=sa.Boolean)),
+        health=sa.case((_newer, sa.bindparam("of_health", type_=Json)), else_=_s.health),
+        health_seq=sa.case((_newer, sa.bindparam("at_seq")), else_=_s.health_seq),
+    )
+)
+
+
+def _commit_run(
+    conn: Connection,
+    group: Sequence[Incoming],
+    at: list[int],
+    outcomes: list[Outcome | None],
+    known: KnownSites,
+    where: tuple[str, str],
+    *,
+    now: float,
+    replays: bool,
+) -> None:
+    """The batches of one run, group[i] for i in `at`."""
+    run_id, tenant = where
+    of_run = {"run": run_id, "of_tenant": tenant}
+    run = conn.execute(_LOCK_RUN, of_run).first()
+    if run is None:
+        for i in at:
+            outcomes[i] = Unknown("run")
+        return
+    names = sorted({group[i].batch.header.session for i in at})
+    sessions = {row.session: row for row in conn.execute(_SESSIONS, {**of_run, "sessions": names})}
+    captures = captures_wanted(conn, run_id, tenant=tenant)
+    seen: dict[_Seen, bytes] = {}
+    arrival, last = run.num_batches, (run.last_step_attempt, run.last_step)
+    batches: list[dict[str, Any]] = []
+    scalars: list[dict[str, Any]] = []
+    newest: dict[str, tuple[int, dict[str, float], bool]] = {}
+    for i in at:
+        item, h = group[i], group[i].batch.header
+        session = sessions.get(h.session)
+        key = (h.session, h.rank, h.seq)
+        if session is None:
+            outcomes[i] = Unknown("session")
+            continue
+        if session.rank != h.rank:
+            outcomes[i] = RankMismatch(h.rank, session.rank)
+            continue
+        there = seen.get(key)
+        if there is None and replays:
+            params = {**of_run, "in_session": h.session, "of_rank": h.rank, "at_seq": h.seq}
+            found = conn.execute(_STORED, params).scalar()
+            there = None if found is None else bytes(found)
+        if there is not None:
+            outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256 else KeyReused()
+            continue
+        missing = known.missing(conn, run, item.batch.site)
+        if missing:
+            outcomes[i] = Unknown("sites", missing)
+            continue
+        seen[key] = item.sha256
+        arrival += 1
+        batches.append(_row(item, run_id, tenant, session.attempt, arrival, now))
+        scalars += _scalars(item.batch, session.attempt, tenant)
+        step_max = batches[-1]["step_max"]
+        if step_max is not None and (last[1] is None or (session.attempt, step_max) > last):
+            last = (session.attempt, step_max)
+        before = newest.get(h.session, (-1, {}, False))
+        health = (h.seq, h.health) if h.health and h.seq > before[0] else before[:2]
+        newest[h.session] = (*health, before[2] or bool(h.health.get("ended")))
+        outcomes[i] = Taken(h.seq, True, captures)
+    if not batches:
+        return
+    conn.execute(_INSERT, batches)
+    upsert(conn, t.scalar, scalars, newest_by="seq")
+    conn.execute(_TOUCH_RUN, {**of_run, "batches": arrival, "now": now, "step_attempt": last[0], "step": last[1]})
+    touched = [
+        {**of_run, "in_session": name, "now": now, "has_ended": ended}
+        | {"has_health": bool(health), "of_health": health, "at_seq": seq}
+        for name, (seq, health, ended) in sorted(newest.items())
+    ]
+    conn.execute(_TOUCH_SESSION, touched)
+
+
+def _row(item: Incoming, run_id: str, tenant: str, attempt: int, arrival: int, now: float) -> dict[str, Any]:
+    h, steps = item.batch.header, item.batch.steps["step"]
+    return {
+        "run_id": run_id,
+        "tenant": tenant,
+        "session": h.session,
+        "rank": h.rank,
+        "seq": h.seq,
+        "body": item.body,
+        "body_sha256": item.sha256,
+        "attempt": attempt,
+        "arrival": arrival,
+        "received_at": now,
+        "step_min": int(steps[0]) if len(steps) else None,
+        "step_max": int(steps[-1]) if len(steps) else None,
+        "num_records": h.num_records,
+    }
+
+
+def classify(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int8]:
+    """0 finite, 1 NaN, 2 +Inf, 3 −Inf."""
+    kinds = np.zeros(len(values), dtype=np.int8)
+    if not np.isfinite(values).all():
+        kinds[np.isnan(values)] = 1
+        kinds[np.isposinf(values)] = 2
+        kinds[np.isneginf(values)] = 3
+    return kinds
+
+
+def _scalars(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
+    h, steps = batch.header, batch.steps
+    named = {name: (steps[name].tolist(), classify(steps[name]).tolist()) for name in STEP_SCALARS}
+    rows: list[dict[str, Any]] = []
+    for i, (step, status, present, time) in enumerate(
+        zip(
+            steps["step"].tolist(),
+            steps["status"].tolist(),
+            steps["present"].tolist(),
+            steps["time"].tolist(),
+            strict=True,
+        )
+    ):
+        batch_id = h.batch_ids[i] if h.batch_ids else None
+        row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "attempt": attempt, "rank": h.rank, "step": step}
+        row |= {"seq": h.seq, "status": status, "time": time if math.isfinite(time) else None}
+        row["batch_id"] = None if batch_id is None else batch_id.replace("\0", "")  # PostgreSQL has no NUL in text
+        for name, bit in STEP_SCALARS.items():
+            values, kinds = named[name]
+            given = present & bit
+            row[name] = values[i] if given and kinds[i] == 0 else None
+            row[f"{name}_class"] = kinds[i] if given else None
+        rows.append(row)
+    return rows
+
+
+_i = t.incident.c
+_OPEN_INCIDENTS = (
+    sa.select(_i.sites, _i.last_step)
+    .where(_i.run_id == sa.bindparam("run"), _i.tenant == sa.bindparam("of_tenant"), _i.status != "resolved")
+    .order_by(_i.updated_at.desc())
+    .limit(16)
+)
+
+
+def captures_wanted(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> list[dict[str, Any]]:
+    """Full tile maps to ask the agents for: of the sites of open incidents, for the steps that follow."""
+    wanted: dict[int, list[int]] = {}
+    for sites, last_step in conn.execute(_OPEN_INCIDENTS, {"run": run_id, "of_tenant": tenant}):
+        for site in sites:
+            if len(wanted) < MAX_CAPTURE_SITES:
+                wanted.setdefault(int(site), [int(last_step), int(last_step) + CAPTURE_STEPS])
+    return [{"site": site, "steps": steps} for site, steps in wanted.items()]
