@@ -58,6 +58,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     start_step: int = 0,
     collector: str | None = None,
+    backend: str | None = None,
 ) -> Watch:
     """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
 
@@ -76,6 +77,7 @@ def attach(
         optimizer: the one whose steps count; default: those that hold watched parameters.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
+        backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
 
     Raises:
         TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
@@ -108,8 +110,8 @@ def attach(
 
     linears, left_out = select_linears(model, filter_fn)
     device = _device(linears, left_out)
-    backend = resolve(None, device)
-    plan, table = _plan(linears, chosen, backend, guard, observe=settings.disabled != "stats")
+    chosen_backend = resolve(backend, device)
+    plan, table = _plan(linears, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
     plan.keep_tiles = plan.slab is not None
     recorder = None
     if plan.slab is not None:
@@ -122,7 +124,7 @@ def attach(
             session,
             run,
             chosen,
-            backend.NAME,
+            chosen_backend.NAME,
             left_out,
             len(linears),
         )
@@ -133,7 +135,7 @@ def attach(
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
-    say(_line(linears, left_out, chosen, backend.NAME, settings, identity, recorder))
+    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder))
     return watch(plan, table, recorder)
 
 

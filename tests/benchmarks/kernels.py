@@ -1,0 +1,170 @@
+"""Quantise one operand on the CPU, on one thread, beside the copy of the same bytes and what else there is."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+
+import torch
+from benchmarks import table
+
+from fp8watch.formats import E4M3
+from fp8watch.kernels.registry import available, resolve
+
+TILES = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
+ROW, BLOCK = (1, 128), (128, 128)
+
+
+def roof(read: int, written: int) -> Callable[[], object]:
+    """memcpy of the same traffic: half of the bytes read, half of them written."""
+    source = torch.ones((read + written) // 2, dtype=torch.uint8)  # written: never-read pages are one cached page
+    target = torch.ones_like(source)
+    return lambda: target.copy_(source)
+
+
+def eager(x: torch.Tensor) -> torch.Tensor:
+    """1×128 by hand, codes only: what a training script would write."""
+    tiles = x.view(x.shape[0], -1, 128)
+    amax = tiles.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax == 0, 1.0, torch.exp2(torch.floor(torch.log2(448.0 / amax))))
+    return (tiles * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def eager_with_statistics(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same, with amax, underflow, saturation and non-finite counts."""
+    codes = eager(x)
+    finite = x.isfinite()
+    zero = (codes.view(torch.uint8) & 0x7F) == 0
+    return codes, x.abs().amax(), (zero & (x.view_as(codes) != 0)).sum(), (~finite).sum(), (x != 0).sum()
+
+
+def numba_case(x: torch.Tensor) -> Callable[[], object] | None:
+    """1×128 with statistics in numba, when it is installed."""
+    try:
+        import numba
+        import numpy as np
+    except ImportError:
+        return None
+
+    @numba.njit(cache=False, fastmath=False)
+    def quantise(x, codes, scales):  # type: ignore[no-untyped-def]
+        zeros = 0
+        for i in range(x.shape[0]):
+            for t in range(x.shape[1] // 128):
+                amax = np.float32(0)
+                for j in range(t * 128, t * 128 + 128):
+                    a = abs(x[i, j])
+                    amax = max(amax, a)
+                scale = np.float32(2.0) ** np.floor(np.log2(np.float32(448) / amax)) if amax > 0 else np.float32(1)
+                scales[i, t] = scale
+                for j in range(t * 128, t * 128 + 128):
+                    y = min(max(x[i, j] * scale, np.float32(-448)), np.float32(448))
+                    a = abs(y)
+                    if a < np.float32(0.015625):
+                        q = np.int32(np.rint(a * np.float32(512)))
+                    else:
+                        m, e = np.frexp(a)
+                        mantissa = np.int32(np.rint(m * np.float32(16)))
+                        q = mantissa + (e + 6) * 8 - 8
+                    zeros += q == 0
+                    codes[i, j] = q | (128 if y < 0 else 0)
+        return zeros
+
+    codes, scales = np.empty(x.shape, np.uint8), np.empty((x.shape[0], x.shape[1] // 128), np.float32)
+    array = x.numpy()
+    return lambda: quantise(array, codes, scales)
+
+
+def quantise(size: int, repetitions: int) -> str:
+    """The rows of one operand, float32 in, codes out."""
+    x = torch.randn(size, size)
+    n = x.numel()
+    cases: dict[str, Callable[[], object]] = {
+        "memcpy of the same traffic, 4 B read and 1 B written an element (roof)": roof(4 * n, n),
+        "x.to(float8_e4m3fn), no scales": lambda: x.to(torch.float8_e4m3fn),
+        "torch, eager, codes only": lambda: eager(x),
+        "torch, eager, with counts": lambda: eager_with_statistics(x),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(eager_with_statistics)
+        compiled(x)
+    cases["torch.compile of it"] = lambda: compiled(x)
+    by_numba = numba_case(x)
+    if by_numba is not None:
+        cases["numba, zeros counted"] = by_numba
+    for name, reason in available("cpu").items():
+        if reason is not None or name == "triton":
+            continue
+        backend = resolve(name, "cpu")
+        for what, how in (
+            ("quantise", {"stats": False}),
+            ("quantise + counts, extremes, histogram", {"heavy": False}),
+            ("quantise + all statistics", {"heavy": True}),
+        ):
+            cases[f"**{name}**: {what}"] = lambda b=backend, how=how: b.quantize(x, ROW, E4M3, True, 0.0, **how)  # type: ignore[misc]
+    got = table.interleaved(cases, repetitions)
+    base = got[next(iter(cases))]
+    rows = [(name, f"{t * 1e3:.1f}", f"{base / t:.3f}") for name, t in got.items()]
+    if by_numba is None:
+        rows.append(("numba", "not installed", ""))
+    return table.table(("", "ms", "share of the roof"), rows)
+
+
+def kinds(size: int, repetitions: int) -> str:
+    """The native kernel by dtype, tile and what it writes, each beside its own roof."""
+    rows = []
+    reason = available("cpu")["cpu"]
+    if reason is not None:
+        return f"Not measured: {reason}."
+    cpu = resolve("cpu", "cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(size, size).to(dtype)
+        n, read = x.numel(), x.element_size()
+        cases: dict[str, Callable[[], object]] = {"codes": roof(read * n, n), "float32": roof(read * n, 4 * n)}
+        for name, tile in TILES.items():
+            for stats in (False, True):
+                cases[f"codes {name} {stats}"] = lambda t=tile, s=stats, x=x: cpu.quantize(  # type: ignore[misc]
+                    x, t, E4M3, True, 0.0, stats=s, heavy=False
+                )
+                cases[f"float32 {name} {stats}"] = lambda t=tile, s=stats, x=x: cpu.quantize_dequantize(  # type: ignore[misc]
+                    x, t, E4M3, True, 0.0, stats=s, heavy=False
+                )
+        got = table.interleaved(cases, repetitions)
+        for name in TILES:
+            for out in ("codes", "float32"):
+                bare, counted = got[f"{out} {name} False"], got[f"{out} {name} True"]
+                rows.append(
+                    (str(dtype).removeprefix("torch."), name, out, f"{bare * 1e3:.1f}", f"{got[out] / bare:.2f}",
+                     f"{got[out] / counted:.2f}", f"{counted / bare - 1:+.1%}")
+                )  # fmt: skip
+    columns = ("input", "tile", "output", "ms", "share of its roof", "with statistics", "statistics cost")
+    return table.table(columns, rows)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--size", type=int, default=4096)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    text = f"""## Quantise one operand, {args.size}×{args.size}, one thread
+
+{table.machine("torch", "numpy", "numba")} {args.repetitions} repetitions. Goals: quantise ≥ 0.90 of the roof, with
+counts ≥ 0.85, statistics ≤ 8 % over quantise alone, bfloat16 ≥ 0.60.
+
+float32, tiles 1×128, codes out:
+
+{quantise(args.size, args.repetitions)}
+
+The native kernel, with counts, extremes and histogram (energies, moments and depth are sampled):
+
+{kinds(args.size, args.repetitions)}
+"""
+    table.write("kernels", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""How benchmarks measure and write: interleaved repetitions, medians, and docs/benchmarks.md section by section.
+
+A script measures one family and replaces the sections of its own name, so that what was measured on another machine
+stays. Ratios hold within one section: its rows took turns in one run. Nothing here asserts on time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+OUT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+ORDER = ("kernels", "linear", "agent", "gpu", "store", "collector", "peers", "detection")
+"""Families, in the order of the page. A family that has not been measured says so."""
+
+_HEAD = """# Benchmarks
+
+Written by `make bench` and its sisters (`make bench-gpu`, …). Ratios within one run, medians of interleaved
+repetitions; milliseconds are of the machine that is named beside them.
+"""
+
+
+def interleaved(
+    cases: dict[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Median seconds of each case; the cases take turns, so that a drifting machine hits all of them.
+
+    Args:
+        cases: what to run, by name. Each runs once before anything is measured.
+        repetitions: how often each is measured.
+        clock: time.process_time where a wall clock would be noise.
+    """
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for run in cases.values():
+        run()
+    for _ in range(repetitions):
+        for name, run in cases.items():
+            start = clock()
+            run()
+            times[name].append(clock() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table. Numbers are written by the caller."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def machine(*packages: str) -> str:
+    """Processor, cores, Python and the versions of these packages, in a line."""
+    model = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    parts = [f"{model[1].strip() if model else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"]
+    parts.append(f"Python {platform.python_version()}")
+    for name in packages:
+        try:
+            parts.append(f"{name} {metadata.version(name).partition('+')[0]}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"{name} not installed")
+    return "; ".join(parts) + "."
+
+
+def write(family: str, text: str) -> None:
+    """Replace one family's part of docs/benchmarks.md, and print it.
+
+    Args:
+        family: one of ORDER.
+        text: Markdown that begins with a `##` heading.
+    """
+    if family not in ORDER:
+        raise ValueError(f"family={family!r}: must be one of {', '.join(ORDER)}")
+    parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", _read(OUT), re.S))
+    parts[family] = text.strip()
+    missing = [name for name in ORDER if name not in parts]
+    body = "\n\n".join(f"<!-- {name} -->\n{parts[name]}\n<!-- /{name} -->" for name in ORDER if name in parts)
+    left = f"\n\n## Not measured\n\n{', '.join(missing)}.\n" if missing else "\n"
+    OUT.write_text(f"{_HEAD}\n{body}{left}")
+    sys.stdout.write(text.strip() + "\n\n")
+
+
+def _read(path: Path | str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
