@@ -111,12 +111,14 @@ def test_copies_and_pickles_are_plain(attach, mlp):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
-def test_compile_makes_one_graph_and_the_same_numbers(attach, train):
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compile_makes_one_graph_and_the_same_numbers(attach, train, backend):
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     compiled = copy.deepcopy(eager)
     watches = [attach(eager), attach(compiled)]
-    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    run = torch.compile(compiled, fullgraph=True, backend=backend)
     x = torch.randn(32, 64)
     for model, call in ((eager, eager), (compiled, run)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,10 +126,11 @@ def test_compile_makes_one_graph_and_the_same_numbers(attach, train):
             optimizer.zero_grad()
             call(x).pow(2).mean().backward()
             optimizer.step()
-    assert torch.equal(eager[0].weight, compiled[0].weight)
+    # inductor may fuse the mean's multiplications in another order
+    assert torch.allclose(eager[0].weight, compiled[0].weight, rtol=0, atol=0 if backend == "aot_eager" else 1e-6)
     a, b = (w._recorder.step(2)[1] for w in watches)
     assert a.keys() == b.keys()
-    assert all(a[k]["num_elements"] == b[k]["num_elements"] and a[k]["amax_max"] == b[k]["amax_max"] for k in a)
+    assert all(a[k]["num_elements"] == b[k]["num_elements"] and a[k]["amax_max"] == pytest.approx(b[k]["amax_max"], rel=1e-5) for k in a)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
