@@ -6,7 +6,6 @@ Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .formats import fp8_format
-from .kernels.registry import Backend
+from .kernels.registry import Backend, quantize_dequantize_both
 from .quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from .quantize.per_tensor import DelayedScale
 from .quantize.stats import TileStats
@@ -68,6 +67,9 @@ class SiteQuantizer:
 
     def end(self, stats: TileStats) -> None:
         """Hear the statistics of a call that counts."""
+
+    def settle(self, number: int) -> None:
+        """Hear that passes with another number are over."""
 
     def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
         """Dequantised [M, K] float32 and, when asked for, the statistics of its tiles."""
@@ -130,6 +132,28 @@ class DelayedQuantizer(SiteQuantizer):
         return out, measured
 
 
+def run_quantizers(
+    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+) -> list[tuple[Tensor, TileStats | None]]:
+    """Run one quantiser, or both directions of an operand: from one read where the backend can do that and both are as
+    the recipe made them."""
+    first, second = used[0], used[-1]
+    kind = type(first)
+    alike = kind is type(second) and first.spec == second.spec and first.backend is second.backend
+    if len(used) != 2 or not alike or kind not in (SiteQuantizer, MxQuantizer) or first.columnwise or first.spec.shared:
+        return [q(x_MK, stats=stats, heavy=heavy) for q in used]
+    s, fmt = first.spec, fp8_format(first.spec.format)
+    assert s.tile is not None
+    scale = None
+    if kind is MxQuantizer:
+        rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
+        scale = rowwise, columnwise
+    both = quantize_dequantize_both(
+        first.backend, x_MK, fmt, s.power_2_scale, s.eps, length=s.tile[1], scale=scale, stats=stats, heavy=heavy
+    )
+    return [(out, measured) for out, _, measured in both]
+
+
 def site_quantizer(
     recipe: Recipe, place: SitePlace, backend: Backend, device: torch.device, state: DelayedScale | None = None
 ) -> SiteQuantizer:
@@ -151,23 +175,3 @@ def site_quantizer(
     if state is None or state.format is not fmt or state.history != history:
         state = DelayedScale(fmt, history, device if device.type != "meta" else "cpu")
     return DelayedQuantizer(spec, columnwise, backend, state)
-
-
-def load_states(states: Mapping[str, DelayedScale], given: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load what `Watch.state_dict` kept of delayed scaling, all or nothing.
-
-    Raises:
-        ValueError: a site that is not there, or a history of another length.
-    """
-    unknown = sorted(set(given) - set(states))
-    if unknown:
-        known = f"known are {', '.join(sorted(states)[:6])}, …" if states else "no site here has a delayed scale"
-        raise ValueError(f"amax history of {unknown[0]!r}: no such site; {known}")
-    before = {name: states[name].state_dict() for name in given}
-    try:
-        for name, state in given.items():
-            states[name].load_state_dict(state)
-    except ValueError as e:
-        for name, state in before.items():
-            states[name].load_state_dict(state)
-        raise ValueError(f"amax history of {name!r}: {e}") from None

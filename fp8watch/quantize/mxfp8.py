@@ -92,8 +92,9 @@ def mx_amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
     spare = -length % TILE
     if spare:
         magnitude = F.pad(magnitude, (0, 0, 0, spare) if columnwise else (0, spare))
-    tiled = magnitude.unflatten(axis, ((length + spare) // TILE, TILE))
-    return tiled.amax(axis + 1).to(torch.float32)
+    m, k = magnitude.shape
+    tiled = magnitude.reshape(m // TILE, TILE, k) if columnwise else magnitude.reshape(m, k // TILE, TILE)
+    return tiled.amax(1 if columnwise else 2).to(torch.float32)
 
 
 def e8m0_scale_inv(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .environment import (
     set_too_late,
     switch,
 )
-from .spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe
+from .spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe, in_order
 
 FORMAT_NAMES = (*FORMATS, "HYBRID")
 BLOCK_TILES: dict[int, tuple[int, int]] = {1: (1, 128), 2: (128, 128)}
@@ -92,7 +92,7 @@ def blockwise(
         made[operand] = OperandRecipe(BLOCK_TILES[dim], formats[operand], power_2, eps)
     return Recipe(
         "blockwise",
-        **made,
+        *in_order(made),
         observe_only=observe_only,
         warmup_steps=warmup_steps,
         declared_not_effective=tuple(dict.fromkeys(notes)),
@@ -126,12 +126,12 @@ def current(
     env, formats = environment(environ), operand_formats(fp8_format)
     said = switch(env, CURRENT_POWER_2_VARIABLE)
     power_2 = bool(said) if power_2_scale is None else bool(power_2_scale)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if said is not None and said != power_2:
         notes = (_overruled(env, CURRENT_POWER_2_VARIABLE, "power_2_scale", power_2),)
     made = {o: OperandRecipe(None, formats[o], power_2, float(amax_epsilon)) for o in OPERANDS}
     return Recipe(
-        "current", **made, observe_only=observe_only, warmup_steps=warmup_steps, declared_not_effective=notes
+        "current", *in_order(made), observe_only=observe_only, warmup_steps=warmup_steps, declared_not_effective=notes
     )
 
 
@@ -159,7 +159,7 @@ def delayed(
     formats = operand_formats(fp8_format)
     made = {o: OperandRecipe(None, formats[o], power_2_scale=False, scaling="delayed") for o in OPERANDS}
     history = AmaxHistory(amax_history_len, amax_compute_algo, margin)
-    return Recipe("delayed", **made, history=history, observe_only=observe_only, warmup_steps=warmup_steps)
+    return Recipe("delayed", *in_order(made), history=history, observe_only=observe_only, warmup_steps=warmup_steps)
 
 
 def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool = False) -> Recipe:
@@ -174,7 +174,7 @@ def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool
     """
     formats = operand_formats(fp8_format)
     made = {o: OperandRecipe((1, 32), formats[o], scaling="mx") for o in OPERANDS}
-    return Recipe("mxfp8", **made, observe_only=observe_only, warmup_steps=warmup_steps)
+    return Recipe("mxfp8", *in_order(made), observe_only=observe_only, warmup_steps=warmup_steps)
 
 
 def observe(recipe: Recipe | None = None, *, environ: Mapping[str, str] | None = None) -> Recipe:

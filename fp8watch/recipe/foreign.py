@@ -26,7 +26,7 @@ from .environment import (
     refuse_fp32_scales_on_blackwell,
     switch,
 )
-from .spec import OPERANDS, OperandRecipe, Recipe
+from .spec import OPERANDS, OperandRecipe, Recipe, in_order
 
 READ = ("Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling")
 """Classes that are read, with their subclasses."""
@@ -61,11 +61,15 @@ def read_foreign(recipe: Any, environ: Mapping[str, str] | None = None) -> Recip
     names = class_names(recipe)
     for name in names:
         if name in REFUSED:
-            raise ValueError(f"recipe={names[0]}: {REFUSED[name]}, which is not computed here; use one of {', '.join(READ)}")
+            raise ValueError(
+                f"recipe={names[0]}: {REFUSED[name]}, which is not computed here; use one of {', '.join(READ)}"
+            )
     kind = next(name for name in names if name in READ)
     override = getattr(recipe, "backward_override", None)
     if override is not None:
-        raise ValueError(f"{names[0]}(backward_override={override!r}): only None is computed here; unset NVTE_BACKWARD_OVERRIDE")
+        raise ValueError(
+            f"{names[0]}(backward_override={override!r}): only None is computed here; unset NVTE_BACKWARD_OVERRIDE"
+        )
     reader = {
         "Float8BlockScaling": _block,
         "Float8CurrentScaling": _current,
@@ -79,7 +83,9 @@ def read_foreign(recipe: Any, environ: Mapping[str, str] | None = None) -> Recip
     ]
     made = reader(recipe, environment(environ), names[0], notes)
     fields = {o: made.operand(o) for o in OPERANDS}
-    return Recipe(made.name, **fields, history=made.history, declared_not_effective=tuple(dict.fromkeys(notes)))
+    return Recipe(
+        made.name, *in_order(fields), history=made.history, declared_not_effective=tuple(dict.fromkeys(notes))
+    )
 
 
 def _format(recipe: Any) -> str:
@@ -91,7 +97,9 @@ def _parameters(recipe: Any, operand: str, cls: str, notes: list[str]) -> tuple[
     """power_2_scale and amax_epsilon as the operand's quantiser reads them."""
     params = getattr(recipe, QPARAMS[operand], None)
     if params is None:
-        raise ValueError(f"{cls} has no {QPARAMS[operand]}: not a recipe of Transformer Engine 2.x; give a name or a Recipe")
+        raise ValueError(
+            f"{cls} has no {QPARAMS[operand]}: not a recipe of Transformer Engine 2.x; give a name or a Recipe"
+        )
     notes += [
         f"{cls}.{QPARAMS[operand]}.{name}=True is declared; FP8 quantisers ignore it"
         for name in _IGNORED_PARAMETERS
@@ -129,7 +137,7 @@ def _block(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) 
             f"{', '.join(QPARAMS[o] for o in rounded)}; assign those attributes, or set "
             f"{FP32_SCALES_VARIABLE}=1 before the import"
         )
-    return Recipe("blockwise", **made)
+    return Recipe("blockwise", *in_order(made))
 
 
 def _current(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> Recipe:
@@ -151,7 +159,7 @@ def _current(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]
             f"{cls}(use_power_2_scales={declared}) is declared, the quantisers of {', '.join(others)} read "
             f"power_2_scale={not declared} from {', '.join(QPARAMS[o] for o in others)}; assign those attributes"
         )
-    return Recipe("current", **made)
+    return Recipe("current", *in_order(made))
 
 
 def _delayed(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> Recipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..formats import fp8_format
@@ -98,6 +99,11 @@ def _weight() -> OperandRecipe:
     return OperandRecipe((128, 128))
 
 
+def in_order(made: Mapping[str, OperandRecipe]) -> tuple[OperandRecipe, OperandRecipe, OperandRecipe]:
+    """Input, weight, grad_output, as `Recipe` takes them."""
+    return made["input"], made["weight"], made["grad_output"]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A recipe for the three GEMMs of a Linear.
@@ -124,7 +130,9 @@ class Recipe:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise ValueError(f"warmup_steps={steps!r}: must be a whole number of steps, 0 or more")
         if steps and self.observe_only:
-            raise ValueError(f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one")
+            raise ValueError(
+                f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"
+            )
         specs = [self.operand(o) for o in OPERANDS]
         blocks = [o for o, s in zip(OPERANDS, specs, strict=True) if s.tile == (128, 128)]
         if len(blocks) > 1:
@@ -148,6 +156,11 @@ class Recipe:
         """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, or mixed."""
         kinds = {self.operand(o).kind for o in OPERANDS}
         return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    @property
+    def shared(self) -> tuple[bool, bool, bool]:
+        """Of input, weight, grad_output: whether one quantisation serves both directions."""
+        return self.input.shared, self.weight.shared, self.grad_output.shared
 
     def site_recipe(self, operand: str) -> str:
         """What a site of the operand is registered with: observed sites say "observe", but for delayed scaling, whose
