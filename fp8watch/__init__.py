@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ._attach import attach
-    from .quantize import BlockwiseQuantized, TileStats, quantize_blockwise
-    from .recipe import OperandRecipe, Recipe, blockwise
+    from .quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
+    from .recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe
     from .watch import Watch
 
 _PUBLIC = {
@@ -26,10 +26,18 @@ _PUBLIC = {
     "TileStats": "quantize",
     "Recipe": "recipe",
     "OperandRecipe": "recipe",
+    "AmaxHistory": "recipe",
     "blockwise": "recipe",
+    "current": "recipe",
+    "delayed": "recipe",
+    "mxfp8": "recipe",
+    "observe": "recipe",
+    "quantize_mxfp8": "quantize",
+    "quantize_per_tensor": "quantize",
 }
 
 __all__ = [
+    "AmaxHistory",
     "BlockwiseQuantized",
     "OperandRecipe",
     "Recipe",
@@ -38,7 +46,13 @@ __all__ = [
     "__version__",
     "attach",
     "blockwise",
+    "current",
+    "delayed",
+    "mxfp8",
+    "observe",
     "quantize_blockwise",
+    "quantize_mxfp8",
+    "quantize_per_tensor",
 ]
 
 

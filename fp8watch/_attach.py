@@ -16,11 +16,14 @@ import socket
 import sys
 import time
 import uuid
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import site_id
@@ -33,17 +36,15 @@ from .filter import FilterFn, LeftOut, select_linears
 from .identity import Identity, identify
 from .kernels.registry import Backend, resolve
 from .linear import take_over
+from .passes import ForwardEnd
+from .quantize.per_tensor import DelayedScale
+from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from .recipe import Recipe, resolve_recipe
 from .slab import Slab
 from .watch import SiteTable, Watch
 
-_SITES = (
-    ("input", "rowwise", "fprop"),
-    ("input", "columnwise", "wgrad"),
-    ("weight", "rowwise", "fprop"),
-    ("grad_output", "rowwise", "dgrad"),
-    ("grad_output", "columnwise", "wgrad"),
-)
+_states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
+"""Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
 
 
 def attach(
@@ -68,7 +69,8 @@ def attach(
     Args:
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
         run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
-        recipe: None (FP8WATCH_RECIPE, else "blockwise"), "blockwise", "observe" (leave the GEMMs as they are), or a Recipe.
+        recipe: None (FP8WATCH_RECIPE, else "blockwise"), "blockwise", "current", "delayed", "mxfp8", "observe" (leave
+            the GEMMs as they are), a Recipe, or a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: full statistics each n-th optimizer step.
@@ -95,13 +97,16 @@ def attach(
         if identity.rank == 0:
             sys.stderr.write(f"fp8watch: {text}\n")
 
-    def watch(plan: ops.Plan | None, table: list[SiteTable], recorder: Recorder | None) -> Watch:
+    def watch(
+        plan: ops.Plan | None, table: list[SiteTable], recorder: Recorder | None, hooks: Sequence[RemovableHandle] = ()
+    ) -> Watch:
         url = None
         if recorder is not None and settings.collector is not None:
             url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
         return Watch(
             model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
             tile_maps=maps, overhead_budget=overhead_budget, optimizer=optimizer, start_step=start_step, url=url, say=say,
+            hooks=hooks,
         )  # fmt: skip
 
     if settings.disabled == "1":
@@ -134,9 +139,15 @@ def attach(
     ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
-        take_over(module, ops.site_tensor(plan, i * ops.ROWS_PER_LINEAR), observe_only=chosen.observe_only)
+        site = ops.site_tensor(plan, i * len(plan.rows))
+        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared)
+    plan.warming = start_step < chosen.warmup_steps
     say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder))
-    return watch(plan, table, recorder)
+    for text in (*chosen.warnings, *chosen.declared_not_effective):
+        say(text)
+    hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
+    handles = [model.register_forward_hook(hook)] if hook is not None else []
+    return watch(plan, table, recorder, handles)
 
 
 def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> torch.device:
@@ -192,15 +203,20 @@ def _plan(
     linears: list[tuple[str, nn.Linear]], recipe: Recipe, backend: Backend, guard: Guard, *, observe: bool
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
-    quantizers: list[ops.SiteQuantizer] = []
-    for fqn, _ in linears:
-        for operand, direction, gemm in _SITES:
+    quantizers: list[SiteQuantizer] = []
+    for fqn, module in linears:
+        states = _states.setdefault(module, {})
+        for place in places(recipe):
+            operand, direction, gemm = place
             table.append(SiteTable(fqn, operand, direction, gemm, site_id(fqn, operand, direction)))
-            quantizers.append(ops.SiteQuantizer(recipe.operand(operand), direction == "columnwise", backend))
+            made = site_quantizer(recipe, place, backend, module.weight.device, states.get(operand))
+            quantizers.append(made)
+            if isinstance(made, DelayedQuantizer):
+                states[operand] = made.state
     slab = None
     if observe and linears:
         slab = guard.run("slab", Slab, len(table), linears[0][1].weight.device)
-    return ops.Plan(quantizers, slab, guard, recipe.observe_only), table
+    return ops.Plan(quantizers, slab, guard, recipe, ops.rows_of(recipe)), table
 
 
 def _start_recorder(
@@ -217,7 +233,7 @@ def _start_recorder(
     from . import __version__
 
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
-    facts = recipe.facts()
+    facts = recipe.session_facts()
     facts["num_linears"] = num_linears
     facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
     versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
@@ -257,9 +273,11 @@ def _line(
     if not linears:
         parts = ["no Linear taken over"]
     elif recipe.observe_only:
-        parts = [f"{n} observed, computing as before (backend {backend})"]
+        how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
+        parts = [f"{n} observed, computing as before ({how}backend {backend})"]
     else:
-        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}); recipe='observe' to only watch"]
+        warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
+        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}){warmup}; recipe='observe' to only watch"]
     if left_out:
         more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
         parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in left_out[:6]) + more)

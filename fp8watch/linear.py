@@ -4,11 +4,13 @@ Upstream:   fp8watch._attach            Downstream: fp8watch.ops
 Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
 Thread:     training, and autograd's
 
-    GEMM    reads                                        gives
+    GEMM    reads (tiles: blockwise)                     gives
     fprop   input rowwise 1×128, weight 128×128          y [M, N]
     dgrad   grad_output rowwise 1×128, weight 128×128    grad of input [M, K]
     wgrad   grad_output columnwise, input columnwise     grad of weight [N, K]
 
+An operand is shared where its rowwise and columnwise copies have the same codes and scales, as a 128×128 weight has:
+then one quantisation feeds both GEMMs. Under per-tensor recipes every operand is, under mxfp8 none.
 The emulated path multiplies dequantised operands in float32 (within 3e-7 of float64, five orders below the
 quantisation itself), adds the bias in float32, and casts last.
 """
@@ -25,14 +27,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import gemm
-from .ops import FIRST_ROW, GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
+from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
 from .quantize.checks import OPERAND_DTYPES
 from .shadow import shadow_gemm
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
 SHADOW_KEY = "_fp8watch_shadow"
-_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY)
+SHARED_KEY = "_fp8watch_shared"
+_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY, SHARED_KEY)
+
+Shared = tuple[bool, bool, bool]
+"""Of input, weight, grad_output: whether one quantisation serves both directions."""
+
+BLOCKWISE: Shared = (False, True, False)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -40,45 +48,55 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, site: Tensor, count: bool, wgrad: bool, shadow: bool
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        site: Tensor,
+        count: bool,
+        dgrad: bool,
+        wgrad: bool,
+        shadow: bool,
+        shared: Shared,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
-            xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad)
-            w, _ = quantize_dequantize(weight_NK, site, WEIGHT, count, True, False)
-            y = gemm.fprop(xr, w, bias_N, x_MK.dtype)
+            xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad and not shared[INPUT])
+            wr, wc = quantize_dequantize(weight_NK, site, WEIGHT, count, True, dgrad and not shared[WEIGHT])
+            y = gemm.fprop(xr, wr, bias_N, x_MK.dtype)
             if shadow:
-                shadow_gemm(y, xr, w.t(), bias_N, site, FIRST_ROW[INPUT])
-            return y, xc, w
+                shadow_gemm(y, xr, wr.t(), bias_N, site, INPUT, False)
+            return y, (xr if shared[INPUT] and wgrad else xc), (wr if shared[WEIGHT] else wc)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, site, count, wgrad, shadow = inputs
-        _, xc, w = output
-        ctx.mark_non_differentiable(xc, w)
-        ctx.save_for_backward(xc, w, site)
-        ctx.count, ctx.wgrad, ctx.shadow = count, wgrad, shadow
+        x, weight, bias, site, count, dgrad, wgrad, shadow, shared = inputs
+        _, xc, wc = output
+        ctx.mark_non_differentiable(xc, wc)
+        ctx.save_for_backward(xc, wc, site)
+        ctx.count, ctx.dgrad, ctx.wgrad, ctx.shadow, ctx.shared = count, dgrad, wgrad, shadow, shared[GRAD_OUTPUT]
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        xc, w, site = ctx.saved_tensors
+        xc, wc, site = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dgrad, wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.wgrad
+        dgrad, wgrad = ctx.needs_input_grad[0] and ctx.dgrad, ctx.needs_input_grad[1] and ctx.wgrad
         dx = dw = db = None
         with torch.autocast(grad_MN.device.type, enabled=False):
             if dgrad or wgrad:
-                gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
+                rowwise, columnwise = dgrad or ctx.shared, wgrad and not ctx.shared
+                gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, rowwise, columnwise)
+                gc = gr if ctx.shared else gc
                 if dgrad:
-                    dx = gemm.dgrad(gr, w, x_dtype)
+                    dx = gemm.dgrad(gr, wc, x_dtype)
                     if ctx.shadow:
-                        shadow_gemm(dx, gr, w, None, site, FIRST_ROW[GRAD_OUTPUT])
+                        shadow_gemm(dx, gr, wc, None, site, GRAD_OUTPUT, False)
                 if wgrad:
                     dw = gemm.wgrad(gc, xc, weight_dtype)
                     if ctx.shadow:
-                        shadow_gemm(dw, gc.t(), xc, None, site, FIRST_ROW[GRAD_OUTPUT] + 1)
+                        shadow_gemm(dw, gc.t(), xc, None, site, GRAD_OUTPUT, True)
             if bias_dtype is not None and ctx.needs_input_grad[2]:
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 class _ObserveOutput(torch.autograd.Function):
@@ -128,13 +146,20 @@ def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, site: Tensor, *, count: bool, shadow: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: Tensor,
+    *,
+    count: bool,
+    shadow: bool = False,
+    shared: Shared = BLOCKWISE,
 ) -> Tensor:
     """`F.linear` on the FP8 path of a site, for any leading shape.
 
     Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
     quantised from its own precision. `count` says whether the call enters the statistics, `shadow` whether its GEMMs
-    are held against float64 on sampled rows.
+    are held against float64 on sampled rows, `shared` which operands one quantisation serves in both directions.
 
     Raises:
         RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
@@ -150,7 +175,10 @@ def fp8_linear(
     _check(x, weight, autocast)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y, _, _ = _Fp8Linear.apply(rows, weight, bias, site, count, wgrad, shadow)  # type: ignore[no-untyped-call]
+    dgrad = x.requires_grad and torch.is_grad_enabled()
+    y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, site, count, dgrad, wgrad, shadow, shared
+    )
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
 
@@ -170,7 +198,8 @@ class WatchedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if not self.__dict__[OBSERVE_KEY]:
             shadow = SHADOW_KEY in self.__dict__
-            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shadow=shadow)
+            shared = self.__dict__[SHARED_KEY]
+            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared)
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested:
             return y
@@ -202,9 +231,10 @@ def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
     return got
 
 
-def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool) -> None:
-    """Put a Linear on its site, in place."""
+def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool, shared: Shared = BLOCKWISE) -> None:
+    """Put a Linear on its site, in place. `shared` is a constant of the recipe: compiled code is made for it."""
     module.__dict__[SITE_KEY] = site
+    module.__dict__[SHARED_KEY] = shared
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
         module.__class__ = watched_class(type(module))

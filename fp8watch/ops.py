@@ -24,45 +24,23 @@ from torch import Tensor, nn
 
 from fp8watch_agent.guard import Guard
 
-from .formats import fp8_format
-from .kernels.registry import Backend
+from .passes import Passes
 from .quantize.stats import TileStats
-from .recipe import OperandRecipe
+from .quantizers import SiteQuantizer, places, run_quantizers
+from .recipe import OPERANDS, Recipe
 from .slab import Slab
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
-ROWS_PER_LINEAR = 5
 BYTES_PER_TILE = 100
 """What the statistics of one tile take while they are held: five int64 counts, five float64 sums, seven of 1–4 bytes."""
 
 MAX_LOSSES = 4096
 """Losses held for one step: a loop whose steps never end must not fill the memory."""
 
-FIRST_ROW = {INPUT: 0, WEIGHT: 2, GRAD_OUTPUT: 3}
-"""Rows of a Linear in the slab: input rowwise, input columnwise, weight, grad_output rowwise, grad_output columnwise."""
 
-
-@dataclass
-class SiteQuantizer:
-    """Quantises one site. Recipes with a state of their own keep it here, one object a site."""
-
-    spec: OperandRecipe
-    columnwise: bool
-    backend: Backend
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
-        m, k = self.spec.tile
-        return (k, m) if self.columnwise else (m, k)
-
-    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
-        """Dequantised [M, K] float32 and, when asked for, the statistics of its tiles."""
-        s = self.spec
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=stats, heavy=heavy
-        )
-        return out, measured
+def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:
+    """Rows of a Linear in the slab, from its first: (operand, columnwise) -> row. See `quantizers.places`."""
+    return {(OPERANDS.index(p.operand), p.direction == "columnwise"): row for row, p in enumerate(places(recipe))}
 
 
 @dataclass
@@ -72,7 +50,10 @@ class Plan:
     quantizers: list[SiteQuantizer]
     slab: Slab | None
     guard: Guard
-    recipe_observes: bool
+    recipe: Recipe
+    rows: dict[tuple[int, bool], int]  # (operand, columnwise) -> row of the slab, from a Linear's first
+    warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
+    passes: Passes = field(default_factory=Passes)
     sampled: bool = True  # full statistics in this step; else counts only
     keep_tiles: bool = True
     max_tile_bytes: int = 64 << 20
@@ -91,26 +72,64 @@ class Plan:
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
     on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
-    def quantize(self, row: int, x_MK: Tensor, *, count: bool) -> Tensor:
-        """Quantise and dequantise for the GEMM; observe on the way where it counts."""
+    def row(self, first: int, operand: int, columnwise: bool) -> int:
+        """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
+        return first + self.rows.get((operand, columnwise), self.rows[operand, False])
+
+    def wanted(self, first: int, operand: int, rowwise: bool, columnwise: bool) -> tuple[int, ...]:
+        """Rows of the sites that are quantised when these directions are asked for."""
+        asked = [c for c, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+        return tuple(dict.fromkeys(self.row(first, operand, c) for c in asked))
+
+    def quantize(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
+        """Quantise and dequantise for the GEMM, one result a row; observe on the way where it counts.
+
+        Args:
+            rows: one or both directions of one operand.
+            x_MK: the operand.
+            number: of the pass; None where the call does not count: evaluation, recomputation.
+        """
+        count = number is not None
+        used = [self.quantizers[row] for row in rows]
+        if number is not None:
+            for quantizer in used:
+                quantizer.begin(number)
         observe = count and self.slab is not None and not self.paused
         if observe and self.calibrating:
-            return self._calibrate(row, x_MK)
-        out, stats = self.quantizers[row](x_MK, stats=observe, heavy=self.sampled)
-        if stats is not None and observe:
-            self.guard.run("accumulate", self._accumulate, row, x_MK, stats)
-        return out
+            results = self._calibrate(used, x_MK)
+        else:
+            stats = observe or (count and any(q.stateful for q in used))
+            results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled)
+        for row, quantizer, (_, measured) in zip(rows, used, results, strict=True):
+            if measured is None:
+                continue
+            if count:
+                quantizer.end(measured)
+            if observe:
+                self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
+        return [out for out, _ in results]
 
-    def _calibrate(self, row: int, x_MK: Tensor) -> Tensor:
+    def pass_through(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
+        """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
+        if number is not None and (self.slab is not None or any(self.quantizers[row].stateful for row in rows)):
+            self.quantize(rows, x_MK, number=number)
+        return [x_MK.to(torch.float32, copy=True) for _ in rows]
+
+    def settle(self) -> None:
+        """Roll what belongs to passes that are over, so that states can be read or used outside of training."""
+        numbers = {INPUT: self.passes.settle(), WEIGHT: self.passes.forward, GRAD_OUTPUT: -1}
+        for row, quantizer in enumerate(self.quantizers):
+            operand = next(o for (o, _), r in self.rows.items() if r == row % len(self.rows))
+            quantizer.settle(numbers[operand])
+
+    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor) -> list[tuple[Tensor, TileStats | None]]:
         start = time.perf_counter()
-        self.quantizers[row](x_MK, stats=False, heavy=False)
+        run_quantizers(used, x_MK, stats=False, heavy=False)
         bare = time.perf_counter() - start
-        out, stats = self.quantizers[row](x_MK, stats=True, heavy=True)
-        if stats is not None:
-            self.guard.run("accumulate", self._accumulate, row, x_MK, stats)
+        results = run_quantizers(used, x_MK, stats=True, heavy=True)
         self.observing_s += time.perf_counter() - start - 2 * bare
         self.calibration_s += bare
-        return out
+        return results
 
     def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
         assert self.slab is not None
@@ -178,32 +197,41 @@ def lookup(site: Tensor) -> tuple[Plan, int]:
     return plan, value & 0xFFFFFFFF
 
 
-def _counts(plan: Plan, operand: int, count: bool) -> bool:
+def _number(plan: Plan, operand: int, count: bool) -> int | None:
+    """Number of the pass that a call belongs to, None where it does not count."""
     if operand == GRAD_OUTPUT:
         plan.backward_seen = True
-        return count
+        return plan.passes.in_backward() if count else None
     if torch._C._current_graph_task_id() != -1:
-        return False  # inside a backward: activation checkpointing recomputes the forward, which was counted already
-    if count:
-        if plan.on_forward is not None:
-            plan.guard.run("on_forward", plan.on_forward)
-        plan.forward_seen = True
-    return count
+        # inside a backward: activation checkpointing recomputes the forward, which was counted already
+        plan.passes.recomputes()
+        return None
+    if not count:
+        return None
+    if plan.on_forward is not None:
+        plan.guard.run("on_forward", plan.on_forward)
+    plan.forward_seen = True
+    return plan.passes.in_forward()
 
 
 def _quantize_dequantize(
     x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
     plan, first = lookup(site)
-    row = first + FIRST_ROW[operand]
-    count = _counts(plan, operand, count)
+    number = _number(plan, operand, count)
     none = x.new_empty((0,), dtype=torch.float32)
     if x.numel() == 0:  # an empty batch has no tiles; its result is as empty as F.linear's
         empty = x.to(torch.float32, copy=True)
         return (empty if rowwise else none), (empty.clone() if columnwise else none)
-    x_row = plan.quantize(row, x, count=count) if rowwise else none
-    x_col = plan.quantize(row + 1, x, count=count) if columnwise else none
-    return x_row, x_col
+    rows = plan.wanted(first, operand, rowwise, columnwise)
+    if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
+        for row in rows:  # evaluation reads the scales that training has left
+            plan.quantizers[row].settle(plan.passes.settle())
+    run = plan.pass_through if plan.warming else plan.quantize
+    outs = run(rows, x, number=number)
+    if rowwise and columnwise:
+        return outs[0], (outs[1] if len(outs) == 2 else outs[0].clone())  # an op may not return one tensor twice
+    return (outs[0], none) if rowwise else (none, outs[0] if columnwise else none)
 
 
 quantize_dequantize = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
@@ -217,10 +245,11 @@ def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnw
 
 def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
     plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
-    if plan is not None and _counts(plan, operand, True) and x.numel():  # None: detached before this backward
-        for wanted, row in ((rowwise, 0), (columnwise, 1)):
-            if wanted:
-                plan.guard.run("observe", plan.quantize, first + FIRST_ROW[operand] + row, x, count=True)
+    if plan is not None:  # None: detached before this backward
+        number = _number(plan, operand, True)
+        if number is not None and x.numel():
+            rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
+            plan.guard.run("observe", plan.quantize, rows, x, number=number)
     return x.new_empty((0,))
 
 
@@ -247,9 +276,29 @@ def _(loss: Tensor, site: Tensor) -> Tensor:
     return loss.new_empty((0,))
 
 
+def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
+    plan = _plans.get(int(site) >> 32)
+    if plan is not None and torch._C._current_graph_task_id() == -1:
+        plan.passes.forward_ended(grad=grad)
+    return after.new_empty((0,))
+
+
+forward_ended = torch.library.custom_op("fp8watch::forward_ended", mutates_args=())(_forward_ended)
+
+
+@forward_ended.register_fake
+def _(after: Tensor, site: Tensor, grad: bool) -> Tensor:
+    return after.new_empty((0,))
+
+
 def _keep_side_effects() -> None:
     ops: Any = torch.ops.fp8watch
-    for op in (ops.observe.default, ops.note_loss.default, ops.quantize_dequantize.default):
+    for op in (
+        ops.observe.default,
+        ops.note_loss.default,
+        ops.forward_ended.default,
+        ops.quantize_dequantize.default,
+    ):
         torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
 
 

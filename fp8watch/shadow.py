@@ -80,15 +80,17 @@ def check_gemm(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None,
     return GemmCheck(error.float(), gain.masked_fill(empty, 1.0).float(), (~finite_output).sum())
 
 
-def _shadow_gemm(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, row: int) -> Tensor:
+def _shadow_gemm(
+    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, operand: int, columnwise: bool
+) -> Tensor:
     plan, first = ops.lookup(site)
-    forward = row == ops.FIRST_ROW[ops.INPUT]
-    recomputed = forward and torch._C._current_graph_task_id() != -1
+    row = plan.row(first, operand, columnwise)
+    recomputed = operand == ops.INPUT and torch._C._current_graph_task_id() != -1
     slab = plan.slab
     if slab is not None and plan.sampled and not plan.paused and not recomputed and output.numel() and a.numel():
 
         def accumulate() -> None:
-            slab.accumulate_gemm(first + row, check_gemm(output, a, b, bias, phase=plan.calls))
+            slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.calls))
 
         plan.guard.run("shadow", accumulate)
     return output.new_empty((0,))
@@ -98,7 +100,9 @@ shadow_gemm = torch.library.custom_op("fp8watch::shadow_gemm", mutates_args=())(
 
 
 @shadow_gemm.register_fake
-def _(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, row: int) -> Tensor:
+def _(
+    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, operand: int, columnwise: bool
+) -> Tensor:
     return output.new_empty((0,))
 
 

@@ -7,16 +7,16 @@ Thread:     training
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import STEP, STEP_SCALARS, Site, StepStatus
@@ -26,7 +26,9 @@ from . import ops, step_end
 from .identity import Identity
 from .linear import SITE_KEY, release, switch_shadow
 from .overhead import Overhead
+from .passes import LossHook
 from .recipe import Recipe
+from .scale_state import load_scale_state, scale_state
 from .slab import Slab
 from .tiles import tile_map_of
 
@@ -42,21 +44,6 @@ class SiteTable:
     direction: str
     gemm: str
     site_id: int
-
-
-class LossHook:
-    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
-    nothing, so that files load without fp8watch and copies report to nobody. It keeps the watch alive with the model,
-    for callers that drop what attach returned."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        self._watch.guard.run("loss", self._watch._see_loss, module, output)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Watch:
@@ -83,6 +70,7 @@ class Watch:
         start_step: int,
         url: str | None,
         say: Callable[[str], None],
+        hooks: Sequence[RemovableHandle] = (),
     ) -> None:
         self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
         self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
@@ -100,13 +88,14 @@ class Watch:
         self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
         self._paused = False
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = list(hooks)
         self._detached = plan is None
-        if plan is not None and recorder is not None:
-            plan.begin_step(sampled=True)
+        if plan is not None and (recorder is not None or plan.warming):
             if table:
                 self._hooks.append(model.register_forward_hook(LossHook(self)))
             step_end.start(self)
+        if plan is not None and recorder is not None:
+            plan.begin_step(sampled=True)
             self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -214,7 +203,13 @@ class Watch:
 
     def _close(self, status: StepStatus, step: int | None = None) -> None:
         plan, recorder = self._plan, self._recorder
-        if plan is None or plan.slab is None or recorder is None or self._detached:
+        if plan is None or self._detached:
+            return
+        if plan.slab is None or recorder is None:
+            if plan.warming:  # nothing is sent, but the warm-up is part of what is computed
+                self._step = (self._step if step is None else int(step)) + 1
+                self._end_warmup(plan)
+                plan.begin_step(sampled=False)
             return
         began = time.perf_counter()
         if step is not None:
@@ -227,9 +222,16 @@ class Watch:
             self._logged.clear()
             self._batch_id = None
             plan.slab.clear()
+            self._end_warmup(plan)
             self._overhead.step_closed(plan, recorder, began)
             plan.begin_step(sampled=self._step % self._overhead.every == 0)
             plan.calibrating = self._overhead.calibrates(self._num_closed)
+
+    def _end_warmup(self, plan: ops.Plan) -> None:
+        """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
+        if plan.warming and self._step >= self._recipe.warmup_steps:
+            plan.warming = False
+            self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
 
     def _send(self, plan: ops.Plan, slab: Slab, recorder: Recorder, status: StepStatus) -> None:
         rows = slab.copy_rows()[: len(self._table)]
@@ -273,8 +275,9 @@ class Watch:
             sites.append(
                 Site(
                     id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm,
-                    order=int(rows["order"][row]), shape=shape, tile=quantizer.tile, format=spec.format,
-                    power_2_scale=spec.power_2_scale, eps=spec.eps, recipe=self._recipe.name,
+                    order=int(rows["order"][row]), shape=shape, tile=quantizer.tile_for(shape),
+                    format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
+                    recipe=self._recipe.site_recipe(s.operand),
                     backend=quantizer.backend.NAME, evidence={"all": "exact"},
                 )
             )  # fmt: skip
@@ -337,7 +340,19 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
-        return {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
+        known = {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
+        return known | scale_state(self._plan, self._table)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: its next step, and its delayed scales with their amax histories.
+
+        Raises:
+            ValueError: a delayed scale of a site that is not watched, or of another history length; nothing is loaded.
+        """
+        load_scale_state(self._plan, self._table, state)
+        self._step = int(state.get("step", self._step))
+        if self._plan is not None:
+            self._plan.warming = self._step < self._recipe.warmup_steps
 
     def detach(self) -> None:
         """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
@@ -350,6 +365,7 @@ class Watch:
         if self._plan.backward_seen:
             self._close(StepStatus.ABORTED if self._plan.on_forward is None else self._pending)
         self._detached = True
+        self._plan.settle()
         for hook in self._hooks:
             hook.remove()
         for module in list(self._plan.modules):  # one that has left the model since is released as well

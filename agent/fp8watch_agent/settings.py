@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-RECIPES = ("blockwise", "observe")  # those that fp8watch.recipe computes
+RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")  # the names of fp8watch.recipe.RECIPES
 MIN_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 32 << 20
 MAX_RUN_CHARS = 200

@@ -16,6 +16,7 @@ from .. import ops
 from ..formats import fp8_format
 from ..linear import SITE_KEY
 from ..quantize.stats import TileStats
+from ..quantizers import SiteQuantizer
 
 FAULT_MODULE = "layers.1.mlp.down_proj"
 STALE_MODULE = "layers.0.mlp.up_proj"
@@ -46,18 +47,25 @@ def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Call
     return model.get_submodule(FAULT_MODULE).register_forward_pre_hook(overflow).remove
 
 
-class _Unguarded(ops.SiteQuantizer):
+class _Unguarded(SiteQuantizer):
     """A kernel that computes 448/amax without looking at amax."""
 
     def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
         s = self.spec
         out, _, measured = self.backend.quantize_dequantize(
-            x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, guard=False, stats=stats, heavy=heavy
+            x_MK,
+            self.tile_for((x_MK.shape[0], x_MK.shape[1])),
+            fp8_format(s.format),
+            s.power_2_scale,
+            s.eps,
+            guard=False,
+            stats=stats,
+            heavy=heavy,
         )
         return out, measured
 
 
-class _Stale(ops.SiteQuantizer):
+class _Stale(SiteQuantizer):
     """A weight cache that is never refreshed: the scale of the first call serves all later weights."""
 
     cached: Tensor | None = None
@@ -66,24 +74,37 @@ class _Stale(ops.SiteQuantizer):
         s = self.spec
         if self.cached is None:
             _, scale_inv, _ = self.backend.quantize(
-                x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=False
+                x_MK,
+                self.tile_for((x_MK.shape[0], x_MK.shape[1])),
+                fp8_format(s.format),
+                s.power_2_scale,
+                s.eps,
+                stats=False,
             )
             self.cached = 1.0 / scale_inv
         out, _, measured = self.backend.quantize_dequantize(
-            x_MK, self.tile, fp8_format(s.format), s.power_2_scale, s.eps, scale=self.cached, stats=stats, heavy=heavy
+            x_MK,
+            self.tile_for((x_MK.shape[0], x_MK.shape[1])),
+            fp8_format(s.format),
+            s.power_2_scale,
+            s.eps,
+            scale=self.cached,
+            stats=stats,
+            heavy=heavy,
         )
         return out, measured
 
 
-def _replace(model: nn.Module, module: str, row: int, kind: type[ops.SiteQuantizer]) -> None:
+def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantizer]) -> None:
     plan, first = ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
-    old = plan.quantizers[first + row]
-    plan.quantizers[first + row] = kind(old.spec, old.columnwise, old.backend)
+    row = plan.row(first, operand, False)
+    old = plan.quantizers[row]
+    plan.quantizers[row] = kind(old.spec, old.columnwise, old.backend)
 
 
 def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
     """128 channels die, and the site's kernel has no guard for a tile of zeros."""
-    _replace(model, FAULT_MODULE, ops.FIRST_ROW[ops.INPUT], _Unguarded)
+    _replace(model, FAULT_MODULE, ops.INPUT, _Unguarded)
 
     def die(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0].clone()
@@ -95,7 +116,7 @@ def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -
 
 def _stale_weight_scale(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
     """One layer's weight scale is cached from here on; the weights grow out of it within some steps."""
-    _replace(model, STALE_MODULE, ops.FIRST_ROW[ops.WEIGHT], _Stale)
+    _replace(model, STALE_MODULE, ops.WEIGHT, _Stale)
 
 
 def _lr(_model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

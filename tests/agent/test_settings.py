@@ -67,7 +67,7 @@ def test_the_table_names_existing_fields_once_each() -> None:
         ("FP8WATCH_EVERY", "0", "whole number from 1"),
         ("FP8WATCH_EVERY", "often", "whole number from 1"),
         ("FP8WATCH_EVERY", "1.5", "whole number from 1"),
-        ("FP8WATCH_RECIPE", "fp4", "blockwise, observe"),
+        ("FP8WATCH_RECIPE", "fp4", "mxfp8, observe"),
         ("FP8WATCH_SPOOL_DIR", "relative/folder", "absolute"),
         ("FP8WATCH_DISABLED", "yes", "1 (everything) or stats"),
     ],

@@ -13,7 +13,7 @@ from fp8watch.recipe import blockwise, resolve_recipe
     ("arguments", "error", "says"),
     [
         ({"recipe": "int4"}, ValueError, "recipe='int4' is unknown"),
-        ({"recipe": "delayed"}, ValueError, "not computed by this version"),
+        ({"recipe": "nvfp4"}, ValueError, "'delayed'"),
         ({"recipe": 8}, TypeError, "recipe=8"),
         ({"collector": "localhost:8900"}, ValueError, "collector='localhost:8900'"),
         ({"collector": "ftp://x"}, ValueError, "http://"),
@@ -124,7 +124,7 @@ def test_effective_configuration_is_fingerprinted():
     assert eps.fingerprint() != blockwise(environ={}).fingerprint()
     fp32 = blockwise(environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_FP8_BLOCK_SCALING_FWD_INP_POWER2": "1"})
     assert (fp32.input.power_2_scale, fp32.weight.power_2_scale) == (True, False)
-    assert blockwise(fp8_format_name="HYBRID", environ={}).grad_output.format == "E5M2"
+    assert blockwise(fp8_format="HYBRID", environ={}).grad_output.format == "E5M2"
 
 
 def test_a_filter_can_leave_the_rest_to_the_default(attach, mlp):

@@ -16,7 +16,7 @@ from torch import nn
 from fp8watch import ops
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
-from fp8watch.recipe import blockwise
+from fp8watch.recipe import blockwise, current, delayed, mxfp8
 
 STEPS, LAST, TOLERANCE = 300, 50, 0.0025
 
@@ -56,8 +56,12 @@ def in_float32():
 
 RECIPES = {
     "blockwise": lambda: blockwise(environ={}),
-    "blockwise, HYBRID": lambda: blockwise(fp8_format_name="HYBRID", environ={}),
+    "blockwise, HYBRID": lambda: blockwise(fp8_format="HYBRID", environ={}),
     "blockwise, FP32 scales": lambda: blockwise(environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}),
+    "current": lambda: current(environ={}),
+    "delayed": delayed,
+    "delayed, warmed up": lambda: delayed(warmup_steps=3),
+    "mxfp8": mxfp8,
 }
 
 
@@ -77,10 +81,9 @@ def test_a_quantiser_that_loses_two_bits_does_not(attach, monkeypatch, in_float3
     monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
     right = ops.Plan.quantize
 
-    def coarse(self, row, x, **how):
-        out = right(self, row, x, **how)
-        mantissa, exponent = torch.frexp(out)
-        return torch.ldexp(torch.round(mantissa * 4) / 4, exponent)
+    def coarse(self, rows, x, **how):
+        parts = [torch.frexp(out) for out in right(self, rows, x, **how)]
+        return [torch.ldexp(torch.round(mantissa * 4) / 4, exponent) for mantissa, exponent in parts]
 
     monkeypatch.setattr(ops.Plan, "quantize", coarse)
     assert abs(mean_loss(attach) / in_float32 - 1) > TOLERANCE

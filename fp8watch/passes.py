@@ -1,0 +1,130 @@
+"""Which pass a call belongs to: the outermost forward, or one backward. Delayed scales roll once for each.
+
+Upstream:   fp8watch._attach, fp8watch.ops     Downstream: fp8watch.quantizers
+Thread:     training, and autograd's
+
+A backward is one of autograd's graph tasks, which have numbers. A forward ends where the module that was given to
+attach returns: a hook says so, through an op, so that it is said in compiled graphs too. Where the hook does not run
+(compiled before attach, or training that calls parts of the model), a forward has ended when one begins after a
+backward. Forwards without gradients and recomputations are no passes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+
+class _Forward(Enum):
+    OVER = "over"
+    RUNNING = "running, or nobody said that it ended"
+    WITHOUT_GRAD = "ended without gradients: a pass only if it is recomputed, as reentrant checkpointing does"
+
+
+@dataclass
+class Passes:
+    """Numbers of the running passes. A quantiser that sees another number than at its last call is in a new pass."""
+
+    forward: int = 0
+    backward: int = 0
+    _state: _Forward = _Forward.OVER
+    _backward_since: bool = False
+    _recomputed: bool = False
+    _task: int = -1
+
+    def in_forward(self) -> int:
+        """A forward operand is quantised, and it counts."""
+        if self._backward_since and self._ended():
+            self.forward += 1
+        self._backward_since = self._recomputed = False
+        self._state = _Forward.RUNNING
+        return self.forward
+
+    def in_backward(self) -> int:
+        """A gradient is quantised."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.backward += 1
+        self._backward_since = True
+        return self.backward
+
+    def recomputes(self) -> None:
+        """A forward operand is quantised again, inside a backward."""
+        self._recomputed = True
+
+    def forward_ended(self, *, grad: bool) -> None:
+        """The outermost forward returned, with gradients enabled or not."""
+        if self._state is _Forward.OVER:
+            return
+        if grad:
+            self.forward += 1
+            self._state = _Forward.OVER
+        elif self._state is _Forward.RUNNING:
+            self._state = _Forward.WITHOUT_GRAD
+
+    def settle(self) -> int:
+        """Between steps: the number that the next forward would have."""
+        if self._backward_since and self._ended():
+            self.forward += 1
+            self._state = _Forward.OVER
+        return self.forward
+
+    def _ended(self) -> bool:
+        return self._state is _Forward.RUNNING or (self._state is _Forward.WITHOUT_GRAD and self._recomputed)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Some tensor of a forward's output, so that what is called with it comes after the forward in every graph."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            found = first_tensor(part)
+            if found is not None:
+                return found
+    return None
+
+
+class ForwardEnd:
+    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
+    nothing, so that files load without fp8watch."""
+
+    def __init__(self, site: Tensor) -> None:
+        self._site = site
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        from .ops import forward_ended
+
+        if module.training:
+            found = first_tensor(output)
+            forward_ended(self._site if found is None else found.detach(), self._site, torch.is_grad_enabled())
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class LossHook:
+    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
+    nothing, so that files load without fp8watch and copies report to nobody. It keeps the watch alive with the model,
+    for callers that drop what attach returned."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        self._watch.guard.run("loss", self._watch._see_loss, module, output)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,155 @@
+"""Per-tensor scaling: one FP32 scale a tensor, from its own amax (current) or from those of earlier passes (delayed).
+
+Upstream:   fp8watch.quantizers     Downstream: fp8watch.kernels.registry, fp8watch.quantize.stats
+Shapes:     x [M, K] -> codes [M, K], scale_inv [1, 1]; amax_history [amax_history_len]     Thread: training
+
+The arithmetic is that of the blockwise rule with one tile, the tensor. Columnwise data are the transpose, with the
+same codes and the same scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8watch import formats
+from fp8watch.formats import Fp8Format
+from fp8watch.kernels.registry import Backend, resolve
+from fp8watch.quantize.checks import check_denormals, check_eps, check_operand, check_scale
+from fp8watch.quantize.stats import INF, TileStats
+from fp8watch.recipe.spec import AmaxHistory
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class TensorQuantized:
+    """A tensor in FP8 with one scale."""
+
+    data: torch.Tensor  # torch.float8_*: [M, K]
+    scale_inv: torch.Tensor  # float32 [1, 1]
+    stats: TileStats
+    format: Fp8Format
+    backend: str
+    _dequantizer: Backend
+
+    def dequantize(self) -> torch.Tensor:
+        """Return what the codes stand for: float32 [M, K]."""
+        return self._dequantizer.dequantize(self.data, self.scale_inv, (self.data.shape[0], self.data.shape[1]))
+
+
+def quantize_per_tensor(
+    x: torch.Tensor,
+    fp8_format: str = "E4M3",
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+    scale: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> TensorQuantized:
+    """Quantise a tensor with one scale: its own (current scaling), or a given one (delayed scaling).
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16; any strides. Not differentiated.
+        fp8_format: "E4M3" or "E5M2".
+        power_2_scale: the scale is a power of two, rounded down; else float32.
+        amax_epsilon: an amax below is raised to it.
+        scale: float32 [1, 1] to use in place of FP8_MAX/amax; what lies above FP8_MAX/scale is clipped.
+        backend: "reference", "cpu", "triton", or None for the fastest that can serve x's device.
+
+    Returns:
+        Codes, scale_inv, statistics of the one tile, and `dequantize()`.
+
+    Raises:
+        TypeError: x is not a tensor of one of the three dtypes, or scale is not float32.
+        ValueError: x is not 2-D or is empty or on device meta, or another argument is none of the above.
+        RuntimeError: subnormal numbers are flushed to zero in this thread (CPU).
+    """
+    check_operand(x)
+    check_denormals(x)
+    fmt, eps = formats.fp8_format(fp8_format), check_eps(amax_epsilon)
+    if scale is not None:
+        check_scale(scale, (1, 1), x)
+    chosen = resolve(backend, x.device)
+    tile = (x.shape[0], x.shape[1])
+    data, scale_inv, stats = chosen.quantize(
+        x, tile, fmt, bool(power_2_scale), eps, scale=scale, invariant=scale is None
+    )
+    assert stats is not None
+    return TensorQuantized(data, scale_inv, stats, fmt, chosen.NAME, chosen)
+
+
+class DelayedScale:
+    """The scale of one operand under delayed scaling, and the amax history that it follows. Lives on the device.
+
+    Source: Transformer Engine 2.20, `DelayedScalingRecipeState` and `_amax_and_scale_update`. Nothing here reads a
+    value back to the host, and both tensors keep their addresses: a CUDA graph may capture `record` and `roll`.
+
+    Attributes:
+        scale: float32 [1, 1], 1 at first. Multiplies before the cast.
+        amax_history: float32 [amax_history_len], 0 at first. Entry 0 is the pass that runs now; the last entry is the
+            pass before, entry 1 the oldest.
+    """
+
+    def __init__(self, fmt: Fp8Format, history: AmaxHistory, device: torch.device | str = "cpu") -> None:
+        self.format, self.history = fmt, history
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
+            self.scale = torch.ones((1, 1), dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(history.amax_history_len, dtype=torch.float32, device=device)
+            self._largest = torch.full((1,), fmt.max_finite / 2.0**history.margin, device=device)
+
+    def to(self, device: torch.device) -> None:
+        """Move to another device, where the operand went there."""
+        if self.scale.device != device:
+            with torch.inference_mode(False):
+                self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+                self._largest = self._largest.to(device)
+
+    @torch.no_grad()
+    def record(self, amax: torch.Tensor, num_nan: torch.Tensor | None = None) -> None:
+        """Note the amax of one quantisation of the running pass: the largest of a pass counts.
+
+        Args:
+            amax: float32, one element; Inf where an element is.
+            num_nan: number of NaN in the operand, one element. Where it is above 0 the pass counts as NaN, because
+                an amax ignores them.
+        """
+        newest = amax.reshape(1)
+        if num_nan is not None:
+            newest = newest.masked_fill(num_nan.reshape(1) > 0, float("nan"))
+        torch.maximum(self.amax_history[:1], newest, out=self.amax_history[:1])  # keeps a NaN
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """End the pass: the amax over the window gives the next scale, and the history moves on by one.
+
+        scale = (FP8_MAX / 2^margin) / amax where the amax is finite and positive, else the old scale stays; a scale
+        that overflows float32 is its largest number. The window is the running pass and the amax_history_len − 1
+        before it; with "most_recent" it is the running pass alone.
+        """
+        history = self.amax_history
+        amax = history.amax(0, keepdim=True) if self.history.amax_compute_algo == "max" else history[:1]
+        fresh = torch.div(self._largest, amax).clamp_(max=_FLOAT32_MAX)
+        usable = (amax > 0) & (amax < INF)
+        self.scale.copy_(torch.where(usable, fresh, self.scale.view(1)).view(1, 1))
+        history.copy_(history.roll(-1))
+        history[:1].zero_()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of scale and amax_history."""
+        return {"scale": self.scale.clone(), "amax_history": self.amax_history.clone()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ValueError: names or shapes differ; a history of another length is another recipe.
+        """
+        for name, mine in (("scale", self.scale), ("amax_history", self.amax_history)):
+            given = state.get(name)
+            if given is None or given.shape != mine.shape:
+                got = "nothing" if given is None else tuple(given.shape)
+                raise ValueError(f"{name} is {got}: must have shape {tuple(mine.shape)}, as this recipe keeps it")
+            mine.copy_(given)

@@ -1,0 +1,177 @@
+"""The quantiser of one site, by recipe: from the operand of a GEMM to what its codes stand for.
+
+Upstream:   fp8watch.ops     Downstream: fp8watch.quantize, fp8watch.kernels.registry
+Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: training, and autograd's
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import fp8_format
+from .kernels.registry import Backend, quantize_dequantize_both
+from .quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
+from .quantize.per_tensor import DelayedScale
+from .quantize.stats import TileStats
+from .recipe import OPERANDS, AmaxHistory, OperandRecipe, Recipe
+
+
+class SitePlace(NamedTuple):
+    """One site of a Linear: an operand in a direction, and the GEMM that reads it first."""
+
+    operand: str
+    direction: str
+    gemm: str
+
+
+_BOTH = {
+    "input": (SitePlace("input", "rowwise", "fprop"), SitePlace("input", "columnwise", "wgrad")),
+    "weight": (SitePlace("weight", "rowwise", "fprop"), SitePlace("weight", "columnwise", "dgrad")),
+    "grad_output": (SitePlace("grad_output", "rowwise", "dgrad"), SitePlace("grad_output", "columnwise", "wgrad")),
+}
+
+
+def places(recipe: Recipe) -> tuple[SitePlace, ...]:
+    """The sites of a Linear under a recipe, in the order of their rows in the slab.
+
+    An operand whose rowwise and columnwise copies have the same codes and scales has the rowwise site only: whole
+    tensors, and 128×128 blocks. So per-tensor recipes have 3 sites, blockwise 5, mxfp8 6.
+    """
+    return tuple(p for o in OPERANDS for p in (_BOTH[o][:1] if recipe.operand(o).shared else _BOTH[o]))
+
+
+@dataclass
+class SiteQuantizer:
+    """Quantises one site with a scale for each tile from the tile's own amax. Recipes with a state subclass it."""
+
+    spec: OperandRecipe
+    columnwise: bool
+    backend: Backend
+
+    stateful = False
+    """Whether a call leaves something behind that later calls need: then it must see the statistics of each."""
+
+    def tile_for(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
+        if self.spec.tile is None:
+            return shape
+        m, k = self.spec.tile
+        return (k, m) if self.columnwise else (m, k)
+
+    def begin(self, number: int) -> None:
+        """Hear the number of the pass to which the next calls belong."""
+
+    def end(self, stats: TileStats) -> None:
+        """Hear the statistics of a call that counts."""
+
+    def settle(self, number: int) -> None:
+        """Hear that passes with another number are over."""
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        """Dequantised [M, K] float32 and, when asked for, the statistics of its tiles."""
+        s = self.spec
+        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
+        out, _, measured = self.backend.quantize_dequantize(
+            x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=stats, heavy=heavy
+        )
+        return out, measured
+
+
+@dataclass
+class MxQuantizer(SiteQuantizer):
+    """Tiles of 32 with E8M0 scales."""
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        """As SiteQuantizer."""
+        fmt = fp8_format(self.spec.format)
+        scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
+        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
+        out, _, measured = self.backend.quantize_dequantize(
+            x_MK, tile, fmt, True, 0.0, scale=scale, stats=stats, heavy=heavy
+        )
+        return out, measured
+
+
+@dataclass
+class DelayedQuantizer(SiteQuantizer):
+    """One scale for the tensor, from the amax of earlier passes. The scale rolls where a new pass begins, not where
+    the old one ends: a recomputation in between reads the scale that its forward had."""
+
+    state: DelayedScale
+    number: int | None = None  # of the pass that the history's entry 0 belongs to
+
+    stateful = True
+
+    def begin(self, number: int) -> None:
+        """Roll the scale once where the pass is a new one."""
+        if self.number is not None and self.number != number:
+            self.state.roll()
+        self.number = number
+
+    def settle(self, number: int) -> None:
+        """Roll where the pass has ended, without waiting for the next."""
+        if self.number is not None and self.number != number:
+            self.state.roll()
+            self.number = None
+
+    def end(self, stats: TileStats) -> None:
+        """Note the amax of this call."""
+        self.state.record(stats.amax, stats.num_nan)
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        """As SiteQuantizer."""
+        self.state.to(x_MK.device)
+        tile, fmt = self.tile_for((x_MK.shape[0], x_MK.shape[1])), self.state.format
+        out, _, measured = self.backend.quantize_dequantize(
+            x_MK, tile, fmt, False, 0.0, scale=self.state.scale, invariant=False, stats=stats, heavy=heavy
+        )
+        return out, measured
+
+
+def run_quantizers(
+    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+) -> list[tuple[Tensor, TileStats | None]]:
+    """Run one quantiser, or both directions of an operand: from one read where the backend can do that and both are as
+    the recipe made them."""
+    first, second = used[0], used[-1]
+    kind = type(first)
+    alike = kind is type(second) and first.spec == second.spec and first.backend is second.backend
+    if len(used) != 2 or not alike or kind not in (SiteQuantizer, MxQuantizer) or first.columnwise or first.spec.shared:
+        return [q(x_MK, stats=stats, heavy=heavy) for q in used]
+    s, fmt = first.spec, fp8_format(first.spec.format)
+    assert s.tile is not None
+    scale = None
+    if kind is MxQuantizer:
+        rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
+        scale = rowwise, columnwise
+    both = quantize_dequantize_both(
+        first.backend, x_MK, fmt, s.power_2_scale, s.eps, length=s.tile[1], scale=scale, stats=stats, heavy=heavy
+    )
+    return [(out, measured) for out, _, measured in both]
+
+
+def site_quantizer(
+    recipe: Recipe, place: SitePlace, backend: Backend, device: torch.device, state: DelayedScale | None = None
+) -> SiteQuantizer:
+    """Make the quantiser of a site.
+
+    Args:
+        recipe: of the Linear.
+        place: operand and direction.
+        backend: that does the arithmetic.
+        device: where the operand will lie; a state follows its operand if that is elsewhere.
+        state: of an earlier attach to go on with, if it is of the same format and history.
+    """
+    spec, columnwise = recipe.operand(place.operand), place.direction == "columnwise"
+    if spec.scaling == "mx":
+        return MxQuantizer(spec, columnwise, backend)
+    if spec.scaling != "delayed":
+        return SiteQuantizer(spec, columnwise, backend)
+    fmt, history = fp8_format(spec.format), recipe.history or AmaxHistory()
+    if state is None or state.format is not fmt or state.history != history:
+        state = DelayedScale(fmt, history, device if device.type != "meta" else "cpu")
+    return DelayedQuantizer(spec, columnwise, backend, state)

@@ -1,0 +1,188 @@
+"""The recipes by name: blockwise, current, delayed, mxfp8, observe, each built from arguments and environment.
+
+Upstream:   fp8watch.recipe.environment     Downstream: fp8watch.recipe.spec
+Thread:     any
+
+Source of each: the class of the same kind in `transformer_engine.common.recipe`, version 2.20. An argument that is
+given wins over its variable; where the two differ the recipe says so in `declared_not_effective`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..formats import FORMATS
+from .environment import (
+    CURRENT_POWER_2_VARIABLE,
+    block_scaling,
+    capability,
+    environment,
+    refuse_fp32_scales_on_blackwell,
+    set_too_late,
+    switch,
+)
+from .spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe, in_order
+
+FORMAT_NAMES = (*FORMATS, "HYBRID")
+BLOCK_TILES: dict[int, tuple[int, int]] = {1: (1, 128), 2: (128, 128)}
+
+
+def operand_formats(fp8_format: str) -> dict[str, str]:
+    """The format of each operand: HYBRID is E4M3 forward and E5M2 for grad_output.
+
+    Raises:
+        ValueError: another name.
+    """
+    if fp8_format not in FORMAT_NAMES:
+        raise ValueError(f"fp8_format={fp8_format!r}: must be one of {', '.join(map(repr, FORMAT_NAMES))}")
+    if fp8_format != "HYBRID":
+        return dict.fromkeys(OPERANDS, fp8_format)
+    return {"input": "E4M3", "weight": "E4M3", "grad_output": "E5M2"}
+
+
+def blockwise(
+    *,
+    fp8_format: str = "E4M3",
+    power_2_scale: bool | None = None,
+    amax_epsilon: float | None = None,
+    block_dims: tuple[int, int, int] = (1, 2, 1),
+    warmup_steps: int = 0,
+    observe_only: bool = False,
+    environ: Mapping[str, str] | None = None,
+    device_capability: tuple[int, int] | None = None,
+) -> Recipe:
+    """Transformer Engine's `Float8BlockScaling`: 1×128 tiles for input and grad_output, 128×128 blocks for weight.
+
+    Args:
+        fp8_format: "E4M3" everywhere, "HYBRID": E5M2 for grad_output, or "E5M2".
+        power_2_scale: powers of two or FP32 scales, for all operands. None: as the environment says, else powers of two.
+        amax_epsilon: smallest amax a scale is computed from, for all operands. None: as the environment says, else 0.
+        block_dims: of input, weight, grad_output: 1 for 1×128 tiles, 2 for 128×128 blocks; at most one 2.
+        warmup_steps: steps in high precision before the first in FP8.
+        observe_only: leave the GEMMs as they are.
+        environ: instead of `os.environ`.
+        device_capability: compute capability of the GPU; None: of the one that this process uses, if any.
+
+    Raises:
+        ValueError: an argument or environment variable that cannot be meant: name, value, rule.
+    """
+    env = environment(environ)
+    scaling, formats = block_scaling(env), operand_formats(fp8_format)
+    device = capability() if device_capability is None else device_capability
+    if not isinstance(block_dims, tuple) or len(block_dims) != 3 or any(d not in BLOCK_TILES for d in block_dims):
+        raise ValueError(f"block_dims={block_dims!r}: must be three of 1 (1×128) and 2 (128×128), for {OPERANDS}")
+    made: dict[str, OperandRecipe] = {}
+    notes = list(set_too_late(env, scaling))
+    for operand, dim in zip(OPERANDS, block_dims, strict=True):
+        said = scaling[operand]
+        power_2, eps = said.power_2_scale, said.eps
+        if power_2_scale is not None:
+            if said.power_2_variable is not None and power_2_scale != power_2:
+                notes.append(_overruled(env, said.power_2_variable, "power_2_scale", power_2_scale))
+            power_2 = bool(power_2_scale)
+        if amax_epsilon is not None:
+            if said.eps_variable is not None and amax_epsilon != eps:
+                notes.append(_overruled(env, said.eps_variable, "amax_epsilon", amax_epsilon))
+            eps = float(amax_epsilon)
+        if not power_2:
+            variable = said.power_2_variable if power_2_scale is None else None
+            words = f"{variable}={env[variable]!r}" if variable is not None else f"power_2_scale={power_2}"
+            refuse_fp32_scales_on_blackwell(words, device)
+        made[operand] = OperandRecipe(BLOCK_TILES[dim], formats[operand], power_2, eps)
+    return Recipe(
+        "blockwise",
+        *in_order(made),
+        observe_only=observe_only,
+        warmup_steps=warmup_steps,
+        declared_not_effective=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _overruled(environ: Mapping[str, str], variable: str, argument: str, value: object) -> str:
+    return f"{variable}={environ[variable]} has no effect: the argument {argument}={value} wins"
+
+
+def current(
+    *,
+    fp8_format: str = "HYBRID",
+    power_2_scale: bool | None = None,
+    amax_epsilon: float = 0.0,
+    warmup_steps: int = 0,
+    observe_only: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Transformer Engine's `Float8CurrentScaling`: one FP32 scale a tensor, from the amax of the tensor itself.
+
+    Args:
+        fp8_format: "HYBRID" (E5M2 for grad_output), "E4M3" or "E5M2".
+        power_2_scale: round the scales down to powers of two. None: as NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES says.
+        amax_epsilon: smallest amax a scale is computed from.
+        warmup_steps, observe_only, environ: as for `blockwise`.
+
+    Raises:
+        ValueError: an argument or environment variable that cannot be meant.
+    """
+    env, formats = environment(environ), operand_formats(fp8_format)
+    said = switch(env, CURRENT_POWER_2_VARIABLE)
+    power_2 = bool(said) if power_2_scale is None else bool(power_2_scale)
+    notes: tuple[str, ...] = ()
+    if said is not None and said != power_2:
+        notes = (_overruled(env, CURRENT_POWER_2_VARIABLE, "power_2_scale", power_2),)
+    made = {o: OperandRecipe(None, formats[o], power_2, float(amax_epsilon)) for o in OPERANDS}
+    return Recipe(
+        "current", *in_order(made), observe_only=observe_only, warmup_steps=warmup_steps, declared_not_effective=notes
+    )
+
+
+def delayed(
+    *,
+    fp8_format: str = "HYBRID",
+    amax_history_len: int = 1024,
+    amax_compute_algo: str = "max",
+    margin: int = 0,
+    warmup_steps: int = 0,
+    observe_only: bool = False,
+) -> Recipe:
+    """Transformer Engine's `DelayedScaling`: one FP32 scale a tensor, from the amax of earlier passes.
+
+    Args:
+        fp8_format: "HYBRID" (E5M2 for grad_output), "E4M3" or "E5M2".
+        amax_history_len: passes that are remembered.
+        amax_compute_algo: "max" over the history, or "most_recent".
+        margin: octaves of room above the amax.
+        warmup_steps, observe_only: as for `blockwise`. Histories fill during the warm-up.
+
+    Raises:
+        ValueError: an argument that cannot be meant.
+    """
+    formats = operand_formats(fp8_format)
+    made = {o: OperandRecipe(None, formats[o], power_2_scale=False, scaling="delayed") for o in OPERANDS}
+    history = AmaxHistory(amax_history_len, amax_compute_algo, margin)
+    return Recipe("delayed", *in_order(made), history=history, observe_only=observe_only, warmup_steps=warmup_steps)
+
+
+def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool = False) -> Recipe:
+    """Transformer Engine's `MXFP8BlockScaling`, emulated: 1×32 tiles with an E8M0 scale for all three operands.
+
+    Args:
+        fp8_format: "E4M3", "HYBRID" or "E5M2".
+        warmup_steps, observe_only: as for `blockwise`.
+
+    Raises:
+        ValueError: an argument that cannot be meant.
+    """
+    formats = operand_formats(fp8_format)
+    made = {o: OperandRecipe((1, 32), formats[o], scaling="mx") for o in OPERANDS}
+    return Recipe("mxfp8", *in_order(made), observe_only=observe_only, warmup_steps=warmup_steps)
+
+
+def observe(recipe: Recipe | None = None, *, environ: Mapping[str, str] | None = None) -> Recipe:
+    """Leave the GEMMs as they are and quantise their operands on the side, for statistics.
+
+    Args:
+        recipe: with which arithmetic; None: `blockwise`.
+        environ: instead of `os.environ`.
+    """
+    base = blockwise(environ=environ) if recipe is None else recipe
+    return replace(base, name="observe", observe_only=True, warmup_steps=0)

@@ -1,0 +1,73 @@
+"""What `attach(recipe=...)` was given, as one Recipe with a trainer's flags in it.
+
+Upstream:   fp8watch._attach     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign, fp8watch.recipe.trainer
+Thread:     training, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .build import blockwise, current, delayed, mxfp8, observe
+from .environment import capability, environment, refuse_fp32_scales_on_blackwell
+from .foreign import READ, is_foreign, read_foreign
+from .spec import OPERANDS, RECIPES, Recipe
+from .trainer import misfits, trainer_flags
+
+
+def resolve_recipe(
+    recipe: object, *, environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+) -> Recipe:
+    """What `attach(recipe=...)` was given, as a Recipe.
+
+    Args:
+        recipe: None (then FP8WATCH_RECIPE, else "blockwise"), one of RECIPES, a Recipe, or a recipe object of
+            Transformer Engine: Float8BlockScaling, Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling.
+        environ: instead of `os.environ`.
+        argv: the trainer's arguments, instead of `sys.argv`.
+
+    Raises:
+        ValueError: an unknown name, or settings that cannot be meant or are not computed here.
+        TypeError: anything else.
+    """
+    env = environment(environ)
+    if recipe is None:
+        recipe = env.get("FP8WATCH_RECIPE") or "blockwise"
+    if isinstance(recipe, str):
+        made = _by_name(recipe, env)
+    elif isinstance(recipe, Recipe):
+        made = recipe
+        for operand in OPERANDS:
+            spec = made.operand(operand)
+            if spec.kind == "blockwise" and not spec.power_2_scale:
+                refuse_fp32_scales_on_blackwell(f"Recipe.{operand}.power_2_scale=False", capability())
+    elif is_foreign(recipe):
+        made = read_foreign(recipe, env)
+    else:
+        raise TypeError(
+            f"recipe={recipe!r}: must be a name ({', '.join(map(repr, RECIPES))}), a fp8watch.Recipe, or one of "
+            f"Transformer Engine's {', '.join(READ)}"
+        )
+    flags = made.flags or trainer_flags(argv)
+    warnings, notes = misfits(flags, made.kind)
+    return replace(
+        made,
+        flags=flags,
+        warnings=tuple(dict.fromkeys((*made.warnings, *warnings))),
+        declared_not_effective=tuple(dict.fromkeys((*made.declared_not_effective, *notes))),
+    )
+
+
+def _by_name(name: str, environ: Mapping[str, str]) -> Recipe:
+    if name == "blockwise":
+        return blockwise(environ=environ)
+    if name == "current":
+        return current(environ=environ)
+    if name == "delayed":
+        return delayed()
+    if name == "mxfp8":
+        return mxfp8()
+    if name == "observe":
+        return observe(environ=environ)
+    raise ValueError(f"recipe={name!r} is unknown; use one of {', '.join(map(repr, RECIPES))}")

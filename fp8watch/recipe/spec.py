@@ -1,0 +1,202 @@
+"""What a recipe is: how each operand of a Linear is quantised, as frozen data with facts and a fingerprint.
+
+Upstream:   fp8watch.recipe.build, fp8watch.recipe.foreign     Downstream: fp8watch.quantizers, fp8watch.ops
+Thread:     any; read-only
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..formats import fp8_format
+
+OPERANDS = ("input", "weight", "grad_output")
+RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")
+"""Names that `attach(recipe=...)` and FP8WATCH_RECIPE take."""
+
+TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), None)
+SCALINGS = ("current", "delayed", "mx")
+AMAX_COMPUTE_ALGOS = ("max", "most_recent")
+
+Fact = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class OperandRecipe:
+    """How one operand is quantised.
+
+    `tile` is (1, 128) or (1, 32) along the contraction axis, (128, 128), or None for the whole tensor. `eps` clamps
+    the tile's amax from below. `scaling` says where a scale comes from: "current": the amax of the tile; "delayed":
+    the amax of earlier passes, whole tensors only; "mx": an E8M0 byte rounded up, tiles (1, 32) only.
+    """
+
+    tile: tuple[int, int] | None
+    format: str = "E4M3"
+    power_2_scale: bool = True
+    eps: float = 0.0
+    scaling: str = "current"
+
+    def __post_init__(self) -> None:
+        if self.tile not in TILES:
+            rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', or None for the whole tensor"
+            raise ValueError(f"tile={self.tile}: {rule}")
+        fp8_format(self.format)
+        if not math.isfinite(self.eps) or self.eps < 0:
+            raise ValueError(f"eps={self.eps}: must be finite and 0 or more; 1e-12 is recommended")
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"scaling={self.scaling!r}: must be one of {', '.join(map(repr, SCALINGS))}")
+        if self.scaling == "delayed" and (self.tile is not None or self.power_2_scale or self.eps):
+            rule = "delayed scaling has one FP32 scale a tensor and no eps: tile=None, power_2_scale=False, eps=0.0"
+            raise ValueError(f"tile={self.tile}, power_2_scale={self.power_2_scale}, eps={self.eps}: {rule}")
+        if (self.scaling == "mx") != (self.tile == (1, 32)) or (self.scaling == "mx" and not self.power_2_scale):
+            rule = "tiles (1, 32) and scaling='mx' belong together, and their scales are powers of two"
+            raise ValueError(f"tile={self.tile}, scaling={self.scaling!r}, power_2_scale={self.power_2_scale}: {rule}")
+        if self.scaling == "mx" and self.eps:
+            raise ValueError(f"eps={self.eps}: an E8M0 scale has no eps; leave it at 0")
+
+    @property
+    def kind(self) -> str:
+        """The recipe that this arithmetic belongs to: blockwise, current, delayed or mxfp8."""
+        if self.scaling == "mx":
+            return "mxfp8"
+        if self.scaling == "delayed":
+            return "delayed"
+        return "current" if self.tile is None else "blockwise"
+
+    @property
+    def shared(self) -> bool:
+        """Whether rowwise and columnwise copies have the same codes and scales, so that one quantisation serves both."""
+        return self.tile is None or self.tile[0] == self.tile[1]
+
+
+@dataclass(frozen=True)
+class AmaxHistory:
+    """How a delayed scale follows the amax of earlier passes."""
+
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        length = self.amax_history_len
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= 1 << 20:
+            raise ValueError(f"amax_history_len={length!r}: must be a whole number of passes from 1 to 1048576")
+        if self.amax_compute_algo not in AMAX_COMPUTE_ALGOS:
+            known = ", ".join(map(repr, AMAX_COMPUTE_ALGOS))
+            raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r}: must be one of {known}")
+        if not isinstance(self.margin, int) or isinstance(self.margin, bool) or not -32 <= self.margin <= 32:
+            raise ValueError(f"margin={self.margin!r}: must be a whole number of octaves from -32 to 32; 0 is usual")
+
+
+def _input() -> OperandRecipe:
+    return OperandRecipe((1, 128))
+
+
+def _weight() -> OperandRecipe:
+    return OperandRecipe((128, 128))
+
+
+def in_order(made: Mapping[str, OperandRecipe]) -> tuple[OperandRecipe, OperandRecipe, OperandRecipe]:
+    """Input, weight, grad_output, as `Recipe` takes them."""
+    return made["input"], made["weight"], made["grad_output"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe for the three GEMMs of a Linear.
+
+    With `observe_only` the GEMMs stay as they are and operands are quantised on the side, for statistics; the name is
+    then "observe". For the first `warmup_steps` steps of a run the GEMMs multiply unquantised operands, which are
+    observed all the same; delayed histories fill meanwhile. `flags` are a trainer's own FP8 flags; they change
+    nothing here but the fingerprint. The last two are what a reader must be told, and are not in the fingerprint.
+    """
+
+    name: str = ""
+    input: OperandRecipe = field(default_factory=_input)
+    weight: OperandRecipe = field(default_factory=_weight)
+    grad_output: OperandRecipe = field(default_factory=_input)
+    observe_only: bool = False
+    warmup_steps: int = 0
+    history: AmaxHistory | None = None
+    flags: tuple[tuple[str, str], ...] = ()
+    declared_not_effective: tuple[str, ...] = field(default=(), compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        steps = self.warmup_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ValueError(f"warmup_steps={steps!r}: must be a whole number of steps, 0 or more")
+        if steps and self.observe_only:
+            raise ValueError(
+                f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"
+            )
+        specs = [self.operand(o) for o in OPERANDS]
+        blocks = [o for o, s in zip(OPERANDS, specs, strict=True) if s.tile == (128, 128)]
+        if len(blocks) > 1:
+            rule = "no GEMM takes 128×128 blocks on both sides: give one operand (128, 128), the others (1, 128)"
+            raise ValueError(f"tile=(128, 128) for {' and '.join(blocks)}: {rule}")
+        kinds = {s.kind for s in specs}
+        if self.history is None and "delayed" in kinds:
+            object.__setattr__(self, "history", AmaxHistory())
+        if self.history is not None and "delayed" not in kinds:
+            raise ValueError(f"history={self.history}: no operand has scaling='delayed'; leave it out")
+        name = "observe" if self.observe_only else self.name if self.name != "observe" else ""
+        object.__setattr__(self, "name", name or self.kind)
+
+    def operand(self, name: str) -> OperandRecipe:
+        """The recipe of `input`, `weight` or `grad_output`."""
+        got: OperandRecipe = getattr(self, name)
+        return got
+
+    @property
+    def kind(self) -> str:
+        """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, or mixed."""
+        kinds = {self.operand(o).kind for o in OPERANDS}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    @property
+    def shared(self) -> tuple[bool, bool, bool]:
+        """Of input, weight, grad_output: whether one quantisation serves both directions."""
+        return self.input.shared, self.weight.shared, self.grad_output.shared
+
+    def site_recipe(self, operand: str) -> str:
+        """What a site of the operand is registered with: observed sites say "observe", but for delayed scaling, whose
+        scale is bound to no invariant."""
+        kind = self.operand(operand).kind
+        return "observe" if self.observe_only and kind != "delayed" else kind
+
+    def facts(self) -> dict[str, Fact]:
+        """The effective configuration as flat facts, for the session and the pages."""
+        out: dict[str, Fact] = {"recipe": self.name, "observe_only": self.observe_only}
+        for name in OPERANDS:
+            spec = self.operand(name)
+            out[f"{name}.tile"] = "tensor" if spec.tile is None else "x".join(map(str, spec.tile))
+            out[f"{name}.format"] = spec.format
+            out[f"{name}.power_2_scale"] = spec.power_2_scale
+            out[f"{name}.eps"] = spec.eps
+            out[f"{name}.scaling"] = spec.scaling
+        if self.warmup_steps:
+            out["warmup_steps"] = self.warmup_steps
+        if self.history is not None:
+            out["amax_history_len"] = self.history.amax_history_len
+            out["amax_compute_algo"] = self.history.amax_compute_algo
+            out["margin"] = self.history.margin
+        out.update({f"flag.{name}": value for name, value in self.flags})
+        return out
+
+    def fingerprint(self) -> str:
+        """12 hex digits over the effective configuration: equal fingerprints quantise alike."""
+        text = ";".join(f"{k}={v!r}" for k, v in sorted(self.facts().items()))
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def session_facts(self) -> dict[str, Fact]:
+        """`facts`, and beside them what was declared without effect and what does not fit together."""
+        out = self.facts()
+        if self.declared_not_effective:
+            out["declared_not_effective"] = "; ".join(self.declared_not_effective)[:2000]
+        if self.warnings:
+            out["configuration_warning"] = "; ".join(self.warnings)[:2000]
+        return out

@@ -1,0 +1,36 @@
+"""Models and a recorder that keeps what it is handed, as in the room of attach; no variables of the host."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from attach.conftest import attach, mlp, train_fixture
+
+from fp8watch.recipe.environment import (
+    CURRENT_POWER_2_VARIABLE,
+    EPS_VARIABLES,
+    FP32_SCALES_VARIABLE,
+    POWER_2_VARIABLES,
+)
+
+__all__ = ["attach", "mlp", "train_fixture"]
+
+
+@pytest.fixture(autouse=True)
+def clean_host(monkeypatch):
+    """No FP8 variable and no trainer's flag of whoever runs the tests."""
+    names = (*EPS_VARIABLES.values(), *POWER_2_VARIABLES.values(), FP32_SCALES_VARIABLE, CURRENT_POWER_2_VARIABLE)
+    for name in (*names, "FP8WATCH_RECIPE", "FP8WATCH_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors on a busy machine: threads that wait for each other take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
