@@ -270,7 +270,7 @@ class Packed:
         spread = raw.view(f"<u{k}")[:, 0]
         if dtype.itemsize <= k < 8 or k == 8:
             return (spread.astype(np.uint64) + np.uint64(base & ((1 << 64) - 1))).view(np.int64).astype(dtype)
-        return spread.astype(dtype) + np.asarray(base, dtype=dtype)
+        return np.asarray(spread.astype(dtype) + np.asarray(base, dtype=dtype))
 
 
 @lru_cache(maxsize=64)
