@@ -2,7 +2,7 @@
 
 Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.ingest, fp8watch_server.api, fp8watch_server.pages
 Shapes:     Settings -> FastAPI
-Thread:     event loop; the detect worker and the notify dispatcher have threads of their own
+Thread:     event loop; the detect worker, the compactor and the notify dispatcher have threads of their own
 
 `create_app` opens the database and brings it to the revision of this collector. The threads start with the
 application's lifespan, so that what is only looked at (tests, OpenAPI) starts none.
@@ -22,6 +22,7 @@ from starlette.responses import Response
 from . import actions, api, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
 from .settings import Settings
+from .store.compactor import Compactor
 from .store.dialect import make_engine
 from .store.fields import FieldError
 from .store.queries import CursorError
@@ -100,11 +101,13 @@ def create_app(
     detection = detection or _detection()
     sender = dispatcher(engine, settings)
     on_change = sender.wake if sender is not None else _nothing
+    compactor = Compactor(engine)
     worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=on_change)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        compactor.start()
         if sender is not None:
             sender.start()
         try:
@@ -112,6 +115,7 @@ def create_app(
         finally:
             await to_thread.run_sync(app.state.ingest.stop)
             await to_thread.run_sync(worker.stop)
+            await to_thread.run_sync(compactor.stop)
             if sender is not None:
                 await to_thread.run_sync(sender.stop)
             app.state.engine.dispose()

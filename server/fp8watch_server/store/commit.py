@@ -26,6 +26,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_agent.record import STEP_SCALARS
 from fp8watch_agent.wire import Batch
 
+from . import ledger
 from . import schema as t
 from .dialect import Json, upsert
 from .write import KeyReused, RankMismatch, Unknown
@@ -115,7 +116,7 @@ _LOCK_RUN = (
     .where(_r.run_id == sa.bindparam("run"), _r.tenant == sa.bindparam("of_tenant"))
     .with_for_update(key_share=True)
 )
-_SESSIONS = sa.select(_s.session, _s.rank, _s.attempt).where(
+_SESSIONS = sa.select(_s.session, _s.rank, _s.attempt, _s.ledger_seq_max).where(
     _s.run_id == sa.bindparam("run"),
     _s.tenant == sa.bindparam("of_tenant"),
     _s.session.in_(sa.bindparam("sessions", expanding=True)),
@@ -181,6 +182,7 @@ def _commit_run(
     arrival, last = run.num_batches, (run.last_step_attempt, run.last_step)
     batches: list[dict[str, Any]] = []
     scalars: list[dict[str, Any]] = []
+    logs: list[dict[str, Any]] = []
     newest: dict[str, tuple[int, dict[str, float], bool]] = {}
     for i in at:
         item, h = group[i], group[i].batch.header
@@ -197,8 +199,10 @@ def _commit_run(
             params = {**of_run, "in_session": h.session, "of_rank": h.rank, "at_seq": h.seq}
             found = conn.execute(_STORED, params).scalar()
             there = None if found is None else bytes(found)
+        if there is None and h.seq <= session.ledger_seq_max:  # its body may have become blocks
+            there = ledger.digest_of(conn, run_id, tenant, h.session, h.rank, h.seq)
         if there is not None:
-            outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256 else KeyReused()
+            outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
             continue
         missing = known.missing(conn, run, item.batch.site)
         if missing:
@@ -208,6 +212,7 @@ def _commit_run(
         arrival += 1
         batches.append(_row(item, run_id, tenant, session.attempt, arrival, now))
         scalars += _scalars(item.batch, session.attempt, tenant)
+        logs += _logs(item.batch, session.attempt, tenant)
         step_max = batches[-1]["step_max"]
         if step_max is not None and (last[1] is None or (session.attempt, step_max) > last):
             last = (session.attempt, step_max)
@@ -219,6 +224,7 @@ def _commit_run(
         return
     conn.execute(_INSERT, batches)
     upsert(conn, t.scalar, scalars, newest_by="seq")
+    upsert(conn, t.logged, logs, newest_by="seq")
     conn.execute(_TOUCH_RUN, {**of_run, "batches": arrival, "now": now, "step_attempt": last[0], "step": last[1]})
     touched = [
         {**of_run, "in_session": name, "now": now, "has_ended": ended}
@@ -290,6 +296,20 @@ _OPEN_INCIDENTS = (
     .order_by(_i.updated_at.desc())
     .limit(16)
 )
+
+
+def _logs(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
+    h, rows = batch.header, []
+    steps = batch.steps["step"].tolist()
+    for name, values in h.logs.items():
+        given = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
+        for step, value, number, kind in zip(steps, values, given.tolist(), classify(given).tolist(), strict=True):
+            row: dict[str, Any] = {"run_id": h.run, "tenant": tenant, "name": name.replace("\0", "")}
+            row |= {"attempt": attempt, "rank": h.rank, "step": step, "seq": h.seq}
+            row["value"] = number if value is not None and kind == 0 else None
+            row["value_class"] = None if value is None else kind
+            rows.append(row)
+    return rows
 
 
 def captures_wanted(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What a chart may ask for: the fields of the sketch, and those derived from them.
 
-Upstream:   fp8watch_server.store.hot    Downstream: fp8watch_server.store.series
+Upstream:   fp8watch_server.store.records    Downstream: fp8watch_server.store.series, fp8watch_server.store.summary
 Shapes:     Records [N] -> values [N] and whether they were measured [N]
 Thread:     any; only pure functions
 
@@ -41,6 +41,7 @@ class SeriesField:
     worst: str  # max | min: which end is the bad one
     values: Callable[[Columns], Array]
     defined: Callable[[Columns], Array] | None = None  # where the value has a meaning
+    derived: bool = True
 
 
 def _ratio(top: Array, bottom: Array) -> Array:
@@ -137,7 +138,7 @@ def _plain(name: str) -> SeriesField:
         defined = lambda c: ~((c["amax_min_nonzero"] == np.inf) & (c["amax_max"] == 0))  # noqa: E731
     groups = Measured(0) if name in ("measured", "order", "num_calls") else f.group
     worst = "min" if f.merge == "min" else "max"
-    return SeriesField(name, needs, groups, f.unit, f.doc, worst, lambda c: c[name], defined)
+    return SeriesField(name, needs, groups, f.unit, f.doc, worst, lambda c: c[name], defined, derived=False)
 
 
 SERIES_FIELDS: dict[str, SeriesField] = {
@@ -159,12 +160,16 @@ def series_field(name: str) -> SeriesField:
 
 
 def evaluate(field: SeriesField, columns: Columns) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Values [N] in the field's own dtype, and where they were measured and have a meaning [N]."""
+    """Values [N] in the field's own dtype (derived floats: float32), and where they were measured and mean something."""
     measured = columns["measured"]
     present = (measured & int(field.groups)) == int(field.groups)
     if field.defined is not None:
         present &= field.defined(columns)
-    return field.values(columns), np.asarray(present, dtype=bool)
+    values = field.values(columns)
+    if field.derived and values.dtype == np.float64:  # as summaries keep it: the same number from wherever it is read
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
+    return values, np.asarray(present, dtype=bool)
 
 
 def as_data(values: Array, present: npt.NDArray[np.bool_]) -> tuple[list[Any], list[list[Any]]]:
@@ -184,9 +189,9 @@ def name_of(value: float) -> str:
     return "nan" if value != value else "inf" if value > 0 else "-inf"
 
 
-def badness(values: Array, worst: str) -> npt.NDArray[np.float64]:
-    """The same order for every field: larger is worse, and NaN is worst of all."""
+def badness(values: Array, present: npt.NDArray[np.bool_], worst: str) -> npt.NDArray[np.float64]:
+    """The same order for every field: larger is worse, NaN is worst of all, and what is absent is −Inf: below all."""
     v = values.astype(np.float64)
     v = -v if worst == "min" else v
     v[np.isnan(v)] = np.inf
-    return v
+    return np.where(present, np.maximum(v, -np.finfo(np.float64).max), -np.inf)

@@ -1,19 +1,19 @@
 """Reading records back out of the bodies that were stored as they came.
 
-Upstream:   fp8watch_server.store.write    Downstream: fp8watch_server.store.series
-Shapes:     hot_batch rows -> columns [N], one item per (site, step), merged over ranks
-Thread:     query pool, detect worker
+Upstream:   fp8watch_server.store.write    Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
+Shapes:     hot_batch rows -> wire.Batch -> records.Parts
+Thread:     query pool, detect worker, compactor
 
-A step that was computed again after a restart belongs to the newer attempt, rank by rank; a record that one
-session sent twice, to the later batch. Decoded batches are kept in a cache of bounded size.
+Decoded batches are kept in a cache of bounded size. Of a batch that was compacted in part, the steps before
+hot_batch.step_min are in blocks already and are passed over.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,16 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
-from fp8watch_agent.wire import Batch, decode_batch, decode_histogram
+from fp8watch_agent.wire import Batch, WireError, decode_batch
 
 from . import schema as t
+from .records import Parts, filled, kept
+
+log = logging.getLogger("fp8watch.store")
 
 MAX_STEP = (1 << 63) - 1
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 96 << 20
+BODIES_AT_ONCE = 64
 
 Array = npt.NDArray[Any]
 _Key = tuple[str, str, str, str, int, int, float]
@@ -36,27 +39,6 @@ _Key = tuple[str, str, str, str, int, int, float]
 def step_range(from_step: int | None, to_step: int | None) -> tuple[int, int]:
     """Both ends of a range of steps; None is open."""
     return 0 if from_step is None else from_step, MAX_STEP if to_step is None else to_step
-
-
-@dataclass(frozen=True)
-class StoredBatch:
-    """A decoded batch and what the store knows of it."""
-
-    attempt: int
-    arrival: int
-    batch: Batch
-
-
-@dataclass(frozen=True)
-class Records:
-    """Records sorted by site, then step; one of each. Columns are [N] or [N, size]; histograms are counts."""
-
-    site: npt.NDArray[np.uint64]
-    step: npt.NDArray[np.int64]
-    columns: dict[str, Array]
-
-    def __len__(self) -> int:
-        return len(self.step)
 
 
 class _Cache:
@@ -101,22 +83,21 @@ def remember(conn: Connection, batch: Batch, received_at: float, *, tenant: str 
     _CACHE.put(_key(conn, tenant, h.run, h.session, h.rank, h.seq, received_at), batch)
 
 
+_ROW_KEY = ("run_id", "tenant", "session", "rank", "seq")
+
+
 def load(conn: Connection, row: Any) -> Batch | None:
-    """The batch of a hot_batch row (run_id, tenant, session, rank, seq, received_at); None when it has gone."""
+    """The batch of a hot_batch row (run_id, tenant, session, rank, seq, received_at); None when it has gone.
+
+    Raises:
+        WireError: the stored body cannot be read.
+    """
     key = _key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at)
     batch = _CACHE.get(key)
     if batch is not None:
         return batch
     b = t.hot_batch.c
-    body = conn.execute(
-        sa.select(b.body).where(
-            b.run_id == row.run_id,
-            b.tenant == row.tenant,
-            b.session == row.session,
-            b.rank == row.rank,
-            b.seq == row.seq,
-        )
-    ).scalar()
+    body = conn.execute(sa.select(b.body).where(*(b[name] == getattr(row, name) for name in _ROW_KEY))).scalar()
     if body is None:
         return None
     batch = decode_batch(bytes(body))
@@ -124,123 +105,84 @@ def load(conn: Connection, row: Any) -> Batch | None:
     return batch
 
 
-def batches(
+def load_all(conn: Connection, rows: Sequence[Any]) -> list[tuple[Any, Batch]]:
+    """The batches of rows of one run, bodies fetched many at a time. Those that cannot be read are left out."""
+    found: dict[int, Batch] = {}
+    missing: list[int] = []
+    for i, row in enumerate(rows):
+        batch = _CACHE.get(_key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at))
+        if batch is None:
+            missing.append(i)
+        else:
+            found[i] = batch
+    b = t.hot_batch.c
+    for start in range(0, len(missing), BODIES_AT_ONCE):
+        part = {rows[i].arrival: i for i in missing[start : start + BODIES_AT_ONCE]}
+        first = rows[missing[start]]
+        bodies = conn.execute(
+            sa.select(b.arrival, b.body).where(
+                b.run_id == first.run_id, b.tenant == first.tenant, b.arrival.in_(list(part))
+            )
+        )
+        for arrival, body in bodies:
+            i = part[arrival]
+            row = rows[i]
+            try:
+                batch = found[i] = decode_batch(bytes(body))
+            except WireError as e:
+                log.error("batch %s of run %r cannot be read (%s); it is left out", row.seq, row.run_id, e)
+                continue
+            _CACHE.put(_key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at), batch)
+    return [(rows[i], found[i]) for i in sorted(found)]
+
+
+def rows_between(
     conn: Connection,
     run_id: str,
-    from_step: int = 0,
-    to_step: int = MAX_STEP,
+    from_step: int,
+    to_step: int,
     *,
     rank: int | None = None,
     tenant: str = t.DEFAULT_TENANT,
-) -> Iterator[StoredBatch]:
-    """Batches of a run that hold a step of [from_step, to_step], in the order in which they came."""
+) -> list[Any]:
+    """Hot batches of a run that hold a step of [from_step, to_step], in the order in which they came; no bodies."""
     b = t.hot_batch.c
     where = [b.run_id == run_id, b.tenant == tenant, b.step_max >= from_step, b.step_min <= to_step]
     if rank is not None:
         where.append(b.rank == rank)
-    rows = conn.execute(
-        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
-        .where(*where)
-        .order_by(b.arrival)
-    ).all()
-    for row in rows:
-        batch = load(conn, row)
-        if batch is not None:  # retention may be quicker
-            yield StoredBatch(row.attempt, row.arrival, batch)
+    names = (*_ROW_KEY, "attempt", "arrival", "received_at", "step_min", "step_max")
+    return list(conn.execute(sa.select(*(b[n] for n in names)).where(*where).order_by(b.arrival)))
 
 
-def _take(batch: Batch, name: str, index: Array) -> Array:
-    sent = batch.sent.get(name)
-    if sent is None:
-        f = FIELD_BY_NAME[name]
-        if name in HISTOGRAMS:
-            return np.zeros((len(index), f.size))
-        return np.full(len(index) if f.size == 1 else (len(index), f.size), f.default, dtype=f.dtype)
-    return decode_histogram(sent[index]) if name in HISTOGRAMS else sent[index]
-
-
-def gather(
-    conn: Connection,
-    run_id: str,
-    names: Iterable[str],
-    *,
-    sites: Sequence[int] | None = None,
-    from_step: int | None = None,
-    to_step: int | None = None,
-    rank: int | None = None,
-    tenant: str = t.DEFAULT_TENANT,
-) -> Records:
-    """Columns of a run, of one rank, or merged over all ranks as each field merges (record.FIELDS)."""
-    from_step, to_step = step_range(from_step, to_step)
-    wanted = sorted({*names, "measured"})
-    parts: list[tuple[Array, ...]] = []
-    columns: dict[str, list[Array]] = {name: [] for name in wanted}
-    newest: dict[tuple[int, int], int] = {}  # (rank, step) -> attempt
-    attempts: set[int] = set()
-    for stored in batches(conn, run_id, from_step, to_step, rank=rank, tenant=tenant):
-        batch, h = stored.batch, stored.batch.header
-        attempts.add(stored.attempt)
-        for step in batch.steps["step"].tolist():
-            if newest.get((h.rank, step), -1) < stored.attempt:
-                newest[h.rank, step] = stored.attempt
+def parts_of(
+    row: Any,
+    batch: Batch,
+    names: Sequence[str],
+    from_step: int,
+    to_step: int,
+    sites: npt.NDArray[np.uint64] | None = None,
+) -> Parts | None:
+    """Records of a batch between two steps; None where there are none."""
+    from_step = max(from_step, row.step_min)
+    index: Any
+    if sites is None and from_step <= row.step_min and to_step >= row.step_max and _whole(batch, row):
+        index = slice(None)
+        n = len(batch.step)
+    else:
         mask = (batch.step >= from_step) & (batch.step <= to_step)
         if sites is not None:
-            mask &= np.isin(batch.site, np.asarray(sites, dtype=np.uint64))
+            mask &= batch.site == sites[0] if len(sites) == 1 else np.isin(batch.site, sites)
         index = np.flatnonzero(mask)
-        if not len(index):
-            continue
         n = len(index)
-        parts.append(
-            (
-                batch.site[index],
-                batch.step[index],
-                np.full(n, h.rank, dtype=np.int64),
-                np.full(n, stored.attempt, dtype=np.int64),
-                np.full(n, h.seq, dtype=np.int64),
-            )
-        )
-        for name in wanted:
-            columns[name].append(_take(batch, name, index))
-    if not parts:
-        empty = {name: _empty(name) for name in wanted}
-        return Records(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64), empty)
-    site, step, ranks, attempt, seq = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.lexsort((seq, attempt, ranks, step, site))
-    last = np.ones(len(order), dtype=bool)  # of equal (site, step, rank) the last in (attempt, seq)
-    s, p, r = site[order], step[order], ranks[order]
-    last[:-1] = (s[1:] != s[:-1]) | (p[1:] != p[:-1]) | (r[1:] != r[:-1])
-    if len(attempts) > 1:
-        owner = np.array([newest[key] for key in zip(r.tolist(), p.tolist(), strict=True)], dtype=np.int64)
-        last &= attempt[order] == owner
-    keep = order[last]
-    whole = {name: np.concatenate(values)[keep] for name, values in columns.items()}
-    return _merge_ranks(site[keep], step[keep], whole)
+    if not n:
+        return None
+    columns = {}
+    for name in names:
+        sent = batch.sent.get(name)
+        columns[name] = filled(name, n) if sent is None else kept(name, sent[index])
+    rank, attempt, seq = (np.full(n, key, dtype=np.int64) for key in (row.rank, row.attempt, row.seq))
+    return Parts(batch.site[index], batch.step[index], rank, attempt, seq, columns)
 
 
-def _empty(name: str) -> Array:
-    f = FIELD_BY_NAME[name]
-    return np.zeros(0 if f.size == 1 else (0, f.size), dtype=np.float64 if name in HISTOGRAMS else f.dtype)
-
-
-def _merge_ranks(site: Array, step: Array, columns: dict[str, Array]) -> Records:
-    if not len(site):
-        return Records(site, step, columns)
-    first = np.ones(len(site), dtype=bool)
-    first[1:] = (site[1:] != site[:-1]) | (step[1:] != step[:-1])
-    if first.all():
-        return Records(site, step, columns)
-    starts = np.flatnonzero(first)
-    merged: dict[str, Array] = {}
-    for name, values in columns.items():
-        merge = FIELD_BY_NAME[name].merge
-        if merge == "sum":
-            merged[name] = np.add.reduceat(values, starts, axis=0)
-        elif merge == "max":
-            merged[name] = np.maximum.reduceat(values, starts)  # NaN wins, on purpose
-        elif merge == "min":
-            merged[name] = np.minimum.reduceat(values, starts)
-        elif merge == "or":
-            merged[name] = np.bitwise_or.reduceat(values, starts)
-        else:  # coordinates and hashes belong to one rank: the lowest one's
-            merged[name] = values[starts]
-    return Records(site[starts], step[starts], merged)
+def _whole(batch: Batch, row: Any) -> bool:
+    return bool(len(batch.steps)) and int(batch.steps["step"][0]) == row.step_min

@@ -1,6 +1,6 @@
 """Everything that is read: by the API, by the pages, by anyone with a connection. Plain functions, plain dicts.
 
-Upstream:   fp8watch_server.store.series, fp8watch_server.store.tiles
+Upstream:   fp8watch_server.store.series, fp8watch_server.store.charts, fp8watch_server.store.tiles
 Downstream: fp8watch_server.api, fp8watch_server.pages
 Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*_page` -> (list, cursor | None)
 Thread:     query pool
@@ -20,9 +20,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from . import schema as t
+from .charts import heatmap, top
 from .fields import SERIES_FIELDS, FieldError
 from .hot import MAX_STEP
-from .series import heatmap, histogram, newest, scalars, series, top
+from .series import histogram, newest, scalars, series
 from .tiles import steps_available, tile_map
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The tables. Every key leads with run_id, so that a database can be sharded by run.
 
-Upstream:   fp8watch_server.store.dialect    Downstream: fp8watch_server.store.write, fp8watch_server.store.queries
+Upstream:   fp8watch_server.store.block_tables    Downstream: fp8watch_server.store.write, fp8watch_server.store.queries
 Shapes:     SQLAlchemy Core tables, the same on SQLite and PostgreSQL
 Thread:     any; only data
 
@@ -16,46 +16,68 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from .block_tables import (
+    BLOCK_ARRAYS,
+    BLOCK_COUNTS,
+    BLOCK_STEPS,
+    KEPT_DETAIL,
+    KEPT_ROLLUP,
+    KEPT_SUMMARY,
+    ROLLED_ATTEMPT,
+    ROLLED_RANK,
+    batch_ledger,
+    block,
+    block_meta,
+    cell,
+    detect_state,
+    logged,
+    retention,
+    scalar_block,
+)
 from .dialect import Json
+from .metadata import DEFAULT_TENANT, metadata, of_run, of_session, run_key
 
-DEFAULT_TENANT = "default"
+__all__ = [
+    "BLOCK_ARRAYS",
+    "BLOCK_COUNTS",
+    "BLOCK_STEPS",
+    "DEFAULT_TENANT",
+    "KEPT_DETAIL",
+    "KEPT_ROLLUP",
+    "KEPT_SUMMARY",
+    "ROLLED_ATTEMPT",
+    "ROLLED_RANK",
+    "batch_ledger",
+    "block",
+    "block_meta",
+    "cell",
+    "detect_state",
+    "hot_batch",
+    "incident",
+    "incident_event",
+    "logged",
+    "metadata",
+    "outbox",
+    "retention",
+    "run",
+    "scalar",
+    "scalar_block",
+    "session",
+    "silence",
+    "site",
+    "site_total",
+    "tile_map",
+    "tile_map_batch",
+    "token",
+]
 
 BATCH_PENDING, BATCH_DETECTED, BATCH_FAILED = 0, 1, 2
 """hot_batch.detected: not seen by the detectors yet, seen, or the detectors broke on it (detect_error says how)."""
 
-metadata = sa.MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "fk": "fk_%(table_name)s_%(referred_table_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
-
-
-def _run_key() -> tuple[sa.Column[str], sa.Column[str]]:
-    return (
-        sa.Column("run_id", sa.Text, primary_key=True),
-        sa.Column("tenant", sa.Text, primary_key=True, server_default=DEFAULT_TENANT),
-    )
-
-
-def _of_run() -> sa.ForeignKeyConstraint:
-    return sa.ForeignKeyConstraint(["run_id", "tenant"], ["run.run_id", "run.tenant"], ondelete="CASCADE")
-
-
-def _of_session() -> sa.ForeignKeyConstraint:
-    return sa.ForeignKeyConstraint(
-        ["run_id", "tenant", "session"],
-        ["session.run_id", "session.tenant", "session.session"],
-        ondelete="CASCADE",
-    )
-
-
 run = sa.Table(
     "run",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("recipe", sa.Text, nullable=False, server_default=""),
     sa.Column("backend", sa.Text, nullable=False, server_default=""),
@@ -71,7 +93,7 @@ run = sa.Table(
 session = sa.Table(
     "session",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),  # order of the sessions of this rank, from 1
@@ -89,15 +111,16 @@ session = sa.Table(
     sa.Column("last_seen_at", sa.Double, nullable=False),
     sa.Column("health", Json),  # counters of the agent, of its newest batch
     sa.Column("health_seq", sa.BigInteger, nullable=False, server_default="-1"),
+    sa.Column("ledger_seq_max", sa.BigInteger, nullable=False, server_default="-1"),  # up to which the ledger knows any
     sa.Column("ended", sa.Boolean, nullable=False, server_default=sa.false()),
-    _of_run(),
+    of_run(),
 )
 sa.Index(None, session.c.run_id, session.c.tenant, session.c.rank, session.c.attempt, unique=True)
 
 site = sa.Table(
     "site",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("module", sa.Text, nullable=False),
     sa.Column("operand", sa.Text, nullable=False),
@@ -115,13 +138,13 @@ site = sa.Table(
     sa.Column("backend", sa.Text, nullable=False),
     sa.Column("evidence", Json, nullable=False),
     sa.Column("updated_at", sa.Double, nullable=False),
-    _of_run(),
+    of_run(),
 )
 
 site_total = sa.Table(  # running totals and newest values of a site over all ranks: what /metrics reads
     "site_total",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("num_nonfinite", sa.BigInteger, nullable=False),
     sa.Column("num_saturated", sa.BigInteger, nullable=False),
@@ -129,13 +152,13 @@ site_total = sa.Table(  # running totals and newest values of a site over all ra
     sa.Column("attempt", sa.Integer, nullable=False),  # of last_step
     sa.Column("last_step", sa.BigInteger, nullable=False),
     sa.Column("newest", Json, nullable=False),  # field or derived field -> value at last_step
-    _of_run(),
+    of_run(),
 )
 
 hot_batch = sa.Table(
     "hot_batch",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
@@ -149,7 +172,7 @@ hot_batch = sa.Table(
     sa.Column("received_at", sa.Double, nullable=False),
     sa.Column("detected", sa.SmallInteger, nullable=False, server_default="0"),
     sa.Column("detect_error", sa.Text),
-    _of_session(),
+    of_session(),
 )
 sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.arrival, unique=True)
 sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.step_min, hot_batch.c.step_max)
@@ -158,33 +181,6 @@ sa.Index(
     hot_batch.c.received_at,
     sqlite_where=hot_batch.c.detected == BATCH_PENDING,
     postgresql_where=hot_batch.c.detected == BATCH_PENDING,
-)
-
-block = sa.Table(  # 256 steps of one site on one rank: what hot batches become when they cool
-    "block",
-    metadata,
-    *_run_key(),
-    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("num_steps", sa.Integer, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),
-    _of_run(),
-)
-
-block_meta = sa.Table(  # extremes and sums of a block: what top-N and heat maps read
-    "block_meta",
-    metadata,
-    *_run_key(),
-    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("num_steps", sa.Integer, nullable=False),
-    sa.Column("summary", Json, nullable=False),
-    sa.Column("amax_hist", sa.LargeBinary),
-    _of_run(),
 )
 
 SCALAR_NAMES = ("loss", "grad_norm", "lr", "loss_scale")
@@ -200,7 +196,7 @@ def _scalar_columns() -> list[sa.Column[Any]]:
 scalar = sa.Table(
     "scalar",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
@@ -209,14 +205,14 @@ scalar = sa.Table(
     sa.Column("time", sa.Double),  # by the clock of the training process
     sa.Column("batch_id", sa.Text),
     *_scalar_columns(),
-    _of_run(),
+    of_run(),
 )
 sa.Index(None, scalar.c.run_id, scalar.c.tenant, scalar.c.step)
 
 tile_map = sa.Table(
     "tile_map",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
@@ -224,27 +220,27 @@ tile_map = sa.Table(
     sa.Column("session", sa.Text, nullable=False),
     sa.Column("body", sa.LargeBinary, nullable=False),  # wire.encode_tile_maps of this one map
     sa.Column("received_at", sa.Double, nullable=False),
-    _of_session(),
+    of_session(),
 )
 sa.Index(None, tile_map.c.run_id, tile_map.c.tenant, tile_map.c.step)
 
 tile_map_batch = sa.Table(  # which bodies of tile maps have come: what makes sending one twice harmless
     "tile_map_batch",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("body_sha256", sa.LargeBinary(32), nullable=False),
     sa.Column("step_max", sa.BigInteger, nullable=False),
     sa.Column("received_at", sa.Double, nullable=False),
-    _of_session(),
+    of_session(),
 )
 
 incident = sa.Table(
     "incident",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("id", sa.Text, primary_key=True),  # uuid, hex
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("mode", sa.Text, nullable=False),  # slug of the failure mode
@@ -267,7 +263,7 @@ incident = sa.Table(
     sa.Column("opened_at", sa.Double, nullable=False),
     sa.Column("resolved_at", sa.Double),
     sa.Column("updated_at", sa.Double, nullable=False),
-    _of_run(),
+    of_run(),
 )
 sa.Index(None, incident.c.run_id, incident.c.tenant, incident.c.fingerprint)
 sa.Index(None, incident.c.run_id, incident.c.tenant, incident.c.status)
@@ -276,7 +272,7 @@ sa.Index(None, incident.c.id, unique=True)
 incident_event = sa.Table(
     "incident_event",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("incident_id", sa.Text, primary_key=True),
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),  # from 1 within the incident
     sa.Column("kind", sa.Text, nullable=False),  # opened | updated | acknowledged | resolved
@@ -293,7 +289,7 @@ incident_event = sa.Table(
 outbox = sa.Table(
     "outbox",
     metadata,
-    *_run_key(),
+    *run_key(),
     sa.Column("id", sa.Text, primary_key=True),  # uuid, hex
     sa.Column("incident_id", sa.Text, nullable=False),
     sa.Column("channel", sa.Text, nullable=False, server_default=""),  # '' = every channel that is configured
@@ -315,7 +311,7 @@ sa.Index(None, outbox.c.run_id, outbox.c.tenant, outbox.c.idempotency_key, outbo
 silence = sa.Table(
     "silence",
     metadata,
-    *_run_key(),  # run_id '' = every run
+    *run_key(),  # run_id '' = every run
     sa.Column("id", sa.Text, primary_key=True),  # uuid, hex
     sa.Column("mode", sa.Text, nullable=False, server_default=""),  # '' = every mode
     sa.Column("module", sa.Text, nullable=False, server_default=""),  # '' = every module

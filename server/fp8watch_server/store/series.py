@@ -1,6 +1,6 @@
-"""Charts: one site over steps, all sites over steps, the worst sites, histograms over steps.
+"""Charts of one site, or of a scalar, over steps; and its histograms over steps.
 
-Upstream:   fp8watch_server.store.hot, fp8watch_server.store.fields    Downstream: fp8watch_server.store.queries
+Upstream:   fp8watch_server.store.reading, fp8watch_server.store.scalars    Downstream: fp8watch_server.store.queries
 Shapes:     Records -> lists that JSON can hold, with non-finite values as data
 Thread:     query pool
 
@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS
 
 from . import schema as t
 from .fields import FieldError, as_data, badness, evaluate, series_field
-from .hot import batches, gather, step_range
+from .reading import extent, gather
+from .scalars import read_logged, read_scalars
+from .summary import worst_of_each
 
 MAX_POINTS = 10_000
-MAX_HEATMAP_CELLS = 1 << 20
 AMAX_BUCKET_OFFSET = 48
 """Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; bucket 0 holds the zero tiles."""
 
@@ -43,29 +43,25 @@ def thin(values: Array, present: npt.NDArray[np.bool_], points: int) -> tuple[Ar
         return np.arange(n), 1
     num_buckets = max(1, points // 3)
     stride = math.ceil(n / num_buckets)
-    v = values.astype(np.float64)
-    nan = np.isnan(v) & present
-    keep: set[int] = set()
-    for start in range(0, n, stride):
-        part = np.arange(start, min(start + stride, n))
-        numbers = part[present[part] & ~nan[part]]
-        if len(numbers):
-            keep.add(int(numbers[np.argmin(v[numbers])]))
-            keep.add(int(numbers[np.argmax(v[numbers])]))
-        first_nan = part[nan[part]]
-        if len(first_nan):
-            keep.add(int(first_nan[0]))
-        elif not len(numbers):
-            keep.add(start)
-    return np.array(sorted(keep), dtype=np.int64), stride
+    starts = np.arange(0, n, stride)
+    nan = np.isnan(values.astype(np.float64)) & present
+    number = present & ~nan
+    lowest = worst_of_each(badness(values, number, "min"), starts)
+    highest = worst_of_each(badness(values, number, "max"), starts)
+    first_nan = np.minimum.reduceat(np.where(nan, np.arange(n), n), starts)
+    any_number = np.logical_or.reduceat(number, starts)
+    keep = [lowest[any_number], highest[any_number], first_nan[first_nan < n]]
+    keep.append(starts[~any_number & (first_nan == n)])
+    return np.unique(np.concatenate(keep)).astype(np.int64), stride
 
 
-def _points(points: int) -> int:
+def clamp_points(points: int) -> int:
+    """A number of points that can be drawn."""
     return min(max(points, 3), MAX_POINTS)
 
 
 def _chart(steps: Array, values: Array, present: npt.NDArray[np.bool_], points: int) -> dict[str, Any]:
-    index, stride = thin(values, present, _points(points))
+    index, stride = thin(values, present, clamp_points(points))
     data, nonfinite = as_data(values[index], present[index])
     return {"steps": steps[index].tolist(), "values": data, "nonfinite": nonfinite, "stride": stride}
 
@@ -111,87 +107,11 @@ def scalars(
         FieldError: a name that this run has not logged.
     """
     if name in t.SCALAR_NAMES:
-        found = _stored_scalars(conn, run_id, name, *step_range(from_step, to_step), rank)
+        found = read_scalars(conn, extent(conn, run_id, from_step, to_step), name, rank)
     else:
-        found = _logged(conn, run_id, name, *step_range(from_step, to_step), rank)
-    by_step: dict[int, list[float]] = {}
-    for (_, step), (_, value) in sorted(found.items()):
-        by_step.setdefault(step, [])
-        if value is not None:
-            by_step[step].append(value)
-    steps = np.array(sorted(by_step), dtype=np.int64)
-    groups = [by_step[step] for step in steps.tolist()]
-    with np.errstate(invalid="ignore"):  # Inf − Inf is NaN, and may be
-        values = np.array([np.mean(g) if g else 0.0 for g in groups], dtype=np.float64)
-    present = np.array([bool(g) for g in groups], dtype=bool)
+        found = read_logged(conn, run_id, name, from_step, to_step, rank)
+    steps, values, present = found
     return {"site": None, "field": name, "unit": "", **_chart(steps, values, present, points)}
-
-
-_OF_CLASS = {1: math.nan, 2: math.inf, 3: -math.inf}
-_Newest = dict[tuple[int, int], tuple[tuple[int, int], float | None]]  # (rank, step) -> ((attempt, seq), value)
-
-
-def _stored_scalars(
-    conn: Connection, run_id: str, name: str, from_step: int, to_step: int, rank: int | None
-) -> _Newest:
-    c = t.scalar.c
-    where = [c.run_id == run_id, c.tenant == t.DEFAULT_TENANT, c.step >= from_step, c.step <= to_step]
-    if rank is not None:
-        where.append(c.rank == rank)
-    rows = conn.execute(
-        sa.select(c.rank, c.step, c.attempt, c.seq, c[name], c[f"{name}_class"]).where(*where).order_by(c.attempt)
-    )
-    found: _Newest = {}
-    for rank_, step, attempt, seq, value, kind in rows:
-        number = None if kind is None else value if kind == 0 else _OF_CLASS[kind]
-        found[rank_, step] = ((attempt, seq), number)
-    return found
-
-
-def _logged(conn: Connection, run_id: str, name: str, from_step: int, to_step: int, rank: int | None) -> _Newest:
-    found: _Newest = {}
-    names: set[str] = set()
-    for stored in batches(conn, run_id, from_step, to_step, rank=rank):
-        h = stored.batch.header
-        names.update(h.logs)
-        values = h.logs.get(name)
-        if values is None:
-            continue
-        for step, value in zip(stored.batch.steps["step"].tolist(), values, strict=True):
-            key, age = (h.rank, step), (stored.attempt, h.seq)
-            if from_step <= step <= to_step and (key not in found or found[key][0] <= age):
-                found[key] = (age, value)
-    if name not in names:
-        known = ", ".join([*t.SCALAR_NAMES, *sorted(names)])
-        raise FieldError(f"scalar {name!r} is not known in this run; known are {known}")
-    return found
-
-
-def top(
-    conn: Connection, run_id: str, field: str, n: int = 10, from_step: int | None = None, to_step: int | None = None
-) -> dict[str, Any]:
-    """The n worst sites of a field: {field, unit, items: [{site, module, operand, direction, step, value, nonfinite}]}.
-
-    Worst is the largest, or the smallest where small is bad (SQNR, minima); NaN is worse than all. `nonfinite` is
-    null, or the name of the value that `value` then cannot hold.
-    """
-    f = series_field(field)
-    records = gather(conn, run_id, f.needs, from_step=from_step, to_step=to_step)
-    values, present = evaluate(f, records.columns)
-    rank_of = np.where(present, badness(values, f.worst), -np.inf)
-    facts = _site_facts(conn, run_id)
-    worst: list[tuple[float, int, dict[str, Any]]] = []
-    for start, end in _groups(records.site):
-        at = start + int(np.argmax(rank_of[start:end]))
-        site = int(records.site[at])
-        if not present[at] or site not in facts:
-            continue
-        (value,), nonfinite = as_data(values[at : at + 1], present[at : at + 1])
-        item = {**facts[site], "step": int(records.step[at]), "value": value}
-        item["nonfinite"] = nonfinite[0][1] if nonfinite else None
-        worst.append((float(rank_of[at]), item.pop("order"), item))
-    worst.sort(key=lambda entry: (-entry[0], entry[1]))
-    return {"field": field, "unit": f.unit, "items": [item for _, _, item in worst[: max(n, 0)]]}
 
 
 def newest(
@@ -223,52 +143,6 @@ def newest(
     return out
 
 
-def heatmap(
-    conn: Connection,
-    run_id: str,
-    field: str,
-    from_step: int | None = None,
-    to_step: int | None = None,
-    points: int = 200,
-) -> dict[str, Any]:
-    """Sites × steps, sites in data-flow order: {field, unit, sites, steps, values, nonfinite, stride}.
-
-    `values[i][j]` is site i in column j, null where absent; a column that holds several steps shows the worst of
-    them, and `steps[j]` is its first. `nonfinite` is [[i, j, "nan" | "inf" | "-inf"], …].
-    """
-    f = series_field(field)
-    records = gather(conn, run_id, f.needs, from_step=from_step, to_step=to_step)
-    values, present = evaluate(f, records.columns)
-    facts = _site_facts(conn, run_id)
-    seen = set(np.unique(records.site).tolist())
-    rows = [site for site in facts if site in seen]
-    all_steps = np.unique(records.step)
-    columns = min(_points(points), max(1, MAX_HEATMAP_CELLS // max(1, len(rows))))
-    stride = max(1, math.ceil(len(all_steps) / columns))
-    steps = all_steps[::stride]
-    grid = np.zeros((len(rows), len(steps)), dtype=np.float64)
-    shown = np.zeros(grid.shape, dtype=bool)
-    if len(rows) and len(steps):
-        place = {site: i for i, site in enumerate(rows)}
-        i = np.array([place.get(s, -1) for s in records.site.tolist()], dtype=np.int64)
-        j = np.searchsorted(all_steps, records.step) // stride
-        take = np.flatnonzero(present & (i >= 0))
-        take = take[np.argsort(badness(values[take], f.worst), kind="stable")]  # the worst is written last
-        grid[i[take], j[take]] = values[take]
-        shown[i[take], j[take]] = True
-    flat, marks = as_data(grid.reshape(-1), shown.reshape(-1))
-    width = len(steps)
-    return {
-        "field": field,
-        "unit": f.unit,
-        "sites": [{k: v for k, v in facts[site].items() if k != "order"} | {"id": site} for site in rows],
-        "steps": steps.tolist(),
-        "values": [flat[r * width : (r + 1) * width] for r in range(len(rows))],
-        "nonfinite": [[k // width, k % width, name] for k, name in marks],
-        "stride": stride,
-    }
-
-
 def histogram_buckets(field: str) -> list[str]:
     """Names of the buckets: the power of two at a bucket's foot (times 1.75 for amax_hist), and "0" for zero tiles."""
     if field == "amax_hist":
@@ -296,15 +170,15 @@ def histogram(
     group = int(FIELD_BY_NAME[field].group)
     kept = (records.columns["measured"] & group) == group
     steps, counts = records.step[kept], records.columns[field][kept]
-    stride = max(1, math.ceil(len(steps) / _points(points)))
+    stride = max(1, math.ceil(len(steps) / clamp_points(points)))
     if len(steps):
-        counts = np.add.reduceat(counts, np.arange(0, len(steps), stride), axis=0)
+        counts = np.add.reduceat(counts, np.arange(0, len(steps), stride), axis=0)  # whole numbers: in any order
     return {
         "site": site,
         "field": field,
         "steps": steps[::stride].tolist(),
         "buckets": histogram_buckets(field),
-        "counts": np.rint(counts).astype(np.int64).tolist(),
+        "counts": counts.tolist(),
         "stride": stride,
     }
 
@@ -313,13 +187,3 @@ def _groups(sorted_ids: Array) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(sorted_ids.astype(np.int64))) + 1
     starts = [0, *edges.tolist()] if len(sorted_ids) else []
     return list(zip(starts, [*starts[1:], len(sorted_ids)], strict=True)) if starts else []
-
-
-def _site_facts(conn: Connection, run_id: str) -> dict[int, dict[str, Any]]:
-    c = t.site.c
-    rows = conn.execute(
-        sa.select(c.site, c.module, c.operand, c.direction, c.flow_order)
-        .where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)
-        .order_by(c.flow_order, c.module, c.operand, c.direction)
-    )
-    return {s: {"site": s, "module": m, "operand": o, "direction": d, "order": f} for s, m, o, d, f in rows}

@@ -40,12 +40,12 @@ def commit_tile_maps(
     """
     k = t.tile_map_batch.c
     key = {"run_id": maps.run, "tenant": tenant, "session": maps.session, "rank": maps.rank, "seq": maps.seq}
+    attempt = require_session(conn, maps.run, maps.session, maps.rank, tenant)
     there = conn.execute(sa.select(k.body_sha256).where(*(k[name] == value for name, value in key.items()))).scalar()
     if there is not None:
         if bytes(there) != sha256:
             raise KeyReused
         return False
-    attempt = require_session(conn, maps.run, maps.session, maps.rank, tenant)
     require_sites(conn, maps.run, np.array([m.site for m in maps.maps], dtype=np.uint64), tenant)
     rows = [
         {

@@ -162,7 +162,9 @@ def register_sites(
 def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
     s = t.session.c
     row = conn.execute(
-        sa.select(s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant, s.session == session)
+        sa.select(s.rank, s.attempt)
+        .where(s.run_id == run_id, s.tenant == tenant, s.session == session)
+        .with_for_update(key_share=True)
     ).first()
     if row is None:
         r = t.run.c

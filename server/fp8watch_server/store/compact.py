@@ -1,0 +1,326 @@
+"""Compaction: hot batches become blocks, 256 steps of a rank at a time.
+
+Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Downstream: fp8watch_server.store.rollup, fp8watch_server.store.compactor
+Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
+Thread:     compactor
+
+Reading, merging and packing are done before the right to write is taken; the transaction only replaces rows. It is
+undone when somebody else has touched the cell since (its revision says so), and tried again later. A batch leaves
+hot_batch in the very transaction that puts the last of its steps into a block: no step is ever in both, or in neither.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from . import blocks, hot, ledger
+from . import schema as t
+from .dialect import upsert, writing
+from .records import Parts, join, newest_of_each, over_ranks
+from .scalars import put_scalar_block
+from .summary import pack_summary, summarize
+
+CLOSE_AFTER_STEPS = 32
+"""Steps past the end of a cell before it is compacted: batches of other ranks may be on their way."""
+COOL_AFTER_S = 600.0
+"""Age at which a batch is compacted, however few its steps are."""
+MAX_BATCHES = 4096
+SITES_AT_ONCE = 512
+ROLLED = (t.ROLLED_ATTEMPT, t.ROLLED_RANK)
+
+CrashPoint = Callable[[str], None]
+
+
+def no_crash(name: str) -> None:
+    """Where tests put a crash."""
+
+
+class Raced(Exception):
+    """Somebody else has changed the cell: try again later."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one transaction compacts: batches of one source that have steps in one cell."""
+
+    run_id: str
+    tenant: str
+    step0: int
+    attempt: int
+    rank: int
+    rows: list[Any]  # of hot_batch, without bodies
+    alone: bool  # the run has one rank and one attempt: its blocks are what charts show
+
+
+def groups_of(
+    conn: Connection, run_id: str, tenant: str, now: float, *, cool_after_s: float = COOL_AFTER_S
+) -> list[Group]:
+    """What can be compacted of a run now, cell by cell from the first. Batches wait for the detectors."""
+    b = t.hot_batch.c
+    of_run = (b.run_id == run_id, b.tenant == tenant)
+    names = ("run_id", "tenant", "session", "rank", "seq", "attempt", "arrival", "received_at")
+    newest = {
+        attempt: int(last)
+        for attempt, last in conn.execute(
+            sa.select(b.attempt, sa.func.max(b.step_max)).where(*of_run, b.step_max.is_not(None)).group_by(b.attempt)
+        )
+    }
+    if not newest:
+        return []
+    ends = {a: blocks.cell_of(max(0, last + 1 - CLOSE_AFTER_STEPS)) for a, last in newest.items()}
+    ripe = sa.or_(
+        b.received_at <= now - cool_after_s, *(sa.and_(b.attempt == a, b.step_min < end) for a, end in ends.items())
+    )
+    rows = conn.execute(
+        sa.select(*(b[n] for n in names), b.step_min, b.step_max, b.body_sha256)
+        .where(*of_run, b.detected != t.BATCH_PENDING, b.step_min.is_not(None), ripe)
+        .order_by(b.step_min, b.arrival)
+        .limit(MAX_BATCHES)
+    ).all()
+    found: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
+    for row in rows:
+        cold = row.received_at <= now - cool_after_s
+        last = row.step_max if cold else min(row.step_max, ends[row.attempt] - 1)
+        for step0 in range(blocks.cell_of(row.step_min), last + 1, t.BLOCK_STEPS):
+            found[step0, row.attempt, row.rank].append(row)
+    s = t.session.c
+    sources = conn.execute(sa.select(s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).limit(2)).all()
+    return [
+        Group(run_id, tenant, step0, attempt, rank, of_group, len(sources) == 1)
+        for (step0, attempt, rank), of_group in sorted(found.items())
+    ]
+
+
+def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_crash) -> int:
+    """Put a group into blocks. Returns how many records of its batches that was.
+
+    Raises:
+        Raced: nothing was written.
+        sqlalchemy.exc.SQLAlchemyError: nothing was written.
+    """
+    with engine.connect() as conn:
+        cell = cell_row(conn, group.run_id, group.tenant, group.step0)
+        got = hot.load_all(conn, _first_here(conn, group))
+        fresh = [hot.parts_of(row, batch, blocks.ALL_FIELDS, *_steps(group)) for row, batch in got]
+        new = newest_of_each(join([p for p in fresh if p is not None], blocks.ALL_FIELDS))
+        old = _there(conn, group, cell, new)
+    if not got:
+        return 0
+    if cell is not None and cell.kept == t.KEPT_SUMMARY:
+        return _too_late(engine, group, cell, [row for row, _ in got])
+    rows = [row for row, _ in got]
+    source = (group.attempt, group.rank)
+    into = source if cell is None or cell.kept == t.KEPT_DETAIL else ROLLED
+    merged = _together(old, new, into)
+    at_once = group.alone and cell is None
+    arrays = engine.dialect.name == "postgresql" and (at_once or into == ROLLED)
+    encoded = blocks.encode(merged, group.step0, arrays=arrays)
+    summary = summarize(merged, group.step0) if at_once else None
+    num_new = len(merged) - len(old)
+    crash("compact.encoded")
+    with writing(engine) as conn:
+        claim = _Claim(source if at_once else None, len(merged) - len(old), size_of(encoded), now)
+        _claim(conn, group, rows, cell, claim)
+        crash("compact.claimed")
+        put_blocks(conn, group.run_id, group.tenant, into, encoded)
+        if summary is not None:
+            put_summary(conn, group.run_id, group.tenant, group.step0, summary)
+            put_scalar_block(conn, group.run_id, group.tenant, group.step0)
+        crash("compact.blocks")
+        _let_go(conn, group, rows)
+        crash("compact.released")
+    crash("compact.committed")
+    return num_new
+
+
+def _too_late(engine: Engine, group: Group, cell: Any, rows: Sequence[Any]) -> int:
+    """Of this cell only the summary is kept: what comes now is let go as its blocks were."""
+    with writing(engine) as conn:
+        touch(conn, cell)
+        _let_go(conn, group, rows)
+    return 0
+
+
+def cell_row(conn: Connection, run_id: str, tenant: str, step0: int) -> Any:
+    """A row of `cell`, or None."""
+    c = t.cell.c
+    return conn.execute(sa.select(t.cell).where(c.run_id == run_id, c.tenant == tenant, c.step0 == step0)).first()
+
+
+def _steps(group: Group) -> tuple[int, int]:
+    return group.step0, group.step0 + t.BLOCK_STEPS - 1
+
+
+def _first_here(conn: Connection, group: Group) -> list[Any]:
+    """The rows of the group as they are now: those whose first step left lies in this cell."""
+    b = t.hot_batch.c
+    now_at = {
+        row.arrival: row
+        for row in conn.execute(
+            sa.select(b.arrival, b.step_min).where(
+                b.run_id == group.run_id,
+                b.tenant == group.tenant,
+                b.arrival >= min(row.arrival for row in group.rows),
+                b.arrival <= max(row.arrival for row in group.rows),
+            )
+        )
+    }
+    low, high = _steps(group)
+    out = []
+    for row in group.rows:
+        current = now_at.get(row.arrival)
+        if current is not None and low <= current.step_min <= high:
+            out.append(_Row(row, current.step_min))
+    return out
+
+
+class _Row:
+    """A row of hot_batch with the first step that it has left."""
+
+    def __init__(self, row: Any, step_min: int) -> None:
+        self._row, self.step_min = row, step_min
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._row, name)
+
+
+def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
+    """What the blocks that the new records go into hold now."""
+    key = (group.attempt, group.rank)
+    if cell is not None and cell.kept != t.KEPT_DETAIL:
+        key = ROLLED
+    elif cell is None or list(key) not in cell.sources:
+        return join([], blocks.ALL_FIELDS)
+    return read_blocks(conn, group.run_id, group.tenant, [key], group.step0, np.unique(new.site).tolist())
+
+
+def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
+    if into != ROLLED:
+        return newest_of_each(join([p for p in (old, new) if len(p)], blocks.ALL_FIELDS))
+    # the detail is gone: what comes now is added to the roll-up, as one more rank
+    both = join([p for p in (old, blocks.with_ranks(new)) if len(p)], blocks.ROLLED_FIELDS)
+    return over_ranks(both.take(np.lexsort((both.rank, both.step, both.site))))
+
+
+def read_blocks(
+    conn: Connection, run_id: str, tenant: str, keys: Sequence[tuple[int, int]], step0: int, sites: Sequence[int]
+) -> Parts:
+    """All columns of some blocks of a cell."""
+    b = t.block.c
+    found: list[Any] = []
+    for start in range(0, len(sites), SITES_AT_ONCE):
+        found += conn.execute(
+            sa.select(b.attempt, b.rank, b.site, b.step0, b.body, b.histograms).where(
+                b.run_id == run_id,
+                b.tenant == tenant,
+                sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)),
+                b.site.in_(sites[start : start + SITES_AT_ONCE]),
+                b.step0 == step0,
+            )
+        ).all()
+    rolled = any(key[1] == t.ROLLED_RANK for key in keys)
+    return blocks.decode(found, blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a transaction says of its cell."""
+
+    shown: tuple[int, int] | None
+    num_records: int
+    num_bytes: int
+    now: float
+
+
+def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim: _Claim) -> None:
+    """Write the row of the cell, if it still is what was read."""
+    shown = claim.shown or (None, None)
+    values: dict[str, Any] = {"shown_attempt": shown[0], "shown_rank": shown[1], "compacted_at": claim.now}
+    low, high = _steps(group)
+    first = max(low, min(row.step_min for row in rows))
+    last = min(high, max(row.step_max for row in rows))
+    source = [group.attempt, group.rank]
+    if cell is None:
+        row = {"run_id": group.run_id, "tenant": group.tenant, "step0": group.step0, "revision": 1}
+        row |= {"sources": [source], "kept": t.KEPT_DETAIL, "step_min": first, "step_max": last}
+        row |= {"num_records": claim.num_records, "num_bytes": claim.num_bytes, **values}
+        try:
+            conn.execute(sa.insert(t.cell), [row])
+        except sa.exc.IntegrityError as e:  # another collector was first, or the run has been deleted
+            raise Raced from e
+        return
+    sources = [list(s) for s in cell.sources]
+    if cell.kept == t.KEPT_DETAIL and source not in sources:
+        sources = sorted([*sources, source])
+    values["sources"] = sources
+    values |= {"num_records": cell.num_records + claim.num_records, "num_bytes": cell.num_bytes + claim.num_bytes}
+    values |= {"step_min": min(cell.step_min, first), "step_max": max(cell.step_max, last)}
+    touch(conn, cell, **values)
+
+
+def touch(conn: Connection, cell: Any, **values: Any) -> None:
+    """Change the row of a cell, if it still is what was read.
+
+    Raises:
+        Raced: it is not.
+    """
+    c = t.cell.c
+    this = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.step0 == cell.step0, c.revision == cell.revision)
+    changed = conn.execute(sa.update(t.cell).where(*this).values(revision=cell.revision + 1, **values))
+    if changed.rowcount != 1:
+        raise Raced
+
+
+def size_of(encoded: Sequence[dict[str, Any]]) -> int:
+    """Bytes of blocks, without what the database adds."""
+    return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
+
+
+def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary: npt.NDArray[np.void]) -> None:
+    """Write the summary of a cell."""
+    row = {"run_id": run_id, "tenant": tenant, "step0": step0, "num_sites": len(summary)}
+    upsert(conn, t.block_meta, [{**row, "body": pack_summary(summary)}])
+
+
+def put_blocks(
+    conn: Connection, run_id: str, tenant: str, key: tuple[int, int], encoded: Sequence[dict[str, Any]]
+) -> None:
+    """Insert blocks, or replace those that are there."""
+    fixed = {"run_id": run_id, "tenant": tenant, "attempt": key[0], "rank": key[1]}
+    upsert(conn, t.block, [{**fixed, **row} for row in encoded])
+
+
+def _let_go(conn: Connection, group: Group, rows: Sequence[Any]) -> None:
+    """Batches that are wholly in blocks go, and their keys into the ledger; the others keep their later steps.
+
+    The run is locked as ingest locks it: a twin of a batch on its way in finds the key in one place or the other.
+    """
+    r = t.run.c
+    this_run = sa.select(r.run_id).where(r.run_id == group.run_id, r.tenant == group.tenant)
+    conn.execute(this_run.with_for_update(key_share=True))
+    end = group.step0 + t.BLOCK_STEPS
+    done = [row for row in rows if row.step_max < end]
+    b = t.hot_batch.c
+    of_run = (b.run_id == group.run_id, b.tenant == group.tenant)
+    for start in range(0, len(done), SITES_AT_ONCE):
+        arrivals = [row.arrival for row in done[start : start + SITES_AT_ONCE]]
+        gone = conn.execute(sa.delete(t.hot_batch).where(*of_run, b.arrival.in_(arrivals)))
+        if gone.rowcount != len(arrivals):
+            raise Raced
+    ledger.enter(conn, done)
+    left = [row.arrival for row in rows if row.step_max >= end]
+    for start in range(0, len(left), SITES_AT_ONCE):
+        conn.execute(
+            sa.update(t.hot_batch)
+            .where(*of_run, b.arrival.in_(left[start : start + SITES_AT_ONCE]))
+            .values(step_min=end)
+        )

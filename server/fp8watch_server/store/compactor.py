@@ -1,0 +1,149 @@
+"""The compactor: goes over all runs, puts what has cooled into blocks, rolls up ranks, and lets go of what is too old.
+
+Upstream:   fp8watch_server.store.compact, fp8watch_server.store.rollup, fp8watch_server.store.retention
+Downstream: fp8watch_server.app
+Shapes:     a database -> the same database, smaller
+Thread:     its own
+
+Any number of collectors may do this on one database: whoever comes second finds the cell changed, and goes on. A crash
+leaves nothing half done that is read by anyone; what was left is found again at the next round.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from . import schema as t
+from .compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
+from .retention import Policy, prune
+from .rollup import behind, roll_up
+
+log = logging.getLogger("fp8watch.store")
+
+ROUND_S = 15.0
+PRUNE_EVERY_S = 600.0
+
+
+@dataclass
+class Done:
+    """What a round has done."""
+
+    num_records: int = 0
+    num_groups: int = 0
+    num_rolled_up: int = 0
+    num_raced: int = 0
+
+    @property
+    def anything(self) -> bool:
+        """Whether the next round may find more."""
+        return bool(self.num_groups or self.num_rolled_up)
+
+
+class Compactor:
+    """Goes round until it is stopped."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        round_s: float = ROUND_S,
+        cool_after_s: float = COOL_AFTER_S,
+        crash: CrashPoint = no_crash,
+    ) -> None:
+        self._db = engine
+        self._policy = policy or Policy()
+        self._clock = clock
+        self._round_s = round_s
+        self._cool_after_s = cool_after_s
+        self._crash = crash
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pruned_at = -PRUNE_EVERY_S
+        self.num_failures = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._loop, name="fp8watch-compact", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do not wait for the next round."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Finish the transaction in hand and end."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            self._wake.clear()
+            try:
+                while self.round().anything and not self._stop.is_set():
+                    pass
+                if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
+                    self._pruned_at = time.monotonic()
+                    prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stop.is_set)
+            except SQLAlchemyError as e:
+                self.num_failures += 1
+                log.warning("compaction waits for the database: %s", str(e).splitlines()[0])
+            except Exception:
+                self.num_failures += 1
+                log.exception("compaction failed; trying again")
+            self._wake.wait(self._round_s)
+
+    def round(self) -> Done:
+        """Compact what can be compacted now, of every run."""
+        done = Done()
+        with self._db.connect() as conn:
+            runs = _runs(conn)
+        for run_id, tenant in runs:
+            if self._stop.is_set():
+                break
+            try:
+                self._run(run_id, tenant, done)
+            except Raced:  # somebody else is at it: what is left is for the next round
+                done.num_raced += 1
+        return done
+
+    def _run(self, run_id: str, tenant: str, done: Done) -> None:
+        now = self._clock()
+        with self._db.connect() as conn:
+            groups = groups_of(conn, run_id, tenant, now, cool_after_s=self._cool_after_s)
+        for i, group in enumerate(groups):
+            if self._stop.is_set():
+                return
+            num_batches = compact(self._db, group, now, crash=self._crash)
+            done.num_groups += bool(num_batches)
+            done.num_records += num_batches
+            if i + 1 == len(groups) or groups[i + 1].step0 != group.step0:
+                self._roll_up(run_id, tenant, group.step0, now, done)
+        with self._db.connect() as conn:
+            left = behind(conn, run_id, tenant)
+        for step0 in left:
+            if self._stop.is_set():
+                return
+            self._roll_up(run_id, tenant, step0, now, done)
+
+    def _roll_up(self, run_id: str, tenant: str, step0: int, now: float, done: Done) -> None:
+        done.num_rolled_up += roll_up(self._db, run_id, tenant, step0, now, crash=self._crash)
+
+
+def _runs(conn: Connection) -> list[tuple[str, str]]:
+    b, c = t.hot_batch.c, t.cell.c
+    warm = sa.select(b.run_id, b.tenant).distinct()
+    late = sa.select(c.run_id, c.tenant).where(c.shown_rank.is_(None)).distinct()
+    return sorted((run_id, tenant) for run_id, tenant in conn.execute(sa.union(warm, late)))

@@ -1,0 +1,293 @@
+"""Numbers as few bytes: the columns of a block, exact to the last bit that is kept.
+
+Upstream:   fp8watch_server.store.blocks    Downstream: fp8watch_server.store.reading
+Shapes:     columns {name: [n] or [n, size]} of B blocks at once -> B byte strings, and back, a column at a time
+Thread:     compactor (pack), query pool (unpack)
+
+A column is one of: left out (every value is its default), one value (all alike), or planes. Planes are what makes
+floats small: byte 3 of all values, then byte 2, and so on. A plane is one byte (all alike), noise (kept as it is), or
+goes into one of two zstd frames by its entropy, because zstd has one Huffman table a frame. Integers have their
+minimum taken off first. The whole is covered by a CRC-32.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+Array = npt.NDArray[Any]
+
+FORMAT = 1
+LEVEL = 3
+_HEAD = struct.Struct("<IBBHHII")  # crc32, format, number of columns, n, bytes of directory; bytes of the two frames
+_ONE, _PLANES = 0, 1
+_ALIKE, _LOW, _MIDDLE, _NOISE = 0, 1, 2, 3
+_LOW_BITS, _NOISE_BITS = 2.5, 7.0
+"""Entropy of a byte of a plane up to which it counts as low, and from which zstd gains nothing."""
+_MAX_BYTES = 1 << 24
+
+_local = threading.local()
+
+
+class DamagedBlock(ValueError):
+    """Bytes that are not what was written."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What both sides know of a column."""
+
+    code: int  # its number in the directory, 0…255, for good
+    dtype: str
+    size: int = 1
+    default: float = 0
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    made = getattr(_local, "compressor", None)
+    if made is None:
+        made = _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+    return made
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    made = getattr(_local, "decompressor", None)
+    if made is None:
+        made = _local.decompressor = zstandard.ZstdDecompressor()
+    return made
+
+
+def short_mantissa(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Doubles rounded to 24 bits of mantissa, as float32 has, with the range of float64: within 6e-8. Idempotent.
+
+    NaN, Inf and the sign stay; what is finite stays finite.
+    """
+    bits = np.ascontiguousarray(values, dtype=np.float64).view(np.int64)
+    rounded = ((bits + (1 << 28)) & -(1 << 29)).view(np.float64)
+    cut = (bits & -(1 << 29)).view(np.float64)
+    rounded = np.where(np.isfinite(values) & ~np.isfinite(rounded), cut, rounded)
+    return np.where(np.isfinite(values), rounded, values)
+
+
+def _entropy(planes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Bits a byte of each plane [P, n]."""
+    p, n = planes.shape
+    index = planes.astype(np.int64) + (np.arange(p, dtype=np.int64) << 8)[:, None]
+    counts = np.bincount(index.reshape(-1), minlength=p << 8).reshape(p, 256)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = np.where(counts > 0, counts * np.log2(counts), 0.0)
+    return np.asarray(np.log2(n) - parts.sum(axis=1) / n)
+
+
+def _planes_of(values: Array) -> tuple[npt.NDArray[np.uint8], Array | None]:
+    """[B, n] of any dtype -> planes [B, k, n], and what was taken off [B] (integers)."""
+    base = None
+    if values.dtype.kind in "iu":
+        wide = values.astype(np.int64)
+        base = wide.min(axis=1)
+        spread = (wide.view(np.uint64) - base.view(np.uint64)[:, None]).astype("<u8")
+        top = int(spread.max())
+        width = 1 if top < 1 << 8 else 2 if top < 1 << 16 else 4 if top < 1 << 32 else 8
+        values = spread.astype(f"<u{width}")
+    b, n = values.shape
+    raw = np.ascontiguousarray(values).view(np.uint8).reshape(b, n, values.dtype.itemsize)
+    return np.ascontiguousarray(raw.transpose(0, 2, 1)), base
+
+
+def pack(columns: Mapping[str, Array], table: Mapping[str, Column]) -> list[bytes]:
+    """Pack B blocks of equal length: columns [B, n] or [B, n, size] in, one byte string a block out."""
+    first = next(iter(columns.values()))
+    num_blocks, n = first.shape[:2]
+    if not 0 < n < 1 << 16:
+        raise ValueError(f"{n} values in a block; 1 to 65535 are allowed")
+    entries: list[list[bytes]] = [[] for _ in range(num_blocks)]
+    counts = np.zeros(num_blocks, dtype=np.int64)
+    streams: list[dict[int, list[bytes]]] = [{_LOW: [], _MIDDLE: [], _NOISE: []} for _ in range(num_blocks)]
+    for name, given in columns.items():
+        spec = table[name]
+        values = np.ascontiguousarray(given, dtype=spec.dtype)
+        lanes = values[:, :, None] if values.ndim == 2 else values
+        same = _all_default(lanes, spec)
+        wanted = np.flatnonzero(~same)
+        if not len(wanted):
+            continue
+        size = lanes.shape[2]
+        flat = lanes[wanted].transpose(0, 2, 1).reshape(len(wanted) * size, n)
+        raw = np.ascontiguousarray(flat).view(np.uint8).reshape(len(flat), n, flat.dtype.itemsize)
+        alike = (raw == raw[:, :1]).all(axis=(1, 2))
+        planes, base = _planes_of(flat)
+        k = planes.shape[1]
+        kinds = np.full((len(flat), k), _ALIKE, dtype=np.uint8)
+        mixed = (planes != planes[:, :, :1]).any(axis=2)
+        if mixed.any():
+            bits = _entropy(planes[mixed])
+            kinds[mixed] = np.where(bits < _LOW_BITS, _LOW, np.where(bits < _NOISE_BITS, _MIDDLE, _NOISE))
+        lane_is_one = alike.reshape(len(wanted), size)
+        kinds_list, alike_list = kinds.tolist(), lane_is_one.tolist()
+        for w, block in enumerate(wanted.tolist()):
+            counts[block] += 1
+            out, into = entries[block], streams[block]
+            if all(alike_list[w]):
+                one = np.ascontiguousarray(lanes[block, 0]).tobytes()
+                out.append(bytes((spec.code, _ONE)) + one)
+                continue
+            described = bytearray((spec.code, _PLANES, k))
+            for lane in range(size):
+                at = w * size + lane
+                if base is not None:
+                    described += int(base[at]).to_bytes(8, "little", signed=True)
+                for plane, kind in enumerate(kinds_list[at]):
+                    described.append(kind)
+                    if kind == _ALIKE:
+                        described.append(int(planes[at, plane, 0]))
+                    else:
+                        into[kind].append(planes[at, plane].tobytes())
+            out.append(bytes(described))
+    return [_assemble(n, int(counts[i]), b"".join(entries[i]), streams[i]) for i in range(num_blocks)]
+
+
+def _all_default(lanes: Array, spec: Column) -> npt.NDArray[np.bool_]:
+    return np.asarray((lanes == np.asarray(spec.default, dtype=spec.dtype)).all(axis=(1, 2)))
+
+
+def _assemble(n: int, num_columns: int, directory: bytes, streams: dict[int, list[bytes]]) -> bytes:
+    low = _compressor().compress(directory + b"".join(streams[_LOW]))
+    middle = _compressor().compress(b"".join(streams[_MIDDLE])) if streams[_MIDDLE] else b""
+    rest = (
+        _HEAD.pack(0, FORMAT, num_columns, n, len(directory), len(low), len(middle))[4:]
+        + low
+        + middle
+        + b"".join(streams[_NOISE])
+    )
+    return zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+class Packed:
+    """A packed block, opened: `column(name)` gives one column, [n] or [n, size]."""
+
+    def __init__(self, body: bytes, table: Mapping[str, Column], *, check: bool = False) -> None:
+        """Open a block; `check` compares its CRC-32.
+
+        Raises:
+            DamagedBlock: not a block, or not the bytes that were written.
+        """
+        try:
+            crc, version, num_columns, n, directory, low, middle = _HEAD.unpack_from(body)
+            if version != FORMAT:
+                raise DamagedBlock(f"format {version} of a block; this collector reads {FORMAT}: upgrade it")
+            if check and zlib.crc32(memoryview(body)[4:]) != crc:
+                raise DamagedBlock("the CRC-32 of a block is not that of its bytes")
+            at = _HEAD.size
+            frame = _decompressor().decompress(body[at : at + low], max_output_size=_MAX_BYTES)
+            self._streams = {_LOW: frame, _NOISE: body, _MIDDLE: b""}
+            if middle:
+                part = body[at + low : at + low + middle]
+                self._streams[_MIDDLE] = _decompressor().decompress(part, max_output_size=_MAX_BYTES)
+            self.n = n
+            self._table, self._names = table, _names(table)
+            self._directory, self._at, self._left = frame, 0, num_columns
+            self._next = {_LOW: directory, _MIDDLE: 0, _NOISE: at + low + middle}
+            self._where: dict[str, Any] = {}
+        except (struct.error, zstandard.ZstdError) as e:
+            raise DamagedBlock(f"a block cannot be read ({type(e).__name__}: {e})") from e
+
+    def _find(self, wanted: str) -> Any:
+        """Its one value, or the place of every plane; None where it was left out. Reads on only as far as it must."""
+        while wanted not in self._where and self._left:
+            try:
+                self._read_on()
+            except (IndexError, KeyError) as e:
+                raise DamagedBlock(f"the directory of a block cannot be read ({type(e).__name__}: {e})") from e
+        return self._where.get(wanted)
+
+    def _read_on(self) -> None:
+        directory, at, n, next_at = self._directory, self._at, self.n, self._next
+        name = self._names[directory[at]]
+        spec = self._table[name]
+        if directory[at + 1] == _ONE:
+            self._at = at + 2 + _item_bytes(spec.dtype) * spec.size
+            self._where[name] = directory[at + 2 : self._at]
+            self._left -= 1
+            return
+        k = directory[at + 2]
+        at += 3
+        whole = _is_integer(spec.dtype)
+        lanes = []
+        for _ in range(spec.size):
+            base = 0
+            if whole:
+                base = int.from_bytes(directory[at : at + 8], "little", signed=True)
+                at += 8
+            planes = []
+            for _ in range(k):
+                how = directory[at]
+                if how == _ALIKE:
+                    planes.append((how, directory[at + 1]))
+                    at += 2
+                else:
+                    planes.append((how, next_at[how]))
+                    next_at[how] += n
+                    at += 1
+            lanes.append((base, planes))
+        self._where[name] = (k, lanes)
+        self._at = at
+        self._left -= 1
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def column(self, name: str) -> Array:
+        """Values of a column, [n] or [n, size]; at its default where it was left out."""
+        spec, n = self._table[name], self.n
+        found = self._find(name)
+        shape = (n,) if spec.size == 1 else (n, spec.size)
+        if found is None:
+            return np.full(shape, spec.default, dtype=spec.dtype)
+        if isinstance(found, bytes):
+            return np.broadcast_to(np.frombuffer(found, dtype=spec.dtype), (n, spec.size)).reshape(shape)
+        k, lanes = found
+        out = np.empty((n, spec.size), dtype=spec.dtype)
+        for lane, (base, planes) in enumerate(lanes):
+            out[:, lane] = self._lane(k, base, planes, np.dtype(spec.dtype))
+        return out.reshape(shape)
+
+    def _lane(self, k: int, base: int, planes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> Array:
+        n = self.n
+        raw = np.empty((n, k), dtype=np.uint8)
+        for p, (how, at) in enumerate(planes):
+            raw[:, p] = at if how == _ALIKE else np.frombuffer(self._streams[how], dtype=np.uint8, count=n, offset=at)
+        if dtype.kind == "f":
+            return raw.view(dtype)[:, 0]
+        spread = raw.view(f"<u{k}")[:, 0]
+        if dtype.itemsize <= k < 8 or k == 8:
+            return (spread.astype(np.uint64) + np.uint64(base & ((1 << 64) - 1))).view(np.int64).astype(dtype)
+        return np.asarray(spread.astype(dtype) + np.asarray(base, dtype=dtype))
+
+
+@lru_cache(maxsize=64)
+def _item_bytes(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
+
+
+@lru_cache(maxsize=64)
+def _is_integer(dtype: str) -> bool:
+    return np.dtype(dtype).kind in "iu"
+
+
+_NAMES: dict[int, dict[int, str]] = {}
+
+
+def _names(table: Mapping[str, Column]) -> dict[int, str]:
+    known = _NAMES.get(id(table))
+    if known is None:
+        known = _NAMES[id(table)] = {spec.code: name for name, spec in table.items()}
+    return known

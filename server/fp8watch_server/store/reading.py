@@ -1,0 +1,219 @@
+"""Reading records: from blocks where steps have cooled, from hot batches where they have not, and never twice.
+
+Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Downstream: fp8watch_server.store.series, fp8watch_server.store.charts
+Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
+Thread:     query pool
+
+A step that was computed again after a restart belongs to the newer attempt, rank by rank; a record that one session
+sent twice, to the later batch. A cell is *closed* when all that came of it is in blocks and its roll-up is made: then
+its roll-up (or its only source) is the answer. An open one is put together from the detail of its ranks and from hot
+batches, the way the roll-up will be, so that the answer stays the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fp8watch_agent.record import HISTOGRAMS
+
+from . import hot
+from . import schema as t
+from .blocks import cell_of, decode
+from .hot import step_range
+from .records import Parts, Records, counted, join, newest_of_each, over_ranks, owned
+
+Array = npt.NDArray[Any]
+Key = tuple[int, int]  # attempt, rank
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a run has between two steps, before a byte of it is read."""
+
+    run_id: str
+    tenant: str
+    from_step: int
+    to_step: int
+    closed: dict[Key, list[Any]]  # key under which cells are shown -> rows of cell
+    open: list[Any]  # rows of cell that are to be put together
+    hot: list[Any]  # rows of hot_batch, without bodies
+
+
+def extent(
+    conn: Connection,
+    run_id: str,
+    from_step: int | None = None,
+    to_step: int | None = None,
+    *,
+    tenant: str = t.DEFAULT_TENANT,
+) -> Extent:
+    """Look up cells and hot batches between two steps."""
+    low, high = step_range(from_step, to_step)
+    rows = hot.rows_between(conn, run_id, low, high, tenant=tenant)
+    c = t.cell.c
+    names = ("step0", "revision", "sources", "shown_attempt", "shown_rank", "kept", "step_min", "step_max")
+    cells = conn.execute(
+        sa.select(*(c[n] for n in names)).where(
+            c.run_id == run_id, c.tenant == tenant, c.step0 >= cell_of(low), c.step0 <= high
+        )
+    ).all()
+    warm: set[int] = set()
+    for row in rows:
+        warm.update(range(cell_of(row.step_min), row.step_max + 1, t.BLOCK_STEPS))
+    closed: dict[Key, list[Any]] = defaultdict(list)
+    still_open = []
+    for cell in cells:
+        if cell.step_max < low or cell.step_min > high:
+            continue
+        if cell.shown_rank is None or cell.step0 in warm:
+            still_open.append(cell)
+        else:
+            closed[cell.shown_attempt, cell.shown_rank].append(cell)
+    return Extent(run_id, tenant, low, high, dict(closed), still_open, rows)
+
+
+def gather(
+    conn: Connection,
+    run_id: str,
+    names: Iterable[str],
+    *,
+    sites: Sequence[int] | None = None,
+    from_step: int | None = None,
+    to_step: int | None = None,
+    rank: int | None = None,
+    tenant: str = t.DEFAULT_TENANT,
+) -> Records:
+    """Columns of a run, of one rank, or merged over all ranks as each field merges (record.FIELDS)."""
+    found = extent(conn, run_id, from_step, to_step, tenant=tenant)
+    return counted(read(conn, found, sorted({*names, "measured"}), sites=sites, rank=rank))
+
+
+def read(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    *,
+    sites: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> Parts:
+    """The records of an extent, sorted by site and step, one of each; of one rank, or merged over ranks."""
+    ready: list[Parts] = []
+    loose: list[Parts] = []
+    apart: list[Any] = list(found.open)
+    for key, cells in found.closed.items():
+        if rank is None:
+            ready.append(_blocks(conn, found, names, sites, [key], cells))
+        else:
+            apart += cells
+    if apart:
+        loose.append(_detail(conn, found, names, sites, rank, apart))
+    wanted = None if sites is None else np.asarray(sites, dtype=np.uint64)
+    rows = found.hot if rank is None else [row for row in found.hot if row.rank == rank]
+    for row, batch in hot.load_all(conn, rows):
+        part = hot.parts_of(row, batch, names, found.from_step, found.to_step, wanted)
+        if part is not None:
+            loose.append(part)
+    whole = join([p for p in loose if len(p)], names)
+    if len(whole):
+        whole = newest_of_each(whole)
+        if len({key[0] for cell in apart for key in cell.sources} | {row.attempt for row in found.hot}) > 1:
+            first, last = int(whole.step.min()), int(whole.step.max())
+            whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last))
+        ready.append(over_ranks(whole))
+    ready = [p for p in ready if len(p)]
+    together = join(ready, names)
+    if len(ready) <= 1:
+        return _sorted(together)
+    return together.take(np.lexsort((together.step, together.site)))
+
+
+def _sorted(parts: Parts) -> Parts:
+    """Blocks come by site and step already, but for a cursor that thinks otherwise."""
+    if len(parts) < 2:
+        return parts
+    same = parts.site[1:] == parts.site[:-1]
+    if bool(((parts.site[1:] > parts.site[:-1]) | (same & (parts.step[1:] > parts.step[:-1]))).all()):
+        return parts
+    return parts.take(np.lexsort((parts.step, parts.site)))
+
+
+def owners(conn: Connection, run_id: str, tenant: str, from_step: int, to_step: int) -> dict[tuple[int, int], int]:
+    """{(rank, step): the newest attempt that has computed it}."""
+    c = t.scalar.c
+    rows = conn.execute(
+        sa.select(c.rank, c.step, sa.func.max(c.attempt))
+        .where(c.run_id == run_id, c.tenant == tenant, c.step >= from_step, c.step <= to_step)
+        .group_by(c.rank, c.step)
+    )
+    return {(rank, step): attempt for rank, step, attempt in rows}
+
+
+def _detail(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    sites: Sequence[int] | None,
+    rank: int | None,
+    cells: list[Any],
+) -> Parts:
+    by_key: dict[Key, list[Any]] = defaultdict(list)
+    for cell in cells:
+        for key in detail_keys(cell, rank):
+            by_key[key].append(cell)
+    groups: dict[tuple[int, ...], list[Key]] = defaultdict(list)  # cells that are alike are read in one query
+    rows = {}
+    for key, of_key in by_key.items():
+        name = tuple(cell.step0 for cell in of_key)
+        groups[name].append(key)
+        rows[name] = of_key
+    return join([_blocks(conn, found, names, sites, keys, rows[name]) for name, keys in groups.items()], names)
+
+
+def detail_keys(cell: Any, rank: int | None = None) -> list[Key]:
+    """Keys of the blocks that a cell is put together from; of one rank, those of its attempts."""
+    if rank is not None:
+        return [(attempt, r) for attempt, r in cell.sources if r == rank]
+    if cell.kept != t.KEPT_DETAIL:
+        return [(t.ROLLED_ATTEMPT, t.ROLLED_RANK)]
+    return [(attempt, r) for attempt, r in cell.sources]
+
+
+def _blocks(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    sites: Sequence[int] | None,
+    keys: Sequence[Key],
+    cells: Sequence[Any],
+) -> Parts:
+    """Blocks of some keys and cells, cut to the steps asked for, in the order of key, site and step."""
+    b = t.block.c
+    step0s = sorted(cell.step0 for cell in cells)
+    columns: list[Any] = [b.attempt, b.rank, b.site, b.step0, b.body]
+    columns.append(b.histograms if any(name in HISTOGRAMS for name in names) else sa.null().label("histograms"))
+    where = [b.run_id == found.run_id, b.tenant == found.tenant]
+    if len(keys) == 1:
+        where += [b.attempt == keys[0][0], b.rank == keys[0][1]]
+    else:
+        where.append(sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)))
+    if sites is not None:
+        where.append(b.site.in_([int(s) for s in sites]))
+    where += [b.step0 >= step0s[0], b.step0 <= step0s[-1]]
+    rows = conn.execute(sa.select(*columns).where(*where).order_by(b.attempt, b.rank, b.site, b.step0)).all()
+    if len(step0s) * t.BLOCK_STEPS != step0s[-1] - step0s[0] + t.BLOCK_STEPS:
+        wanted = set(step0s)
+        rows = [row for row in rows if row.step0 in wanted]
+    parts = decode(rows, names)
+    if not len(parts) or (step0s[0] >= found.from_step and step0s[-1] + t.BLOCK_STEPS - 1 <= found.to_step):
+        return parts
+    mask = (parts.step >= found.from_step) & (parts.step <= found.to_step)
+    return parts if mask.all() else parts.take(np.flatnonzero(mask))

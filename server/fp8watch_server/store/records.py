@@ -1,0 +1,200 @@
+"""Records in columns, and how those of several batches, attempts and ranks become one.
+
+Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
+Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts where they were asked for
+Thread:     any; only pure functions
+
+What is read from hot batches and what is read from blocks must be the same, to the bit. So both go through here:
+sums are kept to 24 bits of mantissa (within 6e-8), histograms that were added over ranks are coded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
+from fp8watch_agent.wire import encode_histogram
+
+from .packing import short_mantissa
+
+Array = npt.NDArray[Any]
+
+COUNTS_OF_CODES: npt.NDArray[np.int64] = np.rint(np.exp2(np.arange(256) / 8.0) - 1.0).astype(np.int64)
+"""The whole count that each histogram code stands for: whole numbers add up in any order."""
+
+WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
+"""Coordinates that follow the rank of another column's maximum."""
+RANK_OF = {"worst_rank": "amax_max", "noise_rank": "tile_noise_ratio_max"}
+"""Columns of a roll-up: the rank of that maximum."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records sorted by site, then step; one of each. Columns are [N] or [N, size]; histograms are counts."""
+
+    site: npt.NDArray[np.uint64]
+    step: npt.NDArray[np.int64]
+    columns: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Records as they came: of any ranks and attempts, in any order. Histograms are codes."""
+
+    site: npt.NDArray[np.uint64]
+    step: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int64]
+    attempt: npt.NDArray[np.int64]
+    seq: npt.NDArray[np.int64]
+    columns: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def take(self, index: Array) -> Parts:
+        """Some of them."""
+        columns = {name: values[index] for name, values in self.columns.items()}
+        return Parts(
+            self.site[index], self.step[index], self.rank[index], self.attempt[index], self.seq[index], columns
+        )
+
+
+def dtype_of(name: str) -> str:
+    """As stored: histograms are codes."""
+    if name in RANK_OF:
+        return "<i4"
+    if name in HISTOGRAMS:
+        return "<u1"
+    f = FIELD_BY_NAME[name]
+    return "<i8" if f.merge == "sum" and f.dtype == "<i4" else f.dtype  # a thousand ranks' tiles are many
+
+
+def default_of(name: str) -> float:
+    """What stands where nothing was sent."""
+    return -1 if name in RANK_OF else 0 if name in HISTOGRAMS else FIELD_BY_NAME[name].default
+
+
+def size_of(name: str) -> int:
+    """Numbers a record."""
+    return 1 if name in RANK_OF else FIELD_BY_NAME[name].size
+
+
+def filled(name: str, n: int) -> Array:
+    """A column of defaults."""
+    size = size_of(name)
+    return np.full(n if size == 1 else (n, size), default_of(name), dtype=dtype_of(name))
+
+
+def kept(name: str, values: Array) -> Array:
+    """The values as the store keeps them: doubles with a short mantissa, counts in 64 bits."""
+    if values.dtype == np.float64:
+        return short_mantissa(values)
+    return values.astype(np.int64) if values.dtype == np.int32 and dtype_of(name) == "<i8" else values
+
+
+def join(parts: Sequence[Parts], names: Iterable[str]) -> Parts:
+    """All of them as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        none = np.zeros(0, dtype=np.int64)
+        return Parts(none.astype(np.uint64), none, none, none, none, {name: filled(name, 0) for name in names})
+    return Parts(
+        np.concatenate([p.site for p in parts]),
+        np.concatenate([p.step for p in parts]),
+        np.concatenate([p.rank for p in parts]),
+        np.concatenate([p.attempt for p in parts]),
+        np.concatenate([p.seq for p in parts]),
+        {name: np.concatenate([p.columns[name] for p in parts]) for name in names},
+    )
+
+
+def newest_of_each(parts: Parts) -> Parts:
+    """Of equal (site, step, rank, attempt) the record of the latest batch; sorted by site, step, rank, attempt."""
+    order = np.lexsort((parts.seq, parts.attempt, parts.rank, parts.step, parts.site))
+    keys = [a[order] for a in (parts.site, parts.step, parts.rank, parts.attempt)]
+    last = np.ones(len(order), dtype=bool)
+    if len(order) > 1:
+        last[:-1] = np.logical_or.reduce([k[1:] != k[:-1] for k in keys])
+    return parts.take(order[last])
+
+
+def owned(parts: Parts, owner: Mapping[tuple[int, int], int] | None) -> Parts:
+    """Only the records of the attempt that a step of a rank belongs to: {(rank, step): attempt}."""
+    if owner is None:
+        return parts
+    of = np.array(
+        [owner.get(key, -1) for key in zip(parts.rank.tolist(), parts.step.tolist(), strict=True)], dtype=np.int64
+    )
+    return parts.take(np.flatnonzero((of == parts.attempt) | (of < 0)))
+
+
+def over_ranks(parts: Parts) -> Parts:
+    """Merge the ranks of each (site, step) as each field merges. Sorted by site, step, rank; rank and attempt of the
+    result are those of the first. Histograms stay codes.
+    """
+    n = len(parts)
+    first = np.ones(n, dtype=bool)
+    if n > 1:
+        first[1:] = (parts.site[1:] != parts.site[:-1]) | (parts.step[1:] != parts.step[:-1])
+    if first.all():
+        return parts
+    starts = np.flatnonzero(first)
+    group = np.cumsum(first) - 1
+    merged: dict[str, Array] = {}
+    for name, values in parts.columns.items():
+        merge = "of" if name in RANK_OF else FIELD_BY_NAME[name].merge
+        if name in HISTOGRAMS:
+            merged[name] = encode_histogram(np.add.reduceat(COUNTS_OF_CODES[values], starts, axis=0))
+        elif merge == "sum":
+            with np.errstate(over="ignore", invalid="ignore"):
+                merged[name] = kept(name, np.add.reduceat(values, starts, axis=0))
+        elif merge == "max":
+            with np.errstate(invalid="ignore"):
+                merged[name] = np.maximum.reduceat(values, starts)  # NaN wins, on purpose
+        elif merge == "min":
+            with np.errstate(invalid="ignore"):
+                merged[name] = np.minimum.reduceat(values, starts)
+        elif merge == "or":
+            merged[name] = np.bitwise_or.reduceat(values, starts)
+        elif name in WORST_OF or name in RANK_OF:
+            leader = parts.columns.get(WORST_OF.get(name) or RANK_OF[name])
+            merged[name] = values[starts if leader is None else _first_worst(leader, starts, group)]
+        elif merge == "first":  # of the lowest rank that has one
+            there = (values if values.ndim == 1 else values[:, 0]) >= 0
+            merged[name] = values[_first_where(there, starts, group)]
+        else:  # a hash belongs to one rank: the lowest one's
+            merged[name] = values[starts]
+    return Parts(
+        parts.site[starts], parts.step[starts], parts.rank[starts], parts.attempt[starts], parts.seq[starts], merged
+    )
+
+
+def _first_where(there: npt.NDArray[np.bool_], starts: Array, group: Array) -> Array:
+    """Index of the first True of each group; of its first item where there is none."""
+    out = starts.copy()
+    index = np.flatnonzero(there)[::-1]
+    out[group[index]] = index  # the first is written last
+    return out
+
+
+def _first_worst(leader: Array, starts: Array, group: Array) -> Array:
+    """Index of the first largest of each group, NaN being larger than all."""
+    with np.errstate(invalid="ignore"):
+        top = np.maximum.reduceat(leader, starts)[group]
+    return _first_where((leader == top) | (np.isnan(leader) & np.isnan(top)), starts, group)
+
+
+def counted(parts: Parts) -> Records:
+    """The end of the way: histograms become counts."""
+    columns = {name: COUNTS_OF_CODES[v] if name in HISTOGRAMS else v for name, v in parts.columns.items()}
+    return Records(parts.site, parts.step, columns)

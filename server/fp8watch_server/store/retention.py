@@ -1,0 +1,179 @@
+"""Retention: detail per rank goes after a day, blocks by the policy of their run; incidents keep theirs for good.
+
+Upstream:   fp8watch_server.store.rollup    Downstream: fp8watch_server.store.compactor
+Shapes:     a policy -> cells of which less is left: the roll-up, or the summary and the scalars
+Thread:     compactor, `fp8watch prune`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from . import schema as t
+from .compact import ROLLED, SITES_AT_ONCE, CrashPoint, Raced, no_crash, touch
+from .dialect import writing
+
+DAY_S = 86_400.0
+KEEP_AROUND_INCIDENT_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept of a run; None keeps everything."""
+
+    detail_hours: float | None = 24.0  # of each rank, where there is a roll-up
+    keep_days: float | None = None  # since the steps were compacted
+    keep_steps: int | None = None  # newest ones
+    keep_bytes: int | None = None  # of blocks
+
+
+@dataclass
+class Pruned:
+    """What went."""
+
+    num_cells_to_rollup: int = 0
+    num_cells_to_summary: int = 0
+    num_bytes: int = 0
+
+
+def prune(
+    engine: Engine,
+    policy: Policy,
+    now: float,
+    *,
+    run_id: str | None = None,
+    crash: CrashPoint = no_crash,
+    stop: Callable[[], bool] = lambda: False,
+    dry_run: bool = False,
+) -> Pruned:
+    """Apply the policy to one run or to all. Idempotent, and resumed where it was broken off."""
+    done = Pruned()
+    with engine.connect() as conn:
+        r = t.run.c
+        query = sa.select(r.run_id, r.tenant, r.last_step)
+        runs = conn.execute(query if run_id is None else query.where(r.run_id == run_id)).all()
+    for run in runs:
+        with engine.connect() as conn:
+            own = _policy_of(conn, run, policy)
+            cells = _cells(conn, run)
+            spans, odd = _incidents(conn, run)
+        old = _too_old(cells, own, run.last_step, now)
+        for cell in cells:
+            if stop():
+                return done
+            if cell.shown_rank is None or _near(cell, spans):
+                continue
+            keep = t.KEPT_SUMMARY if cell.step0 in old else t.KEPT_ROLLUP if _detail_goes(cell, own, now) else cell.kept
+            goes = [s for s in cell.sources if keep == t.KEPT_SUMMARY or (keep == t.KEPT_ROLLUP and s[1] not in odd)]
+            unfinished = keep < t.KEPT_DETAIL and (goes or (keep == t.KEPT_SUMMARY and cell.num_bytes > 0))
+            if keep >= cell.kept and not unfinished:
+                continue
+            done.num_cells_to_rollup += keep == t.KEPT_ROLLUP
+            done.num_cells_to_summary += keep == t.KEPT_SUMMARY
+            done.num_bytes += cell.num_bytes if keep == t.KEPT_SUMMARY else 0
+            if not dry_run:
+                _drop(engine, cell, min(keep, cell.kept), goes, crash)
+    return done
+
+
+def _policy_of(conn: Connection, run: Any, policy: Policy) -> Policy:
+    c = t.retention.c
+    own = conn.execute(
+        sa.select(c.keep_days, c.keep_steps, c.keep_bytes).where(c.run_id == run.run_id, c.tenant == run.tenant)
+    ).first()
+    if own is None:
+        return policy
+    return replace(policy, **{name: value for name, value in own._mapping.items() if value is not None})
+
+
+def _cells(conn: Connection, run: Any) -> Sequence[Any]:
+    c = t.cell.c
+    return conn.execute(
+        sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant).order_by(c.step0.desc())
+    ).all()
+
+
+def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[int]]:
+    """Steps whose detail stays for good, and ranks whose detail does, because an incident names them."""
+    i = t.incident.c
+    rows = conn.execute(
+        sa.select(i.first_step, i.last_step, i.place).where(i.run_id == run.run_id, i.tenant == run.tenant)
+    ).all()
+    spans = [(a - KEEP_AROUND_INCIDENT_STEPS, b + KEEP_AROUND_INCIDENT_STEPS) for a, b, _ in rows]
+    named = {rank for _, _, place in rows for rank in (place or {}).get("ranks") or []}
+    return spans, {rank for rank in named if isinstance(rank, int)}
+
+
+def _near(cell: Any, spans: Sequence[tuple[int, int]]) -> bool:
+    end = cell.step0 + t.BLOCK_STEPS - 1
+    return any(first <= end and last >= cell.step0 for first, last in spans)
+
+
+def _too_old(cells: Sequence[Any], policy: Policy, last_step: int | None, now: float) -> set[int]:
+    """First steps of the cells that the policy lets go; `cells` come newest first."""
+    out, num_bytes = set(), 0
+    for cell in cells:
+        num_bytes += 0 if cell.kept == t.KEPT_SUMMARY else cell.num_bytes
+        old = policy.keep_days is not None and cell.compacted_at < now - policy.keep_days * DAY_S
+        far = policy.keep_steps is not None and last_step is not None and cell.step_max <= last_step - policy.keep_steps
+        if old or far or (policy.keep_bytes is not None and num_bytes > policy.keep_bytes):
+            out.add(cell.step0)
+    return out
+
+
+def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
+    """Only where a roll-up holds what is left."""
+    rolled = (cell.shown_attempt, cell.shown_rank) == ROLLED
+    return policy.detail_hours is not None and rolled and cell.compacted_at < now - policy.detail_hours * 3600
+
+
+def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
+    """First the cell says what is left of it, so that nobody reads the rest; then the rest goes, a source at a time."""
+    left = [list(source) for source in cell.sources]
+    try:
+        with writing(engine) as conn:
+            touch(conn, cell, kept=kept)
+            crash("prune.marked")
+        revision = cell.revision + 1
+        gone = [list(ROLLED), *goes] if kept == t.KEPT_SUMMARY else list(goes)
+        for attempt, rank in gone:
+            left = [source for source in left if source != [attempt, rank]]
+            with writing(engine) as conn:
+                touch(conn, _At(cell, revision), sources=left)
+                _delete_blocks(conn, cell, attempt, rank)
+                s = t.scalar.c
+                if rank > 0:  # rank 0's scalars stay, for SQL; those over ranks are in the cell's scalar_block
+                    steps = (s.step >= cell.step0, s.step < cell.step0 + t.BLOCK_STEPS)
+                    of_rank = (s.run_id == cell.run_id, s.tenant == cell.tenant, s.attempt == attempt, s.rank == rank)
+                    conn.execute(sa.delete(t.scalar).where(*of_rank, *steps))
+                crash("prune.source")
+            revision += 1
+        if kept == t.KEPT_SUMMARY:
+            with writing(engine) as conn:
+                touch(conn, _At(cell, revision), num_bytes=0)  # the work is done
+    except Raced:  # a late batch: the next time
+        return
+    crash("prune.done")
+
+
+class _At:
+    """The row of a cell at a later revision."""
+
+    def __init__(self, cell: Any, revision: int) -> None:
+        self.run_id, self.tenant, self.step0, self.revision = cell.run_id, cell.tenant, cell.step0, revision
+
+
+def _delete_blocks(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
+    """By whole keys, which are found one by one: the run's other blocks are not gone through."""
+    b, s = t.block.c, t.site.c
+    of_run = (b.run_id == cell.run_id, b.tenant == cell.tenant)
+    sites = list(conn.execute(sa.select(s.site).where(s.run_id == cell.run_id, s.tenant == cell.tenant)).scalars())
+    for start in range(0, len(sites), SITES_AT_ONCE):
+        part = sites[start : start + SITES_AT_ONCE]
+        this = (b.attempt == attempt, b.rank == rank, b.site.in_(part), b.step0 == cell.step0)
+        conn.execute(sa.delete(t.block).where(*of_run, *this))

@@ -1,0 +1,167 @@
+"""Loss, grad norm, lr and what else was logged: one number a step, over ranks.
+
+Upstream:   fp8watch_server.store.write, fp8watch_server.store.reading    Downstream: fp8watch_server.store.series
+Shapes:     rows of `scalar` -> steps [N], values [N], present [N]; 256 steps of them in one scalar_block
+Thread:     query pool (read), compactor (write)
+
+Over ranks a scalar is the mean of the ranks that gave one; a NaN on any rank makes it NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from . import schema as t
+from .dialect import upsert
+from .fields import FieldError
+from .hot import step_range
+from .packing import Column, Packed, pack
+from .reading import Extent
+
+Array = npt.NDArray[Any]
+Scalars = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]
+
+_OF_CLASS = np.array([0.0, np.nan, np.inf, -np.inf])
+TABLE: dict[str, Column] = {
+    "first": Column(0, "<i8"),
+    "gap": Column(1, "<i8"),
+    **{name: Column(2 + 2 * i, "<f8") for i, name in enumerate(t.SCALAR_NAMES)},
+    **{f"{name}_present": Column(3 + 2 * i, "<u1") for i, name in enumerate(t.SCALAR_NAMES)},
+}
+
+
+def _merged(rows: Array) -> Scalars:
+    """[N, 6] of rank, step, attempt, seq, value, class (NaN: absent) -> one of each step."""
+    if not len(rows):
+        return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
+    rank, step, attempt, seq = (rows[:, i].astype(np.int64) for i in range(4))
+    order = np.lexsort((seq, attempt, rank, step))
+    rank, step, rows = rank[order], step[order], rows[order]
+    last = np.ones(len(rows), dtype=bool)
+    last[:-1] = (step[1:] != step[:-1]) | (rank[1:] != rank[:-1])
+    step, rows = step[last], rows[last]
+    kinds = rows[:, 5]
+    present = ~np.isnan(kinds)
+    of_class = _OF_CLASS[np.where(present, kinds, 0).astype(np.int64)]
+    values = np.where(present, np.where(kinds == 0, rows[:, 4], of_class), 0.0)
+    starts = np.flatnonzero(np.concatenate([[True], step[1:] != step[:-1]]))
+    num = np.add.reduceat(present.astype(np.int64), starts)
+    with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf is NaN, and may be
+        mean = np.add.reduceat(values, starts) / np.maximum(num, 1)
+    return step[starts], mean, num > 0
+
+
+def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list[Any]) -> Array:
+    c = table.c
+    rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, c[value], c[kind]).where(*where)).all()
+    return np.array([tuple(row) for row in rows], dtype=np.float64).reshape(-1, 6)
+
+
+def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -> Scalars:
+    """One of the four scalars between two steps; of one rank, or over all."""
+    c = t.scalar.c
+    where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step >= found.from_step, c.step <= found.to_step]
+    if rank is not None:
+        return _merged(_fetch(conn, t.scalar, name, f"{name}_class", [*where, c.rank == rank]))
+    closed = sorted(cell.step0 for cells in found.closed.values() for cell in cells)
+    packed = _packed(conn, found, name, closed)
+    if packed:
+        done = np.array(sorted(packed), dtype=np.int64)
+        prefix = _end_of_prefix(done)
+        if done[0] <= found.from_step or not _any_before(conn, found, int(done[0])):
+            where.append(c.step >= prefix)
+    loose = _fetch(conn, t.scalar, name, f"{name}_class", where)
+    if packed and len(loose):
+        loose = loose[~np.isin(loose[:, 1].astype(np.int64) // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
+    parts = [*packed.values(), _merged(loose)]
+    step, values, present = (np.concatenate([p[i] for p in parts]) for i in range(3))
+    order = np.argsort(step, kind="stable")
+    order = order[(step[order] >= found.from_step) & (step[order] <= found.to_step)]
+    return step[order], values[order], present[order]
+
+
+def _end_of_prefix(done: npt.NDArray[np.int64]) -> int:
+    """The step up to which cells follow each other without a gap."""
+    breaks = np.flatnonzero(np.diff(done) != t.BLOCK_STEPS)
+    return int(done[breaks[0] if len(breaks) else -1]) + t.BLOCK_STEPS
+
+
+def _any_before(conn: Connection, found: Extent, step: int) -> bool:
+    c = t.scalar.c
+    query = sa.select(c.step).where(
+        c.run_id == found.run_id, c.tenant == found.tenant, c.step >= found.from_step, c.step < step
+    )
+    return conn.execute(query.limit(1)).first() is not None
+
+
+def _packed(conn: Connection, found: Extent, name: str, closed: list[int]) -> dict[int, Scalars]:
+    if not closed:
+        return {}
+    c = t.scalar_block.c
+    wanted = set(closed)
+    rows = conn.execute(
+        sa.select(c.step0, c.body).where(
+            c.run_id == found.run_id, c.tenant == found.tenant, c.step0 >= closed[0], c.step0 <= closed[-1]
+        )
+    )
+    return {step0: _unpack(bytes(body), step0, name) for step0, body in rows if step0 in wanted}
+
+
+def _unpack(body: bytes, step0: int, name: str) -> Scalars:
+    block = Packed(body, TABLE)
+    gaps = block.column("gap").copy()
+    gaps[0] = block.column("first")[0]
+    present = block.column(f"{name}_present").astype(bool)
+    return np.cumsum(gaps) + step0, block.column(name).astype(np.float64), present
+
+
+def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> None:
+    """Pack the scalars of a cell, over ranks."""
+    c = t.scalar.c
+    where = [c.run_id == run_id, c.tenant == tenant, c.step >= step0, c.step < step0 + t.BLOCK_STEPS]
+    columns: dict[str, Array] = {}
+    for name in t.SCALAR_NAMES:
+        steps, values, present = _merged(_fetch(conn, t.scalar, name, f"{name}_class", where))
+        if not len(steps):
+            return
+        gaps = np.diff(steps, prepend=steps[0])
+        gaps[0] = gaps[1] if len(gaps) > 1 else 0
+        columns |= {"first": np.full((1, len(steps)), steps[0] - step0), "gap": gaps[None]}
+        columns |= {name: values[None], f"{name}_present": present[None].astype(np.uint8)}
+    (body,) = pack(columns, TABLE)
+    upsert(conn, t.scalar_block, [{"run_id": run_id, "tenant": tenant, "step0": step0, "body": body}])
+
+
+def read_logged(
+    conn: Connection,
+    run_id: str,
+    name: str,
+    from_step: int | None,
+    to_step: int | None,
+    rank: int | None,
+    *,
+    tenant: str = t.DEFAULT_TENANT,
+) -> Scalars:
+    """What watch.log was given under a name.
+
+    Raises:
+        FieldError: a name that this run has not logged; the text lists those that it has.
+    """
+    c = t.logged.c
+    low, high = step_range(from_step, to_step)
+    of_run = [c.run_id == run_id, c.tenant == tenant]
+    where = [*of_run, c.name == name, c.step >= low, c.step <= high]
+    if rank is not None:
+        where.append(c.rank == rank)
+    rows = _fetch(conn, t.logged, "value", "value_class", where)
+    if not len(rows):
+        names = set(conn.execute(sa.select(c.name).where(*of_run).distinct()).scalars())
+        if name not in names:
+            known = ", ".join([*t.SCALAR_NAMES, *sorted(names)])
+            raise FieldError(f"scalar {name!r} is not known in this run; known are {known}")
+    return _merged(rows)

@@ -1,0 +1,118 @@
+"""Compaction changes where records lie, and nothing of what is answered."""
+
+from __future__ import annotations
+
+import numpy as np
+import sqlalchemy as sa
+from store.kit import DOWN, SITES, UP, Feed, made_up
+
+from fp8watch_server.store import schema as t
+from fp8watch_server.store.compactor import Compactor
+
+WINDOWS = ((None, None), (100, 555))
+
+
+def fill(feed: Feed, num_steps: int, *, ranks: int = 2, per_batch: int = 20, run: str = "run-1") -> None:
+    rng = np.random.default_rng(7)
+    agents = [feed.agent(run, rank) for rank in range(ranks)]
+    for first in range(0, num_steps, per_batch):
+        steps = list(range(first, min(first + per_batch, num_steps)))
+        for agent in agents:
+            loss = rng.normal(2, 1, len(steps))
+            loss[rng.random(len(steps)) < 0.03] = np.nan
+            feed.send(agent, steps, fields=made_up(rng, len(steps), 3), scalars={"loss": list(loss)})
+
+
+def test_answers_are_the_same_before_and_after(feed: Feed) -> None:
+    fill(feed, 600)
+    before, records = feed.answers(windows=WINDOWS), [feed.records(rank=rank) for rank in (None, 0, 1)]
+    done = feed.compact()
+    assert done.num_records == 2 * 512 * len(SITES)
+    assert feed.count(t.hot_batch) == 2 * 5  # 500…519 are left in part, and 520…599
+    assert feed.count(t.cell) == 2
+    assert feed.answers(windows=WINDOWS) == before
+    feed.compact(everything=True)
+    assert feed.count(t.hot_batch) == 0
+    assert feed.answers(windows=WINDOWS) == before
+    assert [feed.records(rank=rank) for rank in (None, 0, 1)] == records
+
+
+def test_of_one_rank_every_record_is_stored_once(feed: Feed) -> None:
+    fill(feed, 300, ranks=1)
+    before = feed.answers(windows=WINDOWS, ranks=(None, 0))
+    feed.compact(everything=True)
+    assert feed.count(t.block) == 2 * len(SITES)
+    assert feed.answers(windows=WINDOWS, ranks=(None, 0)) == before
+
+
+def test_a_batch_that_comes_late_goes_into_its_block(feed: Feed) -> None:
+    fill(feed, 300)
+    late = feed.agent(rank=1, attempt=1).body([UP], [5], fields={"amax_max": 1e6}, scalars={"loss": [9.0]}, seq=999)
+    feed.compact(everything=True)
+    assert feed.commit(late)
+    before = feed.answers(windows=WINDOWS)
+    feed.compact(everything=True)
+    assert feed.count(t.hot_batch) == 0
+    assert feed.answers(windows=WINDOWS) == before
+    assert not feed.commit(late)
+
+
+def test_a_second_rank_that_comes_late_makes_a_roll_up(feed: Feed) -> None:
+    fill(feed, 300, ranks=1)
+    feed.compact(everything=True)
+    rng = np.random.default_rng(1)
+    feed.send(feed.agent(rank=1), list(range(100, 140)), fields=made_up(rng, 40, 3))
+    before = feed.answers(windows=WINDOWS)
+    feed.compact(everything=True)
+    assert feed.answers(windows=WINDOWS) == before
+    assert feed.count(t.block, t.block.c.rank == t.ROLLED_RANK) == len(SITES)  # of one cell; the other has one rank
+
+
+def test_a_step_computed_again_belongs_to_the_newer_attempt_in_blocks_too(feed: Feed) -> None:
+    rng = np.random.default_rng(3)
+    first = feed.agent()
+    feed.send(first, list(range(300)), fields=made_up(rng, 300, 3))
+    feed.compact(everything=True)
+    again = feed.agent(attempt=2)
+    feed.send(again, list(range(100, 300)), [UP, DOWN], fields=made_up(rng, 200, 2))
+    before = feed.answers(windows=WINDOWS)
+    feed.compact(everything=True)
+    assert feed.answers(windows=WINDOWS) == before
+    feed.send(first, [400], fields=made_up(rng, 1, 3))
+    before = feed.answers(windows=WINDOWS)
+    feed.compact(everything=True)
+    assert feed.answers(windows=WINDOWS) == before
+
+
+def test_compacting_again_changes_nothing(feed: Feed) -> None:
+    fill(feed, 300)
+    feed.compact(everything=True)
+    with feed.engine.connect() as conn:
+        rows = conn.execute(sa.select(t.cell)).all()
+    done = feed.compact(everything=True)
+    assert not done.anything
+    with feed.engine.connect() as conn:
+        assert conn.execute(sa.select(t.cell)).all() == rows
+
+
+def test_what_the_detectors_have_not_seen_stays(feed: Feed) -> None:
+    agent = feed.agent()
+    feed.commit(agent.body(SITES, [1, 2]), detected=False)
+    feed.compact(everything=True)
+    assert feed.count(t.hot_batch) == 1
+
+
+def test_two_compactors_on_one_database_do_the_work_once(feed: Feed) -> None:
+    fill(feed, 300)
+    before = feed.answers(windows=WINDOWS)
+    raced = []
+
+    def other(name: str) -> None:
+        if name == "compact.encoded" and not raced:
+            raced.append(name)
+            Compactor(feed.engine, clock=lambda: feed.now + 1e6).round()
+
+    feed.compact(everything=True, crash=other)
+    assert raced
+    assert feed.count(t.hot_batch) == 0
+    assert feed.answers(windows=WINDOWS) == before
