@@ -51,6 +51,7 @@ class Sender:
 
     def _send(self, client: httpx.Client, acks: threading.Semaphore, stop: threading.Event) -> None:
         agent = Agent(client, run=self.run, session=f"{self.number:032x}", rank=self.number)
+        agent.patient = False
         for answer in (agent.register_run(), agent.register_session(), agent.register_sites(SITES)):
             self._count(answer)
             if answer.status_code != 200:

@@ -17,13 +17,13 @@ from fp8watch_server.app import create_app
 
 def answer_late(seconds: float) -> None:
     """Wait between a commit and its answers: a crash point of some width."""
-    settle = committer._settle
+    settle = committer.settle
 
     def late(answers: list[object]) -> None:
         time.sleep(seconds)
         settle(answers)
 
-    committer._settle = late
+    committer.settle = late
 
 
 if __name__ == "__main__":
