@@ -29,7 +29,7 @@ from fp8watch_agent.wire import Batch
 
 from .store import hot
 from .store.commit import Incoming, KnownSites, Outcome, Taken, commit_group
-from .store.dialect import BUSY_TIMEOUT_S, WriterBusy, writing
+from .store.dialect import WriterBusy, writing
 
 log = logging.getLogger("fp8watch.collector")
 
@@ -39,6 +39,8 @@ MAX_GROUP = 256
 MAX_GROUP_BYTES = 32 << 20
 MAX_DECODED_BYTES = 64 << 20
 """Decoded batches that may wait for the committer before the decoders do: with what they hold themselves, the bound."""
+MAX_QUEUED_BYTES = 128 << 20
+"""Bodies as they came that may lie here, counting those whose senders were told to come back."""
 COMMIT_EVERY_S = 0.02
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
 """What the database raises when it is not there, or has no time."""
@@ -106,7 +108,7 @@ class Committer:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self._writing_since: float | None = None
+        self._queued_bytes = 0  # changed under the lock; also those whose senders have gone
         self.num_groups = 0
 
     async def commit(self, body: bytes) -> Taken:
@@ -117,9 +119,11 @@ class Committer:
             KeyReused, Unknown, RankMismatch, SQLAlchemyError: of this body; what `decode` raises.
         """
         self._start()
-        if self._stuck():
+        if self._queued_bytes + len(body) > MAX_QUEUED_BYTES:
             raise WriterBusy
         waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        with self._lock:
+            self._queued_bytes += len(body)
         self._bodies.put(waiting)
         return await waiting.future
 
@@ -137,11 +141,6 @@ class Committer:
             thread.join(max(0.0, until - time.monotonic()))
         self._decoded.put(None)
         threads[0].join(max(0.0, until - time.monotonic()))
-
-    def _stuck(self) -> bool:
-        """Whether the database has held the committer for so long that nobody should wait behind it."""
-        since = self._writing_since
-        return since is not None and time.monotonic() - since > BUSY_TIMEOUT_S
 
     def _start(self) -> None:
         if self._threads and not self._closed:
@@ -162,7 +161,7 @@ class Committer:
             try:
                 waiting.batch = self._decode(waiting.body)
             except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
-                _settle([(waiting, e)])
+                self._settle([(waiting, e)])
                 continue
             sent = waiting.batch.sent.values()
             waiting.num_bytes = 4096 + waiting.batch.steps.nbytes + sum(c.nbytes for c in sent)
@@ -190,14 +189,12 @@ class Committer:
                 size += following.num_bytes
             gone = [w for w in group if w.future.done()]  # whoever sent them was told to come back
             group = [w for w in group if not w.future.done()]
-            self._writing_since = time.monotonic()
             try:
                 answers = self._take(group)
             except BaseException as e:  # noqa: BLE001  nobody may wait for ever
                 answers = [e] * len(group)
-            self._writing_since = None
             self._gate.give(sum(w.num_bytes for w in (*group, *gone)))
-            _settle(list(zip(group, answers, strict=True)))
+            self._settle([*zip(group, answers, strict=True), *((w, None) for w in gone)])
             if answers and all(isinstance(a, AWAY) for a in answers):
                 self._refuse_all(answers[0])
             if last:
@@ -216,7 +213,7 @@ class Committer:
                 break
             late.append(following)
         self._gate.give(sum(w.num_bytes for w in late))
-        _settle([(w, answer) for w in late])
+        self._settle([(w, answer) for w in late])
 
     def _take(self, group: list[_Waiting]) -> Sequence[Outcome | BaseException]:
         items = [Incoming(w.batch, w.body, hashlib.sha256(w.body).digest()) for w in group if w.batch is not None]
@@ -261,8 +258,13 @@ class Committer:
                     hot.remember(conn, item.batch, now)
         return outcomes
 
+    def _settle(self, answers: list[tuple[_Waiting, Any]]) -> None:
+        with self._lock:
+            self._queued_bytes -= sum(len(w.body) for w, _ in answers)
+        settle(answers)
 
-def _settle(answers: list[tuple[_Waiting, Any]]) -> None:
+
+def settle(answers: list[tuple[_Waiting, Any]]) -> None:
     """Answer on the event loop of whoever waits: one wake-up for all of them."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiting, Any]]] = {}
     for waiting, answer in answers:

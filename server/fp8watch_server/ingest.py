@@ -5,12 +5,11 @@ Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
 
 Bodies never become pydantic models: they are decoded and checked column by column (fp8watch_agent.wire), and stored
-as they came. Nobody waits longer than ANSWER_S for a database that does not answer.
+as they came.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
@@ -36,17 +35,17 @@ from fp8watch_agent.wire import (
 
 from .committer import Closed, Committer
 from .ingest_stats import Held, IngestStats
+from .patience import Patience, unavailable
 from .problem import JsonResponse, Problem
 from .registration import RunBody, SessionBody, SitesBody, check_name, decode
 from .store import tiles, write
+from .store.commit import Taken
 from .store.dialect import writing
 
 MAX_JSON_BYTES = 4 << 20
 MAX_INFLIGHT_BYTES = 128 << 20
 MAX_WRITERS = 4
 """Registrations and bodies of tile maps that are worked on at once."""
-ANSWER_S = 0.95
-"""Whoever waits longer for the database is told to come back: within a second."""
 ENCODINGS = ("zstd", "gzip")
 PRUNE_TILE_MAPS_EVERY = 64
 MAX_RANK = (1 << 31) - 1
@@ -64,35 +63,28 @@ class Ingest:
         self.wake = wake
         self.stats = IngestStats()
         self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
-        self.committer = Committer(self.engine, _batch, observe_commit=self.stats.commit_seconds.observe)
+        self.patience = Patience()
+        self.committer = Committer(self.engine, _batch, observe_commit=self._committed)
         self.num_tile_map_bodies = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the pool of the ingest, and wait ANSWER_S for it at most."""
-        return await _in_time(to_thread.run_sync(work, limiter=self.limiter, abandon_on_cancel=True))
+        """Run blocking work in the pool of the ingest, and wait for it as long as the database gets anything done."""
+        return await self.patience.wait(to_thread.run_sync(work, limiter=self.limiter, abandon_on_cancel=True))
+
+    async def commit(self, body: bytes) -> Taken:
+        """Hand a body to the committer, and wait likewise."""
+        try:
+            return await self.patience.wait(self.committer.commit(body))
+        except Closed:
+            raise unavailable("the collector is stopping") from None
+
+    def _committed(self, seconds: float) -> None:
+        self.patience.progress()
+        self.stats.commit_seconds.observe(seconds)
 
     def stop(self) -> None:
         """Finish what came in, and end."""
         self.committer.stop()
-
-
-async def _in_time(work: Awaitable[T]) -> T:
-    try:
-        return await asyncio.wait_for(work, ANSWER_S)
-    except asyncio.TimeoutError:
-        raise _unavailable(f"the database has not answered within {ANSWER_S} s") from None
-    except Closed:
-        raise _unavailable("the collector is stopping") from None
-
-
-def _unavailable(detail: str) -> Problem:
-    return Problem(
-        503,
-        detail,
-        rule="an answer of 200 means committed",
-        remedy="send the same again later; the collector recovers by itself",
-        headers={"Retry-After": "1"},
-    )
 
 
 async def _body(request: Request, limit: int, held: Held) -> bytes:
@@ -302,7 +294,7 @@ async def post_batch(request: Request) -> Response:
     ingest = _ingest(request)
 
     async def store(body: bytes) -> dict[str, Any]:
-        taken = await _in_time(ingest.committer.commit(body))
+        taken = await ingest.commit(body)
         return {"acked": taken.seq, "captures": taken.captures}
 
     return await _post(request, BATCH_CONTENT_TYPE, store)

@@ -1,11 +1,12 @@
 """The detect worker: every committed batch is looked at once, in the order in which it was committed.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals
-Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with the mark
-Thread:     its own
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.rebuild
+Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with their marks
+Thread:     its own; of several collectors on one database, that of the leader
 
-A batch is marked in the transaction that writes its incidents, so a crash loses nothing and repeats nothing. After a
-restart an engine is built up again from the newest batches, whose findings are known already and are dropped.
+Batches are marked in the transaction that writes their incidents, so a crash loses nothing and repeats nothing. All
+that wait of a run are taken together, PACE_S apart, because writing costs per transaction and looking per batch. Should
+one of them break a detector or its incidents, those of its group are taken one by one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import sqlalchemy as sa
@@ -23,20 +25,21 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from fp8watch_agent.record import Site
 from fp8watch_agent.wire import Batch, WireError
 
+from . import rebuild
 from .store import hot
 from .store import schema as t
 from .store.dialect import writing
+from .store.leader import Leader
 from .store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
 
 MAX_ENGINES = 64
-REPLAY_STEPS = 256
-"""How far back an engine looks when it is built up again."""
-BATCHES_AT_ONCE = 32
+BATCHES_AT_ONCE = 512
+PACE_S = 0.2
+"""Between groups; the first batch after a quiet time is taken at once."""
 IDLE_S = 1.0
 RETRY_S = 0.5
 
@@ -79,7 +82,22 @@ class Detection:
 class _Running:
     engine: DetectEngine
     sites: Mapping[int, Any]
-    sites_at: tuple[int, float]  # number of sites and the sum of their times of change: whether to read them again
+    sites_at: tuple[int, float]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One batch after the detectors."""
+
+    row: Any
+    batch: Batch
+    findings: Sequence[Any]
+    settled_step: int | None
+    stride: int
+
+
+class _Overtaken(Exception):
+    """Somebody else has marked a batch that we were about to mark: two collectors took it."""
 
 
 class DetectWorker:
@@ -99,6 +117,7 @@ class DetectWorker:
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
+        self._leader = Leader(engine, "detect")
         self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -115,7 +134,7 @@ class DetectWorker:
         self._wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Finish the batch in hand and end."""
+        """Finish the group in hand and end."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -125,8 +144,13 @@ class DetectWorker:
         while not self._stop.is_set():
             self._wake.clear()
             try:
-                if self.drain() == 0:
+                if not self._leader.held():
+                    self._running.clear()  # the leader's engines are the true ones
+                    self._stop.wait(IDLE_S)
+                elif self.drain() == 0:
                     self._wake.wait(IDLE_S)
+                else:
+                    self._stop.wait(PACE_S)
             except SQLAlchemyError as e:
                 log.warning("detection waits for the database: %s", str(e).splitlines()[0])
                 self._running.clear()  # an engine may have seen what was not committed
@@ -135,128 +159,121 @@ class DetectWorker:
                 log.exception("detection failed; trying again")
                 self._running.clear()
                 self._stop.wait(RETRY_S)
+        self._leader.release()
 
     def drain(self) -> int:
         """Take what is pending now; returns how many batches that was."""
         with self._db.connect() as conn:
             pending = _pending(conn)
-        for row in pending:
+        for _, rows in groupby(pending, key=lambda row: (row.run_id, row.tenant)):
             if self._stop.is_set():
                 break
-            self._take(row)
+            self._take(list(rows))
         return len(pending)
 
-    def _take(self, row: Any) -> None:
-        key = (row.run_id, row.tenant)
+    def _take(self, rows: list[Any]) -> None:
+        """Batches of one run."""
+        key = (rows[0].run_id, rows[0].tenant)
         try:
-            with self._db.connect() as conn:
-                batch = hot.load(conn, row)
-        except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait for it
-            log.error("batch %s of run %r cannot be read (%s); going on without it", row.seq, row.run_id, e)
-            self.num_failed_batches += 1
-            self._mark(row, t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
-            return
-        if batch is None:
-            return
-        state, error = t.BATCH_DETECTED, None
-        findings: Sequence[Any] = ()
-        running = self._engine_of(key, row.arrival)
-        try:
-            findings = running.engine.observe(batch)
-        except Exception as e:
-            log.exception("detectors failed on batch %s of run %r; going on without it", row.seq, row.run_id)
-            self.num_failed_batches += 1
-            state, error = t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000]
-            self._running.pop(key, None)
-        try:
-            changed = self._commit(row, batch, findings, running, state, error)
+            judged = self._judge(key, rows)
+            changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
             raise  # the database: later
-        except Exception as e:
-            log.exception("no incident could be made of batch %s of run %r; going on without it", row.seq, row.run_id)
-            self.num_failed_batches += 1
+        except _Overtaken:
+            log.warning("another collector looks at run %r as well; beginning again", key[0])
             self._running.pop(key, None)
-            changed = self._commit(row, batch, (), None, t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+            return
+        except Exception as e:
+            self._running.pop(key, None)  # it has seen what is not committed
+            if len(rows) > 1:
+                for row in rows:
+                    self._take([row])
+                return
+            log.exception("batch %s of run %r could not be looked at; going on without it", rows[0].seq, key[0])
+            self.num_failed_batches += 1
+            changed = self._give_up(rows[0], e)
         if changed:
             self._on_change()
 
-    def _commit(
-        self, row: Any, batch: Batch, findings: Sequence[Any], running: _Running | None, state: int, error: str | None
-    ) -> bool:
+    def _judge(self, key: tuple[str, str], rows: list[Any]) -> list[_Judged]:
+        out: list[_Judged] = []
+        running = self._engine_of(key, rows[0].arrival)
+        for row in rows:
+            try:
+                with self._db.connect() as conn:
+                    batch = hot.load(conn, row)
+            except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait for it
+                log.error("batch %s of run %r cannot be read (%s); going on without it", row.seq, row.run_id, e)
+                self.num_failed_batches += 1
+                with writing(self._db) as conn:
+                    _mark(conn, key, [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+                continue
+            if batch is not None:
+                findings = running.engine.observe(batch)
+                out.append(_Judged(row, batch, findings, running.engine.settled_step, running.engine.stride))
+        return out
+
+    def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
+        if not judged:
+            return False
+        running = self._running[key]
         with writing(self._db) as conn:
-            changed = running is not None and self._write_incidents(conn, row, findings, running)
-            add_totals(conn, batch, row.attempt, row.tenant)
-            _mark(conn, row, state, error)
+            _mark(conn, key, [j.row.arrival for j in judged], t.BATCH_DETECTED, None)
+            changed = self._write_incidents(conn, key, judged, running)
+            add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged])
         return changed
 
-    def _mark(self, row: Any, state: int, error: str) -> None:
+    def _give_up(self, row: Any, e: Exception) -> bool:
+        """Count a batch that detectors or incidents broke on, and leave it marked as such."""
+        with self._db.connect() as conn:
+            batch = hot.load(conn, row)
         with writing(self._db) as conn:
-            _mark(conn, row, state, error)
+            _mark(conn, (row.run_id, row.tenant), [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+            if batch is not None:
+                add_totals(conn, row.run_id, row.tenant, [(batch, row.attempt)])
+        return False
 
-    def _write_incidents(self, conn: Connection, row: Any, findings: Sequence[Any], running: _Running) -> bool:
-        now, where = self._clock(), (row.run_id, row.tenant, row.attempt)
-        changed = False
-        if findings:
-            opened = self._detection.fold(
-                conn, *where, findings, running.sites, now, window_steps=6, public_url=self._public_url
-            )
-            changed = bool(opened)
-        settled = running.engine.settled_step
-        if settled is not None:
-            closed = self._detection.close_quiet(
-                conn, *where, current_step=settled, now=now, stride=running.engine.stride, public_url=self._public_url
-            )
-            changed = bool(closed) or changed
+    def _write_incidents(
+        self, conn: Connection, key: tuple[str, str], judged: list[_Judged], running: _Running
+    ) -> bool:
+        now, changed = self._clock(), False
+        unresolved = _has_unresolved(conn, key)
+        settled: int | None = None
+        for j in judged:
+            where = (*key, j.row.attempt)
+            if j.findings:
+                opened = self._detection.fold(
+                    conn, *where, j.findings, running.sites, now, window_steps=6, public_url=self._public_url
+                )
+                changed = bool(opened) or changed
+                unresolved = True
+            if unresolved and j.settled_step is not None and (j.settled_step != settled or j.findings):
+                settled = j.settled_step
+                closed = self._detection.close_quiet(
+                    conn, *where, current_step=settled, now=now, stride=j.stride, public_url=self._public_url
+                )
+                changed = bool(closed) or changed
         return changed
 
     def _engine_of(self, key: tuple[str, str], before_arrival: int) -> _Running:
         running = self._running.get(key)
         with self._db.connect() as conn:
-            sites_at = _sites_version(conn, key[0], key[1])
+            sites_at = rebuild.sites_version(conn, *key)
             if running is not None and running.sites_at == sites_at:
                 self._running.move_to_end(key)
                 return running
-            facts = self._detection.make_facts(_sites(conn, key[0], key[1]))
+            facts = self._detection.make_facts(rebuild.sites_of(conn, *key))
             if running is not None:
                 changed = {i: f for i, f in facts.items() if running.sites.get(i) != f}
                 running.engine.add_sites(changed)
                 running.sites, running.sites_at = facts, sites_at
                 return running
             running = _Running(self._detection.make_engine(facts), facts, sites_at)
-            self._replay(conn, running, key, before_arrival)
+            rebuild.replay(conn, running.engine, *key, before_arrival)
         self._running[key] = running
         while len(self._running) > MAX_ENGINES:
             self._running.popitem(last=False)
         return running
-
-    def _replay(self, conn: Connection, running: _Running, key: tuple[str, str], before_arrival: int) -> None:
-        """Build the baselines up again from the newest batches of each rank that were looked at before.
-
-        Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps.
-        """
-        b = t.hot_batch.c
-        seen = (b.run_id == key[0], b.tenant == key[1], b.detected == t.BATCH_DETECTED, b.arrival < before_arrival)
-        sessions = conn.execute(
-            sa.select(b.rank, b.session, sa.func.max(b.step_max))
-            .where(*seen, b.step_max.is_not(None))
-            .group_by(b.rank, b.session, b.attempt)
-            .order_by(b.attempt)
-        ).all()
-        newest = {rank: (session, last - REPLAY_STEPS) for rank, session, last in sessions}  # the last attempt stays
-        after = dict(newest.values())
-        if not after:
-            return
-        rows = conn.execute(
-            sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at, b.step_max)
-            .where(*seen, b.step_max > min(after.values()))
-            .order_by(b.arrival)
-        ).all()
-        for row in rows:
-            if row.step_max <= after.get(row.session, row.step_max):
-                continue
-            batch = hot.load(conn, row)
-            if batch is not None:
-                running.engine.observe(batch)
 
 
 def _pending(conn: Connection) -> Sequence[Any]:
@@ -276,44 +293,20 @@ def _pending(conn: Connection) -> Sequence[Any]:
         sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
         .join(waiting, of_run)
         .where(b.detected == t.BATCH_PENDING)
-        .order_by(waiting.c.since, b.run_id, b.arrival)
+        .order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)
         .limit(BATCHES_AT_ONCE)
     ).all()
 
 
-def _mark(conn: Connection, row: Any, state: int, error: str | None) -> None:
+def _mark(conn: Connection, key: tuple[str, str], arrivals: list[int], state: int, error: str | None) -> None:
     b = t.hot_batch.c
-    this = [b[name] == getattr(row, name) for name in ("run_id", "tenant", "session", "rank", "seq")]
-    conn.execute(sa.update(t.hot_batch).where(*this).values(detected=state, detect_error=error))
+    these = (b.run_id == key[0], b.tenant == key[1], b.arrival.in_(arrivals), b.detected == t.BATCH_PENDING)
+    done = conn.execute(sa.update(t.hot_batch).where(*these).values(detected=state, detect_error=error))
+    if done.rowcount != len(arrivals):
+        raise _Overtaken
 
 
-def _sites_version(conn: Connection, run_id: str, tenant: str) -> tuple[int, float]:
-    c = t.site.c
-    row = conn.execute(
-        sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
-    ).one()
-    return int(row[0]), float(row[1] or 0.0)
-
-
-def _sites(conn: Connection, run_id: str, tenant: str) -> list[Site]:
-    c = t.site.c
-    rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
-    return [
-        Site(
-            id=row.site,
-            module=row.module,
-            operand=row.operand,
-            direction=row.direction,
-            gemm=row.gemm,
-            order=row.flow_order,
-            shape=(row.num_rows, row.num_columns),
-            tile=(row.tile_rows, row.tile_columns),
-            format=row.format,
-            power_2_scale=row.power_2_scale,
-            eps=row.eps,
-            recipe=row.recipe,
-            backend=row.backend,
-            evidence=row.evidence,
-        )
-        for row in rows
-    ]
+def _has_unresolved(conn: Connection, key: tuple[str, str]) -> bool:
+    c = t.incident.c
+    where = (c.run_id == key[0], c.tenant == key[1], c.status != "resolved")
+    return conn.execute(sa.select(sa.literal(1)).where(*where).limit(1)).first() is not None

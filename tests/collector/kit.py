@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,24 +125,33 @@ class Agent:
         self.client, self.run, self.session, self.rank = client, run, session, rank
         self.seq = 0
         self.facts = facts
+        self.patient = True
 
     @property
     def path(self) -> str:
         return f"/v1/runs/{quote(self.run, safe='')}"
 
+    def _put(self, path: str, **given: Any) -> Any:
+        return self._patiently(lambda: self.client.put(path, **given))
+
+    def _patiently(self, send: Callable[[], Any]) -> Any:
+        """As a real agent: a 503 is not the end, on a slow machine least of all."""
+        until = time.monotonic() + 20
+        while (answer := send()).status_code == 503 and self.patient and time.monotonic() < until:
+            time.sleep(0.2)
+        return answer
+
     def register_run(self, name: str = "a run") -> Any:
-        return self.client.put(self.path, json={"name": name, "recipe": "blockwise", "backend": "cpu", "world_size": 2})
+        return self._put(self.path, json={"name": name, "recipe": "blockwise", "backend": "cpu", "world_size": 2})
 
     def register_session(self) -> Any:
         body = {"rank": self.rank, "world_size": 2, "mesh": {"dp": 2}, "host": "node-1", "pid": 7, "started_at": 1.5}
         body |= {"versions": {"torch": "2.13"}, "recipe": "blockwise", "fingerprint": "f", "backend": "cpu"}
-        return self.client.put(
-            f"{self.path}/sessions/{self.session}", json={**body, "facts": {"eps": 0.0}, **self.facts}
-        )
+        return self._put(f"{self.path}/sessions/{self.session}", json={**body, "facts": {"eps": 0.0}, **self.facts})
 
     def register_sites(self, sites: list[Site]) -> Any:
         body = msgspec.json.encode({"session": self.session, "sites": sites})
-        return self.client.put(f"{self.path}/sites", content=body)
+        return self._put(f"{self.path}/sites", content=body)
 
     def register(self, sites: list[Site], name: str = "a run") -> Agent:
         for answer in (self.register_run(name), self.register_session(), self.register_sites(sites)):
@@ -195,7 +205,7 @@ class Agent:
 
     def post(self, body: bytes, **headers: str) -> Any:
         given = {"Content-Type": BATCH_CONTENT_TYPE, **ZSTD, **{k.replace("_", "-"): v for k, v in headers.items()}}
-        return self.client.post("/v1/batches", content=body, headers=given)
+        return self._patiently(lambda: self.client.post("/v1/batches", content=body, headers=given))
 
     def send(self, sites: list[Site], steps: list[int], **given: Any) -> Any:
         answer = self.post(self.body(sites, steps, **given))
@@ -204,7 +214,8 @@ class Agent:
 
     def post_maps(self, maps: list[TileMap], seq: int) -> Any:
         body = encode_tile_maps(self.run, self.session, self.rank, seq, maps)
-        return self.client.post("/v1/tile-maps", content=body, headers={"Content-Type": TILE_MAPS_CONTENT_TYPE, **ZSTD})
+        headers = {"Content-Type": TILE_MAPS_CONTENT_TYPE, **ZSTD}
+        return self._patiently(lambda: self.client.post("/v1/tile-maps", content=body, headers=headers))
 
 
 class Serving:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collector.kit import Recorder
 
-from fp8watch_server import command
+from fp8watch_server import command, committer
 from fp8watch_server.app import create_app
+
+
+def answer_late(seconds: float) -> None:
+    """Wait between a commit and its answers: a crash point of some width."""
+    settle = committer.settle
+
+    def late(answers: list[object]) -> None:
+        time.sleep(seconds)
+        settle(answers)
+
+    committer.settle = late
+
 
 if __name__ == "__main__":
     detection = Recorder().detection()
     command.create_app = lambda settings: create_app(
         settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False
     )
+    answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
     sys.exit(command.main(sys.argv[1:]))

@@ -1,12 +1,13 @@
 """Running totals and newest values of every site: what /metrics reads, so that it never opens a body.
 
 Upstream:   fp8watch_server.worker    Downstream: fp8watch_server.metrics
-Shapes:     one Batch -> one site_total row per site
-Thread:     detect worker, in the transaction that marks the batch
+Shapes:     batches of one run -> one site_total row per site
+Thread:     detect worker, in the transaction that marks the batches
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,49 +18,50 @@ from fp8watch_agent.wire import Batch
 
 from . import schema as t
 from .dialect import upsert
-from .fields import SERIES_FIELDS, as_data, evaluate
+from .fields import SERIES_FIELDS, evaluate
 
 NEWEST_FIELDS = ("underflow_ratio", "amax_max", "scale_inv_max", "scale_inv_min", "tile_sqnr_db")
 TOTAL_FIELDS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
 
 
-def add_totals(conn: Connection, batch: Batch, attempt: int, tenant: str) -> None:
-    """Add one batch. Called once per batch: the caller's transaction marks it."""
-    if not len(batch.site):
+def add_totals(conn: Connection, run_id: str, tenant: str, batches: Sequence[tuple[Batch, int]]) -> None:
+    """Add batches with their attempts. Each batch is added once: the caller's transaction marks them."""
+    batches = [(batch, attempt) for batch, attempt in batches if len(batch.site)]
+    if not batches:
         return
-    run_id = batch.header.run
-    needs = {name for f in (*NEWEST_FIELDS, *TOTAL_FIELDS) for name in SERIES_FIELDS[f].needs}
-    columns = {name: batch.column(name) for name in (*needs, "measured")}
-    values = {name: evaluate(SERIES_FIELDS[name], columns) for name in (*NEWEST_FIELDS, *TOTAL_FIELDS)}
-    order = np.lexsort((batch.step, batch.site))
-    sites = batch.site[order]
-    starts = np.flatnonzero(np.r_[True, sites[1:] != sites[:-1]])
-    ends = np.r_[starts[1:], len(sites)] - 1
-    sums = {
-        name: np.add.reduceat(np.where(values[name][1], values[name][0], 0)[order], starts).tolist()
-        for name in TOTAL_FIELDS
-    }
-    last = order[ends]
-    newest: list[dict[str, Any]] = [{} for _ in starts]
-    for name in NEWEST_FIELDS:
-        data, marks = as_data(values[name][0][last], values[name][1][last])
-        for i, mark in marks:
-            data[i] = mark
-        for into, value in zip(newest, data, strict=True):
-            if value is not None:
-                into[name] = value
-    rows = [
-        {
-            "run_id": run_id,
-            "tenant": tenant,
-            "site": site,
-            **{name: max(int(sums[name][i]), 0) for name in TOTAL_FIELDS},  # a total never goes back
-            "attempt": attempt,
-            "last_step": step,
-            "newest": newest[i],
-        }
-        for i, (site, step) in enumerate(zip(sites[starts].tolist(), batch.step[last].tolist(), strict=True))
+    needs = sorted({name for f in (*NEWEST_FIELDS, *TOTAL_FIELDS) for name in SERIES_FIELDS[f].needs} | {"measured"})
+    columns = {name: np.concatenate([batch.column(name) for batch, _ in batches]) for name in needs}
+    site = np.concatenate([batch.site for batch, _ in batches])
+    step = np.concatenate([batch.step for batch, _ in batches])
+    attempt = np.concatenate([np.full(len(batch.site), attempt, dtype=np.int64) for batch, attempt in batches])
+    order = np.lexsort((step, attempt, site))
+    site, step, attempt = site[order], step[order], attempt[order]
+    ids, starts = np.unique(site, return_index=True)
+    last = np.r_[starts[1:], len(site)] - 1
+    at = np.searchsorted(ids, site)  # of each record, the place of its site
+    rows: list[dict[str, Any]] = [
+        {"run_id": run_id, "tenant": tenant, "site": i, "attempt": a, "last_step": s, "newest": {}}
+        for i, a, s in zip(ids.tolist(), attempt[last].tolist(), step[last].tolist(), strict=True)
     ]
+    for name in TOTAL_FIELDS:
+        values, present = evaluate(SERIES_FIELDS[name], columns)
+        sums = np.add.reduceat(np.where(present, values, 0)[order], starts)
+        for row, total in zip(rows, sums.tolist(), strict=True):
+            row[name] = max(int(total), 0)  # a total never goes back
+    for name in NEWEST_FIELDS:
+        values, present = evaluate(SERIES_FIELDS[name], columns)
+        kept = np.flatnonzero(present[order])
+        if not len(kept):
+            continue
+        here = np.stack([at[kept], attempt[kept], step[kept]])  # not every field is measured in every step
+        first = np.flatnonzero(np.r_[True, (here[:, 1:] != here[:, :-1]).any(axis=0)])
+        worst = np.minimum if SERIES_FIELDS[name].worst == "min" else np.maximum  # of the ranks; a NaN wins
+        with np.errstate(invalid="ignore"):
+            of_step = worst.reduceat(values[order][kept].astype(np.float64), first)
+        of_site = here[0, first]
+        newest = np.flatnonzero(np.r_[of_site[1:] != of_site[:-1], True])
+        for k, value in zip(of_site[newest].tolist(), of_step[newest].tolist(), strict=True):
+            rows[k]["newest"][name] = value
     _add(conn, run_id, tenant, rows)
 
 
@@ -78,7 +80,7 @@ def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]])
         if here == newest:  # another rank's view of the same step
             row["newest"] = worse(old.newest, row["newest"])
         elif here > newest:
-            row["newest"] = {**old.newest, **row["newest"]}  # not every group of fields is measured in every step
+            row["newest"] = {**old.newest, **row["newest"]}
         else:  # it came late
             row["attempt"], row["last_step"] = newest
             row["newest"] = {**row["newest"], **old.newest}
