@@ -130,7 +130,10 @@ def test_compile_makes_one_graph_and_the_same_numbers(attach, train, backend):
     assert torch.allclose(eager[0].weight, compiled[0].weight, rtol=0, atol=0 if backend == "aot_eager" else 1e-6)
     a, b = (w._recorder.step(2)[1] for w in watches)
     assert a.keys() == b.keys()
-    assert all(a[k]["num_elements"] == b[k]["num_elements"] and a[k]["amax_max"] == pytest.approx(b[k]["amax_max"], rel=1e-5) for k in a)
+    assert all(
+        a[k]["num_elements"] == b[k]["num_elements"] and a[k]["amax_max"] == pytest.approx(b[k]["amax_max"], rel=1e-5)
+        for k in a
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
