@@ -70,6 +70,7 @@ class Plan:
     tile_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
+    unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls of this step that left it out
     on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
     def row(self, first: int, operand: int, columnwise: bool) -> int:
@@ -108,6 +109,23 @@ class Plan:
             if observe:
                 self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
         return [out for out, _ in results]
+
+    def note_unasked(self, first: int, operand: int, columnwise: bool) -> None:
+        """A call that counts: remember it where it leaves out a direction that a recomputation may ask for."""
+        row = self.rows.get((operand, True))
+        if row is not None and not columnwise:
+            self.unasked[first + row] = self.unasked.get(first + row, 0) + 1
+
+    def count_unasked(self, first: int, operand: int, columnwise: bool) -> int | None:
+        """In a recomputation: the row that the first pass did not see, so that it counts now; None when it saw all.
+
+        Reentrant checkpointing runs the first pass without gradients, where nothing asks for the columnwise copy.
+        """
+        row = self.rows.get((operand, True))
+        if row is None or not columnwise or not self.unasked.get(first + row):
+            return None
+        self.unasked[first + row] -= 1
+        return first + row
 
     def pass_through(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
         """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
@@ -151,6 +169,7 @@ class Plan:
         self.calls = 0
         self.backward_seen = self.forward_seen = False
         self.on_forward = None
+        self.unasked.clear()
         self.tiles.clear()
         self.tile_bytes = 0
         self.losses.clear()
@@ -214,6 +233,16 @@ def _number(plan: Plan, operand: int, count: bool) -> int | None:
     return plan.passes.in_forward()
 
 
+def _late(plan: Plan, first: int, operand: int, columnwise: bool, number: int | None, count: bool) -> int | None:
+    """The row that counts although this is a recomputation; keeps the books of the first passes on the way."""
+    if operand == GRAD_OUTPUT or not count:
+        return None
+    if number is None:
+        return plan.count_unasked(first, operand, columnwise)
+    plan.note_unasked(first, operand, columnwise)
+    return None
+
+
 def _quantize_dequantize(
     x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
@@ -224,6 +253,9 @@ def _quantize_dequantize(
         empty = x.to(torch.float32, copy=True)
         return (empty if rowwise else none), (empty.clone() if columnwise else none)
     rows = plan.wanted(first, operand, rowwise, columnwise)
+    late = _late(plan, first, operand, columnwise, number, count)
+    if late is not None:
+        plan.guard.run("recomputed", plan.quantize, (late,), x, number=plan.passes.forward)
     if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
         for row in rows:  # evaluation reads the scales that training has left
             plan.quantizers[row].settle(plan.passes.settle())
@@ -247,6 +279,9 @@ def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: b
     plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
     if plan is not None:  # None: detached before this backward
         number = _number(plan, operand, True)
+        late = _late(plan, first, operand, columnwise, number, True)
+        if late is not None and x.numel():
+            plan.guard.run("observe", plan.quantize, (late,), x, number=plan.passes.forward)
         if number is not None and x.numel():
             rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
             plan.guard.run("observe", plan.quantize, rows, x, number=number)
