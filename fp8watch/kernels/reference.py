@@ -188,7 +188,7 @@ def _untile(values_t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep freed buffers of up to 24 MiB instead of giving each back to the system.
 
     Its limit grows with the largest block ever freed, and starts at 128 KiB: until then every buffer of a small
@@ -225,7 +225,7 @@ def _quantize(
     check_operand(x)
     check_denormals(x)
     if x.is_cpu:
-        _keep_freed_memory()
+        keep_freed_memory()
     x_t = tiled(x.detach().to(torch.float32), tile_shape)
     magnitude_t = x_t.abs()
     amax = magnitude_t.amax((1, 3))

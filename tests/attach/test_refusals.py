@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8watch.kernels import resolve
 from fp8watch.recipe import blockwise, resolve_recipe
 
 
@@ -80,7 +81,7 @@ def test_what_is_left_out_is_said_with_the_reason(attach, capsys):
     )
     attach(model)
     line = capsys.readouterr().err
-    assert line.startswith("fp8watch: 1 Linear now compute in FP8 (blockwise, backend reference)")
+    assert line.startswith(f"fp8watch: 1 Linear now compute in FP8 (blockwise, backend {resolve(None, 'cpu').NAME})")
     for part in (
         "lora (own forward (Lora))",
         "odd (32×33",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantize.backends import USABLE, backends, each_backend
 
 import fp8watch.quantize
 from fp8watch.formats import FORMATS
-from fp8watch.kernels import reference
+from fp8watch.kernels import Backend
 
 INF, NAN = float("inf"), float("nan")
 
 
 def codes_of(values: list[float], fmt: str = "E4M3", power_2: bool = True, eps: float = 0.0) -> tuple[list[int], float]:
-    data, scale_inv, _ = reference.quantize(torch.tensor([values]), (1, 128), FORMATS[fmt], power_2, eps)
-    return data.view(torch.uint8)[0].tolist(), float(scale_inv[0, 0])
+    """Codes and scale_inv of one tile; all backends agree, rowwise and as a column."""
+    found = []
+    for backend in backends():
+        x = torch.tensor([values])
+        data, scale_inv, _ = backend.quantize(x, (1, 128), FORMATS[fmt], power_2, eps)
+        found.append((data.view(torch.uint8)[0].tolist(), float(scale_inv[0, 0])))
+        data, scale_inv, _ = backend.quantize(x.t(), (128, 1), FORMATS[fmt], power_2, eps)
+        found.append((data.view(torch.uint8)[:, 0].tolist(), float(scale_inv[0, 0])))
+    assert all(one == found[0] for one in found)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +81,15 @@ def test_e5m2() -> None:
     ("dtype", "largest"),
     [(torch.float16, 65504.0), (torch.bfloat16, 3.3895313892515355e38), (torch.float32, 3.4028234663852886e38)],
 )
-def test_an_overflowing_scale_is_the_largest_number_of_the_input_type(dtype: torch.dtype, largest: float) -> None:
+@each_backend
+def test_an_overflowing_scale_is_the_largest_number_of_the_input_type(
+    backend: Backend, dtype: torch.dtype, largest: float
+) -> None:
     x = torch.zeros(1, 128, dtype=dtype)
-    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-40)[2].tiles.scale  # 448/1e-40 overflows
-    assert float(scale) == largest
-    rounded = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-40)[2].tiles.scale
-    assert float(rounded) == (32768.0 if dtype == torch.float16 else 2.0**127)
+    scale_inv = backend.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-40)[1]  # 448/1e-40 overflows
+    assert float(scale_inv) == float(torch.tensor(1.0) / torch.tensor(largest))
+    rounded = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-40)[1]
+    assert float(rounded) == (2.0**-15 if dtype == torch.float16 else 2.0**-127)
 
 
 def test_the_public_face() -> None:
@@ -87,7 +99,7 @@ def test_the_public_face() -> None:
     assert (tuple(q.data.shape), tuple(q.scale_inv.shape)) == ((3, 200), (3, 2))
     assert q.scale_inv.tolist() == [[1.0, 2.0**-8]] * 3
     assert torch.equal(q.dequantize(), x.float())
-    assert q.backend in ("reference", "cpu")
+    assert q.backend == USABLE[0]
     assert q.stats.summary()["num_elements"] == 600
     block = fp8watch.quantize.quantize_blockwise(x, (128, 128), "E5M2", False, 1e-12, "reference")
     assert block.data.dtype == torch.float8_e5m2

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from quantize.backends import USABLE, each_backend
 
 from fp8watch.formats import FORMATS
-from fp8watch.kernels import available, reference, resolve
+from fp8watch.kernels import Backend, available, reference, resolve
+from fp8watch.kernels.registry import quantize_dequantize_both
 from fp8watch.quantize import quantize_blockwise
 
 E4M3 = FORMATS["E4M3"]
@@ -31,13 +33,16 @@ E4M3 = FORMATS["E4M3"]
         (torch.ones(2, 2).to_sparse(), ValueError, "to_dense"),
     ],
 )
-def test_operands(x: Any, error: type[Exception], words: str) -> None:
+@each_backend
+def test_operands(backend: Backend, x: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         quantize_blockwise(x)
     with pytest.raises(error, match=words):
-        reference.quantize(x, (1, 128), E4M3, True, 0.0)
+        backend.quantize(x, (1, 128), E4M3, True, 0.0)
     with pytest.raises(error, match=words):
-        reference.quantize_dequantize(x, (1, 128), E4M3, True, 0.0)
+        backend.quantize_dequantize(x, (1, 128), E4M3, True, 0.0)
+    with pytest.raises(error, match=words):
+        quantize_dequantize_both(backend, x, E4M3, True, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_a_refused_backend_names_those_that_can() -> None:
         resolve("triton", "cpu")
     assert available("cpu")["reference"] is None
     assert resolve("reference", "cpu") is reference
+    assert resolve(None, "cpu") is resolve(USABLE[0], "cpu")
     assert resolve(None, "cpu").probe(torch.device("cpu")) is None
     with pytest.raises(ValueError, match="no backend can serve meta tensors"):
         resolve(None, "meta")
@@ -80,25 +86,30 @@ def test_a_refused_backend_names_those_that_can() -> None:
         (torch.ones(2, 1, device="meta"), ValueError, "scale is on meta, the operand on cpu"),
     ],
 )
-def test_given_scales(scale: Any, error: type[Exception], words: str) -> None:
+@each_backend
+def test_given_scales(backend: Backend, scale: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        reference.quantize(torch.ones(2, 128), (1, 128), E4M3, True, 0.0, scale=scale)
+        backend.quantize(torch.ones(2, 128), (1, 128), E4M3, True, 0.0, scale=scale)
 
 
 @pytest.mark.parametrize("tile", [(0, 128), (1, -1), (1,), "ab", None])
-def test_tile_shapes(tile: Any) -> None:
+@each_backend
+def test_tile_shapes(backend: Backend, tile: Any) -> None:
     with pytest.raises(ValueError, match="tile_shape="):
-        reference.quantize(torch.ones(2, 128), tile, E4M3, True, 0.0)
+        backend.quantize(torch.ones(2, 128), tile, E4M3, True, 0.0)
 
 
-def test_flushing_subnormals_is_refused_and_not_computed_through() -> None:
+@each_backend
+def test_flushing_subnormals_is_refused_and_not_computed_through(backend: Backend) -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     try:
         with pytest.raises(RuntimeError, match=r"torch.set_flush_denormal\(False\)"):
             quantize_blockwise(torch.ones(2, 128))
         with pytest.raises(RuntimeError, match="subnormal"):
-            reference.dequantize(torch.zeros(1, 1).to(torch.float8_e4m3fn), torch.ones(1, 1), (1, 128))
+            backend.quantize(torch.ones(2, 128), (1, 128), E4M3, True, 0.0)
+        with pytest.raises(RuntimeError, match="subnormal"):
+            backend.dequantize(torch.zeros(1, 1).to(torch.float8_e4m3fn), torch.ones(1, 1), (1, 128))
     finally:
         torch.set_flush_denormal(False)
     quantize_blockwise(torch.ones(2, 128))

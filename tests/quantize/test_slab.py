@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantize.backends import each_backend, scale_of
 from quantize.operands import KINDS, operand
 
 from fp8watch.formats import FORMATS
-from fp8watch.kernels import reference
+from fp8watch.kernels import Backend, reference
 from fp8watch.quantize.stats import TileStats
 from fp8watch.slab import Slab
 from fp8watch_agent.record import FIELDS, ROW, empty_rows, merge_rows
@@ -19,11 +20,11 @@ SUMS = {"signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "mom
 kinds = st.sampled_from(sorted(KINDS))
 
 
-def measure(x: torch.Tensor, heavy: bool = True, factor: float = 1.0) -> TileStats:
+def measure(x: torch.Tensor, heavy: bool = True, factor: float = 1.0, backend: Backend = reference) -> TileStats:
     scale = None
     if factor != 1.0:
-        scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].tiles.scale * factor
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
+        scale = scale_of(x, (1, 128), FORMATS["E4M3"], True) * factor
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
     assert stats is not None
     return stats
 
@@ -42,6 +43,7 @@ def assert_rows_equal(got: np.ndarray, expected: np.ndarray) -> None:
             np.testing.assert_array_equal(got[f.name], expected[f.name], err_msg=f.name)
 
 
+@each_backend
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(
@@ -50,11 +52,11 @@ def assert_rows_equal(got: np.ndarray, expected: np.ndarray) -> None:
         max_size=5,
     )
 )
-def test_accumulating_is_merging_records(calls: list[tuple[str, bool, float, int]]) -> None:
+def test_accumulating_is_merging_records(backend: Backend, calls: list[tuple[str, bool, float, int]]) -> None:
     slab = Slab(3)
     expected = empty_rows(1)
     for order, (kind, heavy, factor, seed) in enumerate(calls):
-        stats = measure(operand(kind, "float32", (4, 200), seed), heavy, factor)
+        stats = measure(operand(kind, "float32", (4, 200), seed), heavy, factor, backend)
         slab.accumulate(1, stats, order + 10)
         merge_rows(expected, row_of(stats, order + 10))
     rows = slab.copy_rows()
@@ -62,17 +64,18 @@ def test_accumulating_is_merging_records(calls: list[tuple[str, bool, float, int
     assert_rows_equal(rows[[0, 2]], empty_rows(2))  # the neighbours were not touched
 
 
+@each_backend
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(st.tuples(kinds, st.integers(0, 99)), min_size=1, max_size=4))
-def test_parts_merge_to_the_whole(parts: list[tuple[str, int]]) -> None:
+def test_parts_merge_to_the_whole(backend: Backend, parts: list[tuple[str, int]]) -> None:
     num_rows = 3
     operands = [operand(kind, "float32", (num_rows, 200), seed) for kind, seed in parts]
     slab = Slab(1)
     for call, x in enumerate(operands):
-        slab.accumulate(0, measure(x), call)
+        slab.accumulate(0, measure(x, backend=backend), call)
     got = slab.copy_rows()
     whole = measure(torch.cat(operands))
-    expected = row_of(whole, 0)
+    expected = row_of(measure(torch.cat(operands), backend=backend), 0)
     # coordinates of a part count from the part's first row
     for name in ("worst_tile", "noise_tile", "off_scale_tile"):
         if expected[name][0, 0] >= 0:
@@ -88,35 +91,38 @@ def test_parts_merge_to_the_whole(parts: list[tuple[str, int]]) -> None:
     assert_rows_equal(got, expected)
 
 
-def test_coordinates_are_those_of_the_first_of_equals() -> None:
+@each_backend
+def test_coordinates_are_those_of_the_first_of_equals(backend: Backend) -> None:
     x = torch.ones(3, 256)
     x[1, 128:] = 2.0
     x[2, :128] = -2.0
     slab = Slab(1)
-    slab.accumulate(0, measure(x), 0)
-    slab.accumulate(0, measure(x.flip(0)), 1)
+    slab.accumulate(0, measure(x, backend=backend), 0)
+    slab.accumulate(0, measure(x.flip(0), backend=backend), 1)
     assert slab.copy_rows()["worst_tile"].tolist() == [[1, 1]]
 
 
-def test_the_worst_off_scale_tile_is_named() -> None:
+@each_backend
+def test_the_worst_off_scale_tile_is_named(backend: Backend) -> None:
     x = torch.ones(4, 256)
     scale = torch.full((4, 2), 256.0)
     scale[1, 0], scale[2, 1], scale[3, 0] = 512.0, 16.0, 1024.0  # ratios 1.14, 0.036, 2.3; healthy 0.57
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
     summary = stats.summary()
     assert summary["num_off_scale_tiles"] == 3
     assert summary["off_scale_tile"].tolist() == [2, 1]
     scale[3, 1] = float("nan")  # nothing is worse than a scale that is no number
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
     assert stats.summary()["off_scale_tile"].tolist() == [3, 1]
 
 
-def test_the_address_stays_and_clear_restores_the_defaults() -> None:
+@each_backend
+def test_the_address_stays_and_clear_restores_the_defaults(backend: Backend) -> None:
     slab = Slab(5)
     address = slab.buffer.data_ptr()
     assert slab.buffer.shape == (5, ROW.itemsize)
     for row in range(5):
-        slab.accumulate(row, measure(operand("nan-and-inf", "float32", (4, 200))), row)
+        slab.accumulate(row, measure(operand("nan-and-inf", "float32", (4, 200)), backend=backend), row)
     before = slab.copy_rows()
     slab.clear()
     assert slab.buffer.data_ptr() == address
@@ -124,10 +130,11 @@ def test_the_address_stays_and_clear_restores_the_defaults() -> None:
     assert before["order"].tolist() == [0, 1, 2, 3, 4]  # a copy, not a view
 
 
-def test_a_row_outside_the_slab_is_refused() -> None:
+@each_backend
+def test_a_row_outside_the_slab_is_refused(backend: Backend) -> None:
     slab = Slab(2)
     for row in (-1, 2):
         with pytest.raises(ValueError, match=f"row={row}: must be 0 … 1"):
-            slab.accumulate(row, measure(torch.ones(1, 1)), 0)
+            slab.accumulate(row, measure(torch.ones(1, 1), backend=backend), 0)
     with pytest.raises(ValueError, match="capacity=0"):
         Slab(0)

@@ -8,30 +8,50 @@ import numpy as np
 import pytest
 import torch
 from quantize import oracle
+from quantize.backends import backends, each_backend, scale_of
 from quantize.operands import DTYPES, KINDS, TILES, operand
 
 from fp8watch.formats import FORMATS
-from fp8watch.kernels import reference, reference_stats
+from fp8watch.kernels import Backend, reference, reference_stats
+from fp8watch.quantize.stats import TileStats
 from fp8watch_agent.record import FIELDS, Measured, TileFlag
 
 SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")
 OF_THE_GEMM = ("output_num_nonfinite", "gemm_error", "gemm_gain_max", "gemm_gain_min")  # no quantiser knows them
+LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 NOT_COMPARED = ("weight_hash", "order", "measured", *OF_THE_GEMM, *SUMS)
 
 
-def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any], who: str = "reference") -> None:
     """Counts, extremes and coordinates exactly; energies and moments within 1e-6."""
     for f in FIELDS:
         if f.name in SUMS:
-            assert got[f.name] == pytest.approx(expected[f.name], rel=1e-6, abs=1e-300), f.name
+            assert got[f.name] == pytest.approx(expected[f.name], rel=1e-6, abs=1e-300), (who, f.name)
         elif f.name == "noise_tile" and expected["tile_noise_ratio_max"] > 0:
             # two tiles may be equally bad but for the last bits of a sum
             ratios = expected["noise_ratios"]
-            assert ratios[tuple(got[f.name])] == pytest.approx(expected["tile_noise_ratio_max"], rel=1e-6), f.name
+            assert ratios[tuple(got[f.name])] == pytest.approx(expected["tile_noise_ratio_max"], rel=1e-6), (
+                who,
+                f.name,
+            )
         elif f.name not in NOT_COMPARED:
             assert np.array_equal(got[f.name], expected[f.name], equal_nan=True), (
-                f"{f.name}: {got[f.name]}, not {expected[f.name]}"
+                f"{who} {f.name}: {got[f.name]}, not {expected[f.name]}"
             )
+
+
+def assert_same_tiles(stats: TileStats, result: oracle.Result, fmt: str) -> None:
+    """What is said of each tile, against the tile's elements."""
+    for (i, j), tile in result.tiles.items():
+        x = tile.elements
+        with np.errstate(all="ignore"):
+            clipped = np.isfinite(x) & (np.abs(x) * tile.scale >= float(oracle.CLIP_FROM[fmt]))
+        expected = ((x != 0).sum(), clipped.sum(), ((x != 0) & (tile.codes & 0x7F == 0)).sum(), np.isnan(x).sum())
+        assert [int(n) for n in stats.counts[:, i, j]] == [*expected, np.isinf(x).sum()], (i, j)
+        flags = TileFlag(int(stats.flags()[i, j]))
+        assert (TileFlag.NAN in flags, TileFlag.INF in flags) == (bool(np.isnan(x).any()), bool(np.isinf(x).any()))
+        assert (TileFlag.ZERO in flags, TileFlag.SENTINEL in flags) == (tile.amax == 0, bool(np.isinf(tile.amax)))
+        assert (TileFlag.SATURATED in flags, TileFlag.UNDERFLOW in flags) == (bool(clipped.any()), expected[2] > 0)
 
 
 def compare(
@@ -48,9 +68,17 @@ def compare(
         given.numpy() if given is not None else None,
         options.get("guard", True),
     )
-    stats = reference.quantize(x, tile, FORMATS[fmt], power_2, eps, **options)[2]
-    summary = stats.summary()
-    assert_same_sketch(summary, oracle.sketch(result, fmt, power_2, eps, dtype, options.get("invariant", True)))
+    expected = oracle.sketch(result, fmt, power_2, eps, dtype, options.get("invariant", True))
+    for backend in backends():
+        stats = backend.quantize(x, tile, FORMATS[fmt], power_2, eps, **options)[2]
+        summary = stats.summary()
+        assert_same_sketch(summary, expected, backend.NAME)
+        assert_same_tiles(stats, result, fmt)
+        stats = backend.quantize_dequantize(x, tile, FORMATS[fmt], power_2, eps, heavy=False, **options)[2]
+        light = stats.summary()
+        for f in FIELDS:
+            if f.group & LIGHT and f.name != "measured":
+                assert np.array_equal(light[f.name], summary[f.name], equal_nan=True), (backend.NAME, f.name)
     return summary
 
 
@@ -67,7 +95,7 @@ def test_every_field_of_the_sketch(kind: str, tile: tuple[int, int], fmt: str, p
 @pytest.mark.parametrize("power_2", [True, False])
 def test_a_given_scale_is_judged_by_the_tensor(kind: str, factor: float, power_2: bool) -> None:
     x = operand(kind, "float32", (6, 150))
-    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].tiles.scale.clone()
+    scale = scale_of(x, (1, 128), FORMATS["E4M3"], power_2).clone()
     scale[2:4] *= factor
     compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale)
 
@@ -75,7 +103,7 @@ def test_a_given_scale_is_judged_by_the_tensor(kind: str, factor: float, power_2
 @pytest.mark.parametrize("power_2", [True, False])
 def test_a_delayed_scale_is_not_bound_by_the_invariant(power_2: bool) -> None:
     x = operand("normal", "float32", (6, 150))
-    scale = reference.quantize(x, (1, 128), FORMATS["E4M3"], power_2, 0.0)[2].tiles.scale * 30
+    scale = scale_of(x, (1, 128), FORMATS["E4M3"], power_2) * 30
     bound = compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale)
     free = compare(x, (1, 128), "E4M3", power_2, 0.0, scale=scale, invariant=False)
     assert bound["num_off_scale_tiles"] > 0
@@ -112,18 +140,20 @@ def test_the_careful_way_counts_what_the_plain_way_counts(
     assert_same_sketch(careful.summary(), expected)
 
 
-def test_what_is_not_measured_is_at_its_default_and_says_so() -> None:
-    stats = reference.quantize(operand("wide", "float32", (4, 256)), (1, 128), FORMATS["E4M3"], True, 0.0, heavy=False)
+@each_backend
+def test_what_is_not_measured_is_at_its_default_and_says_so(backend: Backend) -> None:
+    stats = backend.quantize(operand("wide", "float32", (4, 256)), (1, 128), FORMATS["E4M3"], True, 0.0, heavy=False)
     summary = stats[2].summary()
     heavy = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
     assert summary["measured"] == Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
     for f in FIELDS:
         if f.group & heavy:
             assert np.all(summary[f.name] == f.default), f.name
-    assert reference.quantize(torch.ones(2, 2), (1, 128), FORMATS["E4M3"], True, 0.0, stats=False)[2] is None
+    assert backend.quantize(torch.ones(2, 2), (1, 128), FORMATS["E4M3"], True, 0.0, stats=False)[2] is None
 
 
-def test_flags_name_each_tile() -> None:
+@each_backend
+def test_flags_name_each_tile(backend: Backend) -> None:
     x = torch.zeros(7, 128)
     x[0, 0], x[1, 5], x[2, 7], x[3, :], x[4, 0] = 1.0, float("inf"), float("nan"), 1e-9, 2.0
     x[5, :2] = torch.tensor([1.0, 1e-6])
@@ -131,7 +161,7 @@ def test_flags_name_each_tile() -> None:
     scale = torch.full((7, 1), 448.0)
     scale[0], scale[4], scale[6] = 448.0, 448.0, 600.0
     scale[1:4] = 1.0
-    flags = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-6, scale=scale)[2].flags()
+    flags = backend.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-6, scale=scale)[2].flags()
     f = TileFlag
     assert [TileFlag(int(v)) for v in flags[:, 0]] == [
         f(0),
@@ -144,10 +174,11 @@ def test_flags_name_each_tile() -> None:
     ]
 
 
-def test_inf_is_laundered_and_counted() -> None:
+@each_backend
+def test_inf_is_laundered_and_counted(backend: Backend) -> None:
     x = torch.full((2, 256), 1e-3)
     x[1, 130] = float("-inf")
-    data, scale_inv, stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)
+    data, scale_inv, stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)
     summary = stats.summary()
     assert data[1, 130].float() == -448.0
     assert scale_inv[1, 1] == 1.0
@@ -160,12 +191,13 @@ def test_inf_is_laundered_and_counted() -> None:
     assert summary["noise_tile"].tolist() == [1, 1]
 
 
-def test_statistics_per_tile_are_those_of_the_tile_alone() -> None:
+@each_backend
+def test_statistics_per_tile_are_those_of_the_tile_alone(backend: Backend) -> None:
     x = operand("nan-and-inf", "float32", (4, 300))
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2]
     for i in range(4):
         for j in range(3):
-            alone = reference.quantize(x[i : i + 1, j * 128 : (j + 1) * 128], (1, 128), FORMATS["E4M3"], True, 0.0)[
+            alone = backend.quantize(x[i : i + 1, j * 128 : (j + 1) * 128], (1, 128), FORMATS["E4M3"], True, 0.0)[
                 2
             ].summary()
             for name in ("num_nonzero", "num_underflow", "num_saturated", "num_nan", "num_inf"):
@@ -173,27 +205,30 @@ def test_statistics_per_tile_are_those_of_the_tile_alone() -> None:
             assert stats.num_nonfinite[i, j] == alone["num_nan"] + alone["num_inf"]
 
 
-def test_tile_sqnr_of_healthy_data_is_that_of_the_format() -> None:
+@each_backend
+def test_tile_sqnr_of_healthy_data_is_that_of_the_format(backend: Backend) -> None:
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
-    s = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].summary()
+    s = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].summary()
     tile_sqnr_db = -10 * np.log10(s["tile_noise_ratio_sum"] / (s["num_tiles"] - s["num_zero_tiles"]))
     assert 31.3 < tile_sqnr_db < 32.0
     kurtosis = s["moment4"] / s["num_elements"] / (s["moment2"] / s["num_elements"]) ** 2
     assert 2.5 < kurtosis < 3.5
 
 
-def test_the_invariant_ends_where_it_says() -> None:
+@each_backend
+def test_the_invariant_ends_where_it_says(backend: Backend) -> None:
     x = torch.full((5, 128), 448.0)  # the ratio is the scale
     ulp = 2.0**-23
     scale = torch.tensor([[1 + 4 * ulp], [1 + 5 * ulp], [1 - 4 * ulp], [1 - 5 * ulp], [1.0]])
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], False, 0.0, scale=scale)[2]
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], False, 0.0, scale=scale)[2]
     assert stats.off_scale[:, 0].tolist() == [False, True, False, True, False]
     scale = torch.tensor([[1.0], [1 + ulp], [0.5], [0.5 + ulp / 2], [0.75]])
-    stats = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
+    stats = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0, scale=scale)[2]
     assert stats.off_scale[:, 0].tolist() == [False, True, True, False, False]
 
 
-def test_an_amax_equal_to_eps_is_not_clamped() -> None:
+@each_backend
+def test_an_amax_equal_to_eps_is_not_clamped(backend: Backend) -> None:
     x = torch.tensor([[2.0**-10], [2.0**-11], [0.0], [1.0]])
-    summary = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 2.0**-10)[2].summary()
+    summary = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 2.0**-10)[2].summary()
     assert (summary["num_eps_tiles"], summary["num_zero_tiles"]) == (1, 1)

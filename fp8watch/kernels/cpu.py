@@ -1,0 +1,220 @@
+"""The cpu backend: quantisation and statistics in one pass of C, compiled at first use. Equal to the reference.
+
+Upstream:   fp8watch.linear     Downstream: fp8watch.quantize.stats
+Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], one folded row     Thread: training
+
+The library knows no Python: it gets pointers and writes into tensors that are made here. It runs without the
+interpreter's lock, and on more than one thread where the operand is large and torch may use them; the result does not
+depend on how many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fp8watch.formats import Fp8Format
+from fp8watch.kernels import cpu_library, reference
+from fp8watch.kernels.cpu_compiler import Unavailable
+from fp8watch.quantize.checks import check_denormals, check_operand, check_scale, check_tile_shape
+from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
+from fp8watch_agent.record import ROW
+
+NAME = "cpu"
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FORMATS = {"E4M3": 0, "E5M2": 1}
+_THREADED_ELEMENTS = 1 << 19
+_JOB = struct.Struct("P5q6P9if")  # struct job in job.h
+_CODES, _VALUES = 0, 1
+
+
+def probe(device: torch.device) -> str | None:
+    """Why the library cannot be had here, or None."""
+    if device.type != "cpu":
+        return f"serves cpu tensors, not {device.type}"
+    try:
+        cpu_library.load()
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+@dataclass(frozen=True)
+class _FoldedRow:
+    """One call as a row, and eight small integers a tile."""
+
+    row: torch.Tensor  # uint8 [ROW.itemsize]
+    marks: torch.Tensor  # [Mt, Kt, 8]: non-zero, saturated, underflow, NaN, Inf, flags, 0, 0
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self.marks[..., :5].movedim(-1, 0)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.marks[..., 5].to(torch.uint8)
+
+    def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
+        into = buffer.data_ptr() + row * ROW.itemsize
+        cpu_library.load().fp8watch_merge(into, self.row.data_ptr(), call_order)
+
+
+class _Call(NamedTuple):
+    """One direction of one operand: what the library reads, and the tensors that it fills."""
+
+    job: bytes
+    out: torch.Tensor
+    scale_inv: torch.Tensor
+    stats: TileStats | None
+    keep: tuple[torch.Tensor, ...]  # alive until the library is done
+
+
+def quantize(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    guard: bool = True,
+    invariant: bool = True,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+    """As `fp8watch.kernels.reference.quantize`."""
+    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, _CODES)
+    _checked(cpu_library.load().fp8watch_quantize(call.job))
+    return call.out.view(fmt.dtype), call.scale_inv, call.stats
+
+
+def quantize_dequantize(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    guard: bool = True,
+    invariant: bool = True,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+    """As `fp8watch.kernels.reference.quantize_dequantize`."""
+    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, _VALUES)
+    _checked(cpu_library.load().fp8watch_quantize(call.job))
+    return call.out, call.scale_inv, call.stats
+
+
+def quantize_dequantize_both(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stats: bool = True,
+    heavy: bool = True,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, TileStats | None], tuple[torch.Tensor, torch.Tensor, TileStats | None]]:
+    """As `fp8watch.kernels.registry.quantize_dequantize_both`, from one read of the operand."""
+    check_operand(x)
+    x = _readable(x)
+    row, column = (
+        _prepare(x, tile, fmt, power_2_scale, eps, given, True, True, stats, heavy, _VALUES)
+        for tile, given in zip(((1, length), (length, 1)), scale or (None, None), strict=True)
+    )
+    _checked(cpu_library.load().fp8watch_quantize_both(row.job, column.job))
+    return row[1:4], column[1:4]
+
+
+def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
+    """As `fp8watch.kernels.reference.dequantize`."""
+    known = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}.get(data.dtype)
+    if known is None:
+        return reference.dequantize(data, scale_inv, tile_shape)
+    bm, bk = check_tile_shape(tile_shape)
+    rows, columns = data.shape
+    check_scale(scale_inv, (-(-rows // bm), -(-columns // bk)), data)
+    check_denormals(data)
+    data, scale_inv = data.detach().contiguous(), scale_inv.detach().contiguous()
+    out = torch.empty((rows, columns), dtype=torch.float32)
+    cpu_library.load().fp8watch_dequantize(
+        data.data_ptr(), scale_inv.data_ptr(), out.data_ptr(), rows, columns, bm, bk, known
+    )
+    return out
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the working space of quantisation: a few MiB a thread are needed")
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """The operand with its rows in one piece each; a copy where it is not so."""
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_neg()
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _prepare(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    given: torch.Tensor | None,
+    guard: bool,
+    invariant: bool,
+    stats: bool,
+    heavy: bool,
+    kind: int,
+) -> _Call:
+    """Check what is asked for and make the tensors for the answer."""
+    bm, bk = check_tile_shape(tile_shape)
+    check_operand(x)
+    if not x.is_cpu:
+        raise ValueError(f"x is on {x.device}: the cpu backend serves cpu tensors; use backend=None or move x")
+    check_denormals(x)
+    reference.keep_freed_memory()
+    x = _readable(x)
+    rows, columns = x.shape
+    mt, kt = -(-rows // bm), -(-columns // bk)
+    if given is not None:
+        given = check_scale(given, (mt, kt), x).detach().contiguous()
+    out = torch.empty((rows, columns), dtype=torch.uint8 if kind == _CODES else torch.float32)
+    scale_inv = torch.empty((mt, kt))
+    measured: TileStats | None = None
+    amax_at = marks_at = row_at = mark_bytes = 0
+    if stats:
+        size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
+        dtype = (
+            torch.uint8
+            if size <= 255
+            else torch.int16
+            if size < 1 << 15
+            else torch.int32
+            if size < 1 << 31
+            else torch.int64
+        )
+        amax, marks = torch.empty((mt, kt)), torch.empty((mt, kt, 8), dtype=dtype)
+        row = torch.empty(ROW.itemsize, dtype=torch.uint8)
+        amax_at, marks_at, row_at, mark_bytes = amax.data_ptr(), marks.data_ptr(), row.data_ptr(), marks.element_size()
+        bits = int(LIGHT | HEAVY) if heavy else int(LIGHT)
+        measured = TileStats(
+            (rows, columns), (bm, bk), power_2_scale, eps, amax, scale_inv, bits, folded=_FoldedRow(row, marks)
+        )
+    threads = torch.get_num_threads() if rows * columns >= _THREADED_ELEMENTS else 1
+    job = _JOB.pack(
+        x.data_ptr(), x.stride(0), rows, columns, bm, bk,
+        0 if given is None else given.data_ptr(), out.data_ptr(), scale_inv.data_ptr(), amax_at, marks_at, row_at,
+        mark_bytes, _DTYPES[x.dtype], _FORMATS[fmt.name], power_2_scale, guard, invariant,
+        (2 if heavy else 1) if stats else 0, kind, threads, ctypes.c_float(eps).value,
+    )  # fmt: skip
+    return _Call(job, out, scale_inv, measured, (x,) if given is None else (x, given))

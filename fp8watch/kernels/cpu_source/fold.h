@@ -1,0 +1,238 @@
+/* Tiles folded into one record, and records merged: what `fp8watch_agent.record.merge_rows` means.
+ *
+ * Coordinates are kept as linear places until the end, so that of two equals the first in row-major order wins
+ * whatever the order in which tiles come.
+ */
+#ifndef FP8WATCH_FOLD_H
+#define FP8WATCH_FOLD_H
+
+#include "job.h"
+
+static void fold_init(struct fold *f) {
+    memset(f, 0, sizeof *f);
+    f->row = EMPTY_ROW;
+    f->worst = f->noisiest = f->off_scale = f->first_nonfinite = -1;
+}
+
+static void depth_drain(struct fold *f) {
+    for (int k = 0; k < 31; k++)
+        for (int i = 0; i < VB; i++) f->vector_depth[k] += f->depth_count[k][i];
+    memset(f->depth_count, 0, sizeof f->depth_count);
+    f->depth_adds = 0;
+}
+
+/* Count four vectors of depths. From 31 on nothing is counted here: the last bucket is what is left of the total. */
+static void depth_count(struct fold *f) {
+    vb d[4], deep = splat_b(0);
+    for (int v = 0; v < 4; v++) {
+        d[v] = load_b(f->depth_buffer + v * VB);
+        deep |= (vb)((vb)(d[v] - splat_b(12)) < splat_b(31 - 12));
+    }
+    int last = any_b(deep) ? 31 : 12;
+    for (int k = 0; k < last; k++) {
+        vb key = splat_b((uint8_t)k), hits = splat_b(0);
+        for (int v = 0; v < 4; v++) hits -= (vb)(d[v] == key);
+        store_b(f->depth_count[k], load_b(f->depth_count[k]) + hits);
+    }
+    f->depth_fill = 0;
+    if (++f->depth_adds == 63) depth_drain(f);
+}
+
+/* Where the depths of the next BLOCK elements go. */
+INLINE uint8_t *depth_slot(struct fold *f) {
+    if (f->depth_fill == DEPTH_LANES) depth_count(f);
+    uint8_t *slot = f->depth_buffer + f->depth_fill;
+    f->depth_fill += VB;
+    return slot;
+}
+
+static void depth_finish(struct fold *f) {
+    if (f->depth_fill) {
+        memset(f->depth_buffer + f->depth_fill, 0xFF, (size_t)(DEPTH_LANES - f->depth_fill));
+        depth_count(f);
+    }
+    depth_drain(f);
+    int64_t deepest = f->vector_nonzero;
+    for (int k = 0; k < 31; k++) {
+        f->row.depth_hist[k] += f->vector_depth[k];
+        deepest -= f->vector_depth[k];
+    }
+    f->row.depth_hist[31] += deepest;
+}
+
+/* NaN, once there, stays. */
+INLINE float max_or_nan(float a, float b) { return a != a || a >= b ? a : b; }
+INLINE float min_or_nan(float a, float b) { return a != a || a <= b ? a : b; }
+INLINE int earlier(int64_t a, int64_t b) { return a >= 0 && (b < 0 || a < b); }
+
+/* The scale invariant of one tile: folds its ratio, and returns how far outside it is, 0 inside. */
+INLINE float fold_ratio(const struct job *job, struct fold *f, const struct tile *t) {
+    const float slack = 4 * 1.1920928955078125e-07f; /* 4 float32 ulps of 1 */
+    int usable = t->scale_inv > 0 && t->scale_inv < INFINITY;
+    if (!usable) return INFINITY;
+    /* quotient Inf: a zero tile, or the scale was clamped to the input type; 0: a sentinel tile */
+    if (!(t->quotient < INFINITY && t->quotient > 0) || (job->eps > 0 && !(t->amax >= job->eps))) return 0;
+    float ratio = t->amax * t->scale / FORMATS[job->format].max_finite;
+    f->row.scale_ratio_max = max_or_nan(f->row.scale_ratio_max, ratio);
+    f->row.scale_ratio_min = min_or_nan(f->row.scale_ratio_min, ratio);
+    if (!job->bound) return 0;
+    float low = job->power_2 ? 0.5f : 1.0f;
+    int within = job->power_2 ? ratio > 0.5f && ratio <= 1 : ratio >= 1 - slack && ratio <= 1 + slack;
+    return within ? 0 : max_or_nan(ratio, low / ratio);
+}
+
+static void write_marks(const struct job *job, int64_t place, const struct tile *t, int flags) {
+    int64_t m[8] = {t->nonzero, t->saturated, t->underflow, t->nan, t->inf, flags, 0, 0};
+    switch (job->mark_bytes) {
+    case 1: for (int i = 0; i < 8; i++) ((uint8_t *)job->marks)[place * 8 + i] = (uint8_t)m[i]; break;
+    case 2: for (int i = 0; i < 8; i++) ((int16_t *)job->marks)[place * 8 + i] = (int16_t)m[i]; break;
+    case 4: for (int i = 0; i < 8; i++) ((int32_t *)job->marks)[place * 8 + i] = (int32_t)m[i]; break;
+    default: memcpy((int64_t *)job->marks + place * 8, m, sizeof m);
+    }
+}
+
+/* Everything light about a tile whose elements were counted. */
+INLINE void fold_tile(const struct job *job, struct fold *f, const struct tile *t) {
+    struct row *row = &f->row;
+    int64_t place = t->i * ceil_div(job->K, job->bk) + t->j;
+    int flags = (t->nan ? NAN_FLAG : 0) | (t->inf ? INF_FLAG : 0) | (t->saturated ? SATURATED_FLAG : 0) |
+                (t->underflow ? UNDERFLOW_FLAG : 0);
+    job->amax[place] = t->amax;
+    row->num_tiles++;
+    row->num_elements += t->rows * t->columns;
+    row->num_nonzero += t->nonzero;
+    row->num_saturated += t->saturated;
+    row->num_underflow += t->underflow;
+    row->num_nan += t->nan;
+    row->num_inf += t->inf;
+    if (t->amax > row->amax_max || (t->amax == row->amax_max && t->amax > 0 && earlier(place, f->worst))) {
+        row->amax_max = t->amax;
+        f->worst = place;
+    }
+    if (t->amax > 0) {
+        /* the sum carries into the exponent where the mantissa is 1.75 or more */
+        int bucket = ((bits_of(t->amax) + (1 << 21)) >> 23) - AMAX_BUCKET_SHIFT;
+        row->amax_hist[bucket < 1 ? 1 : bucket > 63 ? 63 : bucket]++;
+        row->amax_min_nonzero = min_or_nan(row->amax_min_nonzero, t->amax);
+        if (t->amax < job->eps) {
+            row->num_eps_tiles++;
+            flags |= EPS_FLAG;
+        }
+        if (t->amax == INFINITY) {
+            row->num_sentinel_tiles++;
+            flags |= SENTINEL_FLAG;
+        }
+    } else {
+        row->amax_hist[0]++;
+        row->num_zero_tiles++;
+        flags |= ZERO_FLAG;
+    }
+    row->scale_inv_max = max_or_nan(row->scale_inv_max, t->scale_inv);
+    row->scale_inv_min = min_or_nan(row->scale_inv_min, t->scale_inv);
+    float badness = fold_ratio(job, f, t);
+    if (badness > 0) {
+        row->num_off_scale_tiles++;
+        flags |= OFF_SCALE_FLAG;
+        if (badness > f->badness || (badness == f->badness && earlier(place, f->off_scale))) {
+            f->badness = badness;
+            f->off_scale = place;
+        }
+    }
+    write_marks(job, place, t, flags);
+}
+
+/* Energies and moments of a tile: signal and noise in units of x², the moments in units of amax. */
+INLINE void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
+                          double moment2, double moment4) {
+    int64_t place = t->i * ceil_div(job->K, job->bk) + t->j;
+    double ratio = signal > 0 ? noise / signal : 0;
+    f->row.signal_energy += signal;
+    f->row.noise_energy += noise;
+    f->row.tile_noise_ratio_sum += ratio;
+    f->row.moment2 += moment2;
+    f->row.moment4 += moment4;
+    if (ratio > f->row.tile_noise_ratio_max ||
+        (ratio == f->row.tile_noise_ratio_max && ratio > 0 && earlier(place, f->noisiest))) {
+        f->row.tile_noise_ratio_max = ratio;
+        f->noisiest = place;
+    }
+}
+
+/* Sums and extremes of two records; coordinates are the callers' business. */
+static void merge_values(struct row *a, const struct row *b) {
+    a->signal_energy += b->signal_energy;
+    a->noise_energy += b->noise_energy;
+    a->tile_noise_ratio_sum += b->tile_noise_ratio_sum;
+    a->moment2 += b->moment2;
+    a->moment4 += b->moment4;
+    if (b->tile_noise_ratio_max > a->tile_noise_ratio_max) a->tile_noise_ratio_max = b->tile_noise_ratio_max;
+    a->num_elements += b->num_elements;
+    a->num_nonzero += b->num_nonzero;
+    a->num_saturated += b->num_saturated;
+    a->num_underflow += b->num_underflow;
+    a->num_nan += b->num_nan;
+    a->num_inf += b->num_inf;
+    for (int i = 0; i < 32; i++) a->depth_hist[i] += b->depth_hist[i];
+    a->num_tiles += b->num_tiles;
+    a->num_zero_tiles += b->num_zero_tiles;
+    a->num_eps_tiles += b->num_eps_tiles;
+    a->num_sentinel_tiles += b->num_sentinel_tiles;
+    a->num_off_scale_tiles += b->num_off_scale_tiles;
+    a->num_calls += b->num_calls;
+    for (int i = 0; i < 64; i++) a->amax_hist[i] += b->amax_hist[i];
+    a->amax_max = max_or_nan(a->amax_max, b->amax_max);
+    a->scale_inv_max = max_or_nan(a->scale_inv_max, b->scale_inv_max);
+    a->scale_ratio_max = max_or_nan(a->scale_ratio_max, b->scale_ratio_max);
+    a->amax_min_nonzero = min_or_nan(a->amax_min_nonzero, b->amax_min_nonzero);
+    a->scale_inv_min = min_or_nan(a->scale_inv_min, b->scale_inv_min);
+    a->scale_ratio_min = min_or_nan(a->scale_ratio_min, b->scale_ratio_min);
+    a->measured |= b->measured;
+}
+
+/* Merge the record of another part of the same operand. */
+static void fold_merge(struct fold *a, const struct fold *b) {
+    const struct row *p = &a->row, *q = &b->row;
+    if (q->amax_max > p->amax_max || (q->amax_max == p->amax_max && earlier(b->worst, a->worst))) a->worst = b->worst;
+    if (q->tile_noise_ratio_max > p->tile_noise_ratio_max ||
+        (q->tile_noise_ratio_max == p->tile_noise_ratio_max && earlier(b->noisiest, a->noisiest)))
+        a->noisiest = b->noisiest;
+    if (b->badness > a->badness || (b->badness == a->badness && earlier(b->off_scale, a->off_scale))) {
+        a->badness = b->badness;
+        a->off_scale = b->off_scale;
+    }
+    if (earlier(b->first_nonfinite, a->first_nonfinite)) a->first_nonfinite = b->first_nonfinite;
+    merge_values(&a->row, &b->row);
+}
+
+INLINE void place_of(int64_t place, int64_t width, int32_t to[2]) {
+    to[0] = place < 0 ? -1 : (int32_t)(place / width);
+    to[1] = place < 0 ? -1 : (int32_t)(place % width);
+}
+
+/* The record of one call: `order` and the call of first_nonfinite stay −1 until it is merged into a slab. */
+static void fold_write(const struct job *job, struct fold *f, struct row *row) {
+    int64_t Kt = ceil_div(job->K, job->bk);
+    place_of(f->worst, Kt, f->row.worst_tile);
+    place_of(f->noisiest, Kt, f->row.noise_tile);
+    place_of(f->off_scale, Kt, f->row.off_scale_tile);
+    place_of(f->first_nonfinite, job->K, f->row.first_nonfinite);
+    f->row.num_calls = 1;
+    f->row.measured = job->stats == ALL_STATS ? MEASURED_ALL : MEASURED_LIGHT;
+    *row = f->row;
+}
+
+/* Merge the record of a later call into a slab's row. */
+static void row_merge(struct row *into, const struct row *call, int32_t order) {
+    if (call->amax_max > into->amax_max) memcpy(into->worst_tile, call->worst_tile, sizeof into->worst_tile);
+    if (call->tile_noise_ratio_max > into->tile_noise_ratio_max)
+        memcpy(into->noise_tile, call->noise_tile, sizeof into->noise_tile);
+    if (into->off_scale_tile[0] < 0) memcpy(into->off_scale_tile, call->off_scale_tile, sizeof into->off_scale_tile);
+    if (into->first_nonfinite[0] < 0 && call->first_nonfinite[0] >= 0) {
+        memcpy(into->first_nonfinite, call->first_nonfinite, sizeof into->first_nonfinite);
+        into->first_nonfinite[2] = order;
+    }
+    if (into->order < 0) into->order = order;
+    merge_values(into, call);
+}
+
+#endif

@@ -1,0 +1,222 @@
+/* Blockwise quantisation with statistics from the same pass: what `fp8watch.kernels.cpu` calls.
+ *
+ * Raw pointers in, no Python and no torch: compiled at first use on the machine that runs it. Equal to the reference
+ * backend bit by bit, which asks of the compiler: no contraction (-ffp-contract=off), no fast-math.
+ */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "slow.h"
+
+#define STREAM_BYTES (8 << 20) /* an output of this size does not stay in the caches anyway */
+#define NARROW 16              /* tiles of fewer columns go down the columns */
+#define MAX_STRETCH 1024
+#define MAX_CHUNKS 64
+#define CHUNK_ELEMENTS (1 << 16)
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define NAME(name) JOIN(name, SUFFIX)
+
+#define SUFFIX f32
+#define T float
+#define LOAD(p) load_f(p)
+#include "operand.h"
+#include "tiles.h"
+#undef SUFFIX
+#undef T
+#undef LOAD
+
+#define SUFFIX bf16
+#define T uint16_t
+#define LOAD(p) load_bf16(p)
+#include "operand.h"
+#include "tiles.h"
+#undef SUFFIX
+#undef LOAD
+
+#define SUFFIX f16
+#define LOAD(p) load_f16(p)
+#include "operand.h"
+#include "tiles.h"
+#undef SUFFIX
+#undef T
+#undef LOAD
+
+/* The floating-point mode of the calling thread may flush subnormals or round otherwise: not in here. */
+struct mode { uint64_t saved; };
+#if defined(__SSE2__)
+static struct mode enter(void) { struct mode m = {_mm_getcsr()}; _mm_setcsr(0x1F80); return m; }
+static void leave(struct mode m) { _mm_setcsr((unsigned)m.saved); }
+#elif defined(__aarch64__)
+static struct mode enter(void) {
+    struct mode m;
+    uint64_t zero = 0;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(m.saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"(zero));
+    return m;
+}
+static void leave(struct mode m) { __asm__ volatile("msr fpcr, %0" : : "r"(m.saved)); }
+#else
+static struct mode enter(void) { struct mode m = {0}; return m; }
+static void leave(struct mode m) { (void)m; }
+#endif
+
+static int tiles_of(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+    switch (job->dtype) {
+    case FLOAT32: return tiles_f32(job, f, i0, i1, j0, j1);
+    case BFLOAT16: return tiles_bf16(job, f, i0, i1, j0, j1);
+    default: return tiles_f16(job, f, i0, i1, j0, j1);
+    }
+}
+
+/* One call cut into chunks of tile rows. How it is cut depends on the shape alone, so that sums do not depend on the
+ * number of threads; threads take chunks as they come. */
+struct work {
+    const struct job *jobs[2]; /* rowwise and columnwise, or one */
+
+    int64_t num_rows, num_chunks;
+    struct fold *folds[2];
+    int next, failed;
+};
+
+static void run_chunk(struct work *w, int64_t chunk) {
+    int64_t i0 = chunk * w->num_rows / w->num_chunks, i1 = (chunk + 1) * w->num_rows / w->num_chunks;
+    for (int64_t i = i0; i < i1; i++) {
+        if (!w->jobs[1]) {
+            const struct job *job = w->jobs[0];
+            if (tiles_of(job, w->folds[0] + chunk, i0, i1, 0, ceil_div(job->K, job->bk))) w->failed = 1;
+            return;
+        }
+        /* both directions: a panel is read from memory for the one and from the cache for the other */
+        const struct job *rowwise = w->jobs[0], *columnwise = w->jobs[1];
+        const int64_t step = ceil_div(512, rowwise->bk);
+        for (int64_t j = 0; j * rowwise->bk < rowwise->K; j += step) {
+            int64_t j1 = least(j + step, ceil_div(rowwise->K, rowwise->bk));
+            int64_t r1 = least((i + 1) * columnwise->bm, rowwise->M);
+            if (tiles_of(rowwise, w->folds[0] + chunk, i * columnwise->bm, r1, j, j1) ||
+                tiles_of(columnwise, w->folds[1] + chunk, i, i + 1, j * rowwise->bk, least(j1 * rowwise->bk, rowwise->K)))
+                w->failed = 1;
+        }
+    }
+}
+
+static void *worker(void *arg) {
+    struct work *w = arg;
+    struct mode mode = enter();
+    for (;;) {
+        int chunk = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED);
+        if (chunk >= w->num_chunks) break;
+        run_chunk(w, chunk);
+    }
+    leave(mode);
+    return NULL;
+}
+
+static int run(struct work *w, int num_jobs) {
+    const struct job *job = w->jobs[0];
+    w->num_chunks = least(least(w->num_rows, MAX_CHUNKS), job->M * job->K / CHUNK_ELEMENTS + 1);
+    for (int k = 0; k < num_jobs; k++) {
+        w->folds[k] = malloc((size_t)w->num_chunks * sizeof(struct fold));
+        if (!w->folds[k]) w->failed = 1;
+        else
+            for (int64_t c = 0; c < w->num_chunks; c++) fold_init(w->folds[k] + c);
+    }
+    if (!w->failed) {
+        pthread_t threads[64];
+        int started = 0, wanted = (int)least(least(job->threads, w->num_chunks), 64) - 1;
+        while (started < wanted && !pthread_create(&threads[started], NULL, worker, w)) started++;
+        worker(w); /* without a single thread more, all of it */
+        for (int k = 0; k < started; k++) pthread_join(threads[k], NULL);
+    }
+    for (int k = 0; k < num_jobs; k++) {
+        const struct job *one = w->jobs[k];
+        if (!w->failed && one->stats) {
+            struct fold *f = w->folds[k];
+            for (int64_t c = 0; c < w->num_chunks; c++) {
+                depth_finish(f + c);
+                if (c) fold_merge(f, f + c);
+            }
+            fold_write(one, f, one->row);
+        }
+        free(w->folds[k]);
+    }
+    return w->failed ? -1 : 0;
+}
+
+/* Quantise one operand. Returns 0, or −1 without memory. */
+int fp8watch_quantize(const struct job *job) {
+    struct work w = {{job, NULL}, ceil_div(job->M, job->bm), 0, {NULL, NULL}, 0, 0};
+    return run(&w, 1);
+}
+
+/* Both directions of one operand from one read: tiles (1, n) and (n, 1). */
+int fp8watch_quantize_both(const struct job *rowwise, const struct job *columnwise) {
+    struct work w = {{rowwise, columnwise}, ceil_div(columnwise->M, columnwise->bm), 0, {NULL, NULL}, 0, 0};
+    return run(&w, 2);
+}
+
+void fp8watch_merge(struct row *into, const struct row *call, int32_t order) { row_merge(into, call, order); }
+
+/* Codes [M, K], contiguous, times the scale_inv of their tile. */
+void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *out, int64_t M, int64_t K, int64_t bm, int64_t bk, int32_t format) {
+    struct mode mode = enter();
+    const int m = FORMATS[format].mantissa_bits, bias = format ? 15 : 7;
+    float value[256];
+    for (int c = 0; c < 256; c++) {
+        int e = (c & 0x7F) >> m, n = c & ((1 << m) - 1);
+        float v = e ? (float)((1 << m) + n) * float_of((127 + e - bias - m) << 23) : (float)n * float_of((128 - bias - m) << 23);
+        if (format == 0 && (c & 0x7F) == 0x7F) v = NAN;
+        if (format == 1 && e == 31) v = n ? NAN : INFINITY;
+        value[c] = c & 0x80 ? -v : v;
+    }
+    int64_t Kt = ceil_div(K, bk);
+    for (int64_t r = 0; r < M; r++)
+        for (int64_t j = 0; j < Kt; j++) {
+            float s = scale_inv[r / bm * Kt + j];
+            for (int64_t c = j * bk, end = least(c + bk, K); c < end; c++) out[r * K + c] = value[codes[r * K + c]] * s;
+        }
+    leave(mode);
+}
+
+int64_t fp8watch_abi(int what) {
+    return what == 0 ? (int64_t)sizeof(struct job) : what == 1 ? (int64_t)sizeof(struct row) : VB;
+}
+
+/* Known answers: every finite code of both formats from the value it stands for, by each way through. 0 when right. */
+int fp8watch_check(void) {
+    float x[2 * 256], out[2 * 256], scale_inv[256], amax[256];
+    uint16_t half[2 * 256];
+    uint8_t codes[2 * 256], marks[256 * 8 * 8];
+    int64_t one_tile[2] = {1, 256}, narrow[2] = {1, 1};
+    for (int format = 0; format < 2; format++) {
+        struct row row;
+        for (int c = 0; c < 256; c++) codes[c] = codes[256 + c] = (uint8_t)c;
+        scale_inv[0] = 1;
+        fp8watch_dequantize(codes, scale_inv, x, 2, 256, 2, 256, format);
+        for (int c = 0; c < 512; c++)
+            if (!is_finite(x[c])) x[c] = 0, codes[c] = 0;
+        for (int dtype = 0; dtype < 3; dtype++)
+            for (int way = 0; way < 4; way++) {
+                const int64_t *tile = way & 1 ? narrow : one_tile;
+                float given[256];
+                struct job job = {x, 256, 2, 256, 2, tile[1], given, out, scale_inv, amax, marks, &row, 8, dtype, format, 1, 1, 0, ALL_STATS, way / 2, 1, 0};
+                for (int c = 0; c < 256; c++) given[c] = 1;
+                for (int c = 0; c < 512; c++) {
+                    /* every finite value of both formats is one of bfloat16 and of float16, too; E5M2 is float16's upper byte */
+                    uint32_t b = (uint32_t)bits_of(x[c]), magnitude = b & ABS_MASK;
+                    if (dtype == BFLOAT16) half[c] = (uint16_t)(b >> 16);
+                    else if (format == 1) half[c] = (uint16_t)(codes[c] << 8);
+                    else half[c] = (uint16_t)((b >> 16 & 0x8000) | (magnitude ? (magnitude - 0x38000000) >> 13 : 0));
+                }
+                if (dtype != FLOAT32) job.x = half;
+                if (fp8watch_quantize(&job)) return 1;
+                for (int c = 0; c < 512; c++) {
+                    if (job.kind == CODES && ((uint8_t *)out)[c] != codes[c]) return 2;
+                    if (job.kind == VALUES && bits_of(out[c]) != bits_of(x[c])) return 3;
+                }
+                if (row.num_elements != 512 || row.num_underflow || row.num_saturated || row.noise_energy != 0) return 4;
+            }
+    }
+    return 0;
+}

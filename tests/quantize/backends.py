@@ -1,0 +1,27 @@
+"""The backends that can serve CPU tensors here; every test of the numbers runs against each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8watch.kernels import BACKEND_NAMES, Backend, available, reference, resolve
+
+REASONS = available("cpu")
+USABLE: tuple[str, ...] = tuple(name for name in BACKEND_NAMES if REASONS[name] is None)
+
+
+def backends() -> list[Backend]:
+    """All that can serve, the judge last."""
+    return [resolve(name, "cpu") for name in USABLE]
+
+
+def scale_of(x: torch.Tensor, tile: tuple[int, int], fmt: object, power_2: bool, eps: float = 0.0) -> torch.Tensor:
+    """The scale that is computed for each tile."""
+    stats = reference.quantize(x, tile, fmt, power_2, eps)[2]
+    assert stats is not None
+    assert stats.tiles is not None
+    return stats.tiles.scale
+
+
+each_backend = pytest.mark.parametrize("backend", [resolve(name, "cpu") for name in USABLE], ids=USABLE)
