@@ -73,7 +73,9 @@ class AttentionLogits:
     def _finding(self, ctx: Context, value: float, name: str, slope: float, severity: Severity) -> Finding:
         module = name.partition("/")[2]
         table = ctx.now.table
-        inside = np.array([f.module == module or f.module.startswith(module + ".") for f in table.facts], dtype=np.bool_)
+        inside = np.array(
+            [f.module == module or f.module.startswith(module + ".") for f in table.facts], dtype=np.bool_
+        )
         rows = ctx.now.in_flow(inside & ctx.inputs())[:1] if module else np.zeros(0, dtype=np.int64)
         usual = float(self._usual[name].median()[0])
         baseline = float(f"{usual:.4g}") if math.isfinite(usual) else None

@@ -75,10 +75,11 @@ class Baseline:
         self._next[at], self.count[at] = 0, 0
         self._since = REFRESH_EACH
 
-    def ordered(self) -> npt.NDArray[np.float32]:
-        """Values in the order they came, oldest first, NaN in front where there are fewer. [S, window]"""
-        at = (self._next[:, None] + np.arange(self.window)) % self.window
-        return np.take_along_axis(self._ring, at, axis=1)
+    def ordered(self, which: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.float32]:
+        """Values in the order they came, oldest first, NaN in front where there are fewer. [S or chosen, window]"""
+        rows = np.arange(self.num_series) if which is None else np.flatnonzero(which)
+        at = (self._next[rows, None] + np.arange(self.window)) % self.window
+        return np.asarray(self._ring[rows[:, None], at])
 
     def median(self) -> Floats:
         """Per series; NaN where nothing was measured. [S]"""

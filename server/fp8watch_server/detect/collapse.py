@@ -106,7 +106,9 @@ class Collapse:
         rate = octaves / max(ctx.limit.collapse_window_steps, 1)
         to_floor = int((log2_scale - FLOOR_LOG2_SCALE) / rate)
         evidence = [
-            Evidence("scale_fall", round(octaves, 2), 0, f"octaves in {ctx.limit.collapse_window_steps:g} steps", since),
+            Evidence(
+                "scale_fall", round(octaves, 2), 0, f"octaves in {ctx.limit.collapse_window_steps:g} steps", since
+            ),
             Evidence("scale_inv_max", float(ctx.now.column("scale_inv_max")[row]), None, "1", None),
             Evidence("steps_to_floor", to_floor, None, "steps", None),
         ]

@@ -46,8 +46,8 @@ class Baselines:
     @classmethod
     def of(cls, num_sites: int) -> Baselines:
         """Empty ones."""
-        made = [Baseline(num_sites) for _ in range(5)]
-        return cls(*made, Baseline(num_sites, RECENT))
+        amax, amin, sqnr, underflow, kurtosis = (Baseline(num_sites) for _ in range(5))
+        return cls(amax, amin, sqnr, underflow, kurtosis, Baseline(num_sites, RECENT))
 
     def per_site(self) -> list[Baseline]:
         """Those with one series a site."""
@@ -130,7 +130,10 @@ class Context:
 class Detector(Protocol):
     """One family of detectors over the roll-up."""
 
-    modes: tuple[str, ...]
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What it can find."""
+        ...
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""

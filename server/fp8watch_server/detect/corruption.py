@@ -81,7 +81,13 @@ class Corruption:
         norm, usual_norm = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
         evidence = [
             Evidence("amax_move", round(float(move[row]), 3), round(float(usual[row]), 4), "octaves", now.step),
-            Evidence("amax_max", float(f"{2.0 ** amax[row]:.4g}"), float(f"{2.0 ** (amax[row] - move[row]):.4g}"), "x", now.step),
+            Evidence(
+                "amax_max",
+                float(f"{2.0 ** amax[row]:.4g}"),
+                float(f"{2.0 ** (amax[row] - move[row]):.4g}"),
+                "x",
+                now.step,
+            ),
             Evidence("leaping_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", now.step),
         ]
         if norm is not None and math.isfinite(usual_norm):

@@ -51,7 +51,7 @@ class DeadLayers:
         for i, role in enumerate((INPUT, GRAD_OUTPUT)):
             at = np.flatnonzero(low & (table.role == role))
             both[i, table.module[at]] = True
-        dead = both.all(axis=0)[table.module]
+        dead = np.logical_and(both[0], both[1])[table.module]
         named = ((table.role == INPUT) | (table.role == GRAD_OUTPUT)) & seen
         hit = self._latch.update(dead & low & named, named, now.step)
         if not hit.any():

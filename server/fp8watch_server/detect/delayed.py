@@ -177,5 +177,3 @@ def damage(ctx: Context, row: int) -> list[Evidence]:
         baseline = round(usual, 4) if np.isfinite(usual) else None
         evidence.append(Evidence("underflow_ratio", round(share, 4), baseline, "share", None))
     return evidence
-
-

@@ -145,7 +145,9 @@ class Engine:
         if stream is None:
             stream, found = self._begin_session(batch)
         elif self._went_back(stream, batch):
-            self._note("rewind", int(batch.steps["step"][0]), header.rank, f"training went back from {stream.last_step}")
+            self._note(
+                "rewind", int(batch.steps["step"][0]), header.rank, f"training went back from {stream.last_step}"
+            )
             stream, found = self._begin(batch, seqs=stream.seqs)
         stream.heard = self._num_batches
         stream.last_seq = max(stream.last_seq, header.seq)

@@ -118,7 +118,9 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
     gain = float(view.raw("gemm_gain_min")[first])
     other = float(view.raw("gemm_gain_max")[first])
     gain = gain if abs(np.log2(max(gain, 1e-30))) >= abs(np.log2(max(other, 1e-30))) else other
-    evidence = [Evidence("gemm_error", float(f"{view.raw('gemm_error')[first]:.4g}"), "0.002 or less", "ratio", view.step)]
+    evidence = [
+        Evidence("gemm_error", float(f"{view.raw('gemm_error')[first]:.4g}"), "0.002 or less", "ratio", view.step)
+    ]
     if mode == "kernel-output-fault":
         evidence.insert(0, Evidence("gemm_gain", float(f"{gain:.6g}"), 1, "ratio", view.step))
     contraction = {"fprop": facts.shape[1], "dgrad": facts.shape[1], "wgrad": facts.shape[0]}.get(facts.gemm, 0)

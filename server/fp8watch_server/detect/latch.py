@@ -64,4 +64,4 @@ class Latch:
 
 
 def _num_bits(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    return np.unpackbits(bits.view(np.uint8).reshape(len(bits), 4), axis=1).sum(axis=1).astype(np.int64)
+    return np.asarray(np.unpackbits(bits.view(np.uint8).reshape(len(bits), 4), axis=1).sum(axis=1), dtype=np.int64)

@@ -75,7 +75,9 @@ class LossJumps:
             return []
         self._jump = None
         jumped_norm = jump.grad_norm is None or jump.usual_grad_norm is None
-        jumped_norm = jumped_norm or (jump.grad_norm or 0) > ctx.limit.grad_norm_jump * (jump.usual_grad_norm or math.inf)
+        jumped_norm = jumped_norm or (jump.grad_norm or 0) > ctx.limit.grad_norm_jump * (
+            jump.usual_grad_norm or math.inf
+        )
         if jump.inputs_moved or (back and not jumped_norm):
             return []
         return [self._finding(ctx, jump, shift=not back)]

@@ -64,7 +64,9 @@ class Now:
             return None
         if len(given) == 1:
             return given[0]
-        return float(np.mean(given)) if all(map(math.isfinite, given)) else next(v for v in given if v != v or v in _INF)
+        return (
+            float(np.mean(given)) if all(map(math.isfinite, given)) else next(v for v in given if v != v or v in _INF)
+        )
 
     @cached_property
     def logs(self) -> dict[str, float]:

@@ -24,6 +24,8 @@ from .finding import Evidence, Finding
 from .latch import Latch
 from .view import Mask
 
+Floats = npt.NDArray[np.float64]
+
 LONG_EACH = 4
 """Every fourth observation goes into the long horizon: 32 of them see 128."""
 MONOTONE = 0.7
@@ -42,6 +44,7 @@ class Outliers:
     def __init__(self, num_sites: int) -> None:
         self._long = Baseline(num_sites)
         self._long_steps: list[int] = []
+        self._long_growth: tuple[Floats, int, Floats] | None = None
         self._num = 0
         self._weights = Latch(num_sites, 3, 5)
         self._inputs = Latch(num_sites, 3, 5)
@@ -72,22 +75,26 @@ class Outliers:
         return found
 
     def _remember(self, ctx: Context) -> None:
+        if not ctx.warm:  # growth from scratch is no growth to be measured against
+            self._long.forget()
+            self._long_steps, self._long_growth, self._num = [], None, 0
+            return
         self._num += 1
         if self._num % LONG_EACH == 1:
             self._long.push(ctx.now.log2_amax)
             self._long_steps = [*self._long_steps, ctx.now.step][-self._long.window :]
+            self._long_growth = _growth(self._long, self._long_steps, ctx.weights())
 
-    def _growing_weights(self, ctx: Context) -> tuple[Mask, npt.NDArray[np.float64]]:
+    def _growing_weights(self, ctx: Context) -> tuple[Mask, Floats]:
         """(sites in alarm, their growth in octaves over what the median weight grew)."""
         limit, is_weight = ctx.limit, ctx.weights()
         if not ctx.warm or not ctx.clean:
             return np.zeros(len(ctx.now), dtype=np.bool_), np.zeros(len(ctx.now))
         short = _growth(ctx.base.recent_amax, ctx.base.steps, is_weight)
-        long = _growth(self._long, self._long_steps, is_weight)
         hit = np.zeros(len(ctx.now), dtype=np.bool_)
         growth = np.zeros(len(ctx.now))
-        for total, steps, monotone in (short, long):
-            if steps <= 0:
+        for total, steps, monotone in (short, self._long_growth or short):
+            if steps <= 0 or len(total) != len(ctx.now):
                 continue
             known = is_weight & ~np.isnan(total)
             if np.count_nonzero(known) < 2:
@@ -99,7 +106,7 @@ class Outliers:
             grown &= over / steps > min(limit.outlier_weight_rate_octaves, limit.outlier_weight_octaves / max(steps, 1))
             hit |= grown
             growth = np.where(known, np.fmax(growth, over), growth)
-        num = max(np.count_nonzero(is_weight & ctx.now.seen), 1)
+        num = max(int(np.count_nonzero(is_weight & ctx.now.seen)), 1)
         few = np.count_nonzero(hit) <= max(1, limit.outlier_layers * num)
         seen = is_weight & ~np.isnan(ctx.now.log2_amax)
         return self._weights.update(hit & few, seen, ctx.now.step), growth
@@ -134,7 +141,7 @@ class Outliers:
         out[[row for row, parent in named if len(parents[parent]) == 2]] = True
         return out
 
-    def _attention(self, ctx: Context, hit: Mask, growth: npt.NDArray[np.float64]) -> Finding:
+    def _attention(self, ctx: Context, hit: Mask, growth: Floats) -> Finding:
         rows = ctx.now.in_flow(hit)
         bound = float(np.sum(growth[rows[:2]]))
         return ctx.now.finding(
@@ -151,7 +158,7 @@ class Outliers:
             growth=bound,
         )
 
-    def _finding(self, ctx: Context, weights: Mask, inputs: Mask, growth: npt.NDArray[np.float64]) -> Finding:
+    def _finding(self, ctx: Context, weights: Mask, inputs: Mask, growth: Floats) -> Finding:
         rows = ctx.now.in_flow(inputs) if inputs.any() and not weights.any() else ctx.now.in_flow(weights)
         others = ctx.now.in_flow((weights | inputs) & ~np.isin(np.arange(len(ctx.now)), rows))
         latch = self._inputs if inputs[rows[0]] else self._weights
@@ -161,7 +168,7 @@ class Outliers:
         kurtosis, usual = ctx.now.log2_kurtosis[row], ctx.base.kurtosis.median()[row]
         if np.isfinite(kurtosis) and np.isfinite(usual):
             evidence.append(
-                Evidence("kurtosis", round(2.0**kurtosis, 1), round(2.0**usual, 1), "1", int(latch.since[row]))
+                Evidence("kurtosis", round(2.0 ** float(kurtosis), 1), round(2.0 ** float(usual), 1), "1", int(latch.since[row]))
             )
         if np.isfinite(ctx.now.sqnr_db[row]):
             usual_db = ctx.base.sqnr.median()[row]
@@ -179,36 +186,29 @@ class Outliers:
         )
 
 
-def _growth(
-    ring: Baseline, steps: list[int], which: Mask
-) -> tuple[npt.NDArray[np.float64], int, npt.NDArray[np.float64]]:
+def _growth(ring: Baseline, steps: list[int], which: Mask) -> tuple[Floats, int, Floats]:
     """(octaves gained over the ring [S], steps that took, share of its steps that went up [S])."""
+    total, monotone = np.full(ring.num_series, np.nan), np.zeros(ring.num_series)
     if len(steps) < ring.window // 2:
-        return np.full(ring.num_series, np.nan), 0, np.zeros(ring.num_series)
-    history = ring.ordered().astype(np.float64)[:, -len(steps) :]
+        return total, 0, monotone
+    history = ring.ordered(which).astype(np.float64)[:, -len(steps) :]
     # ends are medians of three: one odd step at either end is no growth
-    total = np.median(history[:, -3:], axis=1) - np.median(history[:, :3], axis=1)
-    with np.errstate(invalid="ignore"):
-        up = np.diff(history[which], axis=1)
-        moving = np.abs(up) > 1e-6
-        share = np.count_nonzero((up > 0) & moving, axis=1) / np.maximum(np.count_nonzero(moving, axis=1), 1)
-        biggest = np.nanmax(np.abs(np.where(np.isnan(up), 0, up)), axis=1, initial=0)
-    monotone = np.zeros(ring.num_series)
-    monotone[which] = np.where(biggest < 0.5 * np.abs(np.nan_to_num(total[which])), share, 0.0)
+    total[which] = np.sort(history[:, -3:], axis=1)[:, 1] - np.sort(history[:, :3], axis=1)[:, 1]
+    up = np.nan_to_num(np.diff(history, axis=1))
+    moving = np.maximum(np.count_nonzero(np.abs(up) > 1e-6, axis=1), 1)
+    share = np.count_nonzero(up > 1e-6, axis=1) / moving
+    leap = np.abs(up).max(axis=1) >= 0.5 * np.abs(np.nan_to_num(total[which]))
+    monotone[which] = np.where(leap, 0.0, share)
     return total, steps[-1] - steps[0], monotone
 
 
-def _growth_evidence(
-    ctx: Context, rows: npt.NDArray[np.int64], growth: npt.NDArray[np.float64], latch: Latch
-) -> list[Evidence]:
+def _growth_evidence(ctx: Context, rows: npt.NDArray[np.int64], growth: Floats, latch: Latch) -> list[Evidence]:
     row = int(rows[0])
     usual, value = ctx.base.amax.median()[row], ctx.now.log2_amax[row]
     evidence = [Evidence("amax_growth", round(float(growth[row]), 2), 0, "octaves", int(latch.since[row]))]
     if np.isfinite(value):
         baseline = float(f"{2.0**usual:.4g}") if np.isfinite(usual) else None
-        evidence.append(
-            Evidence("amax_max", float(f"{2.0**value:.4g}"), baseline, "x", int(latch.since[row]))
-        )
+        evidence.append(Evidence("amax_max", float(f"{2.0**value:.4g}"), baseline, "x", int(latch.since[row])))
     if len(rows) > 1:
         evidence.append(Evidence("growing_sites", len(rows), 0, "sites", None))
     return evidence

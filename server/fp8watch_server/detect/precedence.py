@@ -29,11 +29,22 @@ _STATISTICAL = {
 
 EXPLAINS: dict[str, frozenset[str]] = {
     **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in _NONFINITE},
-    "stale-weight-scale": frozenset({"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}),
+    "stale-weight-scale": frozenset(
+        {"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}
+    ),
     "scale-rounding": frozenset({"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "bad-batch"}),
-    "recipe-mismatch": frozenset({"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "outlier-growth"}),
+    "recipe-mismatch": frozenset(
+        {"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "outlier-growth"}
+    ),
     "cross-rank-disagreement": frozenset(
-        {"delayed-clip", "frozen-scale", "chronic-quantization-noise", "gradient-underflow", "scale-collapse", "bad-batch"}
+        {
+            "delayed-clip",
+            "frozen-scale",
+            "chronic-quantization-noise",
+            "gradient-underflow",
+            "scale-collapse",
+            "bad-batch",
+        }
     ),
     "silent-data-corruption": frozenset(_STATISTICAL | {"optimizer-divergence"}),
     "optimizer-divergence": frozenset(_STATISTICAL | {"attention-logit-growth"}),

@@ -113,17 +113,17 @@ class ScaleHistory:
         return found
 
     def _keep(self, step: int, scale: npt.NDArray[np.float32]) -> None:
-        for later in [s for s in self._kept if s > step]:  # of the attempt before: this one writes its own
+        for later in [kept for kept in self._kept if kept > step]:  # of the attempt before: this one writes its own
             del self._kept[later]
         self._kept[step] = scale
-        old = [s for s in sorted(self._kept)[:-KEEP_NEWEST] if s % KEEP_EACH]
+        old = [kept for kept in sorted(self._kept)[:-KEEP_NEWEST] if kept % KEEP_EACH]
         for dropped in old:
             del self._kept[dropped]
         while len(self._kept) > MAX_KEPT:
             del self._kept[min(self._kept)]
 
     def _compare(self, now: Now, scale: npt.NDArray[np.float64], limit_octaves: float) -> Finding | None:
-        before = [s for s in self._kept if s <= now.step]
+        before = [kept for kept in self._kept if kept <= now.step]
         if not before:
             return None
         saved_step = max(before)

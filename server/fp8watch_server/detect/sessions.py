@@ -151,7 +151,9 @@ def coverage(new: SessionFacts, old: SessionFacts | None) -> list[Change]:
         return []
     covered = int(new.facts.get("num_linears", 0))
     total = covered + len(fresh)
-    names = ", ".join(list(fresh)[:MAX_NAMED]) + (f" and {len(fresh) - MAX_NAMED} more" if len(fresh) > MAX_NAMED else "")
+    names = ", ".join(list(fresh)[:MAX_NAMED]) + (
+        f" and {len(fresh) - MAX_NAMED} more" if len(fresh) > MAX_NAMED else ""
+    )
     return [
         Change("coverage", f"{covered}/{total}", f"{total}/{total}", against),
         Change("left_out", names, "in FP8", against),

@@ -64,7 +64,9 @@ class Statistics:
             Noise(num_sites),
             self._loss,
         ]
-        self._of_scalars: list[Detector] = [d for d in self._detectors if isinstance(d, LossJumps | AttentionLogits | Collapse)]
+        self._of_scalars: list[Detector] = [
+            d for d in self._detectors if isinstance(d, LossJumps | AttentionLogits | Collapse)
+        ]
         self._roots: dict[str, int] = {}  # mode -> num_steps when it was found last
 
     def grow(self, num_sites: int) -> None:
@@ -112,8 +114,8 @@ class Statistics:
 
     def _is_sampled(self, now: Now) -> bool:
         """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
-        known = np.count_nonzero(self._base.recent_amax.count > 0)
-        return bool(np.count_nonzero(~np.isnan(now.log2_amax)) * 2 >= max(known, 1))
+        known = int(np.count_nonzero(self._base.recent_amax.count > 0))
+        return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
 
     def _is_muted(self, mode: str) -> bool:
         for root, seen in self._roots.items():

@@ -106,6 +106,8 @@ class Thresholds:
     """The values of one run, as attributes. Frozen; unknown names raise."""
 
     __slots__ = ("_values", "disabled")
+    _values: dict[str, float]
+    disabled: frozenset[str]
 
     def __init__(self, changed: Mapping[str, float] | None = None, disabled: frozenset[str] = frozenset()) -> None:
         values = {t.name: t.default for t in TABLE}
@@ -128,7 +130,7 @@ class Thresholds:
 
     def changed(self) -> dict[str, float]:
         """Those that are not the default."""
-        return {t.name: v for t in TABLE if (v := self._values[t.name]) != t.default}  # type: ignore[attr-defined]
+        return {t.name: v for t in TABLE if (v := self._values[t.name]) != t.default}
 
 
 DEFAULTS = Thresholds()
