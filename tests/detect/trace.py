@@ -20,7 +20,15 @@ from fp8watch_server.detect.finding import SiteFacts, facts_of
 from fp8watch_server.detect.sessions import SessionFacts
 
 CALIBRATION = json.loads((Path(__file__).parent / "calibration.json").read_text())
-KINDS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+KINDS = (
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 OPERANDS = (
     ("input", "rowwise", "fprop", (1, 128)),
     ("input", "columnwise", "wgrad", (128, 1)),
@@ -28,15 +36,15 @@ OPERANDS = (
     ("grad_output", "rowwise", "dgrad", (1, 128)),
     ("grad_output", "columnwise", "wgrad", (128, 1)),
 )
-ALL = (
-    Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS
-)
+ALL = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS
 TOKENS, TILES = 256, 512
 SQNR_BY_DEPTH = ((0.0, 0.0), (0.2, 0.5), (1.0, 8.0), (2.0, 22.0), (3.0, 30.0), (12.0, 60.0))
 """(octaves of clip depth, dB lost): half the scale costs 8 dB, a quarter 22 dB."""
 
 
-def make_sites(num_layers: int, *, recipe: str = "blockwise", power_2_scale: bool = True, hybrid: bool = False) -> list[Site]:
+def make_sites(
+    num_layers: int, *, recipe: str = "blockwise", power_2_scale: bool = True, hybrid: bool = False
+) -> list[Site]:
     """Sites in data-flow order: the forward of all layers, then the backward."""
     modules = [f"layers.{i}.{kind}" for i in range(num_layers) for kind in KINDS]
     per_tensor = recipe in ("delayed", "current")
@@ -113,7 +121,9 @@ class Trace:
     def add_sites(self, sites: list[Site], **columns: float) -> np.ndarray:
         """More sites, with constant columns; returns their indices."""
         for name, values in self.columns.items():
-            fill = columns.get(name, 0 if name not in ("first_nonfinite", "off_scale_tile", "worst_tile", "noise_tile") else -1)
+            fill = columns.get(
+                name, 0 if name not in ("first_nonfinite", "off_scale_tile", "worst_tile", "noise_tile") else -1
+            )
             shape = (values.shape[0], len(sites), *values.shape[2:])
             self.columns[name] = np.concatenate([values, np.full(shape, fill, dtype=values.dtype)], axis=1)
         first = len(self.sites)
@@ -155,7 +165,7 @@ class Trace:
     def set_kurtosis(self, mask: np.ndarray, factor: np.ndarray) -> None:
         self.columns["moment4"][:, mask] *= factor[:, None]
 
-    def delayed(self, history: int = 16, margin: int = 0, *, frozen_from: dict[int, int] | None = None) -> None:
+    def delayed(self, history: int = 64, margin: int = 0, *, frozen_from: dict[int, int] | None = None) -> None:
         """Scales from a history of amax, ratios and SQNR that follow. `frozen_from`: site -> step of its last update."""
         c = self.columns
         for j, s in enumerate(self.sites):
@@ -234,7 +244,7 @@ def healthy(
     def series(name: str, spread: float = 0.0) -> np.ndarray:
         mean, sigma, phi = np.array([e[name] for e in table]).T
         sigma = np.where(weights & (name == "amax"), 0.0, sigma)
-        return mean + rng.normal(0, spread, n) + _ar(rng, T, sigma, phi, grads)
+        return mean + rng.normal(0, spread, n) + _ar(rng, T, sigma, phi, grads & (name == "amax"))
 
     log2_amax = series("amax", 0.3)
     log2_amax[:, grads] += np.cumsum(rng.normal(0, 0.1, T))[:, None] + rng.standard_t(5, T)[:, None] * 0.25
@@ -249,6 +259,7 @@ def healthy(
         gap[:] = 0
     underflow = np.clip(np.exp2(series("underflow")) - 1e-5, 0, 0.4)
     sqnr, kurtosis = series("sqnr"), np.exp2(series("kurtosis"))
+    sqnr[:, [s.format == "E5M2" for s in sites]] -= 6.0  # one mantissa bit less
     elements = np.full((T, n), TOKENS * 256)
     tiles = np.where(weights, 4, TILES) if recipe not in ("delayed", "current") else np.ones(n, dtype=int)
     c: dict[str, np.ndarray] = {

@@ -23,6 +23,9 @@ from .latch import Latch
 from .view import Mask
 
 EACH = 4
+MIN_PUSHES = 8
+MONOTONE = 0.6
+SIGMA = 6.0
 FLOOR_LOG2_SCALE = -126
 """The smallest normal scale: where a falling one ends."""
 
@@ -35,7 +38,8 @@ class Collapse:
     def __init__(self, num_sites: int, window_steps: float = 100) -> None:
         self._scale = Baseline(num_sites, max(2, int(window_steps) // EACH))
         self._num = 0
-        self._latch = Latch(num_sites, 2, 3)
+        self._fallen = np.full(num_sites, np.nan)
+        self._latch = Latch(num_sites, 3, 4)
         self._last_loss_scale: float | None = None
         self._halvings: list[int] = []
 
@@ -43,6 +47,9 @@ class Collapse:
         """More sites were registered."""
         self._scale.grow(num_sites)
         self._latch.grow(num_sites)
+        more = num_sites - len(self._fallen)
+        if more > 0:
+            self._fallen = np.concatenate([self._fallen, np.full(more, np.nan)])
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
@@ -55,23 +62,42 @@ class Collapse:
         scale = np.where(~now.table.current_scaling, now.log2_scale_inv, np.nan)
         if np.all(np.isnan(scale)):
             return found
-        lowest = _nanmin(self._scale)
-        if self._num % EACH == 0:
-            self._scale.push(scale)
-        self._num += 1
         if not ctx.warm:
             self._scale.forget()
+            self._num = 0
             return found
-        fallen = scale - lowest
-        gradients = ctx.gradients() & ~np.isnan(fallen)
-        if np.count_nonzero(gradients) >= 3:
-            fallen[gradients] -= max(0.0, float(np.median(fallen[gradients])))
+        if self._num % EACH == 0:
+            self._scale.push(scale)
+            self._fallen = self._fall(ctx)
+        self._num += 1
+        fallen = np.where(np.isnan(scale), np.nan, self._fallen)
         with np.errstate(invalid="ignore"):
-            hit = fallen >= ctx.limit.collapse_octaves
+            need = np.maximum(ctx.limit.collapse_octaves, SIGMA * np.nan_to_num(ctx.base.amax.spread(ctx.floor)))
+            hit = fallen >= np.where(ctx.gradients(), np.maximum(need, 2 * ctx.limit.collapse_octaves), need)
         hit = self._latch.update(hit, ~np.isnan(fallen), now.step)
         if hit.any():
             found.append(self._finding(ctx, hit, fallen))
         return found
+
+    def _fall(self, ctx: Context) -> npt.NDArray[np.float64]:
+        """Octaves that each scale fell over the window, less what all gradients did; NaN where it did not fall for good.
+
+        Its ends are medians of three, and most steps must go down.
+        """
+        history = self._scale.ordered().astype(np.float64)
+        begin = np.argmax(~np.isnan(history), axis=1)
+        enough = (self._scale.count >= MIN_PUSHES) & ~np.isnan(history[:, -3:]).any(axis=1)
+        rows = np.arange(len(history))[:, None]
+        first = np.sort(history[rows, np.minimum(begin[:, None] + np.arange(3), history.shape[1] - 1)], axis=1)[:, 1]
+        fallen = np.sort(history[:, -3:], axis=1)[:, 1] - first
+        gradients = ctx.gradients() & enough
+        if np.count_nonzero(gradients) >= 3:
+            fallen[gradients] -= max(0.0, float(np.median(fallen[gradients])))
+        move = np.diff(history, axis=1)
+        with np.errstate(invalid="ignore"):
+            moving = np.maximum(np.count_nonzero(np.abs(move) > 1e-6, axis=1), 1)
+            steady = np.count_nonzero(move > 1e-6, axis=1) >= MONOTONE * moving
+        return np.where(enough & steady, fallen, np.nan)
 
     def _loss_scale(self, ctx: Context) -> list[Finding]:
         scale, last = ctx.now.scalar("loss_scale"), self._last_loss_scale
@@ -115,9 +141,3 @@ class Collapse:
         return ctx.now.finding(
             "scale-collapse", "warning", rows, evidence, ctx.verdict(rows[:1]), tile="worst_tile", grad_scaler=False
         )
-
-
-def _nanmin(ring: Baseline) -> npt.NDArray[np.float64]:
-    values = ring.ordered().astype(np.float64)
-    lowest = np.min(np.where(np.isnan(values), np.inf, values), axis=1)
-    return np.where(np.isfinite(lowest), lowest, np.nan)

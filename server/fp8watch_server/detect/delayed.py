@@ -23,10 +23,24 @@ FIRST_OBSERVATIONS = 3
 """A history begins empty: the scale of the first calls fits nothing."""
 CERTAIN_DEPTH = 4.0
 """Times the limit: two octaves above what clips are no accident, and are told at once."""
+E5M2_DB = 6.0
+"""One mantissa bit less: what E5M2 gives under E4M3."""
 SAME_WINDOW = 10
 NEW_HIGH = 0.01
 """Octaves above everything seen before that make a new highest amax."""
 UNANSWERED_HIGHS = 3
+_STATE = (
+    "_num",
+    "_scale",
+    "_highest",
+    "_was_high",
+    "_depth",
+    "_answered",
+    "_same",
+    "_clipped",
+    "_unanswered",
+    "_same_since",
+)
 
 
 class Delayed:
@@ -39,12 +53,15 @@ class Delayed:
         self._scale = np.full(num_sites, np.nan)
         self._highest = np.full(num_sites, -np.inf)
         self._was_high = np.zeros(num_sites, dtype=np.bool_)
+        self._depth = np.full(num_sites, np.nan)
+        self._answered = np.full(num_sites, np.inf)  # smallest depth that a scale was seen to give way to
         self._same = np.zeros((num_sites, SAME_WINDOW), dtype=np.bool_)
         self._clipped = np.zeros((num_sites, SAME_WINDOW), dtype=np.bool_)
         self._unanswered = np.zeros((num_sites, SAME_WINDOW), dtype=np.bool_)
         self._same_since = np.full(num_sites, -1, dtype=np.int64)
         self._clip = Latch(num_sites, 2, 3)
         self._sure = Latch(num_sites, 1, 1)
+        self._hurt = Latch(num_sites, 3, 4)  # gradients spike: one that was clipped is no news
         self._frozen = Latch(num_sites, 2, 3)
 
     def grow(self, num_sites: int) -> None:
@@ -53,14 +70,14 @@ class Delayed:
         if more <= 0:
             return
         fresh = Delayed(more)
-        for name in ("_num", "_scale", "_highest", "_was_high", "_same", "_clipped", "_unanswered", "_same_since"):
+        for name in _STATE:
             setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
-        for latch in (self._clip, self._sure, self._frozen):
+        for latch in (self._clip, self._sure, self._hurt, self._frozen):
             latch.grow(num_sites)
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._clip.open | self._sure.open | self._frozen.open
+        return self._clip.open | self._sure.open | self._hurt.open | self._frozen.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -71,13 +88,17 @@ class Delayed:
         self._num[delayed] += 1
         settled = delayed & (self._num > FIRST_OBSERVATIONS)
         depth = now.clip_depth
-        frozen = self._judge_frozen(ctx, settled)
+        frozen = self._judge_frozen(ctx, delayed, settled)
+        forward = now.table.role != GRAD_OUTPUT
         clip_limit = np.where(now.table.role == GRAD_OUTPUT, limit.clip_depth_grad_output, limit.clip_depth)
         with np.errstate(invalid="ignore"):
-            damaged = (now.sqnr_db < limit.clip_sqnr_db) & (depth > limit.frozen_clip_depth)
-            hit = settled & ((depth > clip_limit) | damaged)
+            floor_db = np.where(now.table.e5m2, limit.clip_sqnr_db - E5M2_DB, limit.clip_sqnr_db)
+            damaged = (now.sqnr_db < floor_db) & (depth > limit.frozen_clip_depth)
+            hit = settled & ((depth > clip_limit) | (damaged & forward))
+            hurt = settled & damaged & ~forward & (depth > limit.clip_depth)
             sure = settled & (depth > CERTAIN_DEPTH * clip_limit)
         clip = self._clip.update(hit, delayed, now.step) | self._sure.update(sure, delayed, now.step)
+        clip |= self._hurt.update(hurt, delayed, now.step)
         found = []
         if frozen.any():
             found.append(self._frozen_finding(ctx, frozen))
@@ -85,25 +106,28 @@ class Delayed:
             found.append(self._clip_finding(ctx, clip & ~frozen))
         return found
 
-    def _judge_frozen(self, ctx: Context, settled: Mask) -> Mask:
+    def _judge_frozen(self, ctx: Context, delayed: Mask, settled: Mask) -> Mask:
         now, limit = ctx.now, ctx.limit
         scale, amax = now.column("scale_inv_max"), now.log2_amax
-        seen = settled & ~np.isnan(scale)
+        seen = delayed & ~np.isnan(scale)
         same = seen & (scale == self._scale) & (now.column("scale_inv_min") == scale)
         with np.errstate(invalid="ignore"):
             clipped = same & (now.clip_depth > limit.frozen_clip_depth)
-            high = seen & (amax > self._highest + NEW_HIGH) & np.isfinite(self._highest)
+            gave_way = seen & (scale > self._scale)
+            high = seen & (amax > self._highest + NEW_HIGH) & (now.clip_depth > self._answered * 1.01)
         unanswered = same & self._was_high
         for ring, value in ((self._same, same), (self._clipped, clipped), (self._unanswered, unanswered)):
             ring[seen] = np.concatenate([ring[seen, 1:], value[seen, None]], axis=1)
         self._same_since = np.where(same, np.where(self._same_since < 0, now.step, self._same_since), -1)
         self._was_high = np.where(seen, high, self._was_high)
+        self._answered = np.where(gave_way, np.fmin(self._answered, self._depth), self._answered)
+        self._depth = np.where(seen, now.clip_depth, self._depth)
         self._highest = np.fmax(self._highest, np.where(seen, amax, np.nan))
         self._scale = np.where(np.isnan(scale), self._scale, scale)
         num_same = np.count_nonzero(self._same, axis=1)
         under_clip = (np.count_nonzero(self._clipped[:, -4:], axis=1) >= 3) & clipped
         deaf = np.count_nonzero(self._unanswered, axis=1) >= UNANSWERED_HIGHS
-        hit = (num_same >= limit.frozen_steps) & (under_clip | deaf)
+        hit = settled & (num_same >= limit.frozen_steps) & (under_clip | deaf)
         return self._frozen.update(hit, seen, now.step)
 
     def _frozen_finding(self, ctx: Context, mask: Mask) -> Finding:
@@ -130,7 +154,7 @@ class Delayed:
         rows = now.in_flow(mask)
         row = int(rows[0])
         depth = float(now.clip_depth[row])
-        since = max(int(self._clip.since[row]), int(self._sure.since[row]))
+        since = max(int(latch.since[row]) for latch in (self._clip, self._sure, self._hurt))
         sqnr = now.sqnr_db[row]
         evidence = [
             Evidence("clip_depth", round(depth, 3), "1 or less", "ratio", since),
@@ -139,7 +163,7 @@ class Delayed:
         ]
         if len(rows) > 1:
             evidence.append(Evidence("clipped_sites", len(rows), 0, "sites", since))
-        bad = bool(np.isfinite(sqnr) and sqnr < ctx.limit.clip_sqnr_db)
+        bad = bool(np.isfinite(sqnr) and sqnr < ctx.limit.clip_sqnr_db - (E5M2_DB if now.table.e5m2[row] else 0))
         facts = now.table.facts[row]
         return now.finding(
             "delayed-clip",

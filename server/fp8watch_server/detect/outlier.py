@@ -103,7 +103,6 @@ class Outliers:
             spread = 1.4826 * float(np.median(np.abs(over[known])))
             need = max(limit.outlier_weight_octaves, SIGMA_LAYERS * spread)
             grown = known & (over > need) & (monotone >= MONOTONE)
-            grown &= over / steps > min(limit.outlier_weight_rate_octaves, limit.outlier_weight_octaves / max(steps, 1))
             hit |= grown
             growth = np.where(known, np.fmax(growth, over), growth)
         num = max(int(np.count_nonzero(is_weight & ctx.now.seen)), 1)
@@ -168,7 +167,13 @@ class Outliers:
         kurtosis, usual = ctx.now.log2_kurtosis[row], ctx.base.kurtosis.median()[row]
         if np.isfinite(kurtosis) and np.isfinite(usual):
             evidence.append(
-                Evidence("kurtosis", round(2.0 ** float(kurtosis), 1), round(2.0 ** float(usual), 1), "1", int(latch.since[row]))
+                Evidence(
+                    "kurtosis",
+                    round(2.0 ** float(kurtosis), 1),
+                    round(2.0 ** float(usual), 1),
+                    "1",
+                    int(latch.since[row]),
+                )
             )
         if np.isfinite(ctx.now.sqnr_db[row]):
             usual_db = ctx.base.sqnr.median()[row]

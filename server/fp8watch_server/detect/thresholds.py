@@ -55,9 +55,8 @@ TABLE: tuple[Threshold, ...] = (
     _t("divergence_total_octaves", 0.20, "octaves", 0.01, 16, _TRAIN),
     _t("divergence_layers", 0.6, "share", 0.1, 1, "most layers: the optimizer moves all of them, a quantiser one"),
     # outlier-growth
-    _t("outlier_weight_octaves", 0.4, "octaves", 0.05, 16, _TRAIN),
+    _t("outlier_weight_octaves", 0.8, "octaves", 0.05, 16, "healthy layers part by 0.6 octave in 100 steps"),
     _t("outlier_input_octaves", 1.5, "octaves", 0.2, 16, _TRAIN),
-    _t("outlier_weight_rate_octaves", 0.012, "octaves/step", 0.001, 4, "the median layer grows by 0.012 at most"),
     _t("outlier_kurtosis_octaves", 1.0, "octaves", 0.1, 16, _TRAIN),
     _t("outlier_layers", 0.4, "share", 0.01, 0.9, "one layer or a few: more is the optimizer"),
     # attention-logit-growth
@@ -91,7 +90,14 @@ TABLE: tuple[Threshold, ...] = (
     _t("grad_norm_jump", 2.5, "ratio", 1.1, 1e6, _TRAIN),
     _t("recover_steps", 5, "steps", 1, 100, _SPEC),
     # silent-data-corruption
-    _t("corruption_jump_octaves", 0.15, "octaves", 0.01, 64, "15 × the floor of weights"),
+    _t(
+        "corruption_jump_octaves",
+        0.3,
+        "octaves",
+        0.01,
+        64,
+        "30 × the floor of weights; the largest healthy step is 0.04",
+    ),
     # accumulator-precision, kernel-output-fault
     _t("gemm_error", 0.002, "ratio", 1e-6, 1, "a 14-bit accumulator without promotion: 0.35 % RMS at K = 4096"),
     _t("gemm_gain", 0.05, "ratio", 1e-3, 1, "a gain off by 5 % is no rounding"),

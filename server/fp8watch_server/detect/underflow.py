@@ -5,8 +5,9 @@ Shapes:     share of underflow [S] of gradients -> at most one finding
 Thread:     detect worker
 
 The invariant finds a scale that belongs to something larger (`invariant`); this one finds the rest: an eps that clamps,
-a format too narrow, gradients with a few giants. Five points above the site's own baseline and six of its σ: some
-gradients underflow by 8 % on their best day.
+a format too narrow, gradients with a few giants. Five points above the site's own baseline, six of its σ, and twice
+the baseline, for several steps: in healthy training the count of some gradients leaps by twenty points for a single
+step. Twenty points more than that for two steps are told at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .latch import Latch
 from .view import Mask
 
 SIGMA = 6.0
+SURE_POINTS = 0.2
 
 
 class Underflow:
@@ -28,15 +30,17 @@ class Underflow:
     modes = ("gradient-underflow",)
 
     def __init__(self, num_sites: int) -> None:
-        self._latch = Latch(num_sites, 3, 5)
+        self._latch = Latch(num_sites, 4, 6)
+        self._sure = Latch(num_sites, 2, 2)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
         self._latch.grow(num_sites)
+        self._sure.grow(num_sites)
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._latch.open
+        return self._latch.open | self._sure.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -44,14 +48,16 @@ class Underflow:
             return []
         rise = ctx.underflow_rise
         need = np.maximum(ctx.limit.underflow_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
+        need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
         with np.errstate(invalid="ignore"):
             hit = self._latch.update(rise > need, seen, ctx.now.step)
+            hit |= self._sure.update(rise > need + SURE_POINTS, seen, ctx.now.step)
         if not hit.any():
             return []
         rows = ctx.now.in_flow(hit)
         row = int(rows[0])
-        since = int(self._latch.since[row])
+        since = max(int(self._latch.since[row]), int(self._sure.since[row]))
         usual = float(ctx.base.underflow.median()[row])
         evidence = [
             Evidence("underflow_ratio", round(float(ctx.now.underflow[row]), 4), round(usual, 4), "share", since)
