@@ -41,9 +41,11 @@ class ZeroTiles:
     def __init__(self, num_sites: int) -> None:
         self._most = np.full(num_sites, -1, dtype=np.int64)
 
-    def remap(self, source: npt.NDArray[np.int64]) -> None:
-        """Reorder the sites: new site i is old site source[i], or unknown where that is −1."""
-        self._most = np.where(source >= 0, self._most[source] if len(self._most) else -1, -1)
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        more = num_sites - len(self._most)
+        if more > 0:
+            self._most = np.concatenate([self._most, np.full(more, -1, dtype=np.int64)])
 
     def learn(self, view: StepView) -> None:
         """Take a clean step in."""

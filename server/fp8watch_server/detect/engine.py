@@ -4,16 +4,16 @@ Upstream:   fp8watch_server.ingest           Downstream: fp8watch_server.inciden
 Shapes:     wire.Batch -> list[Finding]
 Thread:     detect worker, one Engine per run; not shared between threads
 
-Detectors see whole columns; a healthy batch costs a few numpy calls, and per step only the growth of the weights. One
-`stream` per session (one attach of one process, so one rank): its order of steps, its baselines, its last cause.
-Steps that come late or again are judged by the invariants, which need no past, and left out of everything that does.
+Two halves. Invariants judge every record of every rank as it comes, whatever the order: no past, no warm-up, a few
+numpy calls for a healthy batch. Statistics judge the roll-up over ranks, once a step and in order (`assemble`).
+Steps that come late or again are judged by the invariants, and left out of everything that needs a past.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,67 +21,92 @@ import numpy as np
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 
-from . import degenerate, invariant, nonfinite
-from .finding import NONFINITE_MODES, Evidence, Finding, SiteFacts
-from .trend import Divergence
-from .view import WEIGHT, BatchColumns, Mask, SiteTable, StepView
+from . import degenerate, invariant, kernel_output, nonfinite
+from .agreement import Agreement
+from .assemble import LIVE_RANK_STEPS, Assembly
+from .finding import Finding, Notice, SiteFacts
+from .now import Now
+from .registry import Registry, ScaleHistory, merge
+from .sessions import SessionFacts
+from .statistics import Statistics
+from .stream import Stream
+from .thresholds import DEFAULTS, Thresholds
+from .view import BatchColumns, Mask, SiteTable, StepView
 
-CONSEQUENCE_STEPS = 6
-"""Observed steps for which a cause answers for what follows it."""
-AFTER_INVARIANT_STEPS = 20
-"""Observed steps after a broken quantiser in which growth of the weights is its consequence, not a cause."""
-NO_LOSS_STEPS = 20
-LIVE_RANK_STEPS = 200
-"""A rank this far behind the newest is gone, and holds nobody up."""
 _REMEMBERED_BATCHES = 4096
+_MAX_NOTICES = 1000
 
 
-@dataclass
-class _Stream:
-    """What is remembered of one session."""
+@dataclass(frozen=True)
+class _Judged:
+    """A step of one rank after the invariants: what the roll-up needs to know of it."""
 
-    rank: int
-    zero_tiles: degenerate.ZeroTiles
-    divergence: Divergence
-    num_steps: int = 0  # observed, in order
-    last_step: int | None = None
-    stride: int = 1
-    apart: int = 1  # steps between the last two observed
-    cause: Finding | None = None  # the last cause of non-finite values or of divergence
-    cause_seen: int = -(1 << 40)  # num_steps when it or a consequence was last seen
-    invariant_seen: int = -(1 << 40)
-    loss_seen: int | None = None  # num_steps of the last loss
-    cause_step: int = 0  # the step in which the cause or a consequence was last seen
-    last_seq: int = -1
-    heard: int = 0  # Engine._num_batches when its last batch came
-    seqs: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    view: StepView
+    clean: bool
+    poisoned: bool
+    roots: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        return self.view.step
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank
+
+    @property
+    def opens_batch(self) -> bool:
+        return self.view.index == 0
 
 
 class Engine:
     """The detectors of one run. Pure: no database, no clock; the same batches give the same findings."""
 
-    def __init__(self, sites: Mapping[int, SiteFacts]) -> None:
-        self._table = SiteTable(sites)
-        self._streams: dict[str, _Stream] = {}
+    def __init__(self, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> None:
+        self.thresholds = thresholds
+        self._table = SiteTable()
+        self._registry = Registry()
+        self._scales = ScaleHistory()
+        self._agreement = Agreement()
+        self._streams: dict[str, Stream] = {}
         self._num_batches = 0
         self._restarted = 0  # _num_batches when a rank last came back with a new session
+        self._statistics = Statistics(0, thresholds)
+        self._assembly: Assembly[_Judged] = self._new_assembly()
+        self._notices: list[Notice] = []
+        self._last_full: int | None = None
+        self._sample_stride = 1
+        self.add_sites(sites)
+
+    def _new_assembly(self) -> Assembly[_Judged]:
+        limit = self.thresholds
+        return Assembly(limit.late_rank_s, limit.heartbeat_s * limit.missing_heartbeats)
+
+    # ---- what is registered
 
     def add_sites(self, sites: Mapping[int, SiteFacts]) -> None:
         """Sites that were registered, or whose facts changed, since the engine was made."""
-        if all(self._table.sites.get(i) == f for i, f in sites.items()):
+        news = {i: f for i, f in sites.items() if self._table.sites.get(i) != f}
+        if not news:
             return
-        old = self._table
-        self._table = SiteTable({**old.sites, **sites})
-        source = old.rows(self._table.ids)
-        weights = self._weight_ids()
+        self._registry.add_sites(self._table.sites, news)
+        self._table.add(news)
         for stream in self._streams.values():
-            stream.zero_tiles.remap(source)
-            stream.divergence.remap(weights)
+            stream.zero_tiles.grow(len(self._table))
+        self._statistics.grow(len(self._table))
+
+    def add_sessions(self, sessions: Iterable[SessionFacts]) -> None:
+        """Sessions of the run, new ones and known ones: their facts are compared, their ranks waited for."""
+        for facts in sorted(sessions, key=lambda f: (f.attempt, f.rank)):
+            if self._registry.add_session(facts):
+                self._agreement.session(facts)
 
     @property
     def sites(self) -> Mapping[int, SiteFacts]:
         """Facts of every site that the engine knows."""
         return self._table.sites
+
+    # ---- where it stands
 
     @property
     def settled_step(self) -> int | None:
@@ -91,151 +116,192 @@ class Engine:
         last = [s.last_step for s in newest.values() if s.last_step is not None and s.heard >= self._restarted]
         if not last:
             return None
-        return min(step for step in last if step >= max(last) - LIVE_RANK_STEPS * self.stride)
+        settled = min(step for step in last if step >= max(last) - LIVE_RANK_STEPS * self.stride)
+        judged = self._assembly.last_step
+        return settled if judged is None else min(settled, judged)
 
     @property
     def stride(self) -> int:
         """Steps between observed steps: `every` of the agent."""
         return max((s.stride for s in self._streams.values()), default=1)
 
-    def observe(self, batch: Batch) -> list[Finding]:
-        """Judge one batch. A batch that was seen already gives nothing."""
+    def take_notices(self) -> list[Notice]:
+        """What happened since the last call that is worth a line and no fault."""
+        out, self._notices = self._notices, []
+        return out
+
+    # ---- what comes
+
+    def observe(self, batch: Batch, at: float | None = None) -> list[Finding]:
+        """Judge one batch. A batch that was seen already gives nothing.
+
+        Args:
+            at: when it came, by the collector's clock; lets steps go on that wait for a late rank.
+        """
         self._num_batches += 1
-        stream = self._stream(batch)
-        if self._went_back(stream, batch):
-            stream = self._begin(batch, seqs=stream.seqs)
+        header = batch.header
+        found: list[Finding] = []
+        stream = self._streams.get(header.session)
+        if stream is None:
+            stream, found = self._begin_session(batch)
+        elif self._went_back(stream, batch):
+            self._note(
+                "rewind", int(batch.steps["step"][0]), header.rank, f"training went back from {stream.last_step}"
+            )
+            stream, found = self._begin(batch, seqs=stream.seqs)
         stream.heard = self._num_batches
-        stream.last_seq = max(stream.last_seq, batch.header.seq)
-        if batch.header.seq in stream.seqs:
-            return []
-        stream.seqs[batch.header.seq] = None
+        stream.last_seq = max(stream.last_seq, header.seq)
+        self._assembly.heard(header.rank, at, ended=bool(header.health.get("ended")))
+        if header.seq in stream.seqs:
+            return found + self._drain()
+        stream.seqs[header.seq] = None
         if len(stream.seqs) > _REMEMBERED_BATCHES:
             stream.seqs.popitem(last=False)
         columns = BatchColumns(batch, self._table)
         bad_scale = degenerate.degenerate(columns)
         below, above = invariant.off_scale(columns)
-        found: list[Finding] = []
         for view in columns.views():
-            found += self._step(stream, view, bad_scale[view.part], below[view.part], above[view.part])
+            judged, of_step = self._step(stream, view, bad_scale[view.part], below[view.part], above[view.part])
+            found += of_step
+            if self._belongs(stream, view) and self._assembly.add(judged):
+                found += self._drain()
+        return found + self._drain()
+
+    def tick(self, now: float) -> list[Finding]:
+        """The collector's clock moved on and nothing came: what waited for a late rank goes on."""
+        self._assembly.tick(now)
+        return self._drain()
+
+    def _note(self, kind: str, step: int, rank: int, text: str) -> None:
+        if len(self._notices) < _MAX_NOTICES:
+            self._notices.append(Notice(kind, step, rank, text))
+
+    # ---- sessions
+
+    def _begin_session(self, batch: Batch) -> tuple[Stream, list[Finding]]:
+        rank = batch.header.rank
+        # The session before stays, for its late batches; those before it say no more.
+        same_rank = [name for name, other in self._streams.items() if other.rank == rank]
+        for name in same_rank[:-1]:
+            del self._streams[name]
+        step = int(batch.steps["step"][0]) if len(batch.steps) else 0
+        if same_rank:
+            last = self._streams[same_rank[-1]].last_step
+            self._note("restart", step, rank, f"a new session of rank {rank} at step {step}; the last ended at {last}")
+        return self._begin(batch, seqs=OrderedDict(), restarted=bool(same_rank))
+
+    def _begin(
+        self, batch: Batch, seqs: OrderedDict[int, None], restarted: bool = True
+    ) -> tuple[Stream, list[Finding]]:
+        """A stream without a past: of a new session, or of one that went back to an earlier step."""
+        found: list[Finding] = []
+        if restarted:
+            found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
+        made = self._streams[batch.header.session] = Stream(
+            rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seqs=seqs
+        )
+        return made, found
+
+    def _restart(self, step: int | None) -> list[Finding]:
+        """An attempt ends: its last steps are judged as they are, and baselines begin anew."""
+        found = [f for group in self._assembly.restart() for f in self._roll_up(group)]
+        self._restarted = self._num_batches
+        self._statistics = Statistics(len(self._table), self.thresholds)
+        self._scales.restart()
+        self._last_full = None
         return found
 
-    def _weight_ids(self) -> Any:
-        return self._table.ids[self._table.role == WEIGHT]
-
-    def _stream(self, batch: Batch) -> _Stream:
-        stream = self._streams.get(batch.header.session)
-        if stream is None:
-            # The session before stays, for its late batches; those before it say no more.
-            same_rank = [name for name, other in self._streams.items() if other.rank == batch.header.rank]
-            for name in same_rank[:-1]:
-                del self._streams[name]
-            stream = self._begin(batch, seqs=OrderedDict(), restarted=bool(same_rank))
-        return stream
-
-    def _begin(self, batch: Batch, seqs: OrderedDict[int, None], restarted: bool = True) -> _Stream:
-        """A stream without a past: of a new session, or of one that went back to an earlier step."""
-        if restarted:
-            self._restarted = self._num_batches
-        made = self._streams[batch.header.session] = _Stream(
-            rank=batch.header.rank,
-            zero_tiles=degenerate.ZeroTiles(len(self._table.ids)),
-            divergence=Divergence(self._weight_ids()),
-            seqs=seqs,
-        )
-        return made
-
     @staticmethod
-    def _went_back(stream: _Stream, batch: Batch) -> bool:
+    def _went_back(stream: Stream, batch: Batch) -> bool:
         """Whether training loaded an earlier checkpoint in place. A batch that comes late has an earlier seq."""
         if stream.last_step is None or not len(batch.steps) or batch.header.seq <= stream.last_seq:
             return False
         return int(batch.steps["step"][0]) < stream.last_step
 
-    def _step(self, stream: _Stream, view: StepView, bad_scale: Mask, below: Mask, above: Mask) -> list[Finding]:
-        in_order = stream.last_step is None or view.step > stream.last_step
-        if in_order:
-            if stream.last_step is not None:
-                apart = view.step - stream.last_step
-                if stream.num_steps == 1 or apart == stream.apart:  # one gap is a gap, two alike are the sampling
-                    stream.stride = apart
-                stream.apart = apart
-            stream.last_step = view.step
-            stream.num_steps += 1
+    def _belongs(self, stream: Stream, view: StepView) -> bool:
+        """Whether a step is of the attempt that is on: not a late one of a session that was replaced."""
+        newest = [s for s in self._streams.values() if s.rank == stream.rank][-1]
+        if newest is not stream:
+            return False
+        last = self._assembly.last_step
+        return last is None or not self._restarted or abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
+
+    # ---- invariants, rank by rank
+
+    def _step(
+        self, stream: Stream, view: StepView, bad_scale: Mask, below: Mask, above: Mask
+    ) -> tuple[_Judged, list[Finding]]:
+        last = stream.last_step
+        in_order = stream.advance(view.step)
+        if not in_order:
+            self._note("late", view.step, view.rank, f"step {view.step} came after step {last}")
         if view.scalar("loss") is not None:
             stream.loss_seen = stream.num_steps
-        found: list[Finding] = []
-        broken = bool(view.nonfinite.any()) or bool(bad_scale.any()) or nonfinite.loss_is_broken(view)
+        found = self._registry.findings(view.step, view.rank)
+        outputs = kernel_output.faulty_outputs(view)
+        nothing_wrong = not (view.nonfinite.any() or bad_scale.any() or outputs.any())
+        broken = not nothing_wrong or nonfinite.loss_is_broken(view)
         if broken:
-            cause = nonfinite.examine(view, bad_scale, stream.zero_tiles)
+            cause = nonfinite.examine(view, bad_scale, outputs, stream.zero_tiles)
             if cause is not None:
-                found.append(self._as_cause_or_consequence(stream, cause, in_order))
+                found.append(stream.as_cause_or_consequence(cause, in_order))
         if below.any() or above.any():
             off = invariant.examine(view, below, above, ~bad_scale)
             found += off
             stream.invariant_seen = stream.num_steps if off else stream.invariant_seen
-        if in_order and len(view):
-            recent = stream.num_steps - stream.cause_seen <= CONSEQUENCE_STEPS
-            poisoned = recent and stream.cause is not None and stream.cause.mode in NONFINITE_MODES
-            clean = not broken and not poisoned and stream.num_steps - stream.invariant_seen > AFTER_INVARIANT_STEPS
-            if broken or poisoned:
-                stream.divergence.forget()
-            else:
-                stream.zero_tiles.learn(view)
-                growth = stream.divergence.observe(view, clean=clean)
-                if growth is not None:
-                    found.append(growth)
-                    stream.cause, stream.cause_seen, stream.cause_step = growth, stream.num_steps, view.step
-        return [self._with_context(stream, view, f) for f in found]
+        found += kernel_output.wrong_outputs(view, self.thresholds)
+        if (poisoned_checkpoint := stream.poisoned_checkpoint(view)) is not None:
+            found.append(poisoned_checkpoint)
+        poisoned = broken or stream.poisoned
+        if in_order and not poisoned and len(view):
+            stream.zero_tiles.learn(view)
+        found = [f for f in merge(found) if f.mode not in self.thresholds.disabled]
+        judged = _Judged(view, stream.quantiser_is_sound, poisoned, tuple(f.mode for f in found))
+        return judged, [self._with_context(f, view, (stream,), stream.stride) for f in found]
 
-    def _as_cause_or_consequence(self, stream: _Stream, found: Finding, in_order: bool) -> Finding:
-        """A cause keeps its name; what follows from a cause that is known is reported under that cause's name."""
-        cause, since = stream.cause, stream.num_steps - stream.cause_seen
-        if not in_order:  # it came late, or training went back: the steps themselves say how far they are apart
-            since = max(since, abs(found.step - stream.cause_step) // stream.stride)
-        follows = cause is not None and since <= CONSEQUENCE_STEPS and _follows(cause, found, since)
-        stream.cause_seen, stream.cause_step = stream.num_steps, found.step
-        if cause is None or not follows:
-            if cause is None or since > CONSEQUENCE_STEPS or cause.mode != found.mode:
-                stream.cause = found
-            return found
-        return replace(
-            cause,
-            step=found.step,
-            evidence=(Evidence("nonfinite_sites", found.extra["num_sites"], 0, "sites", found.step),),
-            extra={**found.extra, "sites": [*_named(cause), *found.extra["sites"]], "consequence": True},
+    # ---- statistics, over all ranks
+
+    def _drain(self) -> list[Finding]:
+        return [f for group in self._assembly.ready() for f in self._roll_up(group)]
+
+    def _roll_up(self, group: list[_Judged]) -> list[Finding]:
+        views = [j.view for j in group]
+        now = Now(views, self._table)
+        self._follow_samples(now)
+        found = self._agreement.observe(now)
+        resumed = self._scales.observe(now, self.thresholds.resume_scale_octaves)
+        found += [resumed] if resumed is not None else []
+        roots = [mode for j in group for mode in j.roots] + [f.mode for f in found]
+        found += self._statistics.observe(
+            now, roots, clean=all(j.clean for j in group), poisoned=any(j.poisoned for j in group)
         )
+        found = [f for f in found if f.mode not in self.thresholds.disabled]
+        streams = [s for s in self._streams.values() if s.rank in now.ranks]
+        for f in found:
+            if f.mode == "optimizer-divergence":
+                for stream in streams:
+                    stream.note_cause(f)
+        stride = max(self.stride, self._sample_stride)
+        return [self._with_context(f, views[0], streams, stride) for f in found]
 
-    def _with_context(self, stream: _Stream, view: StepView, found: Finding) -> Finding:
-        seen = stream.loss_seen is not None and stream.num_steps - stream.loss_seen < NO_LOSS_STEPS
-        context = {
+    def _follow_samples(self, now: Now) -> None:
+        """Steps between full samples: windows of incidents count these."""
+        if np.count_nonzero(~np.isnan(now.log2_amax)) * 2 < len(now):
+            return
+        if self._last_full is not None:
+            self._sample_stride = now.step - self._last_full
+        self._last_full = now.step
+
+    def _with_context(self, found: Finding, view: StepView, streams: Iterable[Stream], stride: int) -> Finding:
+        context: dict[str, Any] = {
             "consequence": False,
             "weight_born": False,
             **found.extra,
-            "loss_seen": seen,
+            "loss_seen": any(s.sees_loss() for s in streams),
             "loss_given": view.scalar("loss") is not None,
-            "stride": stream.stride,
+            "stride": stride,
             "status": view.status,
-            "batch_id": view.batch_id,
+            "batch_id": found.extra.get("jump_batch_id") or view.batch_id,
             "operands_measured": bool(np.any(view.has(Measured.COUNTS))) if len(view) else False,
         }
         return replace(found, extra=context)
-
-
-def _named(cause: Finding) -> list[int]:
-    return [] if cause.site is None else [cause.site]
-
-
-def _follows(cause: Finding, found: Finding, since: int) -> bool:
-    """Whether `found`, `since` observed steps after `cause` was last seen, is its consequence.
-
-    Weights change only by an update, so non-finite weights come from an earlier step. A cause that made NaN keeps
-    making it in the steps right behind; laundered Infs do not, so what comes after them stands alone unless the weights
-    tell.
-    """
-    if found.extra.get("weight_born"):
-        return True
-    if found.mode == cause.mode or found.mode == "zero-tile-eps":
-        return False
-    if cause.mode == "optimizer-divergence":
-        return True
-    return cause.mode != "inf-laundering" and since <= 1

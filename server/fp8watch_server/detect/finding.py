@@ -23,7 +23,9 @@ MAX_SITES_IN_FINDING = 256
 LOSS_FLOW = 1 << 40
 """The place of the loss in the order of execution: after every forward operand."""
 
-NONFINITE_MODES = frozenset({"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation"})
+NONFINITE_MODES = frozenset(
+    {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
+)
 """Modes whose consequence may be NaN everywhere."""
 
 
@@ -84,6 +86,16 @@ def facts_of(sites: Iterable[_SiteLike]) -> dict[int, SiteFacts]:
         )
         for s in sites
     }
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that is worth a line, and no fault: a gap, a restart, steps out of order, a rank that went silent."""
+
+    kind: str  # gap | late | restart | rewind | resumed | silent-rank
+    step: int
+    rank: int
+    text: str
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,12 @@ UNDERFLOW_RATIO = 0.25
 """A gradient tile that uses less than a quarter of the range has the scale of something else."""
 
 
-def bounds(power_2_scale: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Lowest and highest scale_ratio that rounding allows, per record."""
-    low = np.where(power_2_scale, 0.5 * (1 - TOLERANCE), 1 - TOLERANCE)
+def bounds(power_2_scale: Mask, rounds_up: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Lowest and highest scale_ratio that rounding allows, per record.
+
+    MXFP8 takes the exponent of amax and rounds up: scale_inv = 2^ceil(log2(amax/448)), so the ratio is in (0.5, 1] too.
+    """
+    low = np.where(power_2_scale | rounds_up, 0.5 * (1 - TOLERANCE), 1 - TOLERANCE)
     return low, np.full(len(low), 1 + TOLERANCE)
 
 
@@ -46,7 +49,7 @@ def off_scale(columns: BatchColumns) -> tuple[Mask, Mask]:
     largest = columns.raw("scale_ratio_max").astype(np.float64)
     # A record whose tiles were all excluded keeps its defaults: Inf and 0.
     usable &= np.isfinite(smallest) & np.isfinite(largest) & (largest > 0)
-    low, high = bounds(columns.table.power_2_scale[columns.row])
+    low, high = bounds(columns.table.power_2_scale[columns.row], columns.table.rounds_up[columns.row])
     return usable & (smallest < low), usable & (largest > high)
 
 

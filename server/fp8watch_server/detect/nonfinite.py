@@ -1,12 +1,13 @@
 """The first non-finite value of a step: modes 1 (nan-in-loss), 17 (inf-laundering), 23 (nan-in-activation).
 
-Upstream:   fp8watch_server.detect.view, fp8watch_server.detect.degenerate    Downstream: fp8watch_server.detect.engine
+Upstream:   fp8watch_server.detect.degenerate, fp8watch_server.detect.kernel_output    Downstream: fp8watch_server.detect.engine
 Shapes:     StepView -> at most one finding
 Thread:     detect worker
 
 One question, asked in the order of execution: what broke first? Everything after it in the step is its consequence.
 
     a degenerate scale before any NaN or Inf          -> zero-tile-eps (2)
+    a GEMM's output, its operands finite              -> kernel-output-fault (19)
     Inf in an operand, loss finite or not seen        -> inf-laundering (17): the cast made it FP8_MAX
     any other NaN or Inf in an operand                -> nan-in-activation (23)
     forward operands finite, loss not                 -> nan-in-loss (1): gradients are its consequence
@@ -22,9 +23,9 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import Measured, StepStatus
 
-from . import degenerate
+from . import degenerate, kernel_output
 from .finding import LOSS_FLOW, Evidence, Finding
-from .view import GRAD_OUTPUT, WEIGHT, Mask, StepView
+from .view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
 
 
 def loss_is_broken(view: StepView) -> bool:
@@ -44,12 +45,15 @@ def _counted(view: StepView) -> Mask:
     return mask
 
 
-def examine(view: StepView, degenerate_mask: Mask, zero_tiles: degenerate.ZeroTiles) -> Finding | None:
+def examine(
+    view: StepView, degenerate_mask: Mask, output_mask: Mask, zero_tiles: degenerate.ZeroTiles
+) -> Finding | None:
     """What broke first in this step; None where nothing did.
 
     Args:
         view: the step.
         degenerate_mask: [n], records with a degenerate scale.
+        output_mask: [n], records whose GEMM made something non-finite of finite operands.
         zero_tiles: what is normal, for the evidence.
     """
     broken = view.in_flow(_counted(view))
@@ -63,6 +67,11 @@ def examine(view: StepView, degenerate_mask: Mask, zero_tiles: degenerate.ZeroTi
     ):
         before = bad_scale[view.flow[bad_scale] < view.flow[broken[0]]] if len(broken) else bad_scale
         return degenerate.finding(view, before, broken, zero_tiles)
+    outputs = view.in_flow(output_mask)
+    if len(outputs) and not len(weights):
+        behind = broken[~np.isin(broken, outputs)]
+        if not len(behind) or view.flow[outputs[0]] <= view.flow[behind[0]]:
+            return kernel_output.finding(view, outputs, behind)
     loss_broken = loss_is_broken(view)
     forward = broken[view.role[broken] != GRAD_OUTPUT]
     if loss_broken and not len(forward):
@@ -71,7 +80,7 @@ def examine(view: StepView, degenerate_mask: Mask, zero_tiles: degenerate.ZeroTi
         return None
     named = weights if len(weights) else broken
     first = int(named[0])
-    laundered = bool(view.infinite[first]) and not loss_broken
+    laundered = bool(view.infinite[first]) and not loss_broken and view.role[first] != OUTPUT
     if laundered and view.scalar("loss") is None and view.role[first] != GRAD_OUTPUT:
         # Without a loss only the operands can tell whether the Inf went on as NaN.
         laundered = not np.any(view.raw("num_nan")[forward[forward != first]] > 0)
@@ -116,6 +125,7 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             "num_sites": len(broken),
             "operands": [facts.operand],
             "weight_born": weight_born,
+            "probe": facts.operand == "output",
             "kind": "inf" if view.infinite[first] else "nan",
         },
     )

@@ -26,30 +26,59 @@ from .finding import MAX_SITES_IN_FINDING, SiteFacts
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 
-INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
-ROLES = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT, OUTPUT = 0, 1, 2, 3
+ROLES = ("input", "weight", "grad_output", "output")
+"""`output` is a probe: what a module returned, never quantised."""
 
 
 class SiteTable:
-    """The registered sites as arrays, found by id without a loop."""
+    """The registered sites as arrays, found by id without a loop. Rows are only ever appended: a row is for life."""
 
-    def __init__(self, sites: Mapping[int, SiteFacts]) -> None:
-        ids = sorted(sites)
-        facts = [sites[i] for i in ids]
-        self.sites = dict(sites)
-        self.ids = np.array(ids, dtype=np.uint64)
+    def __init__(self, sites: Mapping[int, SiteFacts] | None = None) -> None:
+        self.sites: dict[int, SiteFacts] = {}
+        self._row_of: dict[int, int] = {}
+        self._fill()
+        self.add(sites or {})
+
+    def add(self, sites: Mapping[int, SiteFacts]) -> bool:
+        """Take sites in, or facts that changed; False where all of it was known."""
+        if all(self.sites.get(i) == f for i, f in sites.items()):
+            return False
+        for i in sites:
+            self._row_of.setdefault(i, len(self._row_of))
+        self.sites.update(sites)
+        self._fill()
+        return True
+
+    def _fill(self) -> None:
+        self.facts = [self.sites[i] for i in self._row_of]
+        facts = self.facts
+        self.ids = np.array(list(self._row_of), dtype=np.uint64)
+        self._by_id = np.argsort(self.ids, kind="stable").astype(np.int64)
+        self._sorted = self.ids[self._by_id]
         self.role = np.array([ROLES.index(f.operand) if f.operand in ROLES else -1 for f in facts], dtype=np.int8)
         self.order = np.array([f.order for f in facts], dtype=np.int64)
         self.power_2_scale = np.array([f.power_2_scale for f in facts], dtype=np.bool_)
         # A delayed scale comes from history: its ratio is the clip depth, not an invariant.
         self.current_scaling = np.array([f.recipe != "delayed" for f in facts], dtype=np.bool_)
+        # MXFP8 rounds its scales up, so that it never clips.
+        self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
+        self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
+        self.eps = np.array([f.eps for f in facts], dtype=np.float64)
+        self.rowwise = np.array([f.direction == "rowwise" for f in facts], dtype=np.bool_)
+        names = {m: k for k, m in enumerate(dict.fromkeys(f.module for f in facts))}
+        self.modules = list(names)
+        self.module = np.array([names[f.module] for f in facts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     def rows(self, site: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Index of each site id in the table, −1 for those that are not registered."""
         if not len(self.ids):
             return np.full(len(site), -1, dtype=np.int64)
-        at = np.minimum(np.searchsorted(self.ids, site), len(self.ids) - 1).astype(np.int64)
-        return np.where(self.ids[at] == site, at, -1)
+        at = np.minimum(np.searchsorted(self._sorted, site), len(self.ids) - 1)
+        return np.where(self._sorted[at] == site, self._by_id[at], -1)
 
 
 class BatchColumns:
@@ -140,6 +169,11 @@ class StepView:
         if not int(steps["present"][self.index]) & int(STEP_SCALARS[name]):
             return None
         return float(steps[name][self.index])
+
+    def logs(self) -> dict[str, float]:
+        """What was given to `watch.log` besides the scalars of a step."""
+        at = ((name, values[self.index]) for name, values in self.columns.batch.header.logs.items())
+        return {name: float(value) for name, value in at if value is not None}
 
     @property
     def batch_id(self) -> str | None:

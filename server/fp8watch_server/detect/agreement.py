@@ -1,0 +1,260 @@
+"""Ranks that must agree: mode 20, cross-rank-disagreement, and mode 15 by the hash of the weights.
+
+Upstream:   fp8watch_server.detect.now       Downstream: fp8watch_server.detect.engine
+Shapes:     columns [ranks, S] of one step -> at most one finding a mode
+Thread:     detect worker
+
+Compared is only what must be equal: hashes of weights between replicas (equal tp, pp and ep coordinates), and scales of
+tensors over the group that their recipe reduces amax over. Blockwise scales of inputs and gradients differ between
+ranks by right, and sharded weights are different tensors. Where the mesh or the reduction was not declared, ranks that
+have agreed for several samples in everything must go on agreeing; ranks that never did are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_agent.record import Measured
+
+from .finding import Evidence, Finding
+from .now import Now
+from .sessions import SessionFacts
+from .view import WEIGHT
+
+Array = npt.NDArray[Any]
+SHARDED = ("tp", "pp", "ep", "cp_weights")
+"""Mesh axes along which weights are different tensors."""
+LEARN_STEPS = 8
+"""Samples in which ranks must have agreed before they have to."""
+REDUCTION_FACT = "amax_reduction"
+"""Fact of a session: mesh axes that amax is reduced over, as "dp,tp"."""
+PER_TENSOR = ("delayed", "current")
+
+
+class Agreement:
+    """What the ranks of one attempt of a run must have in common."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, SessionFacts] = {}
+        self._agreed_hashes: dict[tuple[int, int], int] = {}
+        self._agreed_scales: Array = np.zeros(0, dtype=np.int64)
+        self._last_scale: Array = np.zeros(0)
+
+    def session(self, facts: SessionFacts) -> None:
+        """A rank's newest session."""
+        self._sessions[facts.rank] = facts
+
+    def observe(self, now: Now) -> list[Finding]:
+        """Compare the ranks of one step. A rank that is missing is compared with nobody."""
+        if len(now.views) < 2:
+            return []
+        ranks = [v.rank for v in now.views]
+        found = []
+        corrupted = self._hashes(now, ranks)
+        if corrupted is not None:
+            found.append(corrupted)
+        differ = self._scales(now, ranks)
+        if differ is not None:
+            found.append(differ)
+        return found
+
+    # ---- weights
+
+    def _hashes(self, now: Now, ranks: list[int]) -> Finding | None:
+        columns, has = _by_rank(now, "weight_hash", Measured.HASH, np.int64)
+        has &= now.table.role[None, :] == WEIGHT
+        if np.count_nonzero(has.any(axis=1)) < 2:
+            return None
+        for group in self._replicas(ranks, columns, has):
+            at = np.array(group)
+            both = has[at].all(axis=0)
+            differ = both & (columns[at] != columns[at[0]]).any(axis=0)
+            if not differ.any():
+                continue
+            rows = now.in_flow(differ)
+            minority, majority = _minority(columns[at][:, int(rows[0])])
+            odd = [ranks[int(at[i])] for i in minority]
+            host = self._sessions[odd[0]].host if odd[0] in self._sessions else ""
+            evidence = [
+                Evidence("weight_hash", _hex(columns[at[minority[0]], rows[0]]), _hex(majority), "", now.step),
+                Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
+                Evidence("minority_ranks", len(odd), 0, f"of {len(at)} replicas", now.step),
+            ]
+            if host:
+                evidence.append(Evidence("host", host, None, "", None))
+            return now.finding(
+                "silent-data-corruption",
+                "critical",
+                rows,
+                evidence,
+                "shared",
+                rank=odd[0],
+                by_hash=True,
+                odd_ranks=odd[:64],
+                num_replicas=len(at),
+                host=host,
+            )
+        return None
+
+    def _replicas(self, ranks: list[int], columns: Array, has: Array) -> list[list[int]]:
+        """Groups of indices into `ranks` whose weights must be equal."""
+        known = [r for r in ranks if self._sessions.get(r) is not None and self._sessions[r].mesh]
+        if len(known) == len(ranks):
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for i, rank in enumerate(ranks):
+                mesh = self._sessions[rank].mesh
+                groups.setdefault(tuple(mesh.get(a, 0) for a in SHARDED), []).append(i)
+            return [g for g in groups.values() if len(g) > 1]
+        return self._learned(ranks, columns, has)
+
+    def _learned(self, ranks: list[int], columns: Array, has: Array) -> list[list[int]]:
+        """Ranks that have agreed with the first of their group in earlier samples."""
+        groups: list[list[int]] = []
+        for i in range(len(ranks)):
+            for group in groups:
+                key = (ranks[group[0]], ranks[i])
+                both = has[group[0]] & has[i]
+                same = both & (columns[group[0]] == columns[i])
+                mostly = np.count_nonzero(same) * 2 > np.count_nonzero(both) > 0
+                agreed = self._agreed_hashes.get(key, 0)
+                if mostly:
+                    self._agreed_hashes[key] = agreed + 1 if np.all(same == both) else agreed
+                if mostly and agreed >= 1:
+                    group.append(i)
+                    break
+                if mostly:
+                    break
+            else:
+                groups.append([i])
+        return [g for g in groups if len(g) > 1]
+
+    # ---- scales
+
+    def _scales(self, now: Now, ranks: list[int]) -> Finding | None:
+        per_tensor = np.array([f.recipe in PER_TENSOR for f in now.table.facts], dtype=np.bool_)
+        if not per_tensor.any():
+            return None
+        columns, has = _by_rank(now, "scale_inv_max", Measured.SCALE, np.float64)
+        has &= per_tensor[None, :] & (columns > 0) & np.isfinite(columns)
+        declared = self._declared(ranks)
+        if declared is not None:
+            groups, axes = declared
+            for group in groups:
+                at = np.array(group)
+                both = has[at].all(axis=0)
+                differ = both & (columns[at] != columns[at[0]]).any(axis=0)
+                if differ.any():
+                    return self._scale_finding(now, ranks, at, columns, differ, axes)
+            return None
+        both = has.all(axis=0)
+        differ = both & (columns != columns[0]).any(axis=0)
+        self._grow(len(now))
+        must = self._agreed_scales >= LEARN_STEPS
+        moved = both & ~differ & (columns[0] != self._last_scale)
+        self._agreed_scales[moved] += 1
+        self._agreed_scales[differ & ~must] = 0
+        self._last_scale = np.where(both, columns[0], self._last_scale)
+        if not (differ & must).any():
+            return None
+        return self._scale_finding(now, ranks, np.arange(len(ranks)), columns, differ & must, ())
+
+    def _grow(self, num_sites: int) -> None:
+        more = num_sites - len(self._agreed_scales)
+        if more > 0:
+            self._agreed_scales = np.concatenate([self._agreed_scales, np.zeros(more, dtype=np.int64)])
+            self._last_scale = np.concatenate([self._last_scale, np.full(more, np.nan)])
+
+    def _declared(self, ranks: list[int]) -> tuple[list[list[int]], tuple[str, ...]] | None:
+        """(groups that amax is reduced over, their axes), as the sessions say; None where they do not."""
+        sessions = [self._sessions.get(r) for r in ranks]
+        if any(s is None or not s.mesh or REDUCTION_FACT not in s.facts for s in sessions):
+            return None
+        known = [s for s in sessions if s is not None]
+        axes = tuple(a.strip() for a in str(known[0].facts[REDUCTION_FACT]).split(",") if a.strip())
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for i, s in enumerate(known):
+            groups.setdefault(tuple(sorted((a, c) for a, c in s.mesh.items() if a not in axes)), []).append(i)
+        return [g for g in groups.values() if len(g) > 1], axes
+
+    def _scale_finding(
+        self, now: Now, ranks: list[int], at: Array, columns: Array, differ: Array, axes: Sequence[str]
+    ) -> Finding:
+        rows = now.in_flow(differ)
+        values = columns[at][:, int(rows[0])]
+        minority, majority = _minority(values)
+        odd = [ranks[int(at[i])] for i in minority]
+        blamed = self._axes([ranks[int(i)] for i in at], values)
+        evidence = [
+            Evidence("scale_inv_max", float(values[minority[0]]), float(majority), "1", now.step),
+            Evidence("amax_max", *_two(now, int(rows[0]), odd[0]), "x", now.step),
+            Evidence("disagreeing_sites", len(rows), 0, "sites", now.step),
+            Evidence("minority_ranks", len(odd), 0, f"of {len(at)} ranks", now.step),
+        ]
+        if blamed:
+            evidence.append(Evidence("differs_along", ",".join(blamed), ",".join(axes) or None, "mesh axes", now.step))
+        return now.finding(
+            "cross-rank-disagreement",
+            "critical",
+            rows,
+            evidence,
+            "fp8",
+            rank=odd[0],
+            odd_ranks=odd[:64],
+            axes=list(axes),
+            blamed=blamed,
+            num_ranks=len(at),
+        )
+
+    def _axes(self, ranks: list[int], values: Array) -> list[str]:
+        """Mesh axes along which the value changes while the others stand still: the group that was not reduced over."""
+        meshes: list[Mapping[str, int]] = [self._sessions[r].mesh if r in self._sessions else {} for r in ranks]
+        blamed = []
+        for axis in sorted({a for m in meshes for a in m}):
+            rest: dict[tuple[tuple[str, int], ...], set[float]] = {}
+            for mesh, value in zip(meshes, values, strict=True):
+                others = tuple(sorted((a, c) for a, c in mesh.items() if a != axis))
+                rest.setdefault(others, set()).add(float(value))
+            if any(len(v) > 1 for v in rest.values()):
+                blamed.append(axis)
+        return blamed
+
+
+def _by_rank(now: Now, name: str, group: Measured, dtype: Any) -> tuple[Array, Array]:
+    """(values [ranks, S], which of them were measured). Bits stay bits: a hash is no float."""
+    values = np.zeros((len(now.views), len(now)), dtype=dtype)
+    has = np.zeros((len(now.views), len(now)), dtype=np.bool_)
+    for i, view in enumerate(now.views):
+        values[i, view.row] = view.raw(name)
+        has[i, view.row] = view.has(group)
+    return values, has
+
+
+def _minority(values: Array) -> tuple[list[int], Any]:
+    """(indices of the ranks that are not with the most common value, that value). Of equals, rank order decides."""
+    kinds, first, counts = np.unique(values, return_index=True, return_counts=True)
+    best = max(range(len(kinds)), key=lambda k: (counts[k], -first[k]))
+    return [int(i) for i in np.flatnonzero(values != kinds[best])], kinds[best]
+
+
+def _two(now: Now, row: int, odd: int) -> tuple[float | None, float | None]:
+    """amax of a site on the odd rank, and the largest of the others."""
+    mine: float | None = None
+    others: list[float] = []
+    for view in now.views:
+        at = np.flatnonzero(view.row == row)
+        value = float(view.values("amax_max")[at[0]]) if len(at) else float("nan")
+        if value != value:
+            continue
+        if view.rank == odd:
+            mine = value
+        else:
+            others.append(value)
+    return mine, max(others) if others else None
+
+
+def _hex(value: Any) -> str:
+    return f"{int(value) & (1 << 64) - 1:016x}"

@@ -1,0 +1,148 @@
+"""What every statistical detector may look at besides the step itself: baselines, history, schedule, thresholds.
+
+Upstream:   fp8watch_server.detect.now, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.statistics
+Shapes:     columns [S]
+Thread:     detect worker
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .baseline import Baseline
+from .finding import Finding, Verdict
+from .now import Now
+from .schedule import Schedule
+from .thresholds import Thresholds
+from .view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+
+Floats = npt.NDArray[np.float64]
+RECENT = 17
+"""Observations in the ring of what came last, clean or not: 16 steps of growth."""
+UNDERFLOW_FLOOR = 0.005
+SQNR_FLOOR_DB = 0.3
+KURTOSIS_FLOOR_OCTAVES = 0.3
+
+
+@dataclass
+class Baselines:
+    """What is usual for each site, and for the run."""
+
+    amax: Baseline
+    amin: Baseline
+    sqnr: Baseline
+    underflow: Baseline
+    kurtosis: Baseline
+    recent_amax: Baseline  # always fed
+    steps: list[int] = field(default_factory=list)  # of recent_amax
+    loss: Baseline = field(default_factory=lambda: Baseline(1))
+    grad_norm: Baseline = field(default_factory=lambda: Baseline(1))
+
+    @classmethod
+    def of(cls, num_sites: int) -> Baselines:
+        """Empty ones."""
+        amax, amin, sqnr, underflow, kurtosis = (Baseline(num_sites) for _ in range(5))
+        return cls(amax, amin, sqnr, underflow, kurtosis, Baseline(num_sites, RECENT))
+
+    def per_site(self) -> list[Baseline]:
+        """Those with one series a site."""
+        return [self.amax, self.amin, self.sqnr, self.underflow, self.kurtosis, self.recent_amax]
+
+
+@dataclass
+class Context:
+    """One step's surroundings."""
+
+    now: Now
+    base: Baselines
+    schedule: Schedule
+    limit: Thresholds
+    num_steps: int  # observed since the attempt began
+    warm: bool  # statistical tests may judge
+    clean: bool  # no other fault is known that would explain what is seen
+
+    @cached_property
+    def floor(self) -> Floats:
+        """Smallest spread of log2 amax that is believed, by role. [S]"""
+        role = self.now.table.role
+        floors = np.full(len(role), self.limit.input_floor_octaves)
+        floors[role == WEIGHT] = self.limit.weight_floor_octaves
+        floors[role == GRAD_OUTPUT] = self.limit.grad_output_floor_octaves
+        return floors
+
+    def known(self, baseline: Baseline) -> Mask:
+        """Series whose baseline is long enough to judge with. [S]"""
+        return np.asarray(baseline.count >= self.limit.min_baseline_steps)
+
+    @cached_property
+    def above_usual(self) -> Floats:
+        """log2 amax over the site's own baseline; of gradients, less what all gradients did (common mode). [S]"""
+        change = np.where(self.known(self.base.amax), self.now.log2_amax - self.base.amax.median(), np.nan)
+        gradients = self.now.table.role == GRAD_OUTPUT
+        common = change[gradients & ~np.isnan(change)]
+        if len(common) >= 3:
+            change[gradients] -= np.median(common)
+        return change
+
+    @cached_property
+    def sqnr_drop(self) -> Floats:
+        """dB under the site's own baseline. [S]"""
+        return np.where(self.known(self.base.sqnr), self.base.sqnr.median() - self.now.sqnr_db, np.nan)
+
+    @cached_property
+    def underflow_rise(self) -> Floats:
+        """Share over the site's own baseline. [S]"""
+        return np.where(self.known(self.base.underflow), self.now.underflow - self.base.underflow.median(), np.nan)
+
+    @cached_property
+    def unhealthy(self) -> Mask:
+        """Sites whose quantiser does worse than it used to: SQNR, underflow, or values that are clipped. [S]"""
+        with np.errstate(invalid="ignore"):
+            worse = (self.sqnr_drop > self.limit.sqnr_drop_db) | (self.underflow_rise > self.limit.underflow_points)
+            clipped = self.now.clip_depth > 1 + 2.0**-10
+        return np.asarray(worse | clipped)
+
+    def verdict(self, rows: npt.NDArray[np.int64]) -> Verdict:
+        """Of an alarm at these sites: FP8 when a quantiser there is not healthy, shared when all are."""
+        if np.any(self.unhealthy[rows]):
+            return "fp8"
+        measured = ~np.isnan(self.now.sqnr_db) | self.known(self.base.sqnr)
+        return "shared" if np.any(measured[rows]) else "unknown"
+
+    def inputs(self) -> Mask:
+        """Rowwise inputs. [S]"""
+        return np.asarray((self.now.table.role == INPUT) & self.now.table.rowwise)
+
+    def weights(self) -> Mask:
+        """Weights. [S]"""
+        return np.asarray((self.now.table.role == WEIGHT) & self.now.table.rowwise)
+
+    def gradients(self) -> Mask:
+        """Gradients, both directions. [S]"""
+        return np.asarray(self.now.table.role == GRAD_OUTPUT)
+
+
+class Detector(Protocol):
+    """One family of detectors over the roll-up."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What it can find."""
+        ...
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        ...
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        ...
+
+    def frozen(self) -> Any:
+        """Sites whose baselines must not learn: a mask [S], or None."""
+        ...

@@ -1,0 +1,88 @@
+"""Tiles on their way to zero: mode 3, dying-tile.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     smallest non-zero tile amax [S] -> at most one finding
+Thread:     detect worker
+
+The step before zero-tile-eps, thirty steps and more ahead of it: one group of channels fades, its scale runs towards
+Inf. Below 2^-90 there is nothing to wait for; above, a fall that lasts, while the largest tile of the site stands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .baseline import Baseline
+from .context import Context
+from .finding import Evidence, Finding
+from .latch import Latch
+from .view import Mask
+
+WINDOW = 9
+MIN_RATE_OCTAVES = 0.2
+DEATH_LOG2 = -120.0
+"""448/amax overflows float32 a little below: 2^-119.2."""
+SIGMA = 8.0
+
+
+class Dying:
+    """The smallest tile of each site."""
+
+    modes = ("dying-tile",)
+
+    def __init__(self, num_sites: int) -> None:
+        self._recent = Baseline(num_sites, WINDOW)
+        self._steps: list[int] = []
+        self._latch = Latch(num_sites, 2, 3)
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        self._recent.grow(num_sites)
+        self._latch.grow(num_sites)
+
+    def frozen(self) -> Mask:
+        """Sites in alarm. [S]"""
+        return self._latch.open
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        now, limit = ctx.now, ctx.limit
+        amin = now.log2_amin
+        self._recent.push(amin)
+        self._steps = [*self._steps, now.step][-WINDOW:]
+        if not ctx.clean:
+            return []
+        history = self._recent.ordered().astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            change = np.diff(history, axis=1)
+            falling = np.count_nonzero(change < 0, axis=1) >= WINDOW - 2
+            rate = (history[:, -1] - history[:, 0]) / max(self._steps[-1] - self._steps[0], 1)
+            usual = ctx.base.amin.median()
+            need = np.maximum(limit.dying_fall_octaves, SIGMA * ctx.base.amin.spread(ctx.floor))
+            fallen = ctx.known(ctx.base.amin) & (usual - amin > need)
+            stands = ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)
+            slow = ctx.warm & fallen & falling & (rate < -MIN_RATE_OCTAVES) & stands
+            hit = (amin < limit.dying_log2_amax) | slow
+        hit = self._latch.update(hit, ~np.isnan(amin), now.step)
+        if not hit.any():
+            return []
+        rows = now.in_flow(hit)
+        row = int(rows[0])
+        since = int(self._latch.since[row])
+        known = np.isfinite(usual[row])
+        evidence = [
+            Evidence("amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(usual[row]), "x", since),
+            Evidence("eps", now.table.facts[row].eps, "1e-12", "x"),
+        ]
+        if known:
+            evidence.insert(1, Evidence("fallen", round(float(usual[row] - amin[row]), 1), 0, "octaves", since))
+        if np.isfinite(rate[row]) and rate[row] < 0:
+            left = (float(amin[row]) - DEATH_LOG2) / -float(rate[row])
+            evidence.append(Evidence("steps_to_zero", max(0, int(left)), None, "steps"))
+        return [
+            now.finding("dying-tile", "warning", rows, evidence, "fp8", tile="noise_tile", field="amax_min_nonzero")
+        ]
+
+
+def _amax(log2: float) -> float | None:
+    return float(f"{2.0**log2:.4g}") if np.isfinite(log2) else None

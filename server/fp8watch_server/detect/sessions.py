@@ -1,0 +1,243 @@
+"""What the sessions of a run say of themselves, compared: mode 10, recipe-mismatch, and mode 18, static.
+
+Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.engine
+Shapes:     SessionFacts, SiteFacts -> findings and notices
+Thread:     detect worker
+
+Compared are: a session with the one before it on the same rank (a restart with other flags), ranks of one attempt with
+each other, what was declared with what is in effect, forward with recomputation, and a run with the checkpoint that it
+loaded. Two facts that go under other names say the same thing: `checkpoint.<fact>` and `declared.<fact>` are compared
+with `<fact>`; `checkpoint_fingerprint` and `recompute_fingerprint` with the session's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .finding import Evidence, Finding, SiteFacts
+
+MAX_NAMED = 8
+_IGNORED = frozenset({"left_out", "num_linears"})  # told as coverage, by name
+_SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
+_LEFT_OUT = re.compile(r"\s*(.+?)\s*\(([^()]*)\)\s*(?:;|$)")
+EXPECTED_LEFT_OUT = ("output head", "router", "tied", "not a multiple", "shape")
+"""Reasons of the default filter: these are meant."""
+
+SENSITIVE = (
+    (re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*|output_layer)$"), "the output head"),
+    (re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$"), "an embedding"),
+    (re.compile(r"(?:^|[._])(?:router|gating|gate)(?:\.(?:weight|linear|wg))?$"), "a router"),
+    (re.compile(r"(?:^|[._])\w*(?:norm|ln_[f0-9])$"), "a norm"),
+)
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """One attach of one process, as registered."""
+
+    session: str
+    rank: int
+    attempt: int = 1
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)  # this rank's coordinate on each axis: dp, tp, pp, ep, cp
+    host: str = ""
+    recipe: str = ""
+    backend: str = ""
+    fingerprint: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SessionLike(Protocol):
+    """What `sessions_of` reads: the agent's Session, or a row of the session table."""
+
+    session: Any
+    rank: Any
+    world_size: Any
+    mesh: Any
+    host: Any
+    recipe: Any
+    backend: Any
+    fingerprint: Any
+    versions: Any
+    facts: Any
+
+
+def sessions_of(rows: Iterable[SessionLike]) -> list[SessionFacts]:
+    """Facts from anything that has the attributes of `fp8watch_agent.session.Session`."""
+    return [
+        SessionFacts(
+            session=str(r.session),
+            rank=int(r.rank),
+            attempt=int(getattr(r, "attempt", 1) or 1),
+            world_size=int(r.world_size),
+            mesh=dict(r.mesh or {}),
+            host=str(r.host or ""),
+            recipe=str(r.recipe or ""),
+            backend=str(r.backend or ""),
+            fingerprint=str(r.fingerprint or ""),
+            versions=dict(r.versions or {}),
+            facts=dict(r.facts or {}),
+        )
+        for r in rows
+    ]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One fact that is not what it was, or not what it should be."""
+
+    fact: str
+    value: Any
+    baseline: Any
+    against: str  # the session before | rank N | the checkpoint | what was declared | the forward pass
+
+
+def left_out(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Module -> reason, of the Linears that stay in high precision."""
+    return {m[1]: m[2] for m in _LEFT_OUT.finditer(str(facts.get("left_out", "")))}
+
+
+def differences(new: SessionFacts, old: SessionFacts, against: str) -> list[Change]:
+    """Facts of the numerics that differ between two sessions."""
+    out: list[Change] = []
+    if new.fingerprint and old.fingerprint and new.fingerprint != old.fingerprint:
+        out.append(Change("fingerprint", new.fingerprint, old.fingerprint, against))
+    for name in sorted({*new.facts, *old.facts}):
+        if name in _IGNORED or name.partition(".")[0] in ("checkpoint", "declared") or name not in new.facts:
+            continue
+        if name in old.facts and new.facts[name] != old.facts[name]:
+            out.append(Change(name, new.facts[name], old.facts[name], against))
+    for name in ("recipe", "backend"):
+        a, b = getattr(new, name), getattr(old, name)
+        if a and b and a != b and name not in new.facts:
+            out.append(Change(name, a, b, against))
+    return out
+
+
+def own_contradictions(session: SessionFacts) -> list[Change]:
+    """What a session says against itself: declared, checkpointed, recomputed otherwise than in effect."""
+    facts, out = session.facts, []
+    for name in sorted(facts):
+        kind, _, fact = name.partition(".")
+        if kind in ("checkpoint", "declared") and fact in facts and facts[fact] != facts[name]:
+            against = "the checkpoint" if kind == "checkpoint" else "what was declared"
+            out.append(Change(fact, facts[fact], facts[name], against))
+    for name, against in (("checkpoint_fingerprint", "the checkpoint"), ("recompute_fingerprint", "the recomputation")):
+        other = facts.get(name)
+        if other and session.fingerprint and other != session.fingerprint:
+            out.append(Change("fingerprint", session.fingerprint, other, against))
+    return out
+
+
+def coverage(new: SessionFacts, old: SessionFacts | None) -> list[Change]:
+    """Linears that were in FP8 and are not any more, or that a filter left out by surprise."""
+    now = left_out(new.facts)
+    if old is not None:
+        before = left_out(old.facts)
+        fresh = {m: r for m, r in now.items() if m not in before}
+        against = "the session before"
+    else:
+        expected = {s.strip() for s in str(new.facts.get("checkpoint.left_out", "")).split(";") if s.strip()}
+        if "checkpoint.left_out" not in new.facts and "checkpoint.num_linears" not in new.facts:
+            return []
+        named = {s.partition(" (")[0] for s in expected}
+        fresh = {m: r for m, r in now.items() if m not in named and not any(e in r for e in EXPECTED_LEFT_OUT)}
+        against = "the checkpoint"
+    if not fresh:
+        return []
+    covered = int(new.facts.get("num_linears", 0))
+    total = covered + len(fresh)
+    names = ", ".join(list(fresh)[:MAX_NAMED]) + (
+        f" and {len(fresh) - MAX_NAMED} more" if len(fresh) > MAX_NAMED else ""
+    )
+    return [
+        Change("coverage", f"{covered}/{total}", f"{total}/{total}", against),
+        Change("left_out", names, "in FP8", against),
+    ]
+
+
+def site_changes(new: SiteFacts, old: SiteFacts) -> list[Change]:
+    """Facts of a site that changed."""
+    return [
+        Change(f"{new.operand}.{name}", _plain(getattr(new, name)), _plain(getattr(old, name)), "the step before")
+        for name in _SITE_FACTS
+        if getattr(new, name) != getattr(old, name)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def mismatch(
+    changes: list[Change], step: int, rank: int, sites: list[SiteFacts] | None = None, resumed: bool = False
+) -> Finding:
+    """The finding for facts that differ."""
+    sites = sorted(sites or [], key=lambda f: f.order)
+    first = sites[0] if sites else None
+    return Finding(
+        mode="recipe-mismatch",
+        severity="warning",
+        step=step,
+        rank=rank,
+        site=None if first is None else first.id,
+        tile=None,
+        element=None,
+        evidence=tuple(Evidence(c.fact, _text(c.value), _text(c.baseline), "", step) for c in changes[:12]),
+        verdict="fp8",
+        rank_in_flow=0,
+        extra={
+            "sites": [f.id for f in sites[:256]],
+            "num_sites": len(sites),
+            "operands": sorted({f.operand for f in sites}),
+            "changes": [(c.fact, _text(c.value), _text(c.baseline), c.against) for c in changes[:12]],
+            "resumed": resumed,
+        },
+    )
+
+
+def _text(value: Any) -> float | int | str | None:
+    return value if isinstance(value, int | float | str) or value is None else str(value)
+
+
+def sensitive(sites: Iterable[SiteFacts], step: int, rank: int) -> Finding | None:
+    """Mode 18: a head, embedding, router or norm among the modules that compute in FP8."""
+    hit: list[tuple[SiteFacts, str]] = []
+    for facts in sites:
+        if facts.recipe == "observe" or facts.operand not in ("input", "weight"):
+            continue
+        for pattern, what in SENSITIVE:
+            if pattern.search(facts.module):
+                hit.append((facts, what))
+                break
+    if not hit:
+        return None
+    hit.sort(key=lambda h: (h[0].order, h[0].operand))
+    modules = list(dict.fromkeys(f.module for f, _ in hit))
+    first, what = hit[0]
+    return Finding(
+        mode="sensitive-layer-quantized",
+        severity="warning",
+        step=step,
+        rank=rank,
+        site=first.id,
+        tile=None,
+        element=None,
+        evidence=(
+            Evidence("module", first.module, "high precision", "", step),
+            Evidence("sensitive_modules", len(modules), 0, "modules", step),
+        ),
+        verdict="fp8",
+        rank_in_flow=first.order,
+        extra={
+            "sites": [f.id for f, _ in hit][:256],
+            "num_sites": len(hit),
+            "operands": sorted({f.operand for f, _ in hit}),
+            "what": what,
+            "modules": modules[:MAX_NAMED],
+        },
+    )

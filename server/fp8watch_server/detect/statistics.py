@@ -1,0 +1,150 @@
+"""The statistical detectors of one run: baselines, what may be learned, and who is asked in which order.
+
+Upstream:   fp8watch_server.detect.context, fp8watch_server.detect.precedence    Downstream: fp8watch_server.detect.engine
+Shapes:     Now -> findings of one step
+Thread:     detect worker
+
+Every detector sees the step before it is learned. A site's baseline learns only while none of its alarms is on and no
+cause is known that would explain what is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .attention import AttentionLogits
+from .collapse import Collapse
+from .context import Baselines, Context, Detector
+from .corruption import Corruption
+from .dead import DeadLayers
+from .delayed import Delayed
+from .divergence import Divergence
+from .dying import Dying
+from .finding import Finding
+from .loss import LossJumps
+from .noise import Noise
+from .now import Now
+from .outlier import Outliers
+from .precedence import explains, without_consequences
+from .schedule import Schedule
+from .thresholds import Thresholds
+from .underflow import Underflow
+from .view import Mask
+
+MUTED_STEPS = 20
+"""Observed steps for which a cause that was found answers for what it explains."""
+LONG_MUTED_STEPS = 60
+"""Of a loss that jumped, a tensor that was corrupted: the baselines around it need longer to settle."""
+SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
+
+
+class Statistics:
+    """Baselines and detectors of one attempt of a run."""
+
+    def __init__(self, num_sites: int, limit: Thresholds) -> None:
+        self.limit = limit
+        self.num_steps = 0
+        self._base = Baselines.of(num_sites)
+        self._schedule = Schedule(limit.warmup_steps, limit.after_lr_warmup_steps)
+        self._loss = LossJumps()
+        self._divergence = Divergence(num_sites)
+        self._detectors: list[Detector] = [
+            self._divergence,
+            Corruption(num_sites),
+            Delayed(num_sites),
+            Collapse(num_sites, limit.collapse_window_steps),
+            AttentionLogits(),
+            Outliers(num_sites),
+            Underflow(num_sites),
+            Dying(num_sites),
+            DeadLayers(num_sites),
+            Noise(num_sites),
+            self._loss,
+        ]
+        self._of_scalars: list[Detector] = [
+            d for d in self._detectors if isinstance(d, LossJumps | AttentionLogits | Collapse)
+        ]
+        self._roots: dict[str, int] = {}  # mode -> num_steps when it was found last
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        for baseline in self._base.per_site():
+            baseline.grow(num_sites)
+        for detector in self._detectors:
+            detector.grow(num_sites)
+
+    def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool) -> list[Finding]:
+        """Judge one step, then learn from it.
+
+        Args:
+            now: the step.
+            roots: modes that were found in it already, by the invariants.
+            clean: no broken quantiser is known that would explain growth.
+            poisoned: values are non-finite, or just were: nothing of the step says anything.
+        """
+        self.num_steps += 1
+        for mode in roots:
+            self._roots[mode] = self.num_steps
+        base = self._base
+        if poisoned:
+            self._divergence.forget()
+            base.recent_amax.forget()
+            base.steps = []
+            return []
+        self._schedule.observe(now.step, now.scalar("lr"), learn=clean and not self._divergence.in_alarm)
+        sampled = self._is_sampled(now)
+        if sampled:
+            base.recent_amax.push(now.log2_amax)
+            base.steps = [*base.steps, now.step][-base.recent_amax.window :]
+        warm = self._schedule.warm(now.step)
+        ctx = Context(now, base, self._schedule, self.limit, self.num_steps, warm, clean)
+        found: list[Finding] = []
+        for detector in self._detectors if sampled else self._of_scalars:
+            if any(mode not in self.limit.disabled for mode in detector.modes):
+                found += detector.observe(ctx)
+        found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f.mode)]
+        found = without_consequences(found)
+        for f in found:
+            self._roots[f.mode] = self.num_steps
+        self._learn(ctx, sampled=sampled)
+        return found
+
+    def _is_sampled(self, now: Now) -> bool:
+        """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
+        known = int(np.count_nonzero(self._base.recent_amax.count > 0))
+        return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
+
+    def _is_muted(self, mode: str) -> bool:
+        for root, seen in self._roots.items():
+            lasts = LONG_MUTED_STEPS if root in SETTLING else MUTED_STEPS
+            if root != mode and self.num_steps - seen <= lasts and explains(root, mode):
+                return True
+        return False
+
+    def _learn(self, ctx: Context, *, sampled: bool) -> None:
+        if not ctx.clean:
+            return
+        if sampled:
+            self._learn_sites(ctx)
+        if self._loss.holds_loss or self._divergence.in_alarm:
+            return
+        for baseline, name in ((self._base.loss, "loss"), (self._base.grad_norm, "grad_norm")):
+            value = ctx.now.scalar(name)
+            if value is not None and math.isfinite(value):
+                baseline.push(np.array([value]))
+
+    def _learn_sites(self, ctx: Context) -> None:
+        now, base = ctx.now, self._base
+        take: Mask = np.ones(len(now), dtype=np.bool_)
+        for detector in self._detectors:
+            frozen = detector.frozen()
+            if frozen is not None:
+                take &= ~frozen
+        base.amax.push(now.log2_amax, take)
+        base.amin.push(now.log2_amin, take)
+        base.sqnr.push(now.sqnr_db, take)
+        base.underflow.push(now.underflow, take)
+        base.kurtosis.push(now.log2_kurtosis, take)
