@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Callable
 
@@ -64,7 +65,7 @@ def numba_case(x: torch.Tensor) -> Callable[[], object] | None:
                     if a < np.float32(0.015625):
                         q = np.int32(np.rint(a * np.float32(512)))
                     else:
-                        m, e = np.frexp(a)
+                        m, e = math.frexp(a)
                         mantissa = np.int32(np.rint(m * np.float32(16)))
                         q = mantissa + (e + 6) * 8 - 8
                     zeros += q == 0
