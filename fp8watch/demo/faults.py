@@ -34,6 +34,7 @@ class Fault:
     verdict: str
     inject: Callable[[nn.Module, torch.optim.Optimizer, int], Callable[[], None] | None]
     """(model, optimizer, step) at the start of the faulty step; what it returns is called after that step."""
+    recipe: str = "blockwise"
 
 
 def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
@@ -45,6 +46,17 @@ def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Call
         return (x,)
 
     return model.get_submodule(FAULT_MODULE).register_forward_pre_hook(overflow).remove
+
+
+def _outlier(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
+    """The largest two channels of the SwiGLU product grow ×30 for one step: above all that the history remembers."""
+
+    def grow(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].clone()
+        x[..., x.abs().flatten(0, -2).amax(0).topk(2).indices] *= 30
+        return (x,)
+
+    return model.get_submodule(FAULT_MODULE).register_forward_pre_hook(grow).remove
 
 
 class _Unguarded(SiteQuantizer):
@@ -158,6 +170,16 @@ FAULTS: dict[str, Fault] = {
             "weight",
             "fp8",
             _stale_weight_scale,
+        ),
+        Fault(
+            "outlier",
+            f"two channels into {FAULT_MODULE} grow ×30 for one step, under delayed scaling",
+            "delayed-clip",
+            FAULT_MODULE,
+            "input",
+            "fp8",
+            _outlier,
+            recipe="delayed",
         ),
         Fault("lr", "the learning rate jumps ×30", "optimizer-divergence", None, None, "shared", _lr),
         Fault("none", "nothing", None, None, None, "unknown", _nothing),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8watch import recipe as recipes
+from fp8watch.quantize import quantize_per_tensor
 from fp8watch.quantizers import DelayedQuantizer
 
 
@@ -139,9 +140,11 @@ def test_evaluation_reads_the_scale_that_training_left(attach, model):
     model.eval()
     with torch.no_grad():
         y = model(x)
-    left = [float(states(watch)["0", o].scale) for o in ("input", "weight")]
-    assert left == [float(448 / t.detach().abs().max()) for t in (x, model[0].weight)]
-    assert (y - nn.functional.linear(x, model[0].weight, model[0].bias)).abs().max() < 0.2  # scale 1 would be far off
+    left = {o: states(watch)["0", o].scale for o in ("input", "weight")}
+    weight = model[0].weight.detach()
+    assert float(left["input"]) == float(448 / x.abs().max())
+    xq, wq = (quantize_per_tensor(t, scale=left[o]).dequantize() for o, t in (("input", x), ("weight", weight)))
+    assert torch.equal(y, xq @ wq.t() + model[0].bias.detach())
 
 
 def test_two_forwards_before_a_backward_are_two_passes(attach, model):
@@ -281,3 +284,27 @@ def test_copies_and_pickles_of_the_model_take_no_hook_along(attach, mlp):
     assert type(twin.up) is nn.Linear
     twin(torch.randn(8, 64))
     assert b"fp8watch" not in pickle.dumps(list(mlp._forward_hooks.values()))
+
+
+def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train):
+    watch = attach(mlp, recipe="delayed")
+    with torch.inference_mode():
+        mlp(torch.randn(8, 64))
+    train(mlp, steps=2)
+    assert not watch.guard.errors
+    assert set(rolls(watch).values()) == {2}
+
+
+def test_reading_the_state_between_passes_changes_no_number(attach, mlp, train):
+    twin = copy.deepcopy(mlp)
+    want = []
+    attach(twin, recipe="delayed")
+    for seed in range(3):
+        want += train(twin, steps=1, seed=seed)
+    watch = attach(mlp, recipe="delayed")
+    got = []
+    for seed in range(3):
+        got += train(mlp, steps=1, seed=seed)
+        watch.state_dict()
+        watch.state_dict()
+    assert got == want
