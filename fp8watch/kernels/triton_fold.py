@@ -10,7 +10,10 @@ fp8watch_agent.record.merge_rows.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -262,7 +265,7 @@ def fold_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def whole_marks_kernel(lines, marks, num_lines, CHUNK: tl.constexpr):
-    """The marks of an operand that is one tile: int64 [8], see fp8watch.quantize.stats.MARKS."""
+    """The marks of an operand that is one tile: int64 [8], see FoldedLines.marks."""
     column = tl.arange(0, 16)
     counts = _sum_columns(lines, COUNTS, num_lines, CHUNK, 16)
     # the flags by the count that each stands for: NaN, Inf, sentinel, zero, eps, off-scale, saturated, underflow
@@ -276,29 +279,49 @@ def whole_marks_kernel(lines, marks, num_lines, CHUNK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class FoldAndMerge:
-    """`Folded.merge` of one call: what Folded.row holds here are the lines of its programs, not yet folded."""
+class FoldedLines:
+    """What the programs of one call left, as fp8watch.quantize.stats.Folded."""
 
+    lines: torch.Tensor  # int32 [programs, WORDS]
+    tile_marks: torch.Tensor | None  # uint8 or int16 [Mt, Kt, 8]; None: the operand is one tile
     num_elements: int
     num_tiles: int
     columns: int
     tile_columns: int
     measured: int
     heavy: bool
-    whole: bool
 
-    def __call__(self, buffer: torch.Tensor, row: int, folded: torch.Tensor, call_order: int) -> None:
-        """Fold `folded` (int32 [programs, WORDS]) into `buffer[row]` (uint8 [capacity, ROW.itemsize]), in place."""
+    @cached_property
+    def marks(self) -> torch.Tensor:
+        """Eight integers a tile: non-zero, saturated, underflow, NaN, Inf, TileFlag bits, and two that are 0."""
+        if self.tile_marks is not None:
+            return self.tile_marks
+        marks = torch.empty((1, 1, 8), dtype=torch.int64, device=self.lines.device)
+        with on_device_of(marks):
+            whole_marks_kernel[(1,)](self.lines, marks, self.lines.shape[0], CHUNK=CHUNK)
+        return marks
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Integers [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf."""
+        return self.marks[..., :5].movedim(-1, 0)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """TileFlag bits: uint8 [Mt, Kt]."""
+        return self.marks[..., 5].to(torch.uint8)
+
+    def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
+        """Fold the lines into `buffer[row]` (uint8 [capacity, ROW.itemsize]), in place, in one launch."""
         num_programs = 1 + (64 + (32 if self.heavy else 0)) // HIST_COLUMNS
-        fold_kernel[(num_programs,)](
-            folded, buffer, row, folded.shape[0], self.num_elements, self.num_tiles, self.columns, self.tile_columns,
-            call_order, self.measured, WHOLE=self.whole, HEAVY=self.heavy, CHUNK=CHUNK, COLUMNS=HIST_COLUMNS,
-            num_warps=4,
-        )  # fmt: skip
+        with on_device_of(buffer):
+            fold_kernel[(num_programs,)](
+                self.lines, buffer, row, self.lines.shape[0], self.num_elements, self.num_tiles, self.columns,
+                self.tile_columns, call_order, self.measured,
+                WHOLE=self.tile_marks is None, HEAVY=self.heavy, CHUNK=CHUNK, COLUMNS=HIST_COLUMNS, num_warps=4,
+            )  # fmt: skip
 
 
-def whole_marks(lines: torch.Tensor) -> torch.Tensor:
-    """The marks of an operand that is one tile: int64 [1, 1, 8]."""
-    marks = torch.empty((1, 1, 8), dtype=torch.int64, device=lines.device)
-    whole_marks_kernel[(1,)](lines, marks, lines.shape[0], CHUNK=CHUNK)
-    return marks
+def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device: make it the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -8,7 +8,6 @@ Imported only where Triton is there. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from fp8watch.formats import Fp8Format
 from fp8watch.kernels import triton_fold, triton_strip, triton_tiles
 from fp8watch.kernels.registry import Quantized
 from fp8watch.quantize.checks import check_scale
-from fp8watch.quantize.stats import HEAVY, LIGHT, Folded, TileStats
+from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
 
 REGION = 128
 """Rows and columns of what one program reads: one 128×128 block, or the 128 tiles of 128 in it."""
@@ -87,12 +86,13 @@ class _Side:
     def result(self) -> Quantized:
         how = self.how
         out = self.out if how.dequantize else self.out.view(how.fmt.dtype)
-        if self.lines is None or self.amax is None or self.marks is None:
+        if self.lines is None or self.amax is None:
             return out, self.scale_inv, None
         measured = int(LIGHT | HEAVY) if how.heavy else int(LIGHT)
         (rows, columns), (mt, kt) = self.shape, self.num_tiles
-        merge = triton_fold.FoldAndMerge(rows * columns, mt * kt, columns, kt, measured, how.heavy, self.whole)
-        folded = Folded(self.lines, self.marks, merge)
+        folded = triton_fold.FoldedLines(
+            self.lines, self.marks, rows * columns, mt * kt, columns, kt, measured, how.heavy
+        )
         stats = TileStats(
             self.shape, self.tile, how.power_2, how.eps, self.amax, self.scale_inv, measured, folded=folded
         )
@@ -113,7 +113,7 @@ def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None,
         scale = check_scale(scale, (mt, kt), x).contiguous()
     regions_k = -(-columns // rk)
     num_programs = -(-rows // rm) * regions_k
-    with _on(x):
+    with triton_fold.on_device_of(x):
         side = _Side(x, tile, how, num_programs, whole=whole)
         amax = None
         if whole:
@@ -129,8 +129,8 @@ def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None,
             TM=rm if whole else bm, TK=rk if whole else bk, WHOLE=whole,
             **how.constants(x, scale is not None, region),
         )  # fmt: skip
-        if amax is not None and side.lines is not None:
-            side.amax, side.marks = amax[:1].view(1, 1), triton_fold.whole_marks(side.lines)
+        if amax is not None:
+            side.amax = amax[:1].view(1, 1)
     return side.result()
 
 
@@ -152,7 +152,7 @@ def both(
         given = check_scale(scale[0], (rows, kt), x).contiguous(), check_scale(scale[1], (mt, columns), x).contiguous()
     regions_k = -(-columns // rk)
     num_programs = -(-rows // rm) * regions_k
-    with _on(x):
+    with triton_fold.on_device_of(x):
         a = _Side(x, (1, length), how, num_programs)
         b = _Side(x, (length, 1), how, num_programs, transposed=transposed)
         triton_tiles.both_kernel[(num_programs,)](
@@ -176,8 +176,3 @@ def _region(x: torch.Tensor, tile: tuple[int, int], whole: bool) -> tuple[int, i
 
 def _strip(region: tuple[int, int]) -> int:
     return min(interpreted_strip if INTERPRETED else STRIP, region[0])
-
-
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device: make it the operand's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -62,7 +62,7 @@ def judge(
 
 @triton.jit
 def store_marks(marks_out, place, mine, nonzero, saturated, underflow, num_nan, num_inf, flags, BYTES: tl.constexpr):
-    """Eight integers a tile, see fp8watch.quantize.stats.MARKS: of one byte each, or of two."""
+    """Eight integers a tile, of one byte each or of two: counts of elements, TileFlag bits, and two that are 0."""
     flags = flags | (num_nan > 0).to(tl.int32) | ((num_inf > 0).to(tl.int32) << 1)
     flags = flags | ((saturated > 0).to(tl.int32) << 6) | ((underflow > 0).to(tl.int32) << 7)
     marks = marks_out.to(tl.pointer_type(tl.int64))

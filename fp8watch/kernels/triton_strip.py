@@ -14,9 +14,14 @@ from fp8watch.kernels.triton_cast import INF_BITS, bits_of, encode, float_of, la
 
 @triton.jit
 def load_strip(x, rows, cols, M, K, stride_m, stride_k):
+    """float32 [SUB, BK] of the operand; 0 beyond its edges."""
     inside = (rows < M)[:, None] & (cols < K)[None, :]
     places = rows.to(tl.int64)[:, None] * stride_m + cols.to(tl.int64)[None, :] * stride_k
-    return tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + places, mask=inside, other=0.0)
+    if x.dtype.element_ty == tl.bfloat16:  # by its bits: the interpreter's conversion loses subnormal numbers
+        return float_of(value.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return value.to(tl.float32)
 
 
 @triton.jit

@@ -57,6 +57,7 @@ def _along_rows(
     GK: tl.constexpr = BK // TK
     CLIPS: tl.constexpr = GIVEN or not GUARD
     LARGEST_CODE: tl.constexpr = 448.0 if E4M3 else 57344.0
+    MIDPOINT_BITS: tl.constexpr = 0x43E80000 if E4M3 else 0x47700000  # 464, 61440
     cols = col0 + tl.arange(0, BK)
     tile_cols = col0 // TK + tl.arange(0, GK)
     none = tl.zeros([SUB, GK], tl.int32)
@@ -82,12 +83,16 @@ def _along_rows(
         top = tile_max(mag, SUB, 1, GK, TK)
         tile_nan = none
         tile_inf = none
+        saturated = none
         finite_top = top
         if largest(top) >= INF_BITS:  # rare: the branch keeps healthy operands cheap
             top = tile_max(tl.where(mag > INF_BITS, 0, mag), SUB, 1, GK, TK)
             finite_top = tile_max(tl.where(mag >= INF_BITS, 0, mag), SUB, 1, GK, TK)
             tile_nan = tile_sum((mag > INF_BITS).to(tl.int32), SUB, 1, GK, TK)
             tile_inf = tile_sum((mag == INF_BITS).to(tl.int32), SUB, 1, GK, TK)
+            # where the scale is forced to 1, what is large clips
+            clips = ((mag >= MIDPOINT_BITS) & (mag < INF_BITS)).to(tl.int32)
+            saturated = tl.where(top == INF_BITS, tile_sum(clips, SUB, 1, GK, TK), 0)
             index = rows.to(tl.int64)[:, None] * K + cols.to(tl.int64)[None, :]
             first = tl.minimum(first, smallest(tl.where(mag >= INF_BITS, index, NEVER)))
         amax = float_of(top)
@@ -102,7 +107,6 @@ def _along_rows(
         )  # fmt: skip
         if STATS:
             seen = tile_sum(seen, SUB, 1, GK, TK)
-            saturated = none
             if CLIPS:
                 saturated = tile_sum(clips, SUB, 1, GK, TK)
             flags, included, ratio, deviation = judge(
@@ -181,6 +185,7 @@ def _across_rows(
     GK: tl.constexpr = BK // TK
     CLIPS: tl.constexpr = GIVEN or not GUARD
     LARGEST_CODE: tl.constexpr = 448.0 if E4M3 else 57344.0
+    MIDPOINT_BITS: tl.constexpr = 0x43E80000 if E4M3 else 0x47700000  # 464, 61440
     cols = col0 + tl.arange(0, BK)
     top = tl.zeros([SUB, BK], tl.int32)
     for strip in range(BM // SUB):
@@ -189,9 +194,13 @@ def _across_rows(
     top = tile_max(top, 1, SUB, GK, TK)
     tile_nan = tl.zeros([1, GK], tl.int32)
     tile_inf = tl.zeros([1, GK], tl.int32)
+    large = tl.zeros([1, GK], tl.int32)
     first = tl.full([], NEVER, tl.int64)
     finite_top = top
-    if largest(top) >= INF_BITS:  # rare: looked at again
+    any_top = largest(top)
+    if WHOLE:
+        any_top = tl.maximum(any_top, bits_of(tl.load(amax_in)))
+    if any_top >= INF_BITS:  # rare: looked at again
         top = tl.zeros([1, GK], tl.int32)
         finite_top = tl.zeros([1, GK], tl.int32)
         for strip in range(BM // SUB):
@@ -201,6 +210,7 @@ def _across_rows(
             finite_top = tl.maximum(finite_top, tile_max(tl.where(mag >= INF_BITS, 0, mag), 1, SUB, GK, TK))
             tile_nan += tile_sum((mag > INF_BITS).to(tl.int32), 1, SUB, GK, TK)
             tile_inf += tile_sum((mag == INF_BITS).to(tl.int32), 1, SUB, GK, TK)
+            large += tile_sum(((mag >= MIDPOINT_BITS) & (mag < INF_BITS)).to(tl.int32), 1, SUB, GK, TK)
             index = rows.to(tl.int64)[:, None] * K + cols.to(tl.int64)[None, :]
             first = tl.minimum(first, smallest(tl.where(mag >= INF_BITS, index, NEVER)))
     tiles = tl.arange(0, GK)
@@ -251,7 +261,7 @@ def _across_rows(
     if STATS:
         line = workspace + pid.to(tl.int64) * WORDS
         seen = tile_sum(seen, 1, SUB, GK, TK)
-        saturated = tl.zeros([1, GK], tl.int32)
+        saturated = tl.where(top == INF_BITS, large, 0)  # where the scale is forced to 1, what is large clips
         if CLIPS:
             saturated = tile_sum(clips, 1, SUB, GK, TK)
         flags, included, ratio, deviation = judge(
