@@ -68,17 +68,14 @@ def probe(device: torch.device) -> str | None:
     if device.type not in ("cuda", "cpu"):
         return f"serves cuda tensors, not {device.type}"
     if device.type == "cpu" and _module is None and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            "serves cuda tensors; cpu tensors only in the interpreter, with TRITON_INTERPRET=1 set before Python starts"
-        )
+        return "serves cuda tensors, not cpu; only in Triton's interpreter, with TRITON_INTERPRET=1 set before Python starts"
     if _load() is None:
         return f"triton cannot be imported ({_failure}); pip install triton"
     if device.type == "cpu":
-        return (
-            None
-            if interpreted()
-            else "triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts"
-        )
+        late = "triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts"
+        return None if interpreted() else f"serves cuda tensors, not cpu; {late}"
+    if interpreted():
+        return "TRITON_INTERPRET=1 is set: kernels are interpreted on the CPU; unset it before Python starts"
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip is not None:

@@ -37,13 +37,11 @@ def numpy_does_not_warn() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["as on a GPU", "wide"])
-def geometry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Regions and strips of the size that a GPU gets, and those that suit the interpreter."""
-    if request.param == "as on a GPU":
-        from fp8watch.kernels import triton_fold, triton_launch
+@pytest.fixture
+def small_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions as on a GPU, read in more than one strip and folded in more than one chunk."""
+    from fp8watch.kernels import triton_fold, triton_launch
 
-        monkeypatch.setattr(triton_launch, "interpreted_region", triton_launch.REGION)
-        monkeypatch.setattr(triton_launch, "interpreted_strip", 64)  # narrower ones take longer and test no more
-        monkeypatch.setattr(triton_fold, "CHUNK", 2)
-    return str(request.param)
+    monkeypatch.setattr(triton_launch, "interpreted_region", triton_launch.REGION)
+    monkeypatch.setattr(triton_launch, "interpreted_strip", 64)
+    monkeypatch.setattr(triton_fold, "CHUNK", 2)
