@@ -23,7 +23,9 @@ _LOG = logging.getLogger("fp8watch.kernels")
 BACKEND_NAMES: tuple[str, ...] = ("triton", "cpu", "reference")
 """Every name, the fastest first: the order in which AUTO tries them."""
 
-_DEVICES: dict[str, tuple[str, ...]] = {"triton": ("cuda",), "cpu": ("cpu",)}  # not listed: any device
+_DEVICES: dict[str, tuple[str, ...]] = {"triton": ("cuda",), "cpu": ("cpu",)}
+"""The devices that AUTO takes a backend for; one that is not listed is for any device."""
+
 _said: set[tuple[str, str]] = set()
 
 
@@ -115,7 +117,7 @@ def _module_name(name: str) -> str:
 def _reason(name: str, device: torch.device) -> str | None:
     """Why the backend cannot serve the device, or None."""
     devices = _DEVICES.get(name)
-    if devices is not None and device.type not in devices:
+    if devices is not None and device.type not in devices and name != "triton":  # which has an interpreter, and says so
         return f"serves {' and '.join(devices)} tensors, not {device.type}"
     if importlib.util.find_spec(_module_name(name)) is None:
         return "not part of this version"
@@ -150,6 +152,8 @@ def resolve(name: str | None, device: torch.device | str) -> Backend:
             return _load(name)
         raise ValueError(f"backend={name!r} cannot be used: {reason}. {_choices(device)}")
     for candidate in BACKEND_NAMES:
+        if device.type not in _DEVICES.get(candidate, (device.type,)):
+            continue  # a backend for other devices is no loss, and Triton's interpreter is for tests
         reason = _reason(candidate, device)
         if reason is None:
             return _load(candidate)
@@ -158,8 +162,8 @@ def resolve(name: str | None, device: torch.device | str) -> Backend:
 
 
 def _say_once(name: str, device: torch.device, reason: str) -> None:
-    if device.type not in _DEVICES.get(name, (device.type,)) or (name, device.type) in _said:
-        return  # a backend for other devices is no loss
+    if (name, device.type) in _said:
+        return
     _said.add((name, device.type))
     # What this version does not have is no surprise; what is here and does not work is one.
     level = logging.INFO if reason == "not part of this version" else logging.WARNING

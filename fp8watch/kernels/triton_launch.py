@@ -1,0 +1,178 @@
+"""How many programs, over which regions, writing where: the host's side of the Triton kernels.
+
+Upstream:   fp8watch.kernels.triton     Downstream: fp8watch.kernels.triton_tiles, fp8watch.kernels.triton_fold
+Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], TileStats     Thread: training, and autograd's
+
+Imported only where Triton is there. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8watch.formats import Fp8Format
+from fp8watch.kernels import triton_fold, triton_strip, triton_tiles
+from fp8watch.kernels.registry import Quantized
+from fp8watch.quantize.checks import check_scale
+from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
+
+REGION = 128
+"""Rows and columns of what one program reads: one 128×128 block, or the 128 tiles of 128 in it."""
+
+STRIP = 16
+"""Rows that it reads at once: 16 elements a thread. At 32 the statistics no longer fit into registers."""
+
+NUM_WARPS = 4
+
+INTERPRETED = type(triton_tiles.quantize_kernel).__name__ == "InterpretedFunction"
+"""Whether TRITON_INTERPRET=1 was set when the kernels were imported."""
+
+interpreted_region, interpreted_strip = 512, 512
+"""The interpreter is slow by the operation and hardly by the element: it reads as much at once as will do."""
+
+_SMALLEST_TILE = 16  # elements; below it a region has too many tiles for one program
+
+
+@dataclass(frozen=True)
+class How:
+    """What a call asks for."""
+
+    fmt: Fp8Format
+    power_2: bool
+    eps: float
+    guard: bool
+    invariant: bool
+    stats: bool
+    heavy: bool
+    dequantize: bool
+    hardware_cast: bool
+
+    def constants(self, x: torch.Tensor, given: bool, region: tuple[int, int]) -> dict[str, Any]:
+        """The constants that kernels are compiled for. Fused multiply-add would round once where the rule rounds twice."""
+        return {
+            "BM": region[0], "BK": region[1], "SUB": _strip(region), "E4M3": self.fmt.name == "E4M3",
+            "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": self.power_2, "GUARD": self.guard, "GIVEN": given,
+            "INVARIANT": self.invariant, "STATS": self.stats, "HEAVY": self.heavy and self.stats,
+            "DEQUANTIZE": self.dequantize, "HARDWARE": self.hardware_cast,
+            "num_warps": NUM_WARPS, "enable_fp_fusion": False,
+        }  # fmt: skip
+
+
+class _Side:
+    """What one direction of a call writes."""
+
+    def __init__(
+        self, x: torch.Tensor, tile: tuple[int, int], how: How, num_programs: int, *, whole: bool = False, transposed: bool = False
+    ) -> None:  # fmt: skip
+        self.shape, self.tile, self.how, self.whole = (x.shape[0], x.shape[1]), tile, how, whole
+        self.num_tiles = (-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1]))
+        shape = self.shape[::-1] if transposed else self.shape
+        out = torch.empty(shape, dtype=torch.float32 if how.dequantize else torch.uint8, device=x.device)
+        self.out = out.t() if transposed else out
+        self.scale_inv = torch.empty(self.num_tiles, dtype=torch.float32, device=x.device)
+        self.amax: torch.Tensor | None = None
+        self.marks: torch.Tensor | None = None
+        self.lines: torch.Tensor | None = None
+        if how.stats:
+            self.lines = torch.empty((num_programs, triton_fold.NUM_WORDS), dtype=torch.int32, device=x.device)
+        if how.stats and not whole:
+            marks = torch.uint8 if tile[0] * tile[1] < 256 else torch.int16
+            self.amax = torch.empty_like(self.scale_inv)
+            self.marks = torch.empty((*self.num_tiles, 8), dtype=marks, device=x.device)
+
+    def result(self) -> Quantized:
+        how = self.how
+        out = self.out if how.dequantize else self.out.view(how.fmt.dtype)
+        if self.lines is None or self.amax is None:
+            return out, self.scale_inv, None
+        measured = int(LIGHT | HEAVY) if how.heavy else int(LIGHT)
+        (rows, columns), (mt, kt) = self.shape, self.num_tiles
+        folded = triton_fold.FoldedLines(
+            self.lines, self.marks, rows * columns, mt * kt, columns, kt, measured, how.heavy
+        )
+        stats = TileStats(
+            self.shape, self.tile, how.power_2, how.eps, self.amax, self.scale_inv, measured, folded=folded
+        )
+        return out, self.scale_inv, stats
+
+
+def has_kernel(tile: tuple[int, int]) -> bool:
+    """Whether operands are quantised in tiles of this shape here: powers of two that a region holds."""
+    return all(n <= REGION and n & (n - 1) == 0 for n in tile) and tile[0] * tile[1] >= _SMALLEST_TILE
+
+
+def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None, how: How, *, whole: bool) -> Quantized:
+    """One direction. With `whole` the operand is one tile, and is read once more before for its amax."""
+    (rows, columns), (bm, bk) = x.shape, tile
+    region = rm, rk = _region(x, tile, whole)
+    mt, kt = -(-rows // bm), -(-columns // bk)
+    if scale is not None:
+        scale = check_scale(scale, (mt, kt), x).contiguous()
+    regions_k = -(-columns // rk)
+    num_programs = -(-rows // rm) * regions_k
+    with triton_fold.on_device_of(x):
+        side = _Side(x, tile, how, num_programs, whole=whole)
+        amax = None
+        if whole:
+            extremes = torch.empty((num_programs, 2), dtype=torch.int32, device=x.device)
+            triton_strip.amax_kernel[(num_programs,)](
+                x, extremes, rows, columns, *x.stride(), regions_k,
+                BM=rm, BK=rk, SUB=_strip(region), num_warps=NUM_WARPS,
+            )  # fmt: skip
+            amax = extremes.amax(0).view(torch.float32)  # of the bits, which for magnitudes is of the values
+        triton_tiles.quantize_kernel[(num_programs,)](
+            x, side.out, side.scale_inv, side.amax, side.marks, scale, side.lines, amax,
+            rows, columns, *x.stride(), *side.out.stride(), mt, kt, regions_k, how.eps,
+            TM=rm if whole else bm, TK=rk if whole else bk, WHOLE=whole,
+            **how.constants(x, scale is not None, region),
+        )  # fmt: skip
+        if amax is not None:
+            side.amax = amax[:1].view(1, 1)
+    return side.result()
+
+
+def both(
+    x: torch.Tensor, length: int, scale: tuple[torch.Tensor, torch.Tensor] | None, how: How, *, transposed: bool
+) -> tuple[Quantized, Quantized]:
+    """Tiles (1, length) and (length, 1) from one read.
+
+    Raises:
+        ValueError: no kernel has tiles of that length.
+    """
+    if not has_kernel((1, length)):
+        raise ValueError(f"length={length}: must be a power of two from {_SMALLEST_TILE} to {REGION}")
+    rows, columns = x.shape
+    region = rm, rk = _region(x, (length, length), whole=False)
+    mt, kt = -(-rows // length), -(-columns // length)
+    given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if scale is not None:
+        given = check_scale(scale[0], (rows, kt), x).contiguous(), check_scale(scale[1], (mt, columns), x).contiguous()
+    regions_k = -(-columns // rk)
+    num_programs = -(-rows // rm) * regions_k
+    with triton_fold.on_device_of(x):
+        a = _Side(x, (1, length), how, num_programs)
+        b = _Side(x, (length, 1), how, num_programs, transposed=transposed)
+        triton_tiles.both_kernel[(num_programs,)](
+            x,
+            a.out, a.scale_inv, a.amax, a.marks, given[0], a.lines,
+            b.out, b.scale_inv, b.amax, b.marks, given[1], b.lines,
+            rows, columns, *x.stride(), *a.out.stride(), *b.out.stride(), mt, kt, regions_k, how.eps,
+            **how.constants(x, scale is not None, region),
+        )  # fmt: skip
+    return a.result(), b.result()
+
+
+def _region(x: torch.Tensor, tile: tuple[int, int], whole: bool) -> tuple[int, int]:
+    """Rows and columns of what one program reads: as many rows as the tile has, if it has more than one."""
+    most = max(interpreted_region, REGION) if INTERPRETED and not whole else REGION
+    rows, columns = (min(1 << (n - 1).bit_length(), most) if INTERPRETED else most for n in x.shape)
+    if whole:
+        return rows, columns
+    return rows if tile[0] == 1 else tile[0], max(columns, tile[1])
+
+
+def _strip(region: tuple[int, int]) -> int:
+    return min(interpreted_strip if INTERPRETED else STRIP, region[0])

@@ -1,0 +1,62 @@
+"""Calls of the Triton backend enter the slab as records merge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from quantize.operands import operand
+from quantize.test_slab import assert_rows_equal
+
+from fp8watch.formats import FORMATS
+from fp8watch.kernels import reference, triton
+from fp8watch.slab import Slab
+from fp8watch_agent.record import empty_rows, merge_rows
+
+CALLS = (
+    ("zeros", True, 1.0), ("normal", True, 1.0), ("nan-and-inf", False, 1.0), ("inf", True, float("nan")),
+    ("outliers", True, 3.0), ("normal", False, 1.0), ("nan", True, 1.0), ("wide", True, float("inf")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [(1, 128), (128, 128), (4, 200)])
+def test_accumulating_is_merging_records(tile: tuple[int, int]) -> None:
+    slab, other = Slab(4), Slab(4)
+    expected = empty_rows(1)
+    for order, (kind, heavy, factor) in enumerate(CALLS):
+        x = operand(kind, "float32", (4, 200), order)
+        scale = None
+        if factor != 1.0:
+            scale = reference.quantize(x, tile, FORMATS["E4M3"], True, 0.0)[2].tiles.scale * factor
+        stats = triton.quantize(x, tile, FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
+        same = reference.quantize(x, tile, FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
+        slab.accumulate(1, stats, order + 10)
+        other.accumulate(1, same, order + 10)
+        alone = Slab(1)
+        alone.accumulate(0, stats, order + 10)
+        merge_rows(expected, alone.copy_rows())
+    rows = slab.copy_rows()
+    assert_rows_equal(rows[1:2], expected)
+    whole = other.copy_rows()[1:2]
+    whole["noise_tile"] = rows[1:2]["noise_tile"]  # two tiles may be equally bad but for the last bits of a sum
+    assert_rows_equal(rows[1:2], whole)
+    assert_rows_equal(rows[[0, 2, 3]], empty_rows(3))  # the neighbours were not touched
+
+
+def test_the_same_operand_gives_the_same_bytes() -> None:
+    x = operand("wide", "bfloat16", (300, 300))
+    rows = []
+    for _ in range(2):
+        slab = Slab(1)
+        slab.accumulate(0, triton.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2], 0)
+        rows.append(slab.copy_rows().tobytes())
+    assert rows[0] == rows[1]
+
+
+def test_coordinates_are_those_of_the_first_of_equals() -> None:
+    x = torch.ones(300, 300)
+    x[1, 128:256] = 2.0
+    x[200, :128] = -2.0
+    summary = triton.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].summary()
+    assert summary["worst_tile"].tolist() == [1, 1]
+    assert np.array_equal(summary["first_nonfinite"], [-1, -1, -1])
