@@ -33,13 +33,16 @@ from fp8watch_agent.settings import AgentSettings
 
 from . import ops
 from .filter import FilterFn, LeftOut, select_linears
+from .formats import fp8_format
 from .identity import Identity, identify
+from .kernels import scaled_mm
 from .kernels.registry import Backend, resolve
 from .linear import take_over
 from .passes import ForwardEnd
 from .quantize.per_tensor import DelayedScale
 from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
-from .recipe import Recipe, resolve_recipe
+from .recipe import OPERANDS, Recipe, resolve_recipe
+from .scaled_linear import Formats
 from .slab import Slab
 from .watch import SiteTable, Watch
 
@@ -60,6 +63,7 @@ def attach(
     start_step: int = 0,
     collector: str | None = None,
     backend: str | None = None,
+    gemm: str = "emulated",
 ) -> Watch:
     """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
 
@@ -80,6 +84,8 @@ def attach(
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
+        gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
+            torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
 
     Raises:
         TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
@@ -116,6 +122,7 @@ def attach(
     linears, left_out = select_linears(model, filter_fn)
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
+    formats = _scaled_formats(gemm, linears, left_out, chosen, device)
     plan, table = _plan(linears, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
     plan.keep_tiles = plan.slab is not None
     recorder = None
@@ -140,7 +147,7 @@ def attach(
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         site = ops.site_tensor(plan, i * len(plan.rows))
-        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared)
+        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.warming = start_step < chosen.warmup_steps
     say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
@@ -167,6 +174,35 @@ def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> to
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, f"on {module.weight.device}, the first Linear is on {device}"))
     return device
+
+
+def _scaled_formats(
+    gemm: str, linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut], recipe: Recipe, device: torch.device
+) -> Formats | None:
+    """Dtypes of the codes where GEMMs multiply codes; None where they are emulated. Linears that the product does not
+    take move to `left_out`.
+
+    Raises:
+        ValueError: an unknown name, or why the product cannot be had.
+    """
+    if gemm == "emulated":
+        return None
+    if gemm != "scaled_mm":
+        raise ValueError(f"gemm={gemm!r}: must be 'emulated' or 'scaled_mm'")
+    reason = scaled_mm.probe(device)
+    if reason is None and (recipe.kind != "blockwise" or recipe.observe_only):
+        reason = f"recipe {recipe.name!r} has no 1×128 and 128×128 scales to multiply; use recipe='blockwise'"
+    if reason is None and recipe.warmup_steps:
+        reason = "a warm-up in high precision is not part of it; set warmup_steps=0"
+    if reason is not None:
+        raise ValueError(f"gemm='scaled_mm' cannot be used: {reason}; gemm='emulated' runs everywhere")
+    of = [recipe.operand(name).format for name in OPERANDS]
+    for fqn, module in list(linears):
+        refused = scaled_mm.refuses(module.in_features, module.out_features, *of, module.weight.dtype)
+        if refused is not None:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, refused))
+    return fp8_format(of[0]).dtype, fp8_format(of[1]).dtype, fp8_format(of[2]).dtype
 
 
 def _check(

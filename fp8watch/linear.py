@@ -1,6 +1,6 @@
 """The three GEMMs of a Linear in FP8, and which site feeds which.
 
-Upstream:   fp8watch._attach            Downstream: fp8watch.ops
+Upstream:   fp8watch._attach            Downstream: fp8watch.ops, fp8watch.scaled_linear
 Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
 Thread:     training, and autograd's
 
@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from .kernels import gemm
 from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
 from .quantize.checks import OPERAND_DTYPES
+from .scaled_linear import Formats, ScaledLinear
 from .shadow import shadow_gemm
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
 SHADOW_KEY = "_fp8watch_shadow"
 SHARED_KEY = "_fp8watch_shared"
-_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY, SHARED_KEY)
+SCALED_KEY = "_fp8watch_scaled"
+_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY, SHARED_KEY, SCALED_KEY)
 
 Shared = tuple[bool, bool, bool]
 """Of input, weight, grad_output: whether one quantisation serves both directions."""
@@ -154,12 +156,14 @@ def fp8_linear(
     count: bool,
     shadow: bool = False,
     shared: Shared = BLOCKWISE,
+    scaled: Formats | None = None,
 ) -> Tensor:
     """`F.linear` on the FP8 path of a site, for any leading shape.
 
     Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
     quantised from its own precision. `count` says whether the call enters the statistics, `shadow` whether its GEMMs
-    are held against float64 on sampled rows, `shared` which operands one quantisation serves in both directions.
+    are held against float64 on sampled rows, `shared` which operands one quantisation serves in both directions,
+    `scaled` the formats of operands whose codes are multiplied by torch._scaled_mm.
 
     Raises:
         RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
@@ -176,6 +180,9 @@ def fp8_linear(
     wgrad = weight.requires_grad and torch.is_grad_enabled()
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dgrad = x.requires_grad and torch.is_grad_enabled()
+    if scaled is not None and x.numel():
+        y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
+        return y.reshape(*x.shape[:-1], weight.shape[0])
     y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, site, count, dgrad, wgrad, shadow, shared
     )
@@ -198,8 +205,10 @@ class WatchedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if not self.__dict__[OBSERVE_KEY]:
             shadow = SHADOW_KEY in self.__dict__
-            shared = self.__dict__[SHARED_KEY]
-            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared)
+            shared, scaled = self.__dict__[SHARED_KEY], self.__dict__.get(SCALED_KEY)
+            return fp8_linear(
+                input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared, scaled=scaled
+            )
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested:
             return y
@@ -231,9 +240,13 @@ def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
     return got
 
 
-def take_over(module: nn.Linear, site: Tensor, *, observe_only: bool, shared: Shared = BLOCKWISE) -> None:
-    """Put a Linear on its site, in place. `shared` is a constant of the recipe: compiled code is made for it."""
+def take_over(
+    module: nn.Linear, site: Tensor, *, observe_only: bool, shared: Shared = BLOCKWISE, scaled: Formats | None = None
+) -> None:
+    """Put a Linear on its site, in place. `shared` and `scaled` are constants: compiled code is made for them."""
     module.__dict__[SITE_KEY] = site
+    if scaled is not None:
+        module.__dict__[SCALED_KEY] = scaled
     module.__dict__[SHARED_KEY] = shared
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top

@@ -82,13 +82,14 @@ class Plan:
         asked = [c for c, wanted in ((False, rowwise), (True, columnwise)) if wanted]
         return tuple(dict.fromkeys(self.row(first, operand, c) for c in asked))
 
-    def quantize(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
-        """Quantise and dequantise for the GEMM, one result a row; observe on the way where it counts.
+    def quantize(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None, codes: bool = False) -> list[Any]:
+        """Quantise for the GEMM, one result a row; observe on the way where it counts.
 
         Args:
             rows: one or both directions of one operand.
             x_MK: the operand.
             number: of the pass; None where the call does not count: evaluation, recomputation.
+            codes: results are (codes, scale_inv) in place of dequantised operands.
         """
         count = number is not None
         used = [self.quantizers[row] for row in rows]
@@ -97,10 +98,10 @@ class Plan:
                 quantizer.begin(number)
         observe = count and self.slab is not None and not self.paused
         if observe and self.calibrating:
-            results = self._calibrate(used, x_MK)
+            results = self._calibrate(used, x_MK, codes)
         else:
             stats = observe or (count and any(q.stateful for q in used))
-            results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled)
+            results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled, codes=codes)
         for row, quantizer, (_, measured) in zip(rows, used, results, strict=True):
             if measured is None:
                 continue
@@ -140,11 +141,11 @@ class Plan:
             operand = next(o for (o, _), r in self.rows.items() if r == row % len(self.rows))
             quantizer.settle(numbers[operand])
 
-    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor) -> list[tuple[Tensor, TileStats | None]]:
+    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor, codes: bool) -> list[tuple[Any, TileStats | None]]:
         start = time.perf_counter()
-        run_quantizers(used, x_MK, stats=False, heavy=False)
+        run_quantizers(used, x_MK, stats=False, heavy=False, codes=codes)
         bare = time.perf_counter() - start
-        results = run_quantizers(used, x_MK, stats=True, heavy=True)
+        results = run_quantizers(used, x_MK, stats=True, heavy=True, codes=codes)
         self.observing_s += time.perf_counter() - start - 2 * bare
         self.calibration_s += bare
         return results
@@ -243,15 +244,14 @@ def _late(plan: Plan, first: int, operand: int, columnwise: bool, number: int | 
     return None
 
 
-def _quantize_dequantize(
-    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor]:
+def _run(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool, *, codes: bool
+) -> list[Any]:
+    """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts."""
     plan, first = lookup(site)
     number = _number(plan, operand, count)
-    none = x.new_empty((0,), dtype=torch.float32)
-    if x.numel() == 0:  # an empty batch has no tiles; its result is as empty as F.linear's
-        empty = x.to(torch.float32, copy=True)
-        return (empty if rowwise else none), (empty.clone() if columnwise else none)
+    if x.numel() == 0:
+        return []
     rows = plan.wanted(first, operand, rowwise, columnwise)
     late = _late(plan, first, operand, columnwise, number, count)
     if late is not None:
@@ -259,8 +259,19 @@ def _quantize_dequantize(
     if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
         for row in rows:  # evaluation reads the scales that training has left
             plan.quantizers[row].settle(plan.passes.settle())
-    run = plan.pass_through if plan.warming else plan.quantize
-    outs = run(rows, x, number=number)
+    if plan.warming and not codes:
+        return list(plan.pass_through(rows, x, number=number))
+    return plan.quantize(rows, x, number=number, codes=codes)
+
+
+def _quantize_dequantize(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor]:
+    outs = _run(x, site, operand, count, rowwise, columnwise, codes=False)
+    none = x.new_empty((0,), dtype=torch.float32)
+    if not outs:  # an empty batch has no tiles; its result is as empty as F.linear's
+        empty = x.to(torch.float32, copy=True)
+        return (empty if rowwise else none), (empty.clone() if columnwise else none)
     if rowwise and columnwise:
         return outs[0], (outs[1] if len(outs) == 2 else outs[0].clone())  # an op may not return one tensor twice
     return (outs[0], none) if rowwise else (none, outs[0] if columnwise else none)
@@ -273,6 +284,34 @@ quantize_dequantize = torch.library.custom_op("fp8watch::quantize_dequantize", m
 def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
     full, none = x.new_empty(x.shape, dtype=torch.float32), x.new_empty((0,), dtype=torch.float32)
     return (full if rowwise else none), (torch.empty_like(full) if columnwise else none)
+
+
+def _quantize_codes(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outs = _run(x, site, operand, count, rowwise, columnwise, codes=True)
+    none = (x.new_empty((0,), dtype=torch.uint8), x.new_empty((0,), dtype=torch.float32))
+    found = [(data.view(torch.uint8), scale_inv) for data, scale_inv in outs]
+    row, col = (found[0] if rowwise else none), none
+    if columnwise:  # column by column in memory, as wgrad multiplies them
+        col = found[-1][0].t().contiguous().t(), found[-1][1]
+    return (*row, *col)
+
+
+quantize_codes = torch.library.custom_op("fp8watch::quantize_codes", mutates_args=())(_quantize_codes)
+"""Codes as bytes and scale_inv, rowwise and columnwise, both in the operand's own rows × columns; blockwise only."""
+
+
+@quantize_codes.register_fake
+def _(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    none, no_scale = x.new_empty((0,), dtype=torch.uint8), x.new_empty((0,), dtype=torch.float32)
+    row_shape = (-(-m // 128), -(-k // 128)) if operand == WEIGHT else (m, -(-k // 128))
+    row = (x.new_empty((m, k), dtype=torch.uint8), x.new_empty(row_shape, dtype=torch.float32))
+    col = (x.new_empty((k, m), dtype=torch.uint8).t(), x.new_empty((-(-m // 128), k), dtype=torch.float32))
+    return (*(row if rowwise else (none, no_scale)), *(col if columnwise else (none.clone(), no_scale.clone())))
 
 
 def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
@@ -333,6 +372,7 @@ def _keep_side_effects() -> None:
         ops.note_loss.default,
         ops.forward_ended.default,
         ops.quantize_dequantize.default,
+        ops.quantize_codes.default,
     ):
         torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
 

@@ -7,7 +7,7 @@ Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,15 @@ class SiteQuantizer:
         )
         return out, measured
 
+    def codes(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[tuple[Tensor, Tensor], TileStats | None]:
+        """(codes [M, K], scale_inv [Mt, Kt]) and the statistics, for GEMMs that multiply codes."""
+        s = self.spec
+        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
+        data, scale_inv, measured = self.backend.quantize(
+            x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=stats, heavy=heavy
+        )
+        return (data, scale_inv), measured
+
 
 @dataclass
 class MxQuantizer(SiteQuantizer):
@@ -133,10 +142,12 @@ class DelayedQuantizer(SiteQuantizer):
 
 
 def run_quantizers(
-    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
-) -> list[tuple[Tensor, TileStats | None]]:
+    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool, codes: bool = False
+) -> list[tuple[Any, TileStats | None]]:
     """Run one quantiser, or both directions of an operand: from one read where the backend can do that and both are as
-    the recipe made them."""
+    the recipe made them. With `codes` the results are (codes, scale_inv), else what they stand for."""
+    if codes:
+        return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
     first, second = used[0], used[-1]
     kind = type(first)
     alike = kind is type(second) and first.spec == second.spec and first.backend is second.backend
@@ -152,6 +163,18 @@ def run_quantizers(
         first.backend, x_MK, fmt, s.power_2_scale, s.eps, length=s.tile[1], scale=scale, stats=stats, heavy=heavy
     )
     return [(out, measured) for out, _, measured in both]
+
+
+def _run_for_codes(
+    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+) -> list[tuple[Any, TileStats | None]]:
+    first = used[0]
+    both = getattr(first.backend, "quantize_both", None)  # one read, and columnwise codes as wgrad wants them
+    if len(used) == 2 and both is not None and type(first) is SiteQuantizer and type(used[1]) is SiteQuantizer:
+        s = first.spec
+        got = both(x_MK, fp8_format(s.format), s.power_2_scale, s.eps, transposed=True, stats=stats, heavy=heavy)
+        return [((data, scale_inv), measured) for data, scale_inv, measured in got]
+    return [q.codes(x_MK, stats=stats, heavy=heavy) for q in used]
 
 
 def site_quantizer(
