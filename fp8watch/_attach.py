@@ -196,13 +196,13 @@ def _scaled_formats(
         reason = "a warm-up in high precision is not part of it; set warmup_steps=0"
     if reason is not None:
         raise ValueError(f"gemm='scaled_mm' cannot be used: {reason}; gemm='emulated' runs everywhere")
-    of = [recipe.operand(name).format for name in OPERANDS]
+    a, b, c = (recipe.operand(name).format for name in OPERANDS)
     for fqn, module in list(linears):
-        refused = scaled_mm.refuses(module.in_features, module.out_features, *of, module.weight.dtype)
+        refused = scaled_mm.refuses(module.in_features, module.out_features, a, b, c, module.weight.dtype)
         if refused is not None:
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, refused))
-    return fp8_format(of[0]).dtype, fp8_format(of[1]).dtype, fp8_format(of[2]).dtype
+    return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
 
 
 def _check(

@@ -181,8 +181,8 @@ def fp8_linear(
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
-        y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
+        return product.reshape(*x.shape[:-1], weight.shape[0])
     y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, site, count, dgrad, wgrad, shadow, shared
     )

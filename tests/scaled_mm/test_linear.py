@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused_or_left_out(attach, monkeypatch, capsys):
         with pytest.raises(ValueError, match=f"'{recipe}' has no 1×128 and 128×128 scales"):
             attach(model, gemm="scaled_mm", recipe=recipe)
     attach(model, gemm="scaled_mm", recipe=recipes.blockwise(fp8_format="E5M2", environ={}))
-    assert "left out: 0 (dgrad would multiply E5M2 by E5M2" in capsys.readouterr().err
+    assert "left out: 0 (fprop would multiply E5M2 by E5M2" in capsys.readouterr().err
     monkeypatch.undo()
     with pytest.raises(ValueError, match="serves cuda tensors, not cpu; gemm='emulated' runs everywhere"):
         fp8watch.attach(model, gemm="scaled_mm")
