@@ -18,6 +18,7 @@ import hashlib
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -56,12 +57,21 @@ def token_sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def read_tokens(engine: Engine) -> dict[str, frozenset[str]]:
-    """Scopes by hash of the token, of those that are not revoked."""
+@dataclass(frozen=True)
+class Known:
+    """The tokens of the database."""
+
+    scopes: dict[str, frozenset[str]]  # by hash, of those that are not revoked
+    closed: bool  # whether there are tokens, or were: revoking the last one opens nothing
+
+
+def read_tokens(engine: Engine) -> Known:
+    """All of them."""
     c = t.token.c
     with engine.connect() as conn:
-        rows = conn.execute(sa.select(c.token_sha256, c.scopes).where(c.revoked_at.is_(None)))
-        return {hash_: frozenset(scopes.split(",")) for hash_, scopes in rows}
+        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.revoked_at)).all()
+    live = {row.token_sha256: frozenset(row.scopes.split(",")) for row in rows if row.revoked_at is None}
+    return Known(live, bool(rows))
 
 
 class Tokens:
@@ -73,12 +83,12 @@ class Tokens:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._known: dict[str, frozenset[str]] | None = None
+        self._known: Known | None = None
         self._read_at = -RELOAD_AFTER_S
-        self._reading: asyncio.Future[dict[str, frozenset[str]]] | None = None
+        self._reading: asyncio.Future[Known] | None = None
 
-    async def scopes(self) -> dict[str, frozenset[str]]:
-        """Scopes by hash of the token.
+    async def known(self) -> Known:
+        """What was read last, or what is read now.
 
         Raises:
             SQLAlchemyError, TimeoutError: they were never read, and cannot be now.
@@ -98,7 +108,7 @@ class Tokens:
             return reading.result()
         raise TimeoutError
 
-    def _read(self) -> dict[str, frozenset[str]]:
+    def _read(self) -> Known:
         began = time.monotonic()
         self._known = read_tokens(self._engine)
         self._read_at = began
@@ -121,7 +131,7 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     Raises:
         Exposed: with the remedy.
     """
-    if settings.loopback or settings.insecure or read_tokens(engine):
+    if settings.loopback or settings.insecure or read_tokens(engine).scopes:
         return
     raise Exposed(
         f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
@@ -186,7 +196,7 @@ class Auth:
                 remedy="open the collector's own address",
             )
         try:
-            known = await self._tokens.scopes()
+            known = await self._tokens.known()
         except (sa.exc.SQLAlchemyError, TimeoutError):
             return Problem(
                 503,
@@ -195,10 +205,10 @@ class Auth:
                 remedy="ask again later",
                 headers={"Retry-After": "1"},
             )
-        if not known and self._open_without_tokens:
+        if not known.closed and self._open_without_tokens:
             return self._misdirected(headers)
         token = presented_token(headers.get("authorization", ""))
-        granted = known.get(token_sha256(token)) if token else None
+        granted = known.scopes.get(token_sha256(token)) if token else None
         if granted is None:
             return Problem(
                 401,
