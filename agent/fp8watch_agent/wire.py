@@ -270,6 +270,10 @@ _TILE_KEYS = {"site": "<u8", "step": "<i8", "num_tile_rows": "<u4", "num_tile_co
 _TILE_DATA = {"amax": "<u2", "scale_inv": "<f4", "flags": "<u1", "num_nonfinite": "<u2", "num_underflow": "<u2"}
 
 
+_E8M0 = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.nan).astype(np.float32)
+"""Of each code its value; 255 is NaN."""
+
+
 def _is_e8m0(values: Array) -> bool:
     mantissa, exponent = np.frexp(values)
     return bool(np.all((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)))
@@ -346,7 +350,7 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
         column = columns.get(name)
         if name == "scale_inv" and column is None and "scale_inv_e8m0" in columns:
             codes = _exact("scale_inv_e8m0", columns["scale_inv_e8m0"], "<u1", total)
-            data[name] = np.ldexp(np.float32(1.0), codes.astype(np.int32) - 127).astype(np.float32)
+            data[name] = _E8M0[codes]
         else:
             data[name] = np.zeros(total, dtype) if column is None else _exact(name, column, dtype, total)
     ends = np.cumsum(counts.astype(np.int64))
