@@ -19,6 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from .inflate import MAX_INFLATED_BYTES as MAX_INFLATED_BYTES
+from .inflate import TooLarge as TooLarge
+from .inflate import WireError as WireError
+from .inflate import decompress as decompress
 from .record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, STEP, TileMap
 
 WIRE_VERSION = 1
@@ -26,27 +30,16 @@ BATCH_CONTENT_TYPE = "application/vnd.fp8watch.batch+msgpack"
 TILE_MAPS_CONTENT_TYPE = "application/vnd.fp8watch.tile-maps+msgpack"
 
 MAX_WIRE_BYTES = 8 << 20
-MAX_INFLATED_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 10
-MAX_WINDOW_BYTES = 8 << 20
 MAX_STEPS = 65_536
+MAX_RECORDS = 262_144
+MAX_TILE_MAPS = 16_384
+MAX_COLUMNS = 256
 MAX_NAME_CHARS = 512
 
 Array = npt.NDArray[Any]
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-class WireError(ValueError):
-    """A body that is not a batch. `column` names the part that is wrong; the text says value, rule and remedy."""
-
-    def __init__(self, column: str, message: str) -> None:
-        super().__init__(f"{column}: {message}")
-        self.column = column
-
-
-class TooLarge(WireError):
-    """A body that inflates past its limit."""
 
 
 class UnsupportedVersion(WireError):
@@ -72,8 +65,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
 class _Body(msgspec.Struct):
     header: msgspec.Raw
-    steps: dict[str, bytes]
-    columns: dict[str, bytes]
+    steps: msgspec.Raw  # maps stay closed until their sizes are known: of small entries they unfold to twenty times
+    columns: msgspec.Raw
 
 
 class _TileMapHeader(msgspec.Struct, frozen=True):
@@ -87,7 +80,7 @@ class _TileMapHeader(msgspec.Struct, frozen=True):
 
 class _TileMapBody(msgspec.Struct):
     header: msgspec.Raw
-    columns: dict[str, bytes]
+    columns: msgspec.Raw
 
 
 _KEYS: dict[str, str] = {"step": "<u4", "site": "<u8"}
@@ -172,26 +165,20 @@ def encode_batch(
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(msgspec.msgpack.encode(body))
 
 
-def decompress(body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
-    """Inflate a zstd frame with bounded memory. The declared size is not believed: it is read in pieces.
-
-    Raises:
-        WireError: not zstd, truncated, larger than `max_bytes`, or a window above MAX_WINDOW_BYTES.
-    """
-    out = bytearray()
+def _open_map(name: str, raw: msgspec.Raw) -> dict[str, bytes]:
+    """A map of byte strings, of at most MAX_COLUMNS entries."""
+    data = memoryview(raw)
+    kind = data[0]
+    wide = {0xDE: 3, 0xDF: 5}.get(kind)  # map 16, map 32: how long the head is
+    count = kind & 0x0F if kind & 0xF0 == 0x80 else int.from_bytes(data[1:wide], "big") if wide else None
+    if count is None:
+        raise WireError(name, "must be a map of column names to byte strings")
+    if count > MAX_COLUMNS:
+        raise WireError(name, f"{count} columns; at most {MAX_COLUMNS}")
     try:
-        reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body)
-        while piece := reader.read(1 << 20):
-            out += piece
-            if len(out) > max_bytes:
-                raise TooLarge("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
-        params = zstandard.get_frame_parameters(body)
-    except zstandard.ZstdError as e:
-        raise WireError("body", f"not a zstd frame ({e}); send Content-Encoding: zstd") from e
-    declared = params.content_size
-    if declared not in (zstandard.CONTENTSIZE_UNKNOWN, len(out)):
-        raise WireError("body", f"zstd frame declares {declared} bytes and holds {len(out)}; it was cut or padded")
-    return bytes(out)
+        return msgspec.msgpack.decode(raw, type=dict[str, bytes])
+    except _UNDECODABLE as e:
+        raise WireError("body", f"{name}: {e}") from e
 
 
 def _exact(name: str, raw: bytes, dtype: str, count: int, size: int = 1) -> Array:
@@ -236,10 +223,12 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
     s, n = header.num_steps, header.num_records
     if not 0 <= s <= MAX_STEPS or n < 0 or not 0 <= header.step0 < 1 << 62:
         raise WireError("header", f"num_steps {s}, num_records {n}, step0 {header.step0}: out of range")
-    steps = np.zeros(0, dtype=STEP)
+    if n > MAX_RECORDS:
+        raise TooLarge("body", f"num_records {n}; at most {MAX_RECORDS}: send smaller batches")
+    sent_steps, sent_columns = _open_map("steps", got.steps), _open_map("columns", got.columns)
     checked: dict[str, Array] = {}
     for name in STEP.names or ():
-        column = got.steps.get(name)
+        column = sent_steps.get(name)
         if column is None:
             raise WireError(f"steps.{name}", "missing; every column of a step is required")
         checked[name] = _exact(f"steps.{name}", column, STEP[name].str, s)
@@ -254,7 +243,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
         raise WireError("steps.status", f"{int(steps['status'].max())}; 0 ok, 1 skipped, 2 aborted")
     keys: dict[str, Array] = {}
     for name, dtype in _KEYS.items():
-        column = got.columns.get(name)
+        column = sent_columns.get(name)
         if column is None:
             raise WireError(name, "missing; it is a key of every record")
         keys[name] = _exact(name, column, dtype, n)
@@ -267,7 +256,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
     if header.batch_ids and len(header.batch_ids) != s:
         raise WireError("batch_ids", f"{len(header.batch_ids)} values for {s} steps")
     batch = Batch(header=header, steps=steps, step=step, site=keys["site"])
-    for name, column in got.columns.items():
+    for name, column in sent_columns.items():
         if name in _KEYS:
             continue
         f = FIELD_BY_NAME.get(name)
@@ -279,6 +268,10 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
 
 _TILE_KEYS = {"site": "<u8", "step": "<i8", "num_tile_rows": "<u4", "num_tile_columns": "<u4"}
 _TILE_DATA = {"amax": "<u2", "scale_inv": "<f4", "flags": "<u1", "num_nonfinite": "<u2", "num_underflow": "<u2"}
+
+
+_E8M0 = np.append(np.ldexp(np.float32(1.0), np.arange(255) - 127), np.nan).astype(np.float32)
+"""Of each code its value; 255 is NaN."""
 
 
 def _is_e8m0(values: Array) -> bool:
@@ -332,17 +325,20 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
         raise WireError("body", str(e)) from e
     header: _TileMapHeader = _decode_header(got.header, _TileMapHeader)
     n = header.num_maps
-    if not 0 <= n <= 1 << 20:
+    if n < 0:
         raise WireError("header", f"num_maps {n}: out of range")
+    if n > MAX_TILE_MAPS:
+        raise TooLarge("body", f"num_maps {n}; at most {MAX_TILE_MAPS}: send fewer at once")
+    columns = _open_map("columns", got.columns)
     known = {*_TILE_KEYS, *_TILE_DATA, "scale_inv_e8m0"}
-    for name in got.columns:
+    for name in columns:
         if name not in known:
             raise WireError(name, f"unknown column; known are {', '.join(sorted(known))}")
     keys: dict[str, Array] = {}
     for name, dtype in _TILE_KEYS.items():
-        if name not in got.columns:
+        if name not in columns:
             raise WireError(name, "missing; it is a key of every tile map")
-        keys[name] = _exact(name, got.columns[name], dtype, n)
+        keys[name] = _exact(name, columns[name], dtype, n)
     counts = keys["num_tile_rows"].astype(np.uint64) * keys["num_tile_columns"].astype(np.uint64)
     if n and (int(counts.max()) > MAX_INFLATED_BYTES or int(keys["step"].min()) < 0):
         raise WireError("num_tile_rows", f"{int(counts.max())} tiles in a map: out of range")
@@ -351,10 +347,10 @@ def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
         raise WireError("num_tile_rows", f"{total} tiles in one body; send fewer maps at once")
     data: dict[str, Array] = {}
     for name, dtype in _TILE_DATA.items():
-        column = got.columns.get(name)
-        if name == "scale_inv" and column is None and "scale_inv_e8m0" in got.columns:
-            codes = _exact("scale_inv_e8m0", got.columns["scale_inv_e8m0"], "<u1", total)
-            data[name] = np.ldexp(np.float32(1.0), codes.astype(np.int32) - 127).astype(np.float32)
+        column = columns.get(name)
+        if name == "scale_inv" and column is None and "scale_inv_e8m0" in columns:
+            codes = _exact("scale_inv_e8m0", columns["scale_inv_e8m0"], "<u1", total)
+            data[name] = _E8M0[codes]
         else:
             data[name] = np.zeros(total, dtype) if column is None else _exact(name, column, dtype, total)
     ends = np.cumsum(counts.astype(np.int64))

@@ -21,6 +21,8 @@ from starlette.responses import Response
 
 from . import actions, api, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
+from .logs import RequestLog
+from .patience import ReadPatience
 from .settings import Settings
 from .store.compactor import Compactor
 from .store.dialect import make_engine
@@ -136,7 +138,9 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
+    app.add_middleware(ReadPatience, engine=engine)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
+    app.add_middleware(RequestLog)
     if pages:
         _install_pages(app)  # last, and so outermost: refusals carry the security headers too
     return app

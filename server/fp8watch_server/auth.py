@@ -5,16 +5,20 @@ Shapes:     an ASGI middleware in front of every route
 Thread:     event loop
 
 Scopes: `ingest` for /v1/, `admin` for changing anything else, `read` for the rest; /healthz and /readyz are open. A
-browser may send the token as the password of HTTP Basic.
+browser may send the token as the password of HTTP Basic. Without tokens the collector answers this machine only, and
+only under its own names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
-import threading
+import re
+import secrets
 import time
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -29,12 +33,23 @@ from .store import schema as t
 from .store.dialect import upsert, writing
 
 SCOPES = ("ingest", "read", "admin")
+PREFIX = "fp8w_"
+SETTINGS_NAME = "settings"
+"""Name of the token that FP8WATCH_TOKEN holds."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 RELOAD_AFTER_S = 5.0
+FIRST_READ_S, READ_S = 0.9, 0.25
+"""How long a request waits for tokens: for the first time, and where there are older ones."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Exposed(ValueError):
     """Listening where others can reach it, with no token."""
+
+
+def new_token() -> str:
+    """256 random bits, with a prefix by which scanners of leaked secrets know them."""
+    return PREFIX + secrets.token_urlsafe(32)
 
 
 def token_sha256(token: str) -> str:
@@ -42,34 +57,71 @@ def token_sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Known:
+    """The tokens of the database."""
+
+    scopes: dict[str, frozenset[str]]  # by hash, of those that are not revoked
+    closed: bool  # whether there are tokens, or were: revoking the last one opens nothing
+
+
+def read_tokens(engine: Engine) -> Known:
+    """All of them."""
+    c = t.token.c
+    with engine.connect() as conn:
+        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.revoked_at)).all()
+    live = {row.token_sha256: frozenset(row.scopes.split(",")) for row in rows if row.revoked_at is None}
+    return Known(live, bool(rows))
+
+
 class Tokens:
-    """The tokens of the database, read again every few seconds."""
+    """The tokens of the database, read again every few seconds.
+
+    While the database does not answer, those that were read last hold on: nothing can be read or written then anyway,
+    and whoever asks must be told so rather than kept waiting.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
-        self._scopes: dict[str, frozenset[str]] = {}
+        self._known: Known | None = None
         self._read_at = -RELOAD_AFTER_S
+        self._reading: asyncio.Future[Known] | None = None
 
-    def scopes(self) -> dict[str, frozenset[str]]:
-        """Scopes by hash of the token."""
-        with self._lock:
-            if time.monotonic() - self._read_at >= RELOAD_AFTER_S:
-                with self._engine.connect() as conn:
-                    c = t.token.c
-                    rows = conn.execute(sa.select(c.token_sha256, c.scopes).where(c.revoked_at.is_(None)))
-                    self._scopes = {hash_: frozenset(scopes.split(",")) for hash_, scopes in rows}
-                self._read_at = time.monotonic()
-            return self._scopes
+    async def known(self) -> Known:
+        """What was read last, or what is read now.
+
+        Raises:
+            SQLAlchemyError, TimeoutError: they were never read, and cannot be now.
+        """
+        known = self._known
+        if known is not None and time.monotonic() - self._read_at < RELOAD_AFTER_S:
+            return known
+        reading = self._reading
+        if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
+            reading = self._reading = asyncio.ensure_future(run_in_threadpool(self._read))
+        await asyncio.wait({reading}, timeout=FIRST_READ_S if known is None else READ_S)
+        if reading.done() and reading.exception() is None:
+            return reading.result()
+        if known is not None:
+            return known
+        if reading.done():
+            return reading.result()
+        raise TimeoutError
+
+    def _read(self) -> Known:
+        began = time.monotonic()
+        self._known = read_tokens(self._engine)
+        self._read_at = began
+        return self._known
 
 
 def install_token(engine: Engine, settings: Settings) -> None:
     """Keep the hash of the token that the settings name; it replaces the one that they named before."""
     c = t.token.c
     with writing(engine) as conn:
-        conn.execute(sa.delete(t.token).where(c.name == "settings"))
+        conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
         if settings.token:
-            row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": "settings"}
+            row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
             upsert(conn, t.token, [{**row, "scopes": ",".join(SCOPES), "created_at": time.time(), "revoked_at": None}])
 
 
@@ -79,11 +131,12 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     Raises:
         Exposed: with the remedy.
     """
-    if settings.loopback or settings.insecure or Tokens(engine).scopes():
+    if settings.loopback or settings.insecure or read_tokens(engine).scopes:
         return
     raise Exposed(
         f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
-        "and write. Set FP8WATCH_TOKEN (or FP8WATCH_TOKEN_FILE), listen on 127.0.0.1, or say --insecure"
+        "and write. Make one with `fp8watch token create`, or set FP8WATCH_TOKEN (or FP8WATCH_TOKEN_FILE), listen on "
+        "127.0.0.1, or say --insecure"
     )
 
 
@@ -117,6 +170,9 @@ class Auth:
         self._tokens = tokens
         self._open_without_tokens = settings.loopback or settings.insecure
         self._own_origin = urlsplit(settings.public_url).netloc
+        self._any_host = settings.insecure
+        public = urlsplit(settings.public_url).hostname
+        self._hosts = LOOPBACK_NAMES | set(settings.hosts) | ({public.lower()} if public else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -140,8 +196,8 @@ class Auth:
                 remedy="open the collector's own address",
             )
         try:
-            known = await run_in_threadpool(self._tokens.scopes)
-        except sa.exc.SQLAlchemyError:
+            known = await self._tokens.known()
+        except (sa.exc.SQLAlchemyError, TimeoutError):
             return Problem(
                 503,
                 "the database cannot be used at the moment",
@@ -149,10 +205,10 @@ class Auth:
                 remedy="ask again later",
                 headers={"Retry-After": "1"},
             )
-        if not known and self._open_without_tokens:
-            return None
+        if not known.closed and self._open_without_tokens:
+            return self._misdirected(headers)
         token = presented_token(headers.get("authorization", ""))
-        granted = known.get(token_sha256(token)) if token else None
+        granted = known.scopes.get(token_sha256(token)) if token else None
         if granted is None:
             return Problem(
                 401,
@@ -169,6 +225,19 @@ class Auth:
                 remedy=f"use a token with the scope {needed}",
             )
         return None
+
+    def _misdirected(self, headers: Headers) -> Problem | None:
+        """Without tokens the name that was asked for must be ours: a page may make its own name point to 127.0.0.1."""
+        given = headers.get("host")
+        name = re.sub(r":[0-9]*$", "", given or "").lower()
+        if self._any_host or given is None or name in self._hosts:
+            return None
+        return Problem(
+            421,
+            f"this collector is not {given[:200]!r}",
+            rule=f"a collector without tokens answers to {', '.join(sorted(self._hosts))} only",
+            remedy="name it in FP8WATCH_HOSTS, or make a token: fp8watch token create",
+        )
 
     def _of_another_site(self, headers: Headers) -> bool:
         """Whether a browser sends this for a page of somebody else's."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import logging
 import socket
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import DBAPIError
 
+from . import logs
 from .app import create_app
 from .migrations import TooNew
 from .settings import SETTINGS, SettingError, Settings, default_database_url
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     for s in SETTINGS:
         flag = f"--{s.name.replace('_', '-')}"
         default = default_database_url() if s.name == "database_url" else s.default
-        shown = f" (default: {default})" if default not in ("", False) else ""
+        shown = f" (default: {default})" if default not in ("", False, ()) else ""
         text = f"{s.help}{shown} [{s.variable}{' or ' + s.variable + '_FILE' if s.secret else ''}]"
         text = text.replace("%", "%%")
         if s.secret:
@@ -85,12 +85,12 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def url_of(sock: socket.socket, host: str) -> str:
+def url_of(sock: socket.socket, host: str, scheme: str = "http") -> str:
     """The URL under which a socket is reached from here."""
     port = sock.getsockname()[1]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def build(settings: Settings) -> FastAPI:
@@ -127,12 +127,12 @@ class _Server(uvicorn.Server):
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM, then drain for at most DRAIN_S seconds."""
     args: dict[str, Any] = vars(parser().parse_args(argv))
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = Settings.from_environ(**args)
+        logs.set_up(settings)
         sock = listen(settings.host, settings.port)
         try:
-            url = url_of(sock, settings.host)
+            url = url_of(sock, settings.host, "https" if settings.tls_cert else "http")
             app = build(replace(settings, public_url=settings.public_url or url))
             database = parse_url(settings.database_url).render_as_string(hide_password=True)
             config = uvicorn.Config(
@@ -142,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
                 server_header=False,
                 timeout_graceful_shutdown=DRAIN_S,
                 lifespan="on",
+                ssl_certfile=settings.tls_cert or None,
+                ssl_keyfile=settings.tls_key or None,
             )
             server = _Server(config, f"fp8watch collector: {url} (database {database})")
             server.run(sockets=[sock])

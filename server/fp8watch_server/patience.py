@@ -1,11 +1,12 @@
 """How long a request waits for the database: as long as that gets anything done, and no second longer.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.problem
+Upstream:   fp8watch_server.ingest, fp8watch_server.app    Downstream: fp8watch_server.problem
 Shapes:     an awaitable -> its result, or the problem that says when to come back
 Thread:     event loop; `progress` may be called from any
 
 A slow disk makes everybody wait a little, and that is no reason to send them away to come again together. A database
-that has finished nothing since the request came is down: it is answered within a second, and an agent keeps its data.
+that has finished nothing since the request came is down: an agent is told so within a second, and keeps its data. People
+and their browsers wait a little longer, because a query may be slow where the database is not.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
+import sqlalchemy as sa
+from anyio import CapacityLimiter, to_thread
+from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .problem import Problem
 
-WITHOUT_PROGRESS_S = 0.95
+WITHOUT_PROGRESS_S = 0.7
 AT_MOST_S = 10.0
+PROBE_AFTER_S = 2.0
+"""A page or a query that takes so long asks whether the database is there at all."""
+PROBE_S = 1.0
 RETRY_AFTER_S = 1
 
 T = TypeVar("T")
@@ -73,3 +81,51 @@ class Patience:
         if not isinstance(task.exception(), SQLAlchemyError):  # a refusal is progress, too
             self.progress()
         return task.result()
+
+
+class ReadPatience:
+    """A middleware for everything but ingest: who waits for a database that is not there is told so.
+
+    The work that hangs in the database is left to end by itself: a thread cannot be stopped from outside.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self._app = app
+        self._engine = engine
+        self._probe: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or say that there is no answer."""
+        if scope["type"] != "http" or scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        state = {"started": False, "given_up": False}
+
+        async def guarded(message: Message) -> None:
+            if not state["given_up"]:
+                state["started"] = True
+                await send(message)
+
+        task = asyncio.ensure_future(self._app(scope, receive, guarded))
+        try:
+            while not (await asyncio.wait({task}, timeout=PROBE_AFTER_S))[0]:
+                if not state["started"] and not await self._answers() and not state["started"]:
+                    break
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        state["given_up"] = True
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await unavailable("the database does not answer").response()(scope, receive, send)
+
+    async def _answers(self) -> bool:
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(to_thread.run_sync(self._ask, limiter=CapacityLimiter(1)))
+        await asyncio.wait({self._probe}, timeout=PROBE_S)
+        return self._probe.done() and not self._probe.cancelled() and self._probe.exception() is None
+
+    def _ask(self) -> None:
+        with self._engine.connect() as conn:
+            conn.execute(sa.text("SELECT 1"))

@@ -81,6 +81,28 @@ def _flag(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _hosts(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    if any(c.isspace() or c in "/@*" for name in names for c in name):
+        raise ValueError("must be host names without ports and wildcards, separated by commas")
+    return names
+
+
+def _file(text: str) -> str:
+    if text and not Path(text).expanduser().is_file():
+        raise ValueError("must be a file that is there")
+    return str(Path(text).expanduser()) if text else ""
+
+
+def _one_of(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError(f"must be one of {', '.join(values)}")
+        return text.lower()
+
+    return parse
+
+
 def default_database_url(environ: Mapping[str, str] = os.environ) -> str:
     """An SQLite file in the user's data folder."""
     home = environ.get("XDG_DATA_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "share")
@@ -137,6 +159,23 @@ SETTINGS: tuple[Setting, ...] = (
         secret=True,
     ),
     Setting("insecure", "FP8WATCH_INSECURE", False, "listen beyond loopback without any token", _flag),
+    Setting(
+        "hosts",
+        "FP8WATCH_HOSTS",
+        (),
+        "names, separated by commas, that a collector without tokens answers to beside localhost and the public URL's",
+        _hosts,
+    ),
+    Setting("tls_cert", "FP8WATCH_TLS_CERT", "", "certificate chain as a PEM file: serve https; needs the key", _file),
+    Setting("tls_key", "FP8WATCH_TLS_KEY", "", "private key of the certificate as a PEM file", _file),
+    Setting("log_format", "FP8WATCH_LOG_FORMAT", "text", "text, or json: one object a line", _one_of("text", "json")),
+    Setting(
+        "log_level",
+        "FP8WATCH_LOG_LEVEL",
+        "warning",
+        "error, warning, info (one line for each request) or debug",
+        _one_of("error", "warning", "info", "debug"),
+    ),
 )
 _BY_NAME = {s.name: s for s in SETTINGS}
 
@@ -154,6 +193,11 @@ class Settings:
     webhook_secret: str = ""
     token: str = ""
     insecure: bool = False
+    hosts: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    log_format: str = "text"
+    log_level: str = "warning"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
@@ -172,7 +216,17 @@ class Settings:
                 given, source = _from_environ(s, environ)
             values[s.name] = s.default if given is None else _checked(s, given, source)
         values["database_url"] = values["database_url"] or default_database_url(environ)
+        if bool(values["tls_cert"]) != bool(values["tls_key"]):
+            given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"
+            raise SettingError(f"{given} is set alone; https needs the certificate and its key: set both, or neither")
         return cls(**values)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must never be shown."""
+        password = parse_url(self.database_url).password
+        found = [getattr(self, s.name) for s in SETTINGS if s.secret] + [str(password or "")]
+        return tuple(sorted((value for value in found if value), key=len, reverse=True))
 
     @property
     def loopback(self) -> bool:

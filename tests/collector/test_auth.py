@@ -12,17 +12,30 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from collector.kit import Recorder, on_sqlite
+from collector.kit import Agent, Recorder, make_site, served
 from starlette.routing import Route
 
 from fp8watch_server import auth
 from fp8watch_server.app import create_app
+from fp8watch_server.settings import Settings
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import make_engine, writing
 
-pytestmark = on_sqlite
 TOKEN = "fp8w_" + "a" * 40
-READER = "fp8w_" + "r" * 40
+IDENTITIES = {  # who asks -> scopes of the token that they send, None: nothing that counts
+    "nobody": None,
+    "a wrong token": None,
+    "a revoked token": None,
+    "bearer without a token": None,
+    "basic that is not base64": None,
+    "another scheme": None,
+    "an agent": {"ingest"},
+    "a reader": {"read"},
+    "an admin": {"admin"},
+    "agent and reader": {"ingest", "read"},
+    "the token of the settings": {"ingest", "read", "admin"},
+    "the same as a password": {"ingest", "read", "admin"},
+}
 
 # method and path -> the scope it needs; a new route without a line here fails the test
 ROUTES = {
@@ -48,6 +61,15 @@ ROUTES = {
     "GET /api/v1/silences": "read",
     "POST /api/v1/silences": "admin",
     "DELETE /api/v1/silences/{silence_id}": "admin",
+    "GET /": "read",
+    "GET /runs/{run_id:path}": "read",
+    "GET /runs/{run_id:path}/sites/{site}": "read",
+    "GET /runs/{run_id:path}/sites/{site}/tile-map": "read",
+    "GET /incidents/{incident_id}": "read",
+    "GET /runbooks/{slug}": "read",
+    "GET /assets/{name}": "read",
+    "GET /static/{of}/{name}": "read",
+    "GET /favicon.ico": "read",
     "GET /metrics": "read",
     "GET /openapi.json": "read",
     "GET /healthz": None,
@@ -64,40 +86,87 @@ def all_routes(routes: Any, prefix: str = "") -> Iterator[str]:
             yield from all_routes(route.original_router.routes, prefix)
 
 
+def bearer(number: int) -> str:
+    return f"fp8w_{number:043d}"
+
+
+@pytest.fixture
+def database_kind() -> str:
+    return "sqlite"
+
+
 @pytest.fixture
 def app(settings: Any) -> Any:
+    return make_app(settings)
+
+
+def make_app(settings: Any) -> Any:
     settings = dataclasses.replace(settings, token=TOKEN, host="0.0.0.0")
-    app = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None, pages=False)
-    row = {"token_sha256": auth.token_sha256(READER), "name": "reader", "scopes": "read", "created_at": time.time()}
+    app = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None)
+    rows = [
+        {"token_sha256": auth.token_sha256(bearer(i)), "name": name, "created_at": 1.0, "revoked_at": None}
+        | {"scopes": ",".join(sorted(scopes or {"ingest", "read", "admin"}))}
+        for i, (name, scopes) in enumerate(IDENTITIES.items())
+        if scopes or name == "a revoked token"
+    ]
+    for row in rows:
+        row["revoked_at"] = 2.0 if row["name"] == "a revoked token" else None
     with writing(app.state.engine) as conn:
-        conn.execute(sa.insert(t.token), [row])
+        conn.execute(sa.insert(t.token), rows)
     return app
+
+
+def authorization(identity: str) -> dict[str, str]:
+    number = list(IDENTITIES).index(identity)
+    value = {
+        "nobody": None,
+        "a wrong token": "Bearer fp8w_wrong-token-wrong-token",
+        "bearer without a token": "Bearer",
+        "basic that is not base64": "Basic !!!",
+        "another scheme": f"Digest {TOKEN}",
+        "the token of the settings": f"Bearer {TOKEN}",
+        "the same as a password": "Basic " + base64.b64encode(f"anyone:{TOKEN}".encode()).decode(),
+    }.get(identity, f"Bearer {bearer(number)}")
+    return {} if value is None else {"Authorization": value}
 
 
 def test_every_route_is_in_the_table(app: Any) -> None:
     assert set(all_routes(app.routes)) == set(ROUTES)
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], int]:
+    """The status that every identity gets on every route: one application for all of them."""
+    made = make_app(Settings(database_url=f"sqlite:///{tmp_path_factory.mktemp('auth') / 'x.db'}"))
+    found = {}
+    with served(made) as url, httpx.Client(base_url=url) as client:
+        for route in ROUTES:
+            method, path = route.split(" ")
+            for name in ("run_id:path", "session", "site", "incident_id", "silence_id", "slug", "name", "of"):
+                path = path.replace(f"{{{name}}}", "1")
+            for identity in IDENTITIES:
+                answer = client.request(method, path, headers=authorization(identity))
+                found[route, identity] = answer.status_code
+                if answer.status_code == 401:
+                    assert answer.headers["www-authenticate"].startswith("Basic")
+    made.state.ingest.stop()
+    made.state.engine.dispose()
+    return found
+
+
+@pytest.mark.parametrize("identity", IDENTITIES)
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_asks_for_its_scope(client: httpx.Client, route: str) -> None:
-    method, path = route.split(" ")
-    for name in ("run_id:path", "session", "site", "incident_id", "silence_id"):
-        path = path.replace(f"{{{name}}}", "1")
-    needed = ROUTES[route]
-
-    def status(authorization: str | None) -> int:
-        headers = {} if authorization is None else {"Authorization": authorization}
-        return client.request(method, path, headers=headers).status_code
-
-    basic = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
+def test_every_route_lets_in_who_has_its_scope(answers: dict[tuple[str, str], int], route: str, identity: str) -> None:
+    status, needed, scopes = answers[route, identity], ROUTES[route], IDENTITIES[identity]
+    assert status < 500
     if needed is None:
-        assert status(None) == 200
-        return
-    for nobody in (None, "Bearer wrong-token-wrong-token", "Basic !!!", "Bearer", f"Digest {TOKEN}"):
-        assert status(nobody) == 401, nobody
-    assert (status(f"Bearer {READER}") == 403) == (needed != "read")
-    assert status(f"Bearer {TOKEN}") not in (401, 403)
-    assert status(f"Basic {basic}") not in (401, 403)
+        assert status == 200
+    elif scopes is None:
+        assert status == 401
+    elif needed not in scopes:
+        assert status == 403
+    else:
+        assert status not in (401, 403)
 
 
 def test_a_token_is_kept_as_its_hash_only(app: Any, settings: Any) -> None:
@@ -151,3 +220,49 @@ def test_beyond_loopback_a_token_is_needed(settings: Any, changes: dict[str, Any
     else:
         auth.check_exposure(engine, changed)
     engine.dispose()
+
+
+@pytest.fixture
+def open_client(settings: Any) -> Iterator[httpx.Client]:
+    """A collector on loopback without tokens."""
+    settings = dataclasses.replace(settings, hosts=("box.example",), public_url="https://public.example:8443")
+    made = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None)
+    with served(made) as url, httpx.Client(base_url=url) as client:
+        yield client
+    made.state.ingest.stop()
+    made.state.engine.dispose()
+
+
+OWN = ["localhost", "localhost:8420", "127.0.0.1:1", "[::1]", "[::1]:8420", "BOX.example", "public.example:8443"]
+FOREIGN = ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", "localhost.evil.example:80", "[::2]", "", "0"]
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_without_tokens_a_collector_answers_to_its_own_names(open_client: httpx.Client, host: str) -> None:
+    assert open_client.get("/api/v1/runs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_a_name_that_was_made_to_point_here_is_refused(open_client: httpx.Client, host: str) -> None:
+    """DNS rebinding: a page of evil.example may let its name point to 127.0.0.1, and would read and write here."""
+    for method, path in (("GET", "/api/v1/runs"), ("GET", "/"), ("POST", "/v1/batches"), ("PUT", "/v1/runs/r")):
+        answer = open_client.request(method, path, headers={"Host": host})
+        assert answer.status_code == 421, path
+        assert "FP8WATCH_HOSTS" in answer.json()["remedy"]
+    assert open_client.get("/healthz", headers={"Host": host}).status_code == 200
+
+
+def test_with_tokens_any_name_will_do(client: httpx.Client) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Host": "collector.example"}
+    assert client.get("/api/v1/runs", headers=headers).status_code == 200
+
+
+def test_names_from_outside_are_not_markup_and_not_lines(open_client: httpx.Client) -> None:
+    hostile = "<script>alert(1)</script>"
+    agent = Agent(open_client, run="run-<b>").register([make_site(hostile)], name=hostile)
+    agent.send([make_site(hostile)], [1])
+    for path in ("/", "/runs/run-%3Cb%3E", f"/runs/run-%3Cb%3E/sites/{make_site(hostile).id}"):
+        answer = open_client.get(path)
+        assert answer.status_code == 200
+        assert hostile not in answer.text
+        assert "script-src 'self'" in answer.headers["content-security-policy"]

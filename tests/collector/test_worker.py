@@ -116,7 +116,7 @@ def test_the_thread_takes_a_batch_at_once(settings: Any) -> None:
     async def run() -> None:
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
         ):
 
             class Waits:

@@ -26,6 +26,10 @@ from .reading import Extent
 Array = npt.NDArray[Any]
 Scalars = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]
 
+_FETCHED = np.dtype(
+    [*((name, "<i8") for name in ("rank", "step", "attempt", "seq")), ("value", "<f8"), ("kind", "<f8")]
+)
+"""A row of a scalar; class NaN: absent. Steps and seqs use all of their 63 bits."""
 _OF_CLASS = np.array([0.0, np.nan, np.inf, -np.inf])
 TABLE: dict[str, Column] = {
     "first": Column(0, "<i8"),
@@ -36,19 +40,18 @@ TABLE: dict[str, Column] = {
 
 
 def _merged(rows: Array) -> Scalars:
-    """[N, 6] of rank, step, attempt, seq, value, class (NaN: absent) -> one of each step."""
+    """[N] of _FETCHED -> one of each step."""
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
-    rank, step, attempt, seq = (rows[:, i].astype(np.int64) for i in range(4))
-    order = np.lexsort((seq, attempt, rank, step))
-    rank, step, rows = rank[order], step[order], rows[order]
+    rows = rows[np.lexsort((rows["seq"], rows["attempt"], rows["rank"], rows["step"]))]
+    rank, step = rows["rank"], rows["step"]
     last = np.ones(len(rows), dtype=bool)
     last[:-1] = (step[1:] != step[:-1]) | (rank[1:] != rank[:-1])
     step, rows = step[last], rows[last]
-    kinds = rows[:, 5]
+    kinds = rows["kind"]
     present = ~np.isnan(kinds)
     of_class = _OF_CLASS[np.where(present, kinds, 0).astype(np.int64)]
-    values = np.where(present, np.where(kinds == 0, rows[:, 4], of_class), 0.0)
+    values = np.where(present, np.where(kinds == 0, rows["value"], of_class), 0.0)
     starts = np.flatnonzero(np.concatenate([[True], step[1:] != step[:-1]]))
     num = np.add.reduceat(present.astype(np.int64), starts)
     with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf is NaN, and may be
@@ -59,7 +62,7 @@ def _merged(rows: Array) -> Scalars:
 def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list[Any]) -> Array:
     c = table.c
     rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, c[value], c[kind]).where(*where)).all()
-    return np.array([tuple(row) for row in rows], dtype=np.float64).reshape(-1, 6)
+    return np.array([tuple(row) for row in rows], dtype=_FETCHED)
 
 
 def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -> Scalars:
@@ -77,7 +80,7 @@ def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -
             where.append(c.step >= prefix)
     loose = _fetch(conn, t.scalar, name, f"{name}_class", where)
     if packed and len(loose):
-        loose = loose[~np.isin(loose[:, 1].astype(np.int64) // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
+        loose = loose[~np.isin(loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
     parts = [*packed.values(), _merged(loose)]
     step, values, present = (np.concatenate([p[i] for p in parts]) for i in range(3))
     order = np.argsort(step, kind="stable")

