@@ -181,7 +181,9 @@ FAULTS: dict[str, Fault] = {
             "input",
             "fp8",
             _outlier,
-            recipe=delayed(amax_history_len=16, margin=1),  # this small model outgrows its history by 1.5 on an ordinary day
+            recipe=delayed(
+                amax_history_len=16, margin=1
+            ),  # this small model outgrows its history by 1.5 on an ordinary day
         ),
         Fault("lr", "the learning rate jumps ×30", "optimizer-divergence", None, None, "shared", _lr),
         Fault("none", "nothing", None, None, None, "unknown", _nothing),

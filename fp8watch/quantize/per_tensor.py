@@ -18,10 +18,11 @@ from fp8watch import formats
 from fp8watch.formats import Fp8Format
 from fp8watch.kernels.registry import Backend, resolve
 from fp8watch.quantize.checks import check_denormals, check_eps, check_operand, check_scale
-from fp8watch.quantize.stats import INF, TileStats
+from fp8watch.quantize.stats import TileStats
 from fp8watch.recipe.spec import AmaxHistory
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_SMALLEST = 2.0**-149  # the smallest positive float32
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,20 @@ class DelayedScale:
             self.scale = torch.ones((1, 1), dtype=torch.float32, device=device)
             self.amax_history = torch.zeros(history.amax_history_len, dtype=torch.float32, device=device)
             self._largest = torch.full((1,), fmt.max_finite / 2.0**history.margin, device=device)
+            self._nan = torch.full((1,), float("nan"), device=device)
+            self._take_views()
+
+    def _take_views(self) -> None:
+        """Views are kept: making one costs as much as an operation on it."""
+        self._scale, self._running = self.scale.view(1), self.amax_history[:1]
 
     def to(self, device: torch.device) -> None:
         """Move to another device, where the operand went there."""
         if self.scale.device != device:
             with torch.inference_mode(False):
                 self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
-                self._largest = self._largest.to(device)
+                self._largest, self._nan = self._largest.to(device), self._nan.to(device)
+                self._take_views()
 
     @torch.no_grad()
     def record(self, amax: torch.Tensor, num_nan: torch.Tensor | None = None) -> None:
@@ -117,8 +125,8 @@ class DelayedScale:
         """
         newest = amax.reshape(1)
         if num_nan is not None:
-            newest = newest.masked_fill(num_nan.reshape(1) > 0, float("nan"))
-        torch.maximum(self.amax_history[:1], newest, out=self.amax_history[:1])  # keeps a NaN
+            newest = torch.where(num_nan.reshape(1) > 0, self._nan, newest)
+        torch.maximum(self._running, newest, out=self._running)  # keeps a NaN
 
     @torch.no_grad()
     def roll(self) -> None:
@@ -129,12 +137,12 @@ class DelayedScale:
         before it; with "most_recent" it is the running pass alone.
         """
         history = self.amax_history
-        amax = history.amax(0, keepdim=True) if self.history.amax_compute_algo == "max" else history[:1]
+        amax = history.amax(0, keepdim=True) if self.history.amax_compute_algo == "max" else self._running
+        usable = amax == amax.clamp(_SMALLEST, _FLOAT32_MAX)  # not so for 0, Inf and NaN
         fresh = torch.div(self._largest, amax).clamp_(max=_FLOAT32_MAX)
-        usable = (amax > 0) & (amax < INF)
-        self.scale.copy_(torch.where(usable, fresh, self.scale.view(1)).view(1, 1))
+        torch.where(usable, fresh, self._scale, out=self._scale)
         history.copy_(history.roll(-1))
-        history[:1].zero_()
+        self._running.zero_()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of scale and amax_history."""
