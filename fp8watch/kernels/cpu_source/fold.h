@@ -141,6 +141,52 @@ INLINE void fold_tile(const struct job *job, struct fold *f, const struct tile *
     write_marks(job, place, t, flags);
 }
 
+/* Everything light about a group of ordinary tiles: none is zero, clamped, off-scale, clipped or not finite. */
+static void fold_group(const struct job *job, struct fold *f, const struct tile *tiles, const struct group *g) {
+    struct row *row = &f->row;
+    const int64_t Kt = ceil_div(job->K, job->bk);
+    int32_t bucket[GROUP];
+    vi amax_high = load_i(g->amax), amax_low = amax_high, inv_high = (vi)load_f(g->scale_inv), inv_low = inv_high;
+    vi ratio_high = (vi)load_f(g->ratio), ratio_low = ratio_high;
+    for (int k = 0; k < GROUP; k += VL) { /* positive numbers order as their bits do */
+        vi amax = load_i(g->amax + k), inv = (vi)load_f(g->scale_inv + k), ratio = (vi)load_f(g->ratio + k);
+        amax_high = max_i(amax_high, amax), amax_low = min_i(amax_low, amax);
+        inv_high = max_i(inv_high, inv), inv_low = min_i(inv_low, inv);
+        ratio_high = max_i(ratio_high, ratio), ratio_low = min_i(ratio_low, ratio);
+        store_i(bucket + k, min_i(max_i(((amax + (1 << 21)) >> 23) - AMAX_BUCKET_SHIFT, splat_i(1)), splat_i(63)));
+    }
+    float high = float_of(max_of_lanes(amax_high));
+    row->amax_min_nonzero = min_or_nan(row->amax_min_nonzero, float_of(-max_of_lanes(-amax_low)));
+    row->scale_inv_max = max_or_nan(row->scale_inv_max, float_of(max_of_lanes(inv_high)));
+    row->scale_inv_min = min_or_nan(row->scale_inv_min, float_of(-max_of_lanes(-inv_low)));
+    row->scale_ratio_max = max_or_nan(row->scale_ratio_max, float_of(max_of_lanes(ratio_high)));
+    row->scale_ratio_min = min_or_nan(row->scale_ratio_min, float_of(-max_of_lanes(-ratio_low)));
+    row->num_tiles += GROUP;
+    for (int k = 0; k < GROUP; k++) {
+        const struct tile *t = tiles + k;
+        int64_t place = t->i * Kt + t->j;
+        float amax = float_of(g->amax[k]);
+        job->amax[place] = amax;
+        row->amax_hist[bucket[k]]++;
+        row->num_elements += t->rows * t->columns;
+        row->num_nonzero += t->nonzero;
+        row->num_underflow += t->underflow;
+        if (amax == high && (high > row->amax_max || (high == row->amax_max && earlier(place, f->worst)))) {
+            row->amax_max = high;
+            f->worst = place;
+        }
+        int flags = t->underflow ? UNDERFLOW_FLAG : 0;
+        if (job->mark_bytes == 1) {
+            uint64_t mark = (uint64_t)t->nonzero | (uint64_t)t->underflow << 16 | (uint64_t)flags << 40;
+            memcpy((uint8_t *)job->marks + place * 8, &mark, 8);
+        } else {
+            struct tile counted = *t;
+            counted.saturated = counted.nan = counted.inf = 0;
+            write_marks(job, place, &counted, flags);
+        }
+    }
+}
+
 /* Energies and moments of a tile: signal and noise in units of x², the moments in units of amax. */
 INLINE void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
                           double moment2, double moment4) {

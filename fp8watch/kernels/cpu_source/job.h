@@ -42,6 +42,14 @@ struct tile {
     double signal, noise, fourth;  /* Σ x², Σ (x − x̂)², Σ x⁴ in units of a power of two near amax */
 };
 
+#define GROUP 16  /* a multiple of every VL */
+
+/* Amax (as bits) and scale of a group of tiles, side by side for vectors. */
+struct group {
+    int32_t amax[GROUP];
+    float scale[GROUP], scale_inv[GROUP], ratio[GROUP];
+};
+
 #define DEPTH_LANES (4 * VB)
 
 /* The record of a part of the operand, with what orders its coordinates. */

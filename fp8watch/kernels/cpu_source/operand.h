@@ -11,6 +11,31 @@ static void NAME(pad)(const T *x, int64_t n, T *buffer) {
     memcpy(buffer, x, (size_t)n * sizeof(T));
 }
 
+#if IS_HALF
+/* Largest bits of |x| as float32: above EXPONENT_MASK for NaN, equal to it for Inf. Asks for the memory at x + ahead.
+ * Halves of either kind order as their bits do. */
+INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
+    const vs mask = splat_s(0x7FFF);
+    vs m0 = splat_s(0), m1 = m0, v;
+    int64_t i = 0;
+    T rest[BLOCK];
+    for (; i + BLOCK <= n; i += BLOCK) {
+        for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + i + ahead) + b);
+        memcpy(&v, x + i, sizeof v);
+        m0 = max_s(m0, v & mask);
+        memcpy(&v, x + i + 2 * VL, sizeof v);
+        m1 = max_s(m1, v & mask);
+    }
+    if (i < n) {
+        NAME(pad)(x + i, n - i, rest);
+        memcpy(&v, rest, sizeof v);
+        m0 = max_s(m0, v & mask);
+        memcpy(&v, rest + 2 * VL, sizeof v);
+        m1 = max_s(m1, v & mask);
+    }
+    return bits_of(TO_FLOAT((uint16_t)max_of_halves(max_s(m0, m1))));
+}
+#else
 /* Largest bits of |x|: above EXPONENT_MASK for NaN, equal to it for Inf. Asks for the memory at x + ahead. */
 INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
     vi m0 = splat_i(0), m1 = m0, m2 = m0, m3 = m0;
@@ -30,51 +55,53 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
     return max_of_lanes(max_i(max_i(m0, m1), max_i(m2, m3)));
 }
 
-INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, vb *zero) {
+#endif
+
+INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, int clip, vb *zero) {
     vf t[4], power;
     vi v[4];
     for (int k = 0; k < 4; k++) {
         v[k] = (vi)LOAD(x + k * VL);
-        t[k] = lifted(v[k] & ABS_MASK, s[k], r, &power);
+        t[k] = lifted(v[k] & ABS_MASK, s[k], r, clip, &power);
     }
     return codes_of(t, v, r, zero);
 }
 
-INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r, vf out[4], vb *zero) {
+INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r, int clip, vf out[4], vb *zero) {
     for (int k = 0; k < 4; k++) {
         vi v = (vi)LOAD(x + k * VL);
-        vf power, t = lifted(v & ABS_MASK, s[k], r, &power), grid = lowered(t, power, r);
+        vf power, t = lifted(v & ABS_MASK, s[k], r, clip, &power), grid = lowered(t, power, r);
         *zero |= (vb)((vi)grid == 0);
         out[k] = (vf)((vi)(grid * s_inv[k]) | (v & ~(vi)splat_i(ABS_MASK)));
     }
 }
 
 /* Codes of a run; returns whether one of them may be 0. */
-INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int stream) {
+INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int clip, int stream) {
     vf s = splat_f(scale), ss[4] = {s, s, s, s};
     vb zero = splat_b(0);
     int64_t i = 0;
     if (stream)
-        for (; i + BLOCK <= n; i += BLOCK) stream_b(out + i, NAME(block_codes)(x + i, ss, r, &zero));
+        for (; i + BLOCK <= n; i += BLOCK) stream_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
     else
-        for (; i + BLOCK <= n; i += BLOCK) store_b(out + i, NAME(block_codes)(x + i, ss, r, &zero));
+        for (; i + BLOCK <= n; i += BLOCK) store_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
     if (i < n) {
         T rest[BLOCK];
         vb c;
         NAME(pad)(x + i, n - i, rest);
-        c = NAME(block_codes)(rest, ss, r, &zero);
+        c = NAME(block_codes)(rest, ss, r, clip, &zero);
         memcpy(out + i, &c, (size_t)(n - i));
     }
     return any_b(zero);
 }
 
 /* Dequantised values of a run; returns whether one of its codes may be 0. */
-INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r, int stream) {
+INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r, int clip, int stream) {
     vf s = splat_f(scale), q = splat_f(scale_inv), ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q}, v[4];
     vb zero = splat_b(0);
     int64_t i = 0;
     for (; i + BLOCK <= n; i += BLOCK) {
-        NAME(block_values)(x + i, ss, qq, r, v, &zero);
+        NAME(block_values)(x + i, ss, qq, r, clip, v, &zero);
         for (int k = 0; k < 4; k++)
             if (stream) stream_b((uint8_t *)(out + i + k * VL), (vb)v[k]);
             else store_f(out + i + k * VL, v[k]);
@@ -82,7 +109,7 @@ INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, floa
     if (i < n) {
         T rest[BLOCK];
         NAME(pad)(x + i, n - i, rest);
-        NAME(block_values)(rest, ss, qq, r, v, &zero);
+        NAME(block_values)(rest, ss, qq, r, clip, v, &zero);
         memcpy(out + i, v, (size_t)(n - i) * 4);
     }
     return any_b(zero);
@@ -127,7 +154,7 @@ INLINE void NAME(block_heavy)(const T *const x[4], const vf s[4], const vf s_inv
     for (int k = 0; k < 4; k++) {
         struct NAME(heavy_block) *to = sum + (per_vector ? k & 1 : 0);
         vi a = (vi)LOAD(x[k]) & mask[k];
-        vf power, t = lifted(a, s[k], r, &power);
+        vf power, t = lifted(a, s[k], r, 1, &power);
         vf error = ((vf)a - lowered(t, power, r) * s_inv[k]) * unit[k], share = (vf)a * unit[k], square = share * share;
         to->signal += square;
         to->noise = mul_add(error, error, to->noise);
@@ -162,17 +189,21 @@ INLINE void NAME(run_heavy)(const T *x, int64_t n, struct tile *tile, float unit
     }
 }
 
-/* Columns: the maximum of |x| down `rows` rows, and the minimum when it is wanted, for n columns (a multiple of VL). */
+/* Columns: the maximum of |x| down `rows` rows, and the minimum, for n columns (a multiple of BLOCK). */
 static void NAME(column_extremes)(const T *x, int64_t ld, int64_t rows, int64_t n, int32_t *high, int32_t *low) {
-    for (int64_t c = 0; c < n; c += VL) {
-        vi h = load_i(high + c), l = load_i(low + c);
-        for (int64_t r = 0; r < rows; r++) {
-            vi a = (vi)LOAD(x + r * ld + c) & ABS_MASK;
-            h = max_i(h, a);
-            l = min_i(l, a);
+    for (int64_t c = 0; c < n; c += BLOCK) {
+        vi h[4], l[4];
+        for (int k = 0; k < 4; k++) h[k] = splat_i(0), l[k] = splat_i(ABS_MASK);
+        for (int64_t r = 0; r < rows; r++)
+            for (int k = 0; k < 4; k++) {
+                vi a = (vi)LOAD(x + r * ld + c + k * VL) & ABS_MASK;
+                h[k] = max_i(h[k], a);
+                l[k] = min_i(l[k], a);
+            }
+        for (int k = 0; k < 4; k++) {
+            store_i(high + c + k * VL, h[k]);
+            store_i(low + c + k * VL, l[k]);
         }
-        store_i(high + c, h);
-        store_i(low + c, l);
     }
 }
 
@@ -182,7 +213,7 @@ INLINE void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const float 
     for (int64_t i = 0; i < n; i += BLOCK) {
         vf s[4];
         for (int k = 0; k < 4; k++) s[k] = load_f(scale + i + k * VL);
-        store_b(out + i, NAME(block_codes)(x + i, s, r, &zero));
+        store_b(out + i, NAME(block_codes)(x + i, s, r, 1, &zero));
     }
 }
 
@@ -194,7 +225,7 @@ INLINE void NAME(column_values)(const T *x, int64_t n, float *out, const float *
             s[k] = load_f(scale + i + k * VL);
             q[k] = load_f(scale_inv + i + k * VL);
         }
-        NAME(block_values)(x + i, s, q, r, v, &zero);
+        NAME(block_values)(x + i, s, q, r, 1, v, &zero);
         for (int k = 0; k < 4; k++) store_f(out + i + k * VL, v[k]);
     }
 }

@@ -21,15 +21,19 @@
 #define SUFFIX f32
 #define T float
 #define LOAD(p) load_f(p)
+#define IS_HALF 0
 #include "operand.h"
 #include "tiles.h"
 #undef SUFFIX
 #undef T
 #undef LOAD
+#undef IS_HALF
 
+#define IS_HALF 1
 #define SUFFIX bf16
 #define T uint16_t
 #define LOAD(p) load_bf16(p)
+#define TO_FLOAT(h) float_of((int32_t)((uint32_t)(h) << 16))
 #include "operand.h"
 #include "tiles.h"
 #undef SUFFIX
@@ -37,6 +41,8 @@
 
 #define SUFFIX f16
 #define LOAD(p) load_f16(p)
+#undef TO_FLOAT
+#define TO_FLOAT(h) half_to_float(h)
 #include "operand.h"
 #include "tiles.h"
 #undef SUFFIX

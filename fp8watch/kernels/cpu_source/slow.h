@@ -22,6 +22,24 @@ static void tile_scale(const struct job *job, struct tile *t) {
     t->scale_inv = 1.0f / scale;
 }
 
+/* The scales of a group of tiles with vectors; 0 unless all of them are ordinary: finite, an amax of an everyday size
+ * that eps does not raise, so that no guard of `tile_scale` applies and energies fit float32. */
+static int group_scales(const struct job *job, struct group *g) {
+    const int32_t eps = bits_of(job->eps), least_amax = eps > bits_of(8.0779357e-28f) ? eps : bits_of(8.0779357e-28f);
+    const vi keep = splat_i(job->power_2 ? EXPONENT_MASK : -1);
+    const vf largest = splat_f(FORMATS[job->format].max_finite);
+    vi odd = splat_i(0);
+    for (int k = 0; k < GROUP; k += VL) {
+        vi amax = load_i(g->amax + k);
+        odd |= (amax < splat_i(least_amax)) | (amax > splat_i(bits_of(1.329228e36f)));
+        vf scale = (vf)((vi)(largest / (vf)amax) & keep);
+        store_f(g->scale + k, scale);
+        store_f(g->scale_inv + k, splat_f(1) / scale);
+        store_f(g->ratio + k, (vf)amax * scale / largest);
+    }
+    return !any_b((vb)odd);
+}
+
 /* Largest |x| of a tile that holds NaN: they do not count. */
 COLD float amax_without_nan(const struct job *job, const struct tile *t, int64_t ld) {
     float amax = 0;

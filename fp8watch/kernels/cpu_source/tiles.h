@@ -30,11 +30,12 @@ INLINE void NAME(tile_rows)(const struct job *job, struct fold *f, struct tile *
         return;
     }
     int vanished = 0;
+    const int clip = t->amax * t->scale > fmt->max_finite;
     for (int64_t i = 0; i < t->rows; i++) {
         if (kind == CODES)
-            vanished |= NAME(run_codes)(x + i * ld, t->columns, (uint8_t *)t->out + i * out_ld, t->scale, r, stream);
+            vanished |= NAME(run_codes)(x + i * ld, t->columns, (uint8_t *)t->out + i * out_ld, t->scale, r, clip, stream);
         else
-            vanished |= NAME(run_values)(x + i * ld, t->columns, (float *)t->out + i * out_ld, t->scale, t->scale_inv, r, stream);
+            vanished |= NAME(run_values)(x + i * ld, t->columns, (float *)t->out + i * out_ld, t->scale, t->scale_inv, r, clip, stream);
     }
     if (!stats) return;
     t->nonzero = t->rows * t->columns;
@@ -67,16 +68,44 @@ INLINE void NAME(tile_begin)(const struct job *job, struct tile *t, int32_t bits
     job->scale_inv[t->i * ceil_div(job->K, job->bk) + t->j] = t->scale_inv;
 }
 
-enum { NAME(GROUP) = 16 };
+/* Quantise a group of ordinary tiles of one row each: their scales are there, and nothing can be clipped. */
+INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile *tiles, struct group *g, const struct rounding *r,
+                             int kind, int stats, int stream) {
+    const int64_t Kt = ceil_div(job->K, job->bk);
+    for (int k = 0; k < GROUP; k++) {
+        struct tile *t = tiles + k;
+        const T *x = (const T *)t->x;
+        int vanished;
+        if (kind == CODES) vanished = NAME(run_codes)(x, t->columns, (uint8_t *)t->out, g->scale[k], r, 0, stream);
+        else vanished = NAME(run_values)(x, t->columns, (float *)t->out, g->scale[k], g->scale_inv[k], r, 0, stream);
+        job->scale_inv[t->i * Kt + t->j] = g->scale_inv[k];
+        if (!stats) continue;
+        t->nonzero = t->columns, t->underflow = 0;
+        if (vanished) {
+            int64_t counts[3] = {0, 0, 0};
+            NAME(run_count)(x, t->columns, g->scale[k], &FORMATS[job->format], counts);
+            t->nonzero -= counts[0];
+            t->underflow = counts[1] - counts[0];
+        }
+        if (stats < ALL_STATS) continue;
+        t->amax = float_of(g->amax[k]), t->scale = g->scale[k], t->scale_inv = g->scale_inv[k];
+        float unit = NAME(unit_of)(t->amax);
+        t->signal = t->noise = t->fourth = 0;
+        NAME(run_heavy)(x, t->columns, t, unit, r, f);
+        NAME(fold_heavy)(job, f, t, unit);
+    }
+    if (stats) fold_group(job, f, tiles, g);
+}
 
 /* Tiles [i0, i1) × [j0, j1), along their rows. */
 INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1, int kind, int stats) {
     const struct rounding r = rounding_of(&FORMATS[job->format]);
     const int64_t ld = job->ld, K = job->K, size = kind == CODES ? 1 : 4;
-    const int group = job->bm * job->bk <= 512 ? NAME(GROUP) : 1;
+    const int group = job->bm * job->bk <= 512 ? GROUP : 1;
     const int64_t ahead = job->bm == 1 ? 4096 / (int64_t)sizeof(T) : 2 * ld;
     const int stream = job->M * K * size >= STREAM_BYTES && job->bk % VB == 0 && K % VB == 0 && (uintptr_t)job->out % VB == 0;
-    struct tile tiles[NAME(GROUP)];
+    struct tile tiles[GROUP];
+    struct group g;
     int64_t i = i0, j = j0;
     while (i < i1) {
         int n = 0;
@@ -91,9 +120,14 @@ INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int
                 int32_t b = NAME(run_amax)((const T *)t->x + k * ld, t->columns, ahead);
                 bits = b > bits ? b : bits;
             }
-            NAME(tile_begin)(job, t, bits, ld);
+            g.amax[n] = bits;
             if (++j == j1) j = j0, i++;
         }
+        if (n == GROUP && !job->given && group_scales(job, &g)) {
+            NAME(group_rows)(job, f, tiles, &g, &r, kind, stats, stream);
+            continue;
+        }
+        for (int k = 0; k < n; k++) NAME(tile_begin)(job, tiles + k, g.amax[k], ld);
         for (int k = 0; k < n; k++) NAME(tile_rows)(job, f, tiles + k, ld, K, &r, kind, stats, stream);
     }
     if (stream) stream_done();
@@ -105,7 +139,32 @@ struct NAME(stretch) {
     float scale[MAX_STRETCH], scale_inv[MAX_STRETCH], unit[MAX_STRETCH];
     double signal[MAX_STRETCH], noise[MAX_STRETCH], fourth[MAX_STRETCH];
     struct tile tiles[MAX_STRETCH];
+    struct group groups[MAX_STRETCH / GROUP];
+    uint8_t ordinary[MAX_STRETCH / GROUP]; /* groups of columns whose scales were made together */
 };
+
+/* Statistics of a group of ordinary columns, each a tile. */
+static void NAME(group_columns)(const struct job *job, struct fold *f, struct NAME(stretch) *w, int64_t k, const T *x, int64_t ld, int stats) {
+    const struct format *fmt = &FORMATS[job->format];
+    const struct group *g = w->groups + k / GROUP;
+    for (int64_t v = k; v < k + GROUP; v += VL) {
+        if (!any_b((vb)((vf)load_i(w->low + v) * load_f(w->scale + v) <= fmt->vanishing))) continue;
+        int32_t *to[3] = {w->count[0] + v, w->count[1] + v, w->count[2] + v};
+        NAME(column_count)(x + v, ld, w->tiles[k].rows, w->scale + v, fmt, to);
+        for (int64_t c = v; c < v + VL; c++) {
+            w->tiles[c].nonzero -= w->count[0][c];
+            w->tiles[c].underflow = w->count[1][c] - w->count[0][c];
+        }
+    }
+    fold_group(job, f, w->tiles + k, g);
+    if (stats < ALL_STATS) return;
+    for (int64_t c = k; c < k + GROUP; c++) {
+        struct tile *t = w->tiles + c;
+        t->amax = float_of(w->high[c]);
+        t->signal = w->signal[c], t->noise = w->noise[c], t->fourth = w->fourth[c];
+        NAME(fold_heavy)(job, f, t, w->unit[c]);
+    }
+}
 
 /* Tiles of row i over `real` columns from `column`; x and out are readable and writable for n, a multiple of BLOCK. */
 static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(stretch) *w, int64_t i, int64_t column, int64_t real,
@@ -114,14 +173,29 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
     const struct format *fmt = &FORMATS[job->format];
     const int64_t bk = job->bk, rows = least(job->bm, job->M - i * job->bm), size = kind == CODES ? 1 : 4;
     const int64_t num_tiles = ceil_div(real, bk);
-    for (int64_t c = 0; c < n; c++) {
-        w->high[c] = 0, w->low[c] = ABS_MASK, w->mask[c] = 0, w->amax[c] = 0x7F000000;
-        w->scale[c] = w->scale_inv[c] = w->unit[c] = 1;
-        w->signal[c] = w->noise[c] = w->fourth[c] = 0;
-    }
+    for (int64_t c = 0; c < n; c++) w->mask[c] = 0, w->amax[c] = 0x7F000000, w->scale[c] = w->scale_inv[c] = w->unit[c] = 1;
+    if (stats == ALL_STATS) memset(w->signal, 0, sizeof w->signal), memset(w->noise, 0, sizeof w->noise), memset(w->fourth, 0, sizeof w->fourth);
+    memset(w->ordinary, 0, sizeof w->ordinary);
     NAME(column_extremes)(x, ld, rows, n, w->high, w->low);
     for (int64_t k = 0; k < num_tiles; k++) {
         struct tile *t = w->tiles + k;
+        if (bk == 1 && k % GROUP == 0 && k + GROUP <= num_tiles && !job->given) {
+            struct group *g = w->groups + k / GROUP;
+            memcpy(g->amax, w->high + k, sizeof g->amax);
+            if (group_scales(job, g)) {
+                memcpy(w->scale + k, g->scale, sizeof g->scale);
+                memcpy(w->scale_inv + k, g->scale_inv, sizeof g->scale_inv);
+                memcpy(job->scale_inv + i * job->K + column + k, g->scale_inv, sizeof g->scale_inv);
+                for (int64_t c = k; c < k + GROUP; c++) {
+                    t = w->tiles + c;
+                    t->i = i, t->j = column + c, t->rows = rows, t->columns = 1, t->nonzero = rows, t->underflow = 0;
+                    w->mask[c] = ABS_MASK, w->amax[c] = w->high[c], w->unit[c] = NAME(unit_of)(float_of(w->high[c]));
+                }
+                w->ordinary[k / GROUP] = 1;
+                k += GROUP - 1;
+                continue;
+            }
+        }
         int64_t c0 = k * bk, c1 = least(c0 + bk, real);
         int32_t bits = 0, low = ABS_MASK;
         t->i = i, t->j = column / bk + k, t->row = i * job->bm, t->column = column + c0;
@@ -151,6 +225,11 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
     for (int64_t k = 0; k < num_tiles; k++) {
         struct tile *t = w->tiles + k;
         int64_t c0 = k * bk;
+        if (w->ordinary[k / GROUP] && bk == 1) {
+            if (stats) NAME(group_columns)(job, f, w, k, x, ld, stats);
+            k += GROUP - 1;
+            continue;
+        }
         if (!t->finite || !is_finite(t->scale) || !(t->scale >= 0)) {
             slow_tile(job, f, t, ld, out_ld, 1, stats == ALL_STATS);
             if (stats) fold_tile(job, f, t);

@@ -37,6 +37,7 @@
 typedef float vf __attribute__((vector_size(VB)));
 typedef int32_t vi __attribute__((vector_size(VB)));
 typedef uint32_t vu __attribute__((vector_size(VB)));
+typedef int16_t vs __attribute__((vector_size(VB)));
 typedef uint8_t vb __attribute__((vector_size(VB)));
 typedef uint8_t vq __attribute__((vector_size(VB / 4)));   /* VL bytes */
 typedef uint16_t vh __attribute__((vector_size(VB / 2)));  /* VL halves */
@@ -44,6 +45,7 @@ typedef uint16_t vh __attribute__((vector_size(VB / 2)));  /* VL halves */
 INLINE vf splat_f(float x) { vf v = {0}; return v + x; }
 INLINE vi splat_i(int32_t x) { vi v = {0}; return v + x; }
 INLINE vb splat_b(uint8_t x) { vb v = {0}; return v + x; }
+INLINE vs splat_s(int16_t x) { vs v = {0}; return v + x; }
 INLINE vf load_f(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi load_i(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
 INLINE vb load_b(const uint8_t *p) { vb v; memcpy(&v, p, sizeof v); return v; }
@@ -85,19 +87,57 @@ INLINE vf mul_add(vf a, vf b, vf c) {
 }
 
 INLINE int32_t max_of_lanes(vi v) {
+#if AVX2_WIDTH
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+#else
     int32_t lane[VL], m;
     memcpy(lane, &v, sizeof v);
     m = lane[0];
     for (int i = 1; i < VL; i++) m = lane[i] > m ? lane[i] : m;
     return m;
+#endif
+}
+
+INLINE vs max_s(vs a, vs b) {
+#if AVX2_WIDTH
+    return (vs)_mm256_max_epi16((__m256i)a, (__m256i)b);
+#elif AVX512_WIDTH
+    return (vs)_mm512_max_epi16((__m512i)a, (__m512i)b);
+#else
+    vs m = a > b;
+    return (a & m) | (b & ~m);
+#endif
+}
+
+/* of halves that are not negative */
+INLINE int16_t max_of_halves(vs v) {
+#if AVX2_WIDTH
+    __m128i m = _mm_max_epi16(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    /* the smallest of the complements, as unsigned numbers */
+    return (int16_t)(0x7FFF - _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7FFF), m))));
+#else
+    int16_t lane[VB / 2], m;
+    memcpy(lane, &v, sizeof v);
+    m = lane[0];
+    for (int i = 1; i < VB / 2; i++) m = lane[i] > m ? lane[i] : m;
+    return m;
+#endif
 }
 
 INLINE double sum_of_lanes(vf v) {
+#if AVX2_WIDTH
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
     float lane[VL];
     memcpy(lane, &v, sizeof v);
     for (int n = VL / 2; n; n /= 2)
         for (int i = 0; i < n; i++) lane[i] += lane[i + n];
     return lane[0];
+#endif
 }
 
 INLINE int64_t sum_of_counts(vi v) {
@@ -218,10 +258,10 @@ INLINE struct rounding rounding_of(const struct format *f) {
     return r;
 }
 
-/* |x|·scale, clipped, and lifted; `power` is 2^e */
-INLINE vf lifted(vi magnitude, vf scale, const struct rounding *r, vf *power) {
+/* |x|·scale, clipped where that may be needed, and lifted; `power` is 2^e */
+INLINE vf lifted(vi magnitude, vf scale, const struct rounding *r, int clip, vf *power) {
     vf y = (vf)magnitude * scale;
-    y = (vf)min_i((vi)y, (vi)r->scale_limit); /* positive numbers order as their bits do */
+    if (clip) y = (vf)min_i((vi)y, (vi)r->scale_limit); /* positive numbers order as their bits do */
     *power = (vf)max_i((vi)y & EXPONENT_MASK, r->min_normal);
     return mul_add(*power, r->lift, y);
 }
