@@ -1,0 +1,122 @@
+"""Transformer Engine's quantised tensors, read as codes and scale_inv: where their layouts end.
+
+Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_stats
+Shapes:     a quantised tensor -> codes [M, K] uint8, scale_inv [Mt, Kt] float32     Thread: training, and autograd's
+
+Tensors are told by the attributes they have, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
+imported. Its scale tensors are padded to multiples of 4 (of 128 and 4 for mxfp8) and the padding is not initialised, so
+it is cut off by shape:
+    blockwise 1×128   rowwise scale_inv [Kt, ~M], columnwise [Mt, ~K] beside codes [K, M]
+    blockwise 128×128 rowwise scale_inv [Mt, ~Kt], columnwise [Kt, ~Mt] beside codes [K, M]
+    per tensor        one scale_inv, codes in `_data`, transposed ones in `_transpose`
+    mxfp8             E8M0 bytes, rowwise [~M, ~Kt], columnwise [~Mt, ~K]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8watch.formats import FORMATS, Fp8Format
+
+
+@dataclass(frozen=True)
+class QuantizedView:
+    """One direction of a quantised tensor, in the operand's own rows × columns."""
+
+    codes: torch.Tensor  # uint8 [M, K]
+    scale_inv: torch.Tensor  # float32 [Mt, Kt]
+    tile: tuple[int, int]
+    fmt: Fp8Format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the operand."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def values(self) -> torch.Tensor:
+        """What the codes mean, before scale_inv: float32 [M, K]."""
+        return self.codes.contiguous().view(self.fmt.dtype).to(torch.float32)
+
+
+def is_quantized(tensor: object) -> bool:
+    """Whether Transformer Engine keeps this tensor as codes: also a parameter, with `--fp8-param-gather`."""
+    return hasattr(tensor, "_rowwise_data") or (hasattr(tensor, "_scale_inv") and hasattr(tensor, "_data"))
+
+
+def view_of(tensor: Any, columnwise: bool) -> QuantizedView | None:
+    """The codes and scales that a GEMM reads in that direction; None where they are not there or lie otherwise."""
+    fmt = _format(tensor)
+    if fmt is None:
+        return None
+    if hasattr(tensor, "_scale_inv"):
+        return _per_tensor(tensor, columnwise, fmt)
+    name = "_columnwise" if columnwise else "_rowwise"
+    data, scale_inv = getattr(tensor, f"{name}_data", None), getattr(tensor, f"{name}_scale_inv", None)
+    if data is None or scale_inv is None:
+        return None
+    if scale_inv.dtype == torch.uint8:
+        return _mxfp8(tensor, _flat(data), scale_inv, columnwise, fmt)
+    return _blockwise(tensor, data, scale_inv, columnwise, fmt)
+
+
+def _format(tensor: Any) -> Fp8Format | None:
+    """By name: the enumeration is one of C++ in some versions and of Python in others."""
+    name = str(getattr(tensor, "_fp8_dtype", "")).upper()
+    return next((fmt for key, fmt in FORMATS.items() if key in name), None)
+
+
+def _flat(data: torch.Tensor) -> torch.Tensor:
+    return data.reshape(-1, data.shape[-1]).view(torch.uint8)
+
+
+def _per_tensor(tensor: Any, columnwise: bool, fmt: Fp8Format) -> QuantizedView | None:
+    """Both directions have the same codes: whichever copy is there."""
+    data = getattr(tensor, "_data", None)
+    if data is not None:
+        codes = _flat(data)
+    else:
+        transpose = getattr(tensor, "_transpose", None)
+        if transpose is None or getattr(tensor, "_transpose_invalid", False):
+            return None
+        codes = transpose.reshape(transpose.shape[0], -1).view(torch.uint8).t()
+    if tensor._scale_inv.numel() != 1:
+        return None
+    scale_inv = tensor._scale_inv.detach().float().reshape(1, 1)
+    return QuantizedView(codes, scale_inv, (codes.shape[0], codes.shape[1]), fmt)
+
+
+def _blockwise(
+    tensor: Any, data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, fmt: Fp8Format
+) -> QuantizedView | None:
+    if "COMPACT" in str(getattr(tensor, "_data_format", "")).upper():
+        return None  # a format for communication, in versions before 2.10: never what a GEMM reads
+    if columnwise:
+        codes = data.reshape(data.shape[0], -1).view(torch.uint8).t()
+    else:
+        codes = _flat(data)
+    rows, columns = codes.shape
+    mt, kt = -(-rows // 128), -(-columns // 128)
+    if getattr(tensor, "_is_2D_scaled", False):
+        tiles = scale_inv.t()[:mt, :kt] if columnwise else scale_inv[:mt, :kt]
+        expected, tile = (mt, kt), (128, 128)
+    elif columnwise:
+        tiles, expected, tile = scale_inv[:mt, :columns], (mt, columns), (128, 1)
+    else:
+        tiles, expected, tile = scale_inv.t()[:rows, :kt], (rows, kt), (1, 128)
+    return QuantizedView(codes, tiles.contiguous(), tile, fmt) if tuple(tiles.shape) == expected else None
+
+
+def _mxfp8(
+    tensor: Any, codes: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, fmt: Fp8Format
+) -> QuantizedView | None:
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        return None  # shuffled for the tensor cores: absent rather than guessed
+    rows, columns = codes.shape
+    shape, tile = ((-(-rows // 32), columns), (32, 1)) if columnwise else ((rows, -(-columns // 32)), (1, 32))
+    bits = scale_inv[: shape[0], : shape[1]].to(torch.int32)
+    # E8M0: 2^(byte − 127); byte 0 is a float32 subnormal, byte 255 NaN
+    value = (bits << 23).where(bits > 0, 1 << 22).where(bits < 255, 0x7FC00000).view(torch.float32)
+    return QuantizedView(codes, value.contiguous(), tile, fmt) if tuple(value.shape) == shape else None

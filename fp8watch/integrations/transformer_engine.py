@@ -1,0 +1,279 @@
+"""Transformer Engine, observed from outside: its quantised operands where they enter a GEMM.
+
+Upstream:   fp8watch._attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
+Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
+
+Each `te_every` steps, and then only: a hook before a module's forward keeps the operand that Python sees, a hook on its
+output the gradient, and the functions through which all of its modules multiply (`general_gemm` and its grouped form) are
+wrapped to see codes and scales. Nothing is quantised a second time, Transformer Engine's debug mode plays no part, and
+an error in here is counted and never reaches training.
+
+Source: transformer_engine/pytorch, versions 2.8.0 and 2.20.2: modules call `general_gemm(A, B, …, layout=…)` with
+weight and input (TN: fprop), weight and grad_output (NN: dgrad), input and grad_output (NT: wgrad).
+Not seen: a module inside torch.compile, delayed weight gradients, grouped tensors of 2.20 (one fused call for all experts).
+
+State of this file: tested against a small imitation of that surface; it has not run with Transformer Engine yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8watch.integrations.te_modules import TeModule, weights_of
+from fp8watch.integrations.te_stats import derived, exact, num_suspect
+from fp8watch.integrations.te_tensors import QuantizedView, view_of
+from fp8watch.quantize.stats import TileStats
+from fp8watch_agent.guard import Guard
+
+Record = Callable[[int, tuple[int, int], TileStats], None]
+"""(row, shape of the operand, statistics): what becomes of one observation."""
+
+_MODULE_FILES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+_FUNCTIONS = ("general_gemm", "general_grouped_gemm")
+_OPERANDS = {  # layout -> operand and direction of A and of B
+    "TN": (("weight", False), ("input", False)),
+    "NN": (("weight", True), ("grad_output", False)),
+    "NT": (("input", True), ("grad_output", True)),
+}
+
+
+def load() -> tuple[ModuleType | None, str]:
+    """Transformer Engine's PyTorch package, or None, and its version or the reason why it cannot be had.
+
+    Its import fails in many ways: a shared object that is missing (OSError, FileNotFoundError), another CUDA
+    (RuntimeError), a framework extension that was not built (ImportError).
+    """
+    try:
+        package = importlib.import_module("transformer_engine.pytorch")
+        version = getattr(importlib.import_module("transformer_engine"), "__version__", "unknown")
+    except Exception as error:  # noqa: BLE001 - any failure to import is a reason, none is ours
+        return None, f"transformer_engine cannot be imported ({type(error).__name__}: {error})"
+    return package, str(version)
+
+
+@dataclass
+class _Frame:
+    """One call of a module: what Python saw of its operands, and how many products it has made."""
+
+    te: TeModule
+    operands: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    num_products: dict[str, int] = field(default_factory=dict)
+    observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
+
+
+class TeObserver:
+    """Observes the Transformer Engine modules of one model, from `start` to `stop`.
+
+    Args:
+        modules: as `te_modules.find` gives them.
+        first_row: row of the first site; the others follow in the order of the modules' sites.
+        record: takes each observation.
+        guard: counts what goes wrong.
+        heavy: whether to measure energies, moments and depth where the operand is seen.
+    """
+
+    def __init__(
+        self, modules: list[TeModule], first_row: int, record: Record, guard: Guard, *, heavy: bool = True
+    ) -> None:
+        self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
+        self._rows: dict[tuple[str, str, str], int] = {}
+        for te in modules:
+            for site in te.sites:
+                self._rows[site.fqn, site.operand, site.direction] = first_row + len(self._rows)
+        self.sampled = True
+        self._suspects: dict[int, torch.Tensor] = {}
+        self._local = threading.local()
+        self._hooks: list[Any] = []
+        self._wrapped: list[tuple[ModuleType, str, Any]] = []
+
+    def start(self) -> str | None:
+        """Put the hooks in. Returns None, or the reason why GEMMs are not seen: then nothing is observed."""
+        package, reason = load()
+        if package is None:
+            return reason
+        for name in _MODULE_FILES:
+            module = importlib.import_module(f"{package.__name__}.module.{name}")
+            for function in _FUNCTIONS:
+                original = getattr(module, function, None)
+                if original is not None:
+                    self._wrapped.append((module, function, original))
+                    setattr(module, function, self._wrap(original))
+        if not self._wrapped:
+            return f"transformer_engine {reason} has no {' or '.join(_FUNCTIONS)} in its modules: not a version that is known"
+        for te in self.modules:
+            self._hooks.append(te.module.register_forward_pre_hook(self._before(te)))
+            self._hooks.append(te.module.register_forward_hook(self._after, always_call=True))
+        return None
+
+    def stop(self) -> None:
+        """Take everything out again."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, name, original in reversed(self._wrapped):
+            setattr(module, name, original)
+        self._hooks.clear()
+        self._wrapped.clear()
+
+    def take_suspects(self) -> dict[int, int]:
+        """Rows with suspect tiles since the last call, and how many. Reads the device: for the end of a sampled step."""
+        rows, counts = list(self._suspects), list(self._suspects.values())
+        self._suspects.clear()
+        if not rows:
+            return {}
+        return {row: n for row, n in zip(rows, torch.stack(counts).tolist(), strict=True) if n}
+
+    def note_operand(self, operand: str, x: torch.Tensor) -> None:
+        """Tell of an operand before its cast, from a quantiser of our own (see te_recipe)."""
+        frame = self._frame(operand == "grad_output")
+        if frame is not None and self.sampled:
+            frame.operands.setdefault(operand, []).append(x.detach())
+
+    # ---- what modules do ----------------------------------------------------------------------------------------
+
+    def _before(self, te: TeModule) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._guard.run("te forward", self._enter, te, args)
+
+        return hook
+
+    def _enter(self, te: TeModule, args: tuple[Any, ...]) -> None:
+        stack = self._stack()
+        stack.append(None)  # whatever happens below: each call leaves what it entered
+        if self._watching(te.module):
+            frame = stack[-1] = _Frame(te)
+            if te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
+                frame.operands["input"] = [args[0].detach()]
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._guard.run("te forward", self._leave, output)
+
+    def _leave(self, output: Any) -> None:
+        frame = self._stack().pop() if self._stack() else None
+        first = output[0] if isinstance(output, tuple) and output else output
+        if frame is None or not isinstance(first, torch.Tensor) or not first.requires_grad:
+            return
+        frame.operands.clear()  # high precision must not live until backward because somebody watches
+        hook: Any = first.register_hook
+        hook(lambda grad: self._guard.run("te backward", self._enter_backward, frame, grad))
+
+    def _enter_backward(self, frame: _Frame, grad: torch.Tensor) -> None:
+        self._local.backward = _Frame(frame.te, {"grad_output": [grad.detach()]}, observed=frame.observed)
+
+    def _watching(self, module: nn.Module) -> bool:
+        """In a sampled step of training, and not in the recomputation of a forward that was seen already."""
+        return (
+            self.sampled
+            and module.training
+            and not torch.compiler.is_compiling()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    def _stack(self) -> list[_Frame | None]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[_Frame | None] = self._local.stack
+        return stack
+
+    def _frame(self, backward: bool) -> _Frame | None:
+        if backward:
+            frame: _Frame | None = getattr(self._local, "backward", None)
+            return frame
+        return self._stack()[-1] if self._stack() else None
+
+    # ---- what products read -------------------------------------------------------------------------------------
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def product(*args: Any, **kwargs: Any) -> Any:
+            if self.sampled and len(args) >= 2:
+                self._guard.run("te gemm", self._see, args[0], args[1], str(kwargs.get("layout", "TN")))
+            return original(*args, **kwargs)
+
+        return product
+
+    def _see(self, a: Any, b: Any, layout: str) -> None:
+        if layout not in _OPERANDS:
+            return
+        frame = self._frame(layout != "TN")
+        if frame is None:
+            return
+        number = frame.num_products.get(layout, 0)
+        frame.num_products[layout] = number + 1
+        if frame.te.kind == "GroupedLinear":
+            pairs = list(enumerate(zip(a, b, strict=True))) if isinstance(a, list | tuple) else []
+        else:
+            last = frame.te.num_gemms - 1
+            pairs = [(number if layout == "TN" else last - number, (a, b))]
+        offsets = {"input": 0, "grad_output": 0}
+        for index, tensors in pairs:
+            if not 0 <= index < frame.te.num_gemms:
+                continue
+            for tensor, (operand, columnwise) in zip(tensors, _OPERANDS[layout], strict=True):
+                if operand == "weight" and columnwise:
+                    continue  # the same codes and scales as rowwise
+                rows = self._observe(frame, index, tensor, operand, columnwise, offsets.get(operand, 0))
+                if not columnwise and operand != "weight":  # while the operand itself is still at hand
+                    self._observe(frame, index, tensor, operand, True, offsets[operand])
+                if operand in offsets:
+                    offsets[operand] += rows
+        if layout == "NT" and number == frame.te.num_gemms - 1:
+            frame.operands.clear()
+
+    def _observe(self, frame: _Frame, index: int, tensor: Any, operand: str, columnwise: bool, offset: int) -> int:
+        """One direction of one operand of one product, once a call; returns its number of rows."""
+        view = view_of(tensor, columnwise)
+        if view is None:
+            return 0
+        if columnwise and view.tile == view.shape:
+            return view.shape[0]  # per tensor: the same codes and scale as rowwise
+        if (index, operand, columnwise) in frame.observed:
+            return view.shape[0]
+        frame.observed.add((index, operand, columnwise))
+        te = frame.te
+        name = f"{te.fqn}.fc{index + 1}" if te.kind == "LayerNormMLP" else te.fqn
+        name = f"{te.fqn}.{index}" if te.kind == "GroupedLinear" else name
+        row = self._rows[name, operand, "columnwise" if columnwise else "rowwise"]
+        quantizer = getattr(tensor, "_quantizer", None)
+        power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
+        eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
+        bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
+        x = self._operand(frame, index, operand, view, offset)
+        if x is not None:
+            stats = exact(x, view, power_2, eps, bound=bound, heavy=self._heavy)
+        else:
+            stats = derived(view, power_2, eps, bound=bound)
+            self._suspects[row] = num_suspect(view)
+        self._record(row, view.shape, stats)
+        return view.shape[0]
+
+    def _operand(
+        self, frame: _Frame, index: int, operand: str, view: QuantizedView, offset: int
+    ) -> torch.Tensor | None:
+        """The operand before its cast, where Python has seen one of that shape."""
+        te = frame.te
+        seen = list(frame.operands.get(operand, ()))
+        if (
+            operand == "weight"
+            and not seen
+            and all(te_site.visible for te_site in te.sites if te_site.operand == "weight")
+        ):
+            parts = [w.detach() for w in weights_of(te, index)]
+            seen = [torch.cat(parts) if len(parts) > 1 else parts[0]] if parts else []
+        if operand == "grad_output" and te.kind == "LayerNormMLP" and index == 0 and len(seen) == 1:
+            return None  # the gradient of the module's output is that of fc2
+        for x in reversed(seen):
+            if not x.is_floating_point() or x.element_size() not in (2, 4):
+                continue
+            flat = x.reshape(-1, x.shape[-1])
+            if te.kind == "GroupedLinear" and operand != "weight":
+                flat = flat[offset : offset + view.shape[0]]
+            if tuple(flat.shape) == view.shape:
+                return flat
+        return None

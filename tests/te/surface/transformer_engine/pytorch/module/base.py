@@ -1,0 +1,38 @@
+"""What the modules share: a quantiser an operand, and the three products of one Linear."""
+
+import torch
+from torch import nn
+
+from ..quantized_tensor import DType, Float8BlockQuantizer
+
+E4M3 = DType.kFloat8E4M3
+
+
+class TransformerEngineBaseModule(nn.Module):
+    num_gemms = 1
+
+    def make_quantizers(self, factory=None):
+        kinds = [("input", 1), ("weight", 2), ("grad_output", 1)] * self.num_gemms
+        made = [
+            Float8BlockQuantizer(E4M3, block_scaling_dim=dim) if factory is None else factory(kind)
+            for kind, dim in kinds
+        ]
+        self.quantizers = [made[i : i + 3] for i in range(0, len(made), 3)]
+
+
+class Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, quantizers, general_gemm):
+        qx, qw, ctx.qg = quantizers
+        xq, wq = qx(x), qw(w)
+        ctx.saved, ctx.gemm = (xq, wq), general_gemm
+        ctx.shape = x.shape
+        return general_gemm(wq, xq, layout="TN")[0].reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        xq, wq = ctx.saved
+        gq = ctx.qg(grad)
+        dx = ctx.gemm(wq, gq, layout="NN", grad=True)[0].reshape(ctx.shape) if ctx.needs_input_grad[0] else None
+        dw = ctx.gemm(xq, gq, layout="NT", grad=True)[0]
+        return dx, dw, None, None
