@@ -219,7 +219,7 @@ def read_blocks(
     found: list[Any] = []
     for start in range(0, len(sites), SITES_AT_ONCE):
         found += conn.execute(
-            sa.select(b.attempt, b.rank, b.site, b.step0, b.body, b.histograms).where(
+            sa.select(b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes).where(
                 b.run_id == run_id,
                 b.tenant == tenant,
                 sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)),
@@ -282,7 +282,7 @@ def touch(conn: Connection, cell: Any, **values: Any) -> None:
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
     """Bytes of blocks, without what the database adds."""
-    return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
+    return sum(len(row["body"]) for row in encoded)
 
 
 def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary: npt.NDArray[np.void]) -> None:

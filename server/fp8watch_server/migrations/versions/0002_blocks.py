@@ -87,7 +87,9 @@ def upgrade() -> None:
         _number("step0", sa.BigInteger()),
         sa.Column("num_records", sa.Integer(), nullable=False),
         sa.Column("body", sa.LargeBinary(), nullable=False),
-        sa.Column("histograms", sa.LargeBinary(), nullable=False),
+        sa.Column("front_bytes", sa.Integer(), nullable=False),
+        sa.Column("first_step", sa.BigInteger(), nullable=True),
+        sa.Column("step_gap", sa.Integer(), nullable=True),
         sa.Column("steps", _array(sa.BigInteger()), nullable=True),
         *[sa.Column(name, _array(sa.REAL()), nullable=True) for name in REALS],
         *[sa.Column(name, _array(sa.BigInteger()), nullable=True) for name in COUNTS],
@@ -160,10 +162,7 @@ def upgrade() -> None:
     )
     op.add_column("session", sa.Column("ledger_seq_max", sa.BigInteger(), server_default="-1", nullable=False))
     if op.get_bind().dialect.name == "postgresql":
-        for column in ("body", "histograms", "steps", *REALS, *COUNTS):
-            # what is packed already is not packed again; arrays are, with what is quick where it is built in
-            how = "STORAGE EXTERNAL" if column in ("body", "histograms") else "STORAGE MAIN"
-            op.execute(f"ALTER TABLE block ALTER COLUMN {column} SET {how}")
+        op.execute("ALTER TABLE block ALTER COLUMN body SET STORAGE EXTERNAL")  # packed already; read in part
     _move_logs()
 
 
