@@ -285,7 +285,10 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(results, indent=1))
         return
     for name in results[0]:
-        print(f"{name:52s}", *(f"{r[name]:>14,.1f}" if isinstance(r[name], float) else f"{r[name]!s:>14}" for r in results))
+        print(
+            f"{name:52s}",
+            *(f"{r[name]:>14,.1f}" if isinstance(r[name], float) else f"{r[name]!s:>14}" for r in results),
+        )
 
 
 if __name__ == "__main__":

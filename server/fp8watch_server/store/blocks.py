@@ -19,7 +19,7 @@ from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS
 from . import schema as t
 from .fields import SERIES_FIELDS, evaluate
 from .packing import Column, DamagedBlock, Packed, pack
-from .records import RANK_OF, Parts, counted, default_of, dtype_of, filled, join, size_of
+from .records import RANK_OF, Parts, counted, default_of, dtype_of, filled, size_of
 
 Array = npt.NDArray[Any]
 

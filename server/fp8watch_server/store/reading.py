@@ -175,7 +175,9 @@ def _detail(
         name = tuple(cell.step0 for cell in of_key)
         groups[name].append(key)
         rows[name] = of_key
-    return join([_blocks(conn, found, names, sites, keys, rows[name], seqs=True) for name, keys in groups.items()], names)
+    return join(
+        [_blocks(conn, found, names, sites, keys, rows[name], seqs=True) for name, keys in groups.items()], names
+    )
 
 
 def detail_keys(cell: Any, rank: int | None = None) -> list[Key]:
