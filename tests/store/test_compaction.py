@@ -139,3 +139,16 @@ def test_a_roll_up_that_a_late_batch_overtakes_is_not_shown(feed: Feed) -> None:
         assert got["values"] == [1e6]
         assert queries.top(conn, "run-1", "num_elements", 1)["items"][0]["value"] == 2000
     assert feed.count(t.hot_batch) == 0
+
+
+def test_a_batch_whose_steps_lie_far_apart_is_no_burden(feed: Feed) -> None:
+    agent = feed.agent()
+    steps = [3, 300, 1 << 30, (1 << 32) - 1]
+    feed.send(agent, steps, [UP], fields={"amax_max": [1.0, 2.0, 3.0, 4.0]})
+    before = feed.answers(ranks=(None, 0))
+    feed.compact()
+    assert feed.count(t.cell) == 3  # the newest is warm yet
+    assert feed.answers(ranks=(None, 0)) == before
+    feed.compact(everything=True)
+    assert (feed.count(t.cell), feed.count(t.hot_batch)) == (4, 0)
+    assert feed.answers(ranks=(None, 0)) == before

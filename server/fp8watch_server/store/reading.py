@@ -66,9 +66,7 @@ def extent(
             c.run_id == run_id, c.tenant == tenant, c.step0 >= cell_of(low), c.step0 <= high
         )
     ).all()
-    warm: set[int] = set()
-    for row in rows:
-        warm.update(range(cell_of(row.step_min), row.step_max + 1, t.BLOCK_STEPS))
+    warm = _warm([cell.step0 for cell in cells], rows)
     closed: dict[Key, list[Any]] = defaultdict(list)
     still_open = []
     for cell in cells:
@@ -79,6 +77,16 @@ def extent(
         else:
             closed[cell.shown_attempt, cell.shown_rank].append(cell)
     return Extent(run_id, tenant, low, high, dict(closed), still_open, rows)
+
+
+def _warm(step0s: Sequence[int], rows: Sequence[Any]) -> set[int]:
+    """Those of some cells in which a hot batch may have steps."""
+    known = np.sort(np.array(step0s, dtype=np.int64))
+    touched = np.zeros(len(known), dtype=bool)
+    for row in rows:
+        first, last = np.searchsorted(known, [cell_of(row.step_min), row.step_max + 1])
+        touched[first:last] = True
+    return set(known[touched].tolist())
 
 
 def gather(
