@@ -161,10 +161,9 @@ def decode(rows: Sequence[Any], names: Sequence[str], *, seqs: bool = True, chec
                 hist.fill(name, columns[name][start:end])
             else:
                 body.fill(name, columns[name][start:end])
-    site, rank, attempt = (
-        np.repeat(np.array([getattr(row, name) for row in rows], dtype=dtype), lengths)
-        for name, dtype in (("site", np.uint64), ("rank", np.int64), ("attempt", np.int64))
-    )
+    site = np.repeat(np.array([row.site for row in rows], dtype=np.uint64), lengths)
+    rank = np.repeat(np.array([row.rank for row in rows], dtype=np.int64), lengths)
+    attempt = np.repeat(np.array([row.attempt for row in rows], dtype=np.int64), lengths)
     return Parts(site, step, rank, attempt, seq, columns)
 
 
