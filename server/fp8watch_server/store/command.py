@@ -27,6 +27,7 @@ from .backup import BackupError, backup
 from .check import check
 from .dialect import DatabaseUrlError, make_engine, parse_url, upsert, writing
 from .retention import policy_of, prune
+from .views import RoleError, grant_reader
 
 EXIT_USAGE = 2
 LIMITS = ("keep_days", "keep_steps", "keep_bytes")
@@ -52,7 +53,7 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
         settings = Settings.from_environ(**{k: v for k, v in args.items() if k in known})
         url = settings.database_url
         return work(argparse.Namespace(**args), settings)
-    except (BackupError, DatabaseUrlError, SettingError, Unusable, migrations.TooNew) as e:
+    except (BackupError, DatabaseUrlError, RoleError, SettingError, Unusable, migrations.TooNew) as e:
         print(f"fp8watch {name}: {e}", file=sys.stderr)
     except SQLAlchemyError as e:
         shown = parse_url(url).render_as_string(hide_password=True) if url else "?"
@@ -142,12 +143,20 @@ def _check(args: Any, settings: Settings) -> int:
 
 def migrate_main(argv: list[str]) -> int:
     """Bring the database to the revision of this program. Status 0: it is there."""
-    return _run("migrate", _parser("migrate", "Bring the database to the newest revision."), argv, _migrate)
+    parser = _parser("migrate", "Bring the database to the newest revision.")
+    text = "PostgreSQL role, made where it is missing, that may SELECT from the views for Grafana and nothing else"
+    parser.add_argument("--reader", default=None, metavar="ROLE", help=text)
+    return _run("migrate", parser, argv, _migrate)
 
 
 def _migrate(args: Any, settings: Settings) -> int:
     engine = make_engine(settings.database_url)
     before = migrations.upgrade(engine)
+    if args.reader is not None:
+        with writing(engine) as conn:
+            made = grant_reader(conn, args.reader)
+        remedy = f"; let it log in: ALTER ROLE {args.reader} LOGIN PASSWORD '…'" if made else ""
+        print(f"role {args.reader} reads the views of schema grafana{remedy}")
     engine.dispose()
     head = migrations.head()
     print(f"database at {head} already" if before == head else f"database brought from {before or 'nothing'} to {head}")

@@ -13,6 +13,8 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
+from fp8watch_server.store.views import create_views, drop_views
+
 revision = "0002"
 down_revision = "0001"
 branch_labels = None
@@ -163,6 +165,7 @@ def upgrade() -> None:
     op.add_column("session", sa.Column("ledger_seq_max", sa.BigInteger(), server_default="-1", nullable=False))
     if op.get_bind().dialect.name == "postgresql":
         op.execute("ALTER TABLE block ALTER COLUMN body SET STORAGE EXTERNAL")  # packed already; read in part
+    create_views(op.get_bind())
     _move_logs()
 
 
@@ -207,6 +210,7 @@ def _classified(value: float | None) -> dict[str, object]:
 
 def downgrade() -> None:
     """Back: what was compacted goes, because the first tables have no place for it."""
+    drop_views(op.get_bind())
     op.drop_column("session", "ledger_seq_max")
     for table in ("detect_state", "retention", "logged", "batch_ledger", "scalar_block", "block_meta", "block"):
         op.drop_table(table)
