@@ -28,6 +28,7 @@ from .store.compactor import Compactor
 from .store.dialect import make_engine
 from .store.fields import FieldError
 from .store.queries import CursorError
+from .store.retention import policy_of
 from .worker import Detection, DetectWorker
 
 __all__ = ["Dispatching", "create_app"]
@@ -103,7 +104,7 @@ def create_app(
     detection = detection or _detection()
     sender = dispatcher(engine, settings)
     on_change = sender.wake if sender is not None else _nothing
-    compactor = Compactor(engine)
+    compactor = Compactor(engine, policy_of(settings))
     worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=on_change)
 
     @asynccontextmanager

@@ -103,6 +103,22 @@ def _one_of(*values: str) -> Callable[[str], str]:
     return parse
 
 
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError("must be a number of 0 or more; 0 stands for no limit")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ValueError("must be a whole number of 0 or more; 0 stands for no limit")
+    return int(text)
+
+
 def default_database_url(environ: Mapping[str, str] = os.environ) -> str:
     """An SQLite file in the user's data folder."""
     home = environ.get("XDG_DATA_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "share")
@@ -176,6 +192,16 @@ SETTINGS: tuple[Setting, ...] = (
         "error, warning, info (one line for each request) or debug",
         _one_of("error", "warning", "info", "debug"),
     ),
+    Setting(
+        "detail_hours",
+        "FP8WATCH_DETAIL_HOURS",
+        24.0,
+        "hours for which the blocks of every single rank are kept beside their roll-up; 0: for good",
+        _amount,
+    ),
+    Setting("keep_days", "FP8WATCH_KEEP_DAYS", 0.0, "days for which a run's blocks are kept; 0: for good", _amount),
+    Setting("keep_steps", "FP8WATCH_KEEP_STEPS", 0, "newest steps of a run of which blocks are kept; 0: all", _whole),
+    Setting("keep_bytes", "FP8WATCH_KEEP_BYTES", 0, "bytes of blocks that are kept of a run; 0: all", _whole),
 )
 _BY_NAME = {s.name: s for s in SETTINGS}
 
@@ -198,6 +224,10 @@ class Settings:
     tls_key: str = ""
     log_format: str = "text"
     log_level: str = "warning"
+    detail_hours: float = 24.0
+    keep_days: float = 0.0
+    keep_steps: int = 0
+    keep_bytes: int = 0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:

@@ -48,6 +48,7 @@ ROUTES = {
     "GET /api/v1/runs/{run_id:path}": "read",
     "GET /api/v1/runs/{run_id:path}/sites": "read",
     "GET /api/v1/runs/{run_id:path}/series": "read",
+    "GET /api/v1/runs/{run_id:path}/sessions": "read",
     "GET /api/v1/runs/{run_id:path}/scalars": "read",
     "GET /api/v1/runs/{run_id:path}/top": "read",
     "GET /api/v1/runs/{run_id:path}/heatmap": "read",

@@ -6,6 +6,7 @@ import numpy as np
 import sqlalchemy as sa
 from store.kit import DOWN, SITES, UP, Feed, made_up
 
+from fp8watch_server.store import queries
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor
 
@@ -116,3 +117,38 @@ def test_two_compactors_on_one_database_do_the_work_once(feed: Feed) -> None:
     assert raced
     assert feed.count(t.hot_batch) == 0
     assert feed.answers(windows=WINDOWS) == before
+
+
+def test_a_roll_up_that_a_late_batch_overtakes_is_not_shown(feed: Feed) -> None:
+    fill(feed, 300)
+    agent = feed.agent(rank=1)
+    late = agent.body([UP], [5], fields={"amax_max": 1e6}, scalars={"loss": [9.0]}, seq=999)
+    overtaken = []
+
+    def other(name: str) -> None:
+        if name == "rollup.part" or name != "rollup.encoded" or overtaken:
+            return
+        overtaken.append(name)
+        assert feed.commit(late)
+        Compactor(feed.engine, clock=lambda: feed.now + 1e6).round()
+
+    feed.compact(everything=True, crash=other)
+    assert overtaken
+    with feed.engine.connect() as conn:
+        got = queries.series(conn, "run-1", UP.id, "amax_max", 5, 5)
+        assert got["values"] == [1e6]
+        assert queries.top(conn, "run-1", "num_elements", 1)["items"][0]["value"] == 2000
+    assert feed.count(t.hot_batch) == 0
+
+
+def test_a_batch_whose_steps_lie_far_apart_is_no_burden(feed: Feed) -> None:
+    agent = feed.agent()
+    steps = [3, 300, 1 << 30, (1 << 32) - 1]
+    feed.send(agent, steps, [UP], fields={"amax_max": [1.0, 2.0, 3.0, 4.0]})
+    before = feed.answers(ranks=(None, 0))
+    feed.compact()
+    assert feed.count(t.cell) == 3  # the newest is warm yet
+    assert feed.answers(ranks=(None, 0)) == before
+    feed.compact(everything=True)
+    assert (feed.count(t.cell), feed.count(t.hot_batch)) == (4, 0)
+    assert feed.answers(ranks=(None, 0)) == before

@@ -62,12 +62,14 @@ block = sa.Table(  # 256 steps of one site on one rank, or over all ranks: what 
     sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("num_records", sa.Integer, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),  # store.packing: every field but the histograms
-    sa.Column("histograms", sa.LargeBinary, nullable=False),  # store.packing: their codes
+    sa.Column("body", sa.LargeBinary, nullable=False),  # store.packing: all fields, then codes of histograms
+    sa.Column("front_bytes", sa.Integer, nullable=False),  # of the body, without the histograms
     # for SQL, on PostgreSQL only, in the blocks that charts show; NULL elsewhere
+    sa.Column("first_step", sa.BigInteger),
+    sa.Column("step_gap", sa.Integer),  # where steps are even; else:
     sa.Column("steps", SqlArray("BIGINT")),
     *[sa.Column(name, SqlArray("REAL")) for name in BLOCK_ARRAYS],
-    *[sa.Column(name, SqlArray("BIGINT")) for name in BLOCK_COUNTS],
+    *[sa.Column(name, SqlArray("BIGINT")) for name in BLOCK_COUNTS],  # NULL: all 0
     of_run(),
 )
 

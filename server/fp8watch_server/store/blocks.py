@@ -18,23 +18,24 @@ from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS
 
 from . import schema as t
 from .fields import SERIES_FIELDS, evaluate
-from .packing import Column, Packed, pack
-from .records import RANK_OF, Parts, counted, default_of, dtype_of, filled, join, size_of
+from .packing import Column, DamagedBlock, Packed, pack
+from .records import RANK_OF, Parts, counted, default_of, dtype_of, filled, size_of
 
 Array = npt.NDArray[Any]
 
-# Numbers of the columns in a block, for good: a new field takes a new number. The order is that of the directory, and
+# Numbers of the columns in a block, for good: a new field takes the next one. They are also the order of the directory:
 # what charts ask for stands first, because a reader goes only as far as it must.
 CODES: dict[str, int] = {
     name: code
     for code, name in enumerate(
         (
-            *("first", "gap", "seq0", "seq", "measured", "amax_max", "scale_inv_max", "scale_inv_min"),
+            *("first", "gap", "measured", "amax_max", "scale_inv_max", "scale_inv_min"),
             *("tile_noise_ratio_sum", "num_tiles", "num_zero_tiles", "num_nonzero", "num_underflow", "num_elements"),
             *("num_saturated", "num_nan", "num_inf", "scale_ratio_max", "signal_energy", "noise_energy"),
             *("tile_noise_ratio_max", "num_sentinel_tiles", "num_off_scale_tiles", "num_eps_tiles", "scale_ratio_min"),
             *("amax_min_nonzero", "moment2", "moment4", "order", "num_calls", "weight_hash", "worst_tile"),
             *("noise_tile", "off_scale_tile", "first_nonfinite", "worst_rank", "noise_rank"),
+            *("seq0", "seq"),
             *("output_num_nonfinite", "gemm_error", "gemm_gain_max", "gemm_gain_min"),
         )
     )
@@ -53,6 +54,7 @@ HISTOGRAM_TABLE: dict[str, Column] = {
 ALL_FIELDS: tuple[str, ...] = tuple(f.name for f in FIELDS)
 ROLLED_FIELDS: tuple[str, ...] = (*ALL_FIELDS, *RANK_OF)
 _ARRAY_FIELDS = (*t.BLOCK_ARRAYS, *t.BLOCK_COUNTS)
+_NO_ARRAYS: dict[str, Any] = dict.fromkeys(("first_step", "step_gap", "steps", *_ARRAY_FIELDS))
 
 
 def cell_of(step: int) -> int:
@@ -101,63 +103,77 @@ def _encode_alike(parts: Parts, index: Array, step0: int, arrays: bool) -> list[
         columns[name] = np.broadcast_to(first[:, None], of_blocks.shape)
         columns["gap" if name == "first" else "seq"] = _gaps(of_blocks, first)
     columns |= {name: parts.columns[name][index] for name in CODES if name in parts.columns}
-    bodies = pack({name: columns[name] for name in CODES if name in columns}, TABLE)
+    bodies = pack(columns, TABLE)
     histograms = pack({name: parts.columns[name][index] for name in HISTOGRAMS}, HISTOGRAM_TABLE)
-    native = _native(parts, index) if arrays else [{}] * len(bodies)
+    native = _native(parts, index) if arrays else [_NO_ARRAYS] * len(bodies)
     sites = parts.site[index[:, 0]].tolist()
     return [
-        {"site": site, "step0": step0, "num_records": index.shape[1], "body": body, "histograms": hist, **more}
+        {"site": site, "step0": step0, "num_records": index.shape[1], "body": body + hist, "front_bytes": len(body)}
+        | more
         for site, body, hist, more in zip(sites, bodies, histograms, native, strict=True)
     ]
 
 
 def _native(parts: Parts, index: Array) -> list[dict[str, Any]]:
+    """What SQL reads. Even steps are a first one and a gap, and counts that are all 0 are left out."""
     columns = counted(parts).columns
     steps = parts.step[index]
-    out: list[dict[str, Any]] = [{"steps": (row, None)} for row in steps]
+    gaps = np.diff(steps, axis=1)
+    even = (gaps == gaps[:, :1]).all(axis=1) if gaps.shape[1] else np.ones(len(steps), dtype=bool)
+    out: list[dict[str, Any]] = []
+    for row, gap, plain in zip(steps, gaps, even.tolist(), strict=True):
+        first = {"first_step": int(row[0]), "step_gap": int(gap[0]) if len(gap) else 1}
+        out.append({**first, "steps": None if plain else (row, None)})
     for name in _ARRAY_FIELDS:
         values, present = evaluate(SERIES_FIELDS[name], columns)
         for row, v, p in zip(out, values[index], present[index], strict=True):
-            row[name] = (v, p)
+            row[name] = None if name in t.BLOCK_COUNTS and p.all() and not v.any() else (v, p)
     return out
 
 
-def decode(rows: Iterable[Any], names: Sequence[str], *, check: bool = False) -> Parts:
-    """Rows (attempt, rank, site, step0, body, histograms) -> their records, in the order of the rows.
+def decode(rows: Sequence[Any], names: Sequence[str], *, seqs: bool = True, check: bool = False) -> Parts:
+    """Rows (attempt, rank, site, step0, num_records, body, front_bytes) -> their records, in the order of the rows.
 
-    `histograms` may be None where no histogram is asked for.
+    Of `body` the first `front_bytes` are enough where no histogram is asked for. Without `seqs` they are 0.
 
     Raises:
         DamagedBlock: bytes that are not what was written.
     """
-    return join([_decode_one(row, names, check) for row in rows], names)
-
-
-def _decode_one(row: Any, names: Sequence[str], check: bool) -> Parts:
-    body = Packed(bytes(row.body), TABLE, check=check)
-    n = body.n
-    columns: dict[str, Array] = {}
-    hist: Packed | None = None
-    for name in names:
-        if name in HISTOGRAMS:
-            hist = hist or Packed(bytes(row.histograms), HISTOGRAM_TABLE, check=check)
-            columns[name] = hist.column(name)
-        else:
-            columns[name] = body.column(name)
-    return Parts(
-        np.full(n, row.site, dtype=np.uint64),
-        _sums(body, "first", "gap") + row.step0,
-        np.full(n, row.rank, dtype=np.int64),
-        np.full(n, row.attempt, dtype=np.int64),
-        _sums(body, "seq0", "seq"),
-        columns,
-    )
+    lengths = [row.num_records for row in rows]
+    total = sum(lengths)
+    columns = {name: filled(name, total) for name in names}
+    step, seq = np.empty(total, dtype=np.int64), np.zeros(total, dtype=np.int64)
+    end = 0
+    for row in rows:
+        start, end = end, end + row.num_records
+        whole = bytes(row.body)
+        body = Packed(whole[: row.front_bytes], TABLE, check=check)
+        if body.n != row.num_records:
+            raise DamagedBlock(f"a block of {body.n} records where {row.num_records} were written")
+        step[start:end] = _sums(body, "first", "gap")
+        step[start:end] += row.step0
+        if seqs:
+            seq[start:end] = _sums(body, "seq0", "seq")
+        hist: Packed | None = None
+        for name in names:
+            if name in HISTOGRAMS:
+                hist = hist or Packed(whole[row.front_bytes :], HISTOGRAM_TABLE, check=check)
+                hist.fill(name, columns[name][start:end])
+            else:
+                body.fill(name, columns[name][start:end])
+    site = np.repeat(np.array([row.site for row in rows], dtype=np.uint64), lengths)
+    rank = np.repeat(np.array([row.rank for row in rows], dtype=np.int64), lengths)
+    attempt = np.repeat(np.array([row.attempt for row in rows], dtype=np.int64), lengths)
+    return Parts(site, step, rank, attempt, seq, columns)
 
 
 def _sums(body: Packed, first: str, gap: str) -> npt.NDArray[np.int64]:
     """The way back from gaps."""
-    gaps = body.column(gap).copy()
-    gaps[0] = body.column(first)[0]
+    even, start = body.one(gap), body.one(first) or 0
+    if even is not None:
+        return np.asarray(np.arange(body.n) * int(even) + int(start), dtype=np.int64)
+    gaps = body.column(gap)
+    gaps[0] = start
     return np.asarray(np.cumsum(gaps), dtype=np.int64)
 
 

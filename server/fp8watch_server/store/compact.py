@@ -22,6 +22,8 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
+from fp8watch_agent.wire import Batch
+
 from . import blocks, hot, ledger
 from . import schema as t
 from .dialect import upsert, writing
@@ -64,7 +66,11 @@ class Group:
 def groups_of(
     conn: Connection, run_id: str, tenant: str, now: float, *, cool_after_s: float = COOL_AFTER_S
 ) -> list[Group]:
-    """What can be compacted of a run now, cell by cell from the first. Batches wait for the detectors."""
+    """What can be compacted of a run now, cell by cell from the first. Batches wait for the detectors.
+
+    Of a batch that spans several cells the first comes now, and the others in the rounds after: its steps may lie far
+    apart.
+    """
     b = t.hot_batch.c
     of_run = (b.run_id == run_id, b.tenant == tenant)
     names = ("run_id", "tenant", "session", "rank", "seq", "attempt", "arrival", "received_at")
@@ -88,10 +94,7 @@ def groups_of(
     ).all()
     found: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
     for row in rows:
-        cold = row.received_at <= now - cool_after_s
-        last = row.step_max if cold else min(row.step_max, ends[row.attempt] - 1)
-        for step0 in range(blocks.cell_of(row.step_min), last + 1, t.BLOCK_STEPS):
-            found[step0, row.attempt, row.rank].append(row)
+        found[blocks.cell_of(row.step_min), row.attempt, row.rank].append(row)
     s = t.session.c
     sources = conn.execute(sa.select(s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).limit(2)).all()
     return [
@@ -116,7 +119,7 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     if not got:
         return 0
     if cell is not None and cell.kept == t.KEPT_SUMMARY:
-        return _too_late(engine, group, cell, [row for row, _ in got])
+        return _too_late(engine, group, cell, got)
     rows = [row for row, _ in got]
     source = (group.attempt, group.rank)
     into = source if cell is None or cell.kept == t.KEPT_DETAIL else ROLLED
@@ -136,17 +139,17 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
             put_summary(conn, group.run_id, group.tenant, group.step0, summary)
             put_scalar_block(conn, group.run_id, group.tenant, group.step0)
         crash("compact.blocks")
-        _let_go(conn, group, rows)
+        _let_go(conn, group, got)
         crash("compact.released")
     crash("compact.committed")
     return num_new
 
 
-def _too_late(engine: Engine, group: Group, cell: Any, rows: Sequence[Any]) -> int:
+def _too_late(engine: Engine, group: Group, cell: Any, got: Sequence[tuple[Any, Batch]]) -> int:
     """Of this cell only the summary is kept: what comes now is let go as its blocks were."""
     with writing(engine) as conn:
         touch(conn, cell)
-        _let_go(conn, group, rows)
+        _let_go(conn, group, got)
     return 0
 
 
@@ -219,7 +222,7 @@ def read_blocks(
     found: list[Any] = []
     for start in range(0, len(sites), SITES_AT_ONCE):
         found += conn.execute(
-            sa.select(b.attempt, b.rank, b.site, b.step0, b.body, b.histograms).where(
+            sa.select(b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes).where(
                 b.run_id == run_id,
                 b.tenant == tenant,
                 sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)),
@@ -282,7 +285,7 @@ def touch(conn: Connection, cell: Any, **values: Any) -> None:
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
     """Bytes of blocks, without what the database adds."""
-    return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
+    return sum(len(row["body"]) for row in encoded)
 
 
 def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary: npt.NDArray[np.void]) -> None:
@@ -299,7 +302,7 @@ def put_blocks(
     upsert(conn, t.block, [{**fixed, **row} for row in encoded])
 
 
-def _let_go(conn: Connection, group: Group, rows: Sequence[Any]) -> None:
+def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) -> None:
     """Batches that are wholly in blocks go, and their keys into the ledger; the others keep their later steps.
 
     The run is locked as ingest locks it: a twin of a batch on its way in finds the key in one place or the other.
@@ -308,7 +311,15 @@ def _let_go(conn: Connection, group: Group, rows: Sequence[Any]) -> None:
     this_run = sa.select(r.run_id).where(r.run_id == group.run_id, r.tenant == group.tenant)
     conn.execute(this_run.with_for_update(key_share=True))
     end = group.step0 + t.BLOCK_STEPS
-    done = [row for row in rows if row.step_max < end]
+    done: list[Any] = []
+    left: dict[int, list[int]] = defaultdict(list)  # first step that is left -> arrivals
+    for row, batch in got:
+        steps = batch.steps["step"]
+        later = int(np.searchsorted(steps, end))
+        if later == len(steps):
+            done.append(row)
+        else:
+            left[int(steps[later])].append(row.arrival)
     b = t.hot_batch.c
     of_run = (b.run_id == group.run_id, b.tenant == group.tenant)
     for start in range(0, len(done), SITES_AT_ONCE):
@@ -317,10 +328,7 @@ def _let_go(conn: Connection, group: Group, rows: Sequence[Any]) -> None:
         if gone.rowcount != len(arrivals):
             raise Raced
     ledger.enter(conn, done)
-    left = [row.arrival for row in rows if row.step_max >= end]
-    for start in range(0, len(left), SITES_AT_ONCE):
-        conn.execute(
-            sa.update(t.hot_batch)
-            .where(*of_run, b.arrival.in_(left[start : start + SITES_AT_ONCE]))
-            .values(step_min=end)
-        )
+    for step_min, of_step in left.items():
+        for start in range(0, len(of_step), SITES_AT_ONCE):
+            part = of_step[start : start + SITES_AT_ONCE]
+            conn.execute(sa.update(t.hot_batch).where(*of_run, b.arrival.in_(part)).values(step_min=step_min))

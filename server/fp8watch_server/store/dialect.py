@@ -212,6 +212,8 @@ def _postgresql(url: URL) -> Engine:
 def _sqlite_connect(dbapi_connection: Any, record: Any) -> None:
     dbapi_connection.isolation_level = None  # no BEGIN behind our back
     cursor = dbapi_connection.cursor()
+
+    cursor.execute("PRAGMA page_size=2048")
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")  # 200 means committed, also when the power goes
     cursor.execute("PRAGMA foreign_keys=ON")

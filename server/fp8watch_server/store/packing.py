@@ -67,15 +67,17 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def short_mantissa(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Doubles rounded to 24 bits of mantissa, as float32 has, with the range of float64: within 6e-8. Idempotent.
+    """Doubles rounded to 20 bits of fraction, their upper four bytes: within 5e-7, over all of their range. Idempotent.
 
     NaN, Inf and the sign stay; what is finite stays finite.
     """
     bits = np.ascontiguousarray(values, dtype=np.float64).view(np.int64)
-    rounded = ((bits + (1 << 28)) & -(1 << 29)).view(np.float64)
-    cut = (bits & -(1 << 29)).view(np.float64)
-    rounded = np.where(np.isfinite(values) & ~np.isfinite(rounded), cut, rounded)
-    return np.where(np.isfinite(values), rounded, values)
+    rounded = ((bits + (1 << 31)) & -(1 << 32)).view(np.float64)
+    finite = np.isfinite(values)
+    if finite.all() and np.isfinite(rounded).all():
+        return np.asarray(rounded)
+    cut = (bits & -(1 << 32)).view(np.float64)
+    return np.where(finite, np.where(np.isfinite(rounded), rounded, cut), values)
 
 
 def _entropy(planes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
@@ -112,7 +114,7 @@ def pack(columns: Mapping[str, Array], table: Mapping[str, Column]) -> list[byte
     entries: list[list[bytes]] = [[] for _ in range(num_blocks)]
     counts = np.zeros(num_blocks, dtype=np.int64)
     streams: list[dict[int, list[bytes]]] = [{_LOW: [], _MIDDLE: [], _NOISE: []} for _ in range(num_blocks)]
-    for name, given in columns.items():
+    for name, given in sorted(columns.items(), key=lambda item: table[item[0]].code):
         spec = table[name]
         values = np.ascontiguousarray(given, dtype=spec.dtype)
         lanes = values[:, :, None] if values.ndim == 2 else values
@@ -197,12 +199,17 @@ class Packed:
             self._directory, self._at, self._left = frame, 0, num_columns
             self._next = {_LOW: directory, _MIDDLE: 0, _NOISE: at + low + middle}
             self._where: dict[str, Any] = {}
+            if num_columns and not directory:
+                raise DamagedBlock("a block without the directory of its columns")
         except (struct.error, zstandard.ZstdError) as e:
             raise DamagedBlock(f"a block cannot be read ({type(e).__name__}: {e})") from e
 
     def _find(self, wanted: str) -> Any:
         """Its one value, or the place of every plane; None where it was left out. Reads on only as far as it must."""
+        code = self._table[wanted].code
         while wanted not in self._where and self._left:
+            if self._directory[self._at] > code:  # columns stand in the order of their numbers
+                return None
             try:
                 self._read_on()
             except (IndexError, KeyError) as e:
@@ -247,18 +254,32 @@ class Packed:
 
     def column(self, name: str) -> Array:
         """Values of a column, [n] or [n, size]; at its default where it was left out."""
-        spec, n = self._table[name], self.n
+        spec = self._table[name]
+        out = np.empty(self.n if spec.size == 1 else (self.n, spec.size), dtype=spec.dtype)
+        self.fill(name, out)
+        return out
+
+    def one(self, name: str) -> int | float | None:
+        """The value of a column of one number a record, where all are alike; None where they are not."""
         found = self._find(name)
-        shape = (n,) if spec.size == 1 else (n, spec.size)
         if found is None:
-            return np.full(shape, spec.default, dtype=spec.dtype)
-        if isinstance(found, bytes):
-            return np.broadcast_to(np.frombuffer(found, dtype=spec.dtype), (n, spec.size)).reshape(shape)
-        k, lanes = found
-        out = np.empty((n, spec.size), dtype=spec.dtype)
-        for lane, (base, planes) in enumerate(lanes):
-            out[:, lane] = self._lane(k, base, planes, np.dtype(spec.dtype))
-        return out.reshape(shape)
+            return self._table[name].default
+        return np.frombuffer(found, dtype=self._table[name].dtype)[0].item() if isinstance(found, bytes) else None
+
+    def fill(self, name: str, out: Array) -> None:
+        """Write a column into an array [n] or [n, size] of its dtype."""
+        found = self._find(name)
+        if found is None:
+            out[:] = self._table[name].default
+        elif isinstance(found, bytes):
+            out[:] = np.frombuffer(found, dtype=out.dtype)
+        elif out.ndim == 1:
+            k, ((base, planes),) = found
+            out[:] = self._lane(k, base, planes, out.dtype)
+        else:
+            k, lanes = found
+            for lane, (base, planes) in enumerate(lanes):
+                out[:, lane] = self._lane(k, base, planes, out.dtype)
 
     def _lane(self, k: int, base: int, planes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> Array:
         n = self.n

@@ -42,6 +42,7 @@ __all__ = [
     "runs_page",
     "scalars",
     "series",
+    "sessions_page",
     "silences",
     "sites",
     "steps_available",
@@ -52,6 +53,7 @@ __all__ = [
 STALLED_AFTER_S = 90.0
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
+_HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max")
 
 
 class CursorError(ValueError):
@@ -116,9 +118,22 @@ def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str,
         .order_by(s.attempt.desc(), s.rank)
         .limit(MAX_LIMIT)
     ).mappings()
-    hidden = ("run_id", "tenant", "health_seq")
-    found = [{k: v for k, v in row.items() if k not in hidden} for row in sessions]
+    found = [{k: v for k, v in row.items() if k not in _HIDDEN} for row in sessions]
     return {**_as_runs(conn, rows, now)[0], "sessions": found}
+
+
+def sessions_page(
+    conn: Connection, run_id: str, *, cursor: str | None = None, limit: int = DEFAULT_LIMIT
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A page of the sessions of a run with the health of their agents, the newest first, and the cursor after it.
+
+    Raises:
+        CursorError: a cursor that this collector has not made.
+    """
+    s = t.session.c
+    query = sa.select(t.session).where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
+    rows, following = _page(conn, query, s.registered_at, s.session, cursor, limit)
+    return [{k: v for k, v in row._mapping.items() if k not in _HIDDEN} for row in rows], following
 
 
 def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:

@@ -66,9 +66,7 @@ def extent(
             c.run_id == run_id, c.tenant == tenant, c.step0 >= cell_of(low), c.step0 <= high
         )
     ).all()
-    warm: set[int] = set()
-    for row in rows:
-        warm.update(range(cell_of(row.step_min), row.step_max + 1, t.BLOCK_STEPS))
+    warm = _warm([cell.step0 for cell in cells], rows)
     closed: dict[Key, list[Any]] = defaultdict(list)
     still_open = []
     for cell in cells:
@@ -79,6 +77,16 @@ def extent(
         else:
             closed[cell.shown_attempt, cell.shown_rank].append(cell)
     return Extent(run_id, tenant, low, high, dict(closed), still_open, rows)
+
+
+def _warm(step0s: Sequence[int], rows: Sequence[Any]) -> set[int]:
+    """Those of some cells in which a hot batch may have steps."""
+    known = np.sort(np.array(step0s, dtype=np.int64))
+    touched = np.zeros(len(known), dtype=bool)
+    for row in rows:
+        first, last = np.searchsorted(known, [cell_of(row.step_min), row.step_max + 1])
+        touched[first:last] = True
+    return set(known[touched].tolist())
 
 
 def gather(
@@ -111,7 +119,7 @@ def read(
     apart: list[Any] = list(found.open)
     for key, cells in found.closed.items():
         if rank is None:
-            ready.append(_blocks(conn, found, names, sites, [key], cells))
+            ready.append(_blocks(conn, found, names, sites, [key], cells, seqs=False))
         else:
             apart += cells
     if apart:
@@ -175,7 +183,9 @@ def _detail(
         name = tuple(cell.step0 for cell in of_key)
         groups[name].append(key)
         rows[name] = of_key
-    return join([_blocks(conn, found, names, sites, keys, rows[name]) for name, keys in groups.items()], names)
+    return join(
+        [_blocks(conn, found, names, sites, keys, rows[name], seqs=True) for name, keys in groups.items()], names
+    )
 
 
 def detail_keys(cell: Any, rank: int | None = None) -> list[Key]:
@@ -194,12 +204,15 @@ def _blocks(
     sites: Sequence[int] | None,
     keys: Sequence[Key],
     cells: Sequence[Any],
+    *,
+    seqs: bool,
 ) -> Parts:
     """Blocks of some keys and cells, cut to the steps asked for, in the order of key, site and step."""
     b = t.block.c
     step0s = sorted(cell.step0 for cell in cells)
-    columns: list[Any] = [b.attempt, b.rank, b.site, b.step0, b.body]
-    columns.append(b.histograms if any(name in HISTOGRAMS for name in names) else sa.null().label("histograms"))
+    whole = any(name in HISTOGRAMS for name in names)
+    body = b.body if whole else sa.func.substr(b.body, 1, b.front_bytes, type_=sa.LargeBinary).label("body")
+    columns: list[Any] = [b.attempt, b.rank, b.site, b.step0, b.num_records, body, b.front_bytes]
     where = [b.run_id == found.run_id, b.tenant == found.tenant]
     if len(keys) == 1:
         where += [b.attempt == keys[0][0], b.rank == keys[0][1]]
@@ -212,7 +225,7 @@ def _blocks(
     if len(step0s) * t.BLOCK_STEPS != step0s[-1] - step0s[0] + t.BLOCK_STEPS:
         wanted = set(step0s)
         rows = [row for row in rows if row.step0 in wanted]
-    parts = decode(rows, names)
+    parts = decode(rows, names, seqs=seqs)
     if not len(parts) or (step0s[0] >= found.from_step and step0s[-1] + t.BLOCK_STEPS - 1 <= found.to_step):
         return parts
     mask = (parts.step >= found.from_step) & (parts.step <= found.to_step)

@@ -6,7 +6,7 @@ Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts
 Thread:     any; only pure functions
 
 What is read from hot batches and what is read from blocks must be the same, to the bit. So both go through here:
-sums are kept to 24 bits of mantissa (within 6e-8), histograms that were added over ranks are coded once more.
+sums are kept to 20 bits of fraction (within 5e-7), histograms that were added over ranks are coded once more.
 """
 
 from __future__ import annotations

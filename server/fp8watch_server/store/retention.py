@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
@@ -30,6 +30,29 @@ class Policy:
     keep_days: float | None = None  # since the steps were compacted
     keep_steps: int | None = None  # newest ones
     keep_bytes: int | None = None  # of blocks
+
+
+class _Limits(Protocol):
+    """What the settings say of retention; 0: no limit."""
+
+    @property
+    def detail_hours(self) -> float: ...
+    @property
+    def keep_days(self) -> float: ...
+    @property
+    def keep_steps(self) -> int: ...
+    @property
+    def keep_bytes(self) -> int: ...
+
+
+def policy_of(settings: _Limits) -> Policy:
+    """The policy of the settings."""
+    return Policy(
+        detail_hours=settings.detail_hours or None,
+        keep_days=settings.keep_days or None,
+        keep_steps=settings.keep_steps or None,
+        keep_bytes=settings.keep_bytes or None,
+    )
 
 
 @dataclass

@@ -13,6 +13,8 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
+from fp8watch_server.store.views import create_views, drop_views
+
 revision = "0002"
 down_revision = "0001"
 branch_labels = None
@@ -87,7 +89,9 @@ def upgrade() -> None:
         _number("step0", sa.BigInteger()),
         sa.Column("num_records", sa.Integer(), nullable=False),
         sa.Column("body", sa.LargeBinary(), nullable=False),
-        sa.Column("histograms", sa.LargeBinary(), nullable=False),
+        sa.Column("front_bytes", sa.Integer(), nullable=False),
+        sa.Column("first_step", sa.BigInteger(), nullable=True),
+        sa.Column("step_gap", sa.Integer(), nullable=True),
         sa.Column("steps", _array(sa.BigInteger()), nullable=True),
         *[sa.Column(name, _array(sa.REAL()), nullable=True) for name in REALS],
         *[sa.Column(name, _array(sa.BigInteger()), nullable=True) for name in COUNTS],
@@ -160,10 +164,8 @@ def upgrade() -> None:
     )
     op.add_column("session", sa.Column("ledger_seq_max", sa.BigInteger(), server_default="-1", nullable=False))
     if op.get_bind().dialect.name == "postgresql":
-        for column in ("body", "histograms", "steps", *REALS, *COUNTS):
-            # what is packed already is not packed again; arrays are, with what is quick where it is built in
-            how = "STORAGE EXTERNAL" if column in ("body", "histograms") else "STORAGE MAIN"
-            op.execute(f"ALTER TABLE block ALTER COLUMN {column} SET {how}")
+        op.execute("ALTER TABLE block ALTER COLUMN body SET STORAGE EXTERNAL")  # packed already; read in part
+    create_views(op.get_bind())
     _move_logs()
 
 
@@ -208,6 +210,7 @@ def _classified(value: float | None) -> dict[str, object]:
 
 def downgrade() -> None:
     """Back: what was compacted goes, because the first tables have no place for it."""
+    drop_views(op.get_bind())
     op.drop_column("session", "ledger_seq_max")
     for table in ("detect_state", "retention", "logged", "batch_ledger", "scalar_block", "block_meta", "block"):
         op.drop_table(table)

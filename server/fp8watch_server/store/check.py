@@ -1,0 +1,135 @@
+"""Check: is what is stored what was written, and does it add up?
+
+Upstream:   fp8watch_server.store.blocks, fp8watch_server.store.summary    Downstream: fp8watch_server.store.command
+Shapes:     a database -> findings, as sentences
+Thread:     `fp8watch check`
+
+Read are all bodies against their SHA-256, all blocks against their CRC-32, and per cell: that the detail has the
+records that were counted when they came, and that the summary is the one of the blocks that are shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from . import blocks
+from . import schema as t
+from .packing import DamagedBlock
+from .records import Parts, join
+from .summary import summarize, unpack_summary
+
+
+@dataclass
+class Checked:
+    """How much was read, and what is wrong."""
+
+    num_batches: int = 0
+    num_blocks: int = 0
+    num_cells: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def check(engine: Engine, run_id: str | None = None) -> Checked:
+    """Read everything, of one run or of all. Changes nothing."""
+    done = Checked()
+    with engine.connect() as conn:
+        done.problems += _whole(conn)
+        r = t.run.c
+        query = sa.select(r.run_id, r.tenant).order_by(r.run_id, r.tenant)
+        for run in conn.execute(query if run_id is None else query.where(r.run_id == run_id)).all():
+            _batches(conn, run, done)
+            c = t.cell.c
+            cells = sa.select(t.cell).where(c.run_id == run.run_id, c.tenant == run.tenant).order_by(c.step0)
+            for cell in conn.execute(cells).all():
+                _cell(conn, cell, done)
+    return done
+
+
+def _whole(conn: Connection) -> list[str]:
+    """What the database itself can say."""
+    if conn.dialect.name != "sqlite":
+        return []
+    found = [str(row[0]) for row in conn.exec_driver_sql("PRAGMA integrity_check(20)")]
+    orphans = [str(row[0]) for row in conn.exec_driver_sql("PRAGMA foreign_key_check")]
+    problems = [] if found == ["ok"] else [f"SQLite: {text}" for text in found]
+    return problems + [f"table {name}: a row whose owner is not there" for name in sorted(set(orphans))]
+
+
+def _batches(conn: Connection, run: Any, done: Checked) -> None:
+    b = t.hot_batch.c
+    of_run = (b.run_id == run.run_id, b.tenant == run.tenant)
+    for arrival in conn.execute(sa.select(b.arrival).where(*of_run).order_by(b.arrival)).scalars().all():
+        this = sa.select(b.session, b.seq, b.body, b.body_sha256).where(*of_run, b.arrival == arrival)
+        row = conn.execute(this).first()
+        if row is None:  # it was compacted meanwhile
+            continue
+        done.num_batches += 1
+        if hashlib.sha256(bytes(row.body)).digest() != bytes(row.body_sha256):
+            where = f"run {run.run_id!r}, session {row.session}, batch {row.seq}"
+            done.problems.append(f"{where}: the body is not the one that was received")
+
+
+def _cell(conn: Connection, cell: Any, done: Checked) -> None:
+    done.num_cells += 1
+    name = f"run {cell.run_id!r}, steps {cell.step0} to {cell.step0 + t.BLOCK_STEPS - 1}"
+    try:
+        _check_cell(conn, cell, name, done)
+    except DamagedBlock as e:
+        done.problems.append(f"{name}: {e}")
+
+
+def _check_cell(conn: Connection, cell: Any, name: str, done: Checked) -> None:
+    num_records = 0
+    shown: list[Parts] = []
+    for attempt, rank in _keys(cell):
+        for parts in _blocks(conn, cell, attempt, rank, done):
+            if rank != t.ROLLED_RANK:
+                num_records += len(parts)
+            if (attempt, rank) == (cell.shown_attempt, cell.shown_rank):
+                shown.append(parts)
+    if cell.kept == t.KEPT_DETAIL and num_records != cell.num_records:
+        done.problems.append(f"{name}: {num_records} records in blocks, {cell.num_records} were compacted")
+    if cell.shown_rank is None or cell.kept == t.KEPT_SUMMARY:
+        return
+    m = t.block_meta.c
+    body = conn.execute(
+        sa.select(m.body).where(m.run_id == cell.run_id, m.tenant == cell.tenant, m.step0 == cell.step0)
+    ).scalar()
+    if body is None:
+        done.problems.append(f"{name}: no summary")
+    elif not np.array_equal(
+        unpack_summary(bytes(body)).tobytes(), summarize(join(shown, blocks.ALL_FIELDS), cell.step0).tobytes()
+    ):
+        done.problems.append(f"{name}: the summary is not that of the blocks that are shown")
+
+
+def _keys(cell: Any) -> list[tuple[int, int]]:
+    keys = {(attempt, rank) for attempt, rank in cell.sources}
+    if cell.shown_rank is not None and cell.kept != t.KEPT_SUMMARY:
+        keys.add((cell.shown_attempt, cell.shown_rank))
+    return sorted(keys)
+
+
+def _blocks(conn: Connection, cell: Any, attempt: int, rank: int, done: Checked) -> Iterator[Parts]:
+    """The blocks of a source, site by site."""
+    b, s = t.block.c, t.site.c
+    of_run = (b.run_id == cell.run_id, b.tenant == cell.tenant)
+    sites = (
+        conn.execute(sa.select(s.site).where(s.run_id == cell.run_id, s.tenant == cell.tenant).order_by(s.site))
+        .scalars()
+        .all()
+    )
+    columns = (b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes)
+    for start in range(0, len(sites), 256):
+        this = (b.attempt == attempt, b.rank == rank, b.site.in_(sites[start : start + 256]), b.step0 == cell.step0)
+        rows = conn.execute(sa.select(*columns).where(*of_run, *this).order_by(b.site)).all()
+        done.num_blocks += len(rows)
+        if rows:
+            yield blocks.decode(rows, blocks.ALL_FIELDS, check=True)

@@ -1,0 +1,177 @@
+"""`fp8watch prune | check | migrate | backup`: care for the database of a collector.
+
+Upstream:   fp8watch.cli
+Downstream: fp8watch_server.store.retention, fp8watch_server.store.check, fp8watch_server.store.backup
+Thread:     main
+
+Options and variables are those of the table of settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from .. import migrations
+from ..settings import SETTINGS, SettingError, Settings
+from . import schema as t
+from .backup import BackupError, backup
+from .check import check
+from .dialect import DatabaseUrlError, make_engine, parse_url, upsert, writing
+from .retention import policy_of, prune
+from .views import RoleError, grant_reader
+
+EXIT_USAGE = 2
+LIMITS = ("keep_days", "keep_steps", "keep_bytes")
+
+
+class Unusable(Exception):
+    """What cannot be done, with the remedy."""
+
+
+def _parser(name: str, description: str, *settings: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog=f"fp8watch {name}", description=description)
+    for s in SETTINGS:
+        if s.name in ("database_url", *settings):
+            made.add_argument(f"--{s.name.replace('_', '-')}", default=None, help=f"{s.help} [{s.variable}]")
+    return made
+
+
+def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Callable[[Any, Settings], int]) -> int:
+    args = vars(parser.parse_args(argv))
+    known = {s.name for s in SETTINGS}
+    url = None
+    try:
+        settings = Settings.from_environ(**{k: v for k, v in args.items() if k in known})
+        url = settings.database_url
+        return work(argparse.Namespace(**args), settings)
+    except (BackupError, DatabaseUrlError, RoleError, SettingError, Unusable, migrations.TooNew) as e:
+        print(f"fp8watch {name}: {e}", file=sys.stderr)
+    except SQLAlchemyError as e:
+        shown = parse_url(url).render_as_string(hide_password=True) if url else "?"
+        reason = str(getattr(e, "orig", None) or e).splitlines()[0]
+        print(f"fp8watch {name}: database {shown}: {reason}; check that it is there and runs", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _opened(settings: Settings, *, at_head: bool = True) -> Engine:
+    """The database, which must be there: none of these commands makes one."""
+    url = parse_url(settings.database_url)
+    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
+        raise Unusable(f"database {url.database!r} is not there; name another with --database-url")
+    engine = make_engine(settings.database_url)
+    if at_head:
+        with engine.connect() as conn:
+            revision = migrations.current(conn)
+        if revision != migrations.head():
+            raise Unusable(
+                f"the database is at revision {revision}, this program works at {migrations.head()}; "
+                "run fp8watch migrate, or the other version of fp8watch"
+            )
+    return engine
+
+
+def _require_run(engine: Engine, run_id: str) -> None:
+    with engine.connect() as conn:
+        known = list(conn.execute(sa.select(t.run.c.run_id).order_by(t.run.c.last_seen_at.desc())).scalars())
+    if run_id not in known:
+        raise Unusable(f"there is no run {run_id!r}; known are {', '.join(map(repr, known[:20])) or 'none'}")
+
+
+def prune_main(argv: list[str]) -> int:
+    """Apply retention now. Status 0: done."""
+    parser = _parser("prune", "Let go of what the retention policy does not keep.", "detail_hours", *LIMITS)
+    parser.add_argument("--run", default=None, help="only this run (default: all)")
+    parser.add_argument("--remember", action="store_true", help="keep the limits given as those of --run from now on")
+    parser.add_argument("--delete", action="store_true", help="delete --run with everything that belongs to it")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    return _run("prune", parser, argv, _prune)
+
+
+def _prune(args: Any, settings: Settings) -> int:
+    if (args.remember or args.delete) and args.run is None:
+        raise Unusable("--remember and --delete are for one run; name it with --run")
+    engine = _opened(settings)
+    if args.run is not None:
+        _require_run(engine, args.run)
+    if args.delete:
+        if not args.dry_run:
+            with writing(engine) as conn:
+                conn.execute(sa.delete(t.run).where(t.run.c.run_id == args.run))
+        print(f"run {args.run!r} {'would be' if args.dry_run else 'is'} deleted")
+        return 0
+    if args.remember and not args.dry_run:
+        with writing(engine) as conn:
+            row = {name: getattr(settings, name) or None for name in LIMITS}
+            upsert(conn, t.retention, [{"run_id": args.run, "tenant": t.DEFAULT_TENANT, **row}])
+    done = prune(engine, policy_of(settings), time.time(), run_id=args.run, dry_run=args.dry_run)
+    engine.dispose()
+    print(
+        f"{'would go' if args.dry_run else 'gone'}: single ranks of {done.num_cells_to_rollup} cells, "
+        f"blocks of {done.num_cells_to_summary} cells ({done.num_bytes} bytes); a cell is {t.BLOCK_STEPS} steps of a run"
+    )
+    return 0
+
+
+def check_main(argv: list[str]) -> int:
+    """Read everything that is stored. Status 0: it is whole; 1: it is not."""
+    parser = _parser("check", "Read all that is stored, against its hashes and counts. Changes nothing.")
+    parser.add_argument("--run", default=None, help="only this run (default: all)")
+    return _run("check", parser, argv, _check)
+
+
+def _check(args: Any, settings: Settings) -> int:
+    engine = _opened(settings)
+    if args.run is not None:
+        _require_run(engine, args.run)
+    done = check(engine, args.run)
+    engine.dispose()
+    for problem in done.problems:
+        print(problem)
+    read = f"{done.num_batches} batches, {done.num_blocks} blocks, {done.num_cells} cells"
+    print(f"{read}: {f'{len(done.problems)} problems' if done.problems else 'whole'}")
+    return 1 if done.problems else 0
+
+
+def migrate_main(argv: list[str]) -> int:
+    """Bring the database to the revision of this program. Status 0: it is there."""
+    parser = _parser("migrate", "Bring the database to the newest revision.")
+    text = "PostgreSQL role, made where it is missing, that may SELECT from the views for Grafana and nothing else"
+    parser.add_argument("--reader", default=None, metavar="ROLE", help=text)
+    return _run("migrate", parser, argv, _migrate)
+
+
+def _migrate(args: Any, settings: Settings) -> int:
+    engine = make_engine(settings.database_url)
+    before = migrations.upgrade(engine)
+    if args.reader is not None:
+        with writing(engine) as conn:
+            made = grant_reader(conn, args.reader)
+        remedy = f"; let it log in: ALTER ROLE {args.reader} LOGIN PASSWORD '…'" if made else ""
+        print(f"role {args.reader} reads the views of schema grafana{remedy}")
+    engine.dispose()
+    head = migrations.head()
+    print(f"database at {head} already" if before == head else f"database brought from {before or 'nothing'} to {head}")
+    return 0
+
+
+def backup_main(argv: list[str]) -> int:
+    """Write a backup while the collector runs. Status 0: it is whole."""
+    parser = _parser("backup", "Copy the database into one file, while the collector runs.")
+    parser.add_argument("file", type=Path, help="to write; never written over")
+    return _run("backup", parser, argv, _backup)
+
+
+def _backup(args: Any, settings: Settings) -> int:
+    size = backup(settings.database_url, args.file)
+    restore = "put it where the database was" if settings.database_url.startswith("sqlite") else "pg_restore reads it"
+    print(f"{args.file}: {size} bytes; to restore: {restore}")
+    return 0

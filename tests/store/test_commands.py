@@ -1,0 +1,134 @@
+"""fp8watch prune, check, migrate and backup."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from database import KINDS, fresh_database
+from store.kit import SITES, UP, Feed
+from store.test_compaction import fill
+
+from fp8watch_server.store import schema as t
+from fp8watch_server.store.backup import pg_dumps
+from fp8watch_server.store.command import backup_main, check_main, migrate_main, prune_main
+from fp8watch_server.store.dialect import make_engine, writing
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch: pytest.MonkeyPatch, database_url: str) -> None:
+    monkeypatch.setenv("FP8WATCH_DATABASE_URL", database_url)
+
+
+def test_check_finds_every_kind_of_damage(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(feed, 290)
+    feed.compact()
+    assert check_main([]) == 0
+    assert "whole" in capsys.readouterr().out
+    b, m, c, h = t.block.c, t.block_meta.c, t.cell.c, t.hot_batch.c
+    with feed.engine.connect() as conn:
+        body = bytes(conn.execute(sa.select(b.body).where(b.site == UP.id, b.rank == 1)).scalar_one())
+    damages = [
+        (sa.update(t.hot_batch).where(h.rank == 0).values(body=b"x"), "not the one that was received"),
+        (sa.update(t.block).where(b.site == UP.id, b.rank == 1).values(body=body[:-1] + b"?"), "CRC-32"),
+        (sa.delete(t.block).where(b.site == UP.id, b.rank == 0), "were compacted"),
+        (sa.delete(t.block).where(b.site == UP.id, b.rank == t.ROLLED_RANK), "not that of the blocks"),
+        (sa.delete(t.block_meta).where(m.step0 == 0), "no summary"),
+        (sa.update(t.cell).where(c.step0 == 0).values(num_records=1), "were compacted"),
+    ]
+    for damage, word in damages:
+        with feed.engine.connect() as conn:
+            before = {
+                table: conn.execute(sa.select(table)).mappings().all()
+                for table in (t.hot_batch, t.block, t.block_meta, t.cell)
+            }
+        with writing(feed.engine) as conn:
+            conn.execute(damage)
+        assert check_main([]) == 1, word
+        assert word in capsys.readouterr().out
+        with writing(feed.engine) as conn:
+            for table, rows in before.items():
+                conn.execute(sa.delete(table))
+                if rows:
+                    conn.execute(sa.insert(table), [{k: v for k, v in row.items() if k not in _ARRAYS} for row in rows])
+    assert check_main(["--run", "run-1"]) == 0
+    assert check_main(["--run", "run-9"]) == 2
+    assert "known are 'run-1'" in capsys.readouterr().err
+
+
+_ARRAYS = {"steps", *t.BLOCK_ARRAYS, *t.BLOCK_COUNTS}
+
+
+def test_prune_says_what_goes_and_lets_it_go(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(feed, 700, ranks=1)
+    feed.compact(everything=True)
+    assert prune_main(["--keep-steps", "100", "--dry-run"]) == 0
+    assert "would go" in capsys.readouterr().out
+    assert feed.count(t.block) == 3 * len(SITES)
+    assert prune_main(["--run", "run-1", "--keep-steps", "100", "--remember"]) == 0
+    assert "blocks of 2 cells" in capsys.readouterr().out
+    assert feed.count(t.block) == len(SITES)
+    assert feed.count(t.retention, t.retention.c.keep_steps == 100) == 1
+    assert check_main([]) == 0
+    assert prune_main(["--delete"]) == 2
+    assert prune_main(["--delete", "--run", "run-1"]) == 0
+    assert [feed.count(table) for table in (t.run, t.session, t.block, t.cell, t.scalar, t.batch_ledger)] == [0] * 6
+    assert prune_main(["--keep-steps", "-1"]) == 2
+    assert "0 or more" in capsys.readouterr().err
+
+
+def test_a_backup_is_whole_while_batches_come(
+    feed: Feed, database_url: str, database_kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(feed, 290, ranks=1)
+    feed.compact()
+    want = feed.answers(ranks=(None, 0))
+    target = tmp_path / "copy"
+    assert backup_main([str(target)]) == 0
+    feed.send(feed.agent(rank=1), [1000])
+    assert backup_main([str(target)]) == 2
+    assert "never written over" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+    with fresh_database(database_kind, migrated=False) as url:
+        if database_kind == "sqlite":
+            with sqlite3.connect(target) as copy:
+                assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            copy.close()
+            url = f"sqlite:///{target}"
+        else:
+            restore = pg_dumps()[-1].replace("pg_dump", "pg_restore")
+            given = make_engine(url).url
+            command = [restore, "-U", "postgres", "-h", str(given.query.get("host") or given.host)]
+            subprocess.run([*command, "-d", str(given.database), str(target)], check=True)
+        restored = Feed(make_engine(url))
+        assert restored.answers(ranks=(None, 0)) == want
+        assert migrate_main(["--database-url", url]) == 0
+        assert check_main(["--database-url", url]) == 0
+        restored.engine.dispose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_migrate_brings_nothing_to_the_newest(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with fresh_database(kind, migrated=False) as url:
+        assert migrate_main(["--database-url", url]) == 0
+        assert migrate_main(["--database-url", url]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert "from nothing to 0002" in said[0]
+        assert "already" in said[1]
+
+
+def test_a_database_that_is_not_there_or_not_ready_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = f"sqlite:///{tmp_path / 'none.db'}"
+    for main, args in ((check_main, []), (prune_main, []), (backup_main, [str(tmp_path / "b")])):
+        assert main([*args, "--database-url", missing]) == 2
+        assert "none.db" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    with fresh_database("sqlite", migrated=False) as url:
+        make_engine(url).connect().close()
+        assert check_main(["--database-url", url]) == 2
+        assert "fp8watch migrate" in capsys.readouterr().err
+    assert check_main(["--database-url", "postgresql://nobody@127.0.0.1:1/none"]) == 2
+    assert "check that it is there" in capsys.readouterr().err
