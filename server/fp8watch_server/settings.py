@@ -168,6 +168,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("tls_cert", "FP8WATCH_TLS_CERT", "", "certificate chain as a PEM file: serve https; needs the key", _file),
     Setting("tls_key", "FP8WATCH_TLS_KEY", "", "private key of the certificate as a PEM file", _file),
+    Setting("rules", "FP8WATCH_RULES", "", "thresholds of the detectors, as a TOML or JSON file", _file),
     Setting("log_format", "FP8WATCH_LOG_FORMAT", "text", "text, or json: one object a line", _one_of("text", "json")),
     Setting(
         "log_level",
@@ -196,6 +197,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
+    rules: str = ""
     log_format: str = "text"
     log_level: str = "warning"
 

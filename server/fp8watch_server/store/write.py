@@ -23,6 +23,8 @@ from fp8watch_agent.record import Site
 from . import schema as t
 from .dialect import upsert
 
+RESTART_COUNT = "restart_count"
+
 
 class KeyReused(Exception):
     """A body under a key that another body has taken."""
@@ -101,8 +103,7 @@ def register_session(
     if known is not None and known.rank != facts.rank:
         raise RankMismatch(facts.rank, known.rank)
     if known is None:
-        newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
-        attempt = int(newest or 0) + 1
+        attempt = _attempt(conn, of_run, facts)
     else:
         attempt = int(known.attempt)
     row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
@@ -115,6 +116,22 @@ def register_session(
         .values(attempt=attempt)
     )
     return attempt
+
+
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> int:
+    """The attempt of a new session.
+
+    Where the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
+    one attempt, also of ranks that were not there before. Else it is the order of the sessions of the rank.
+    """
+    s, count = t.session.c, facts.facts.get(RESTART_COUNT)
+    newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
+    if count is None:
+        return int(newest or 0) + 1
+    of_all = int(conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run)).scalar() or 0)
+    others = conn.execute(sa.select(s.facts).where(*of_run, s.attempt == of_all)).scalars()
+    together = any(other.get(RESTART_COUNT) == count for other in others)
+    return of_all if together and int(newest or 0) < of_all else of_all + 1
 
 
 def register_sites(
