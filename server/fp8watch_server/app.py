@@ -148,6 +148,7 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
+    app.add_middleware(ingest.ShortWay)
     app.add_middleware(ReadPatience, engine=engine)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)

@@ -111,8 +111,9 @@ class _Judged:
     row: Any
     batch: Batch | None
     findings: Sequence[Any]
-    settled_step: int | None
-    stride: int
+    settled_step: int | None = None
+    stride: int = 1
+    error: str = ""  # why there is no batch
 
 
 @dataclass(frozen=True)
@@ -238,20 +239,22 @@ class DetectWorker:
     def _judge(self, key: tuple[str, str], rows: list[Any]) -> list[_Judged]:
         out: list[_Judged] = []
         running = self._engine_of(key, rows[0].arrival)
-        for row in rows:
-            try:
-                with self._db.connect() as conn:
+        engine = running.engine
+        with self._db.connect() as conn:
+            unresolved = _has_unresolved(conn, key)
+            for row in rows:
+                try:
                     batch = hot.load(conn, row)
-            except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait for it
-                log.error("batch %s of run %r cannot be read (%s); going on without it", row.seq, row.run_id, e)
-                self.num_failed_batches += 1
-                with writing(self._db) as conn:
-                    _mark(conn, key, [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
-                continue
-            if batch is not None:
-                findings = running.engine.observe(batch, at=row.received_at)
-                out.append(_Judged(row, batch, findings, running.engine.settled_step, running.engine.stride))
-        for notice in running.engine.take_notices():
+                except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait
+                    out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
+                    continue
+                if batch is None:
+                    continue
+                findings = engine.observe(batch, at=row.received_at)
+                unresolved = unresolved or bool(findings)
+                settled = engine.settled_step if unresolved else None  # it looks at every rank
+                out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
+        for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
         return out
 
@@ -260,7 +263,12 @@ class DetectWorker:
             return False
         running = self._running[key]
         with writing(self._db) as conn:
-            _mark(conn, key, [j.row.arrival for j in judged], t.BATCH_DETECTED, None)
+            for j in judged:
+                if j.error:
+                    log.error("batch %s of run %r cannot be read (%s); going on without it", j.row.seq, key[0], j.error)
+                    self.num_failed_batches += 1
+                    _mark(conn, key, [j.row.arrival], t.BATCH_FAILED, j.error[:2000])
+            _mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
             changed = self._write_incidents(conn, key, judged, running)
             add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
             self._save(conn, key, running, judged)

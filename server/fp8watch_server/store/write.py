@@ -134,6 +134,39 @@ def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> 
     return of_all if together and int(newest or 0) < of_all else of_all + 1
 
 
+def unregistered_sites(
+    conn: Connection, run_id: str, sites: Iterable[Site], *, tenant: str = t.DEFAULT_TENANT
+) -> list[Site]:
+    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough."""
+    c = t.site.c
+    rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
+    known = {row.site: {name: row._mapping[name] for name in _SITE_FACTS} for row in rows}
+    return [site for site in sites if known.get(site.id) != _site_row(site)]
+
+
+_SITE_FACTS = tuple(c.name for c in t.site.c if c.name not in ("run_id", "tenant", "site", "updated_at"))
+
+
+def _site_row(site: Site) -> dict[str, Any]:
+    return {
+        "module": site.module,
+        "operand": site.operand,
+        "direction": site.direction,
+        "gemm": site.gemm,
+        "flow_order": site.order,
+        "num_rows": site.shape[0],
+        "num_columns": site.shape[1],
+        "tile_rows": site.tile[0],
+        "tile_columns": site.tile[1],
+        "format": site.format,
+        "power_2_scale": site.power_2_scale,
+        "eps": site.eps,
+        "recipe": site.recipe,
+        "backend": site.backend,
+        "evidence": site.evidence,
+    }
+
+
 def register_sites(
     conn: Connection,
     run_id: str,
@@ -149,31 +182,21 @@ def register_sites(
         Unknown: the session (or its run).
     """
     _session(conn, run_id, session, tenant)
-    rows = [
-        {
-            "run_id": run_id,
-            "tenant": tenant,
-            "site": site.id,
-            "module": site.module,
-            "operand": site.operand,
-            "direction": site.direction,
-            "gemm": site.gemm,
-            "flow_order": site.order,
-            "num_rows": site.shape[0],
-            "num_columns": site.shape[1],
-            "tile_rows": site.tile[0],
-            "tile_columns": site.tile[1],
-            "format": site.format,
-            "power_2_scale": site.power_2_scale,
-            "eps": site.eps,
-            "recipe": site.recipe,
-            "backend": site.backend,
-            "evidence": site.evidence,
-            "updated_at": now,
-        }
-        for site in sites
-    ]
+    where = {"run_id": run_id, "tenant": tenant, "updated_at": now}
+    rows = [{**where, "site": site.id, **_site_row(site)} for site in sites]
     upsert(conn, t.site, rows)
+
+
+def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> None:
+    """Check that a session is there.
+
+    Raises:
+        Unknown: the session, or its run.
+    """
+    s = t.session.c
+    where = (s.run_id == run_id, s.tenant == tenant, s.session == session)
+    if conn.execute(sa.select(sa.literal(1)).where(*where)).first() is None:
+        _session(conn, run_id, session, tenant)
 
 
 def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
