@@ -34,6 +34,12 @@ class Setting:
     help: str
     parse: Callable[[str], Any]
     secret: bool = False
+    file: bool = False  # may come from <VARIABLE>_FILE, as every secret may
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Where it is read from."""
+        return (self.variable, f"{self.variable}_FILE") if self.secret or self.file else (self.variable,)
 
 
 def _port(text: str) -> int:
@@ -114,8 +120,10 @@ SETTINGS: tuple[Setting, ...] = (
         "database_url",
         "FP8WATCH_DATABASE_URL",
         "",
-        "database, as a URL of SQLAlchemy; default: an SQLite file in the user's data folder",
+        "database, as a URL of SQLAlchemy: sqlite:////path or postgresql+psycopg://user:password@host/name; default: an "
+        "SQLite file in the user's data folder",
         _database_url,
+        file=True,
     ),
     Setting("host", "FP8WATCH_HOST", "127.0.0.1", "address to listen on; beyond loopback a token is required", _host),
     Setting("port", "FP8WATCH_PORT", 8420, "TCP port to listen on; 0 takes any free one", _port),
@@ -249,7 +257,7 @@ class Settings:
 
 
 def _from_environ(s: Setting, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    value, path = environ.get(s.variable), environ.get(f"{s.variable}_FILE") if s.secret else None
+    value, path = environ.get(s.variable), environ.get(f"{s.variable}_FILE") if len(s.variables) > 1 else None
     if path is None:
         return (None if value is None or value == "" else value), s.variable
     source = f"{s.variable}_FILE"
