@@ -10,8 +10,9 @@ application's lifespan, so that what is only looked at (tests, OpenAPI) starts n
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from anyio import to_thread
@@ -50,18 +51,27 @@ class Dispatching(Protocol):
         ...
 
 
-def _detection() -> Detection:
+def _detection(settings: Settings) -> Detection:
     from .detect.engine import Engine as DetectEngine
     from .detect.finding import facts_of
+    from .detect.rules import Rules, load_rules
+    from .detect.sessions import sessions_of
     from .incidents.fold import close_quiet, fold
     from .incidents.messages import write_resolved
 
+    rules = load_rules(Path(settings.rules)) if settings.rules else Rules()
+
+    def make_engine(facts: Mapping[int, Any], run_id: str, run_name: str) -> DetectEngine:
+        return DetectEngine(facts, rules.thresholds_for(run_id, run_name))
+
     return Detection(
         make_facts=facts_of,
-        make_engine=DetectEngine,
+        make_engine=make_engine,
         fold=fold,
         close_quiet=close_quiet,
         say_resolved=write_resolved,
+        make_sessions=sessions_of,
+        load_engine=getattr(DetectEngine, "load", None),
     )
 
 
@@ -101,7 +111,7 @@ def create_app(
     migrations.upgrade(engine)
     install_token(engine, settings)
     check_exposure(engine, settings)
-    detection = detection or _detection()
+    detection = detection or _detection(settings)
     sender = dispatcher(engine, settings)
     on_change = sender.wake if sender is not None else _nothing
     compactor = Compactor(engine, policy_of(settings))
@@ -139,6 +149,7 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
+    app.add_middleware(ingest.ShortWay)
     app.add_middleware(ReadPatience, engine=engine)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)

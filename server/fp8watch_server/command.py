@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         flag = f"--{s.name.replace('_', '-')}"
         default = default_database_url() if s.name == "database_url" else s.default
         shown = f" (default: {default})" if default not in ("", False, ()) else ""
-        text = f"{s.help}{shown} [{s.variable}{' or ' + s.variable + '_FILE' if s.secret else ''}]"
+        text = f"{s.help}{shown} [{' or '.join(s.variables)}]"
         text = text.replace("%", "%%")
         if s.secret:
             continue  # a secret on a command line is seen by everyone on the machine

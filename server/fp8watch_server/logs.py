@@ -70,7 +70,7 @@ class JsonLines(Redacted):
             line.setdefault(name, self.clean(value) if isinstance(value, str) else value)
         if trace:
             line["traceback"] = trace
-        return msgspec.json.encode(line).decode()
+        return _CONTROL.sub(lambda m: f"\\u{ord(m[0]):04x}", msgspec.json.encode(line).decode())
 
 
 def _escaped(text: str) -> str:

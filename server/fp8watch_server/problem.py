@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -129,12 +129,22 @@ def _on_bug(request: Request, e: Exception) -> Response:
     ).response()
 
 
+def answer_of(request: Request, e: Exception) -> Response:
+    """The answer that an exception becomes."""
+    if isinstance(e, Problem):
+        return e.response()
+    if isinstance(e, OperationalError | InterfaceError | PoolTimeoutError):
+        return _on_database(request, e)
+    return _on_database_error(request, e) if isinstance(e, DBAPIError) else _on_bug(request, e)
+
+
 def install(app: FastAPI) -> None:
     """Answer every exception with a problem."""
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(OperationalError, _on_database)
+    app.add_exception_handler(InterfaceError, _on_database)
     app.add_exception_handler(PoolTimeoutError, _on_database)
     app.add_exception_handler(DBAPIError, _on_database_error)
     app.add_exception_handler(Exception, _on_bug)

@@ -4,17 +4,20 @@ Upstream:   fp8watch_server.worker    Downstream: fp8watch_server.detect.engine,
 Shapes:     hot_batch rows that are detected -> one Engine, whose findings are known already and are dropped
 Thread:     detect worker
 
-How far back it looks is counted in sampled steps: steps with records. A run that sends full statistics each 64th step
-needs 64 times the steps to fill the same baselines.
+An engine that can say what it remembers is saved now and then, and needs only what came since: that is exact. Otherwise
+the newest batches are shown to it again. How far back is counted in sampled steps, which are those with records: a run
+that sends full statistics each 64th step needs 64 times the steps to fill the same baselines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import sqlalchemy as sa
+import zstandard
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import Site
@@ -22,7 +25,10 @@ from fp8watch_agent.wire import Batch
 
 from .store import hot
 from .store import schema as t
+from .store.dialect import upsert
 
+STATE_VERSION = "1"
+"""Of the envelope; the engine has a version of its own in what it dumps."""
 REPLAY_SAMPLES = 256
 """Sampled steps of a rank that are replayed."""
 MAX_REPLAY_BATCHES = 8192
@@ -32,9 +38,21 @@ MAX_REPLAY_BATCHES = 8192
 class Observes(Protocol):
     """The part of an engine that is needed here."""
 
-    def observe(self, batch: Batch) -> Any:
+    def observe(self, batch: Batch, at: float | None = None) -> Any:
         """Findings of one batch."""
         ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an engine remembered after a batch."""
+
+    arrival: int
+    state: bytes
+
+
+Registered = tuple[int, float, int, float]
+"""Numbers of sites and sessions, and the sums of their times of change: whether to read them again."""
 
 
 def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
@@ -59,7 +77,7 @@ def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_
     num = 0
     for row, batch in _load(conn, (*seen, b.arrival >= min(arrivals)), b.arrival):
         if row.arrival in arrivals:
-            engine.observe(batch)
+            engine.observe(batch, at=row.received_at)
             num += 1
     return num
 
@@ -94,13 +112,71 @@ def _load(conn: Connection, where: tuple[Any, ...], order: Any) -> Iterator[tupl
             yield row, batch
 
 
-def sites_version(conn: Connection, run_id: str, tenant: str) -> tuple[int, float]:
-    """Number of sites and the sum of their times of change: whether to read them again."""
-    c = t.site.c
-    row = conn.execute(
+def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, now: float) -> None:
+    """Keep what the engine remembers, if it can say it."""
+    dump = getattr(engine, "dump", None)
+    if dump is None:
+        return
+    state = zstandard.ZstdCompressor(level=1).compress(dump())
+    row = {"run_id": run_id, "tenant": tenant, "arrival": arrival, "version": STATE_VERSION, "state": state}
+    upsert(conn, t.detect_state, [{**row, "written_at": now}])
+
+
+def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Saved | None:
+    """What was kept, unless it knows more than it should."""
+    c = t.detect_state.c
+    where = (c.run_id == run_id, c.tenant == tenant, c.version == STATE_VERSION, c.arrival < before_arrival)
+    row = conn.execute(sa.select(c.arrival, c.state).where(*where)).first()
+    if row is None:
+        return None
+    try:
+        return Saved(row.arrival, zstandard.ZstdDecompressor().decompress(bytes(row.state)))
+    except zstandard.ZstdError:
+        return None
+
+
+def replay_since(
+    conn: Connection, engine: Observes, run_id: str, tenant: str, after_arrival: int, before_arrival: int
+) -> int:
+    """Show an engine what was looked at after it was saved. Returns how many batches that was."""
+    b = t.hot_batch.c
+    where = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED)
+    num = 0
+    for row, batch in _load(conn, (*where, b.arrival > after_arrival, b.arrival < before_arrival), b.arrival):
+        engine.observe(batch, at=row.received_at)
+        num += 1
+    return num
+
+
+def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
+    """What a run has registered by now."""
+    c, s = t.site.c, t.session.c
+    sites = conn.execute(
         sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
     ).one()
-    return int(row[0]), float(row[1] or 0.0)
+    sessions = conn.execute(
+        sa.select(sa.func.count(), sa.func.sum(s.registered_at)).where(s.run_id == run_id, s.tenant == tenant)
+    ).one()
+    return int(sites[0]), float(sites[1] or 0.0), int(sessions[0]), float(sessions[1] or 0.0)
+
+
+def sessions_of(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:
+    """The sessions of a run, as rows."""
+    s = t.session.c
+    where = (s.run_id == run_id, s.tenant == tenant)
+    return conn.execute(sa.select(t.session).where(*where).order_by(s.attempt, s.rank)).all()
+
+
+def run_name(conn: Connection, run_id: str, tenant: str) -> str:
+    """What people call it."""
+    r = t.run.c
+    return str(conn.execute(sa.select(r.name).where(r.run_id == run_id, r.tenant == tenant)).scalar() or "")
+
+
+def newest_attempt(conn: Connection, run_id: str, tenant: str) -> int:
+    """Of any rank."""
+    r = t.run.c
+    return int(conn.execute(sa.select(r.attempt).where(r.run_id == run_id, r.tenant == tenant)).scalar() or 1)
 
 
 def sites_of(conn: Connection, run_id: str, tenant: str) -> list[Site]:

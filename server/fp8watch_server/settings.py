@@ -34,6 +34,12 @@ class Setting:
     help: str
     parse: Callable[[str], Any]
     secret: bool = False
+    file: bool = False  # may come from <VARIABLE>_FILE, as every secret may
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Where it is read from."""
+        return (self.variable, f"{self.variable}_FILE") if self.secret or self.file else (self.variable,)
 
 
 def _port(text: str) -> int:
@@ -130,8 +136,10 @@ SETTINGS: tuple[Setting, ...] = (
         "database_url",
         "FP8WATCH_DATABASE_URL",
         "",
-        "database, as a URL of SQLAlchemy; default: an SQLite file in the user's data folder",
+        "database, as a URL of SQLAlchemy: sqlite:////path or postgresql+psycopg://user:password@host/name; default: an "
+        "SQLite file in the user's data folder",
         _database_url,
+        file=True,
     ),
     Setting("host", "FP8WATCH_HOST", "127.0.0.1", "address to listen on; beyond loopback a token is required", _host),
     Setting("port", "FP8WATCH_PORT", 8420, "TCP port to listen on; 0 takes any free one", _port),
@@ -184,6 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("tls_cert", "FP8WATCH_TLS_CERT", "", "certificate chain as a PEM file: serve https; needs the key", _file),
     Setting("tls_key", "FP8WATCH_TLS_KEY", "", "private key of the certificate as a PEM file", _file),
+    Setting("rules", "FP8WATCH_RULES", "", "thresholds of the detectors, as a TOML or JSON file", _file),
     Setting("log_format", "FP8WATCH_LOG_FORMAT", "text", "text, or json: one object a line", _one_of("text", "json")),
     Setting(
         "log_level",
@@ -222,6 +231,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
+    rules: str = ""
     log_format: str = "text"
     log_level: str = "warning"
     detail_hours: float = 24.0
@@ -277,7 +287,7 @@ class Settings:
 
 
 def _from_environ(s: Setting, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    value, path = environ.get(s.variable), environ.get(f"{s.variable}_FILE") if s.secret else None
+    value, path = environ.get(s.variable), environ.get(f"{s.variable}_FILE") if len(s.variables) > 1 else None
     if path is None:
         return (None if value is None or value == "" else value), s.variable
     source = f"{s.variable}_FILE"

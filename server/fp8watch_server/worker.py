@@ -38,6 +38,7 @@ log = logging.getLogger("fp8watch.detect")
 
 MAX_ENGINES = 64
 BATCHES_AT_ONCE = 512
+SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
 PACE_S = 0.2
 """Between groups; the first batch after a quiet time is taken at once."""
 IDLE_S = 1.0
@@ -47,12 +48,24 @@ RETRY_S = 0.5
 class DetectEngine(Protocol):
     """One run's detectors: pure, no database."""
 
-    def observe(self, batch: Batch) -> Sequence[Any]:
-        """Findings of one batch."""
+    def observe(self, batch: Batch, at: float | None = None) -> Sequence[Any]:
+        """Findings of one batch, that came at a time of this collector's clock."""
+        ...
+
+    def tick(self, now: float) -> Sequence[Any]:
+        """Findings of what waited for a rank that is late; called while nothing comes."""
         ...
 
     def add_sites(self, sites: Any) -> None:
         """Facts that came later, or changed."""
+        ...
+
+    def add_sessions(self, sessions: Any) -> None:
+        """Sessions of the run, new ones and known ones."""
+        ...
+
+    def take_notices(self) -> Sequence[Any]:
+        """What is worth a line and no fault; each has a `kind`, a `step`, a `rank` and a `text`."""
         ...
 
     @property
@@ -71,18 +84,24 @@ class Detection:
     """The rooms after this one, as plain callables."""
 
     make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
-    make_engine: Callable[[Mapping[int, Any]], DetectEngine]
+    make_engine: Callable[[Mapping[int, Any], str, str], DetectEngine]  # facts of the sites, run id, run name
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
     say_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
     """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
+    make_sessions: Callable[[Any], Any] = lambda rows: rows
+    """Of rows of the session table what `add_sessions` takes."""
+    load_engine: Callable[[bytes, Mapping[int, Any]], DetectEngine] | None = None
+    """An engine out of what its `dump` gave, with the facts of its sites; a ValueError says that it cannot be."""
 
 
 @dataclass
 class _Running:
     engine: DetectEngine
     sites: Mapping[int, Any]
-    sites_at: tuple[int, float]
+    seen: rebuild.Registered
+    since_saved: int = 0  # batches
+    saved_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,10 +109,18 @@ class _Judged:
     """One batch after the detectors."""
 
     row: Any
-    batch: Batch
+    batch: Batch | None
     findings: Sequence[Any]
-    settled_step: int | None
-    stride: int
+    settled_step: int | None = None
+    stride: int = 1
+    error: str = ""  # why there is no batch
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """In place of a batch's row, where findings come of the time alone."""
+
+    attempt: int
 
 
 class _Overtaken(Exception):
@@ -148,6 +175,7 @@ class DetectWorker:
                     self._running.clear()  # the leader's engines are the true ones
                     self._stop.wait(IDLE_S)
                 elif self.drain() == 0:
+                    self.tick()
                     self._wake.wait(IDLE_S)
                 else:
                     self._stop.wait(PACE_S)
@@ -170,6 +198,19 @@ class DetectWorker:
                 break
             self._take(list(rows))
         return len(pending)
+
+    def tick(self) -> None:
+        """Nothing came: tell the engines what time it is."""
+        for key, running in list(self._running.items()):
+            findings = running.engine.tick(self._clock())
+            if not findings:
+                continue
+            with writing(self._db) as conn:
+                settled, stride = running.engine.settled_step, running.engine.stride
+                idle = _Judged(_Idle(rebuild.newest_attempt(conn, *key)), None, findings, settled, stride)
+                changed = self._write_incidents(conn, key, [idle], running)
+            if changed:
+                self._on_change()
 
     def _take(self, rows: list[Any]) -> None:
         """Batches of one run."""
@@ -198,19 +239,23 @@ class DetectWorker:
     def _judge(self, key: tuple[str, str], rows: list[Any]) -> list[_Judged]:
         out: list[_Judged] = []
         running = self._engine_of(key, rows[0].arrival)
-        for row in rows:
-            try:
-                with self._db.connect() as conn:
+        engine = running.engine
+        with self._db.connect() as conn:
+            unresolved = _has_unresolved(conn, key)
+            for row in rows:
+                try:
                     batch = hot.load(conn, row)
-            except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait for it
-                log.error("batch %s of run %r cannot be read (%s); going on without it", row.seq, row.run_id, e)
-                self.num_failed_batches += 1
-                with writing(self._db) as conn:
-                    _mark(conn, key, [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
-                continue
-            if batch is not None:
-                findings = running.engine.observe(batch)
-                out.append(_Judged(row, batch, findings, running.engine.settled_step, running.engine.stride))
+                except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait
+                    out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
+                    continue
+                if batch is None:
+                    continue
+                findings = engine.observe(batch, at=row.received_at)
+                unresolved = unresolved or bool(findings)
+                settled = engine.settled_step if unresolved else None  # it looks at every rank
+                out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
+        for notice in engine.take_notices():
+            log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
         return out
 
     def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
@@ -218,10 +263,24 @@ class DetectWorker:
             return False
         running = self._running[key]
         with writing(self._db) as conn:
-            _mark(conn, key, [j.row.arrival for j in judged], t.BATCH_DETECTED, None)
+            for j in judged:
+                if j.error:
+                    log.error("batch %s of run %r cannot be read (%s); going on without it", j.row.seq, key[0], j.error)
+                    self.num_failed_batches += 1
+                    _mark(conn, key, [j.row.arrival], t.BATCH_FAILED, j.error[:2000])
+            _mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
             changed = self._write_incidents(conn, key, judged, running)
-            add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged])
+            add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
+            self._save(conn, key, running, judged)
         return changed
+
+    def _save(self, conn: Connection, key: tuple[str, str], running: _Running, judged: list[_Judged]) -> None:
+        """Now and then, what the engine remembers: in the transaction of the marks, so that they agree."""
+        running.since_saved += len(judged)
+        now = time.monotonic()
+        if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
+            rebuild.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
+            running.since_saved, running.saved_at = 0, now
 
     def _give_up(self, row: Any, e: Exception) -> bool:
         """Count a batch that detectors or incidents broke on, and leave it marked as such."""
@@ -258,22 +317,44 @@ class DetectWorker:
     def _engine_of(self, key: tuple[str, str], before_arrival: int) -> _Running:
         running = self._running.get(key)
         with self._db.connect() as conn:
-            sites_at = rebuild.sites_version(conn, *key)
-            if running is not None and running.sites_at == sites_at:
+            seen = rebuild.registered(conn, *key)
+            if running is not None and running.seen == seen:
                 self._running.move_to_end(key)
                 return running
             facts = self._detection.make_facts(rebuild.sites_of(conn, *key))
+            sessions = self._detection.make_sessions(rebuild.sessions_of(conn, *key))
             if running is not None:
-                changed = {i: f for i, f in facts.items() if running.sites.get(i) != f}
-                running.engine.add_sites(changed)
-                running.sites, running.sites_at = facts, sites_at
+                running.engine.add_sites({i: f for i, f in facts.items() if running.sites.get(i) != f})
+                running.engine.add_sessions(sessions)
+                running.sites, running.seen = facts, seen
                 return running
-            running = _Running(self._detection.make_engine(facts), facts, sites_at)
-            rebuild.replay(conn, running.engine, *key, before_arrival)
+            running = _Running(self._made(conn, key, facts, sessions, before_arrival), facts, seen)
+            running.saved_at = time.monotonic()
         self._running[key] = running
         while len(self._running) > MAX_ENGINES:
             self._running.popitem(last=False)
         return running
+
+    def _made(
+        self, conn: Connection, key: tuple[str, str], facts: Mapping[int, Any], sessions: Any, before_arrival: int
+    ) -> DetectEngine:
+        """From what was saved and what came since; else from the newest samples."""
+        saved = rebuild.saved(conn, *key, before_arrival)
+        if saved is not None and self._detection.load_engine is not None:
+            try:
+                loaded = self._detection.load_engine(saved.state, facts)
+            except ValueError as e:
+                log.info("run %r: what its detectors remembered is not used: %s", key[0], e)
+            else:
+                loaded.add_sessions(sessions)
+                rebuild.replay_since(conn, loaded, *key, saved.arrival, before_arrival)
+                loaded.take_notices()
+                return loaded
+        made = self._detection.make_engine(facts, key[0], rebuild.run_name(conn, *key))
+        made.add_sessions(sessions)
+        rebuild.replay(conn, made, *key, before_arrival)
+        made.take_notices()
+        return made
 
 
 def _pending(conn: Connection) -> Sequence[Any]:

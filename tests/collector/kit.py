@@ -60,7 +60,16 @@ class FakeEngine:
     def add_sites(self, sites: Any) -> None:
         self.sites.update(sites)
 
-    def observe(self, batch: Any) -> list[Any]:
+    def add_sessions(self, sessions: Any) -> None:
+        self.sessions = {s.session for s in sessions}
+
+    def tick(self, now: float) -> list[Any]:
+        return []
+
+    def take_notices(self) -> list[Any]:
+        return []
+
+    def observe(self, batch: Any, at: float | None = None) -> list[Any]:
         self.seen.append((batch.header.session, batch.header.seq))
         if len(batch.steps):
             self.settled_step = int(batch.steps["step"][-1])
@@ -77,7 +86,7 @@ class Recorder:
         self.resolved: list[str] = []
 
     def detection(self) -> Detection:
-        def make(sites: Any) -> FakeEngine:
+        def make(sites: Any, run_id: str = "", run_name: str = "") -> FakeEngine:
             self.engines.append(FakeEngine(sites))
             return self.engines[-1]
 

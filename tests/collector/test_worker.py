@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from collector.kit import Agent, Recorder, make_site, run_async
+import zstandard
+from collector.kit import Agent, FakeEngine, Recorder, make_site, run_async
 
+from fp8watch_server import rebuild
+from fp8watch_server import worker as worker_module
 from fp8watch_server.app import create_app
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import writing
+from fp8watch_server.store.leader import Leader
 from fp8watch_server.worker import DetectWorker
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
@@ -70,12 +76,12 @@ def test_a_detector_that_breaks_harms_one_batch(client: Any, app: Any, recorder:
     observe = real.make_engine({}).__class__.observe
 
     class Breaks(real.make_engine({}).__class__):  # type: ignore[misc]
-        def observe(self, batch: Any) -> Any:
+        def observe(self, batch: Any, at: float | None = None) -> Any:
             if batch.header.seq == 2:
                 raise ZeroDivisionError("a bug")
             return observe(self, batch)
 
-    object.__setattr__(real, "make_engine", Breaks)
+    object.__setattr__(real, "make_engine", lambda sites, run_id, run_name: Breaks(sites))
     worker = DetectWorker(app.state.engine, real)
     worker.drain()
     assert states(app) == [1, 2, 1]
@@ -193,3 +199,144 @@ def test_a_body_that_cannot_be_read_back_holds_up_nobody(client: Any, app: Any, 
     app.state.worker.drain()
     assert states(app) == [2, 1]
     assert [seq for _, seq in recorder.engines[0].seen] == [2]
+
+
+class Remembers(FakeEngine):
+    """An engine that can be saved: what it has seen is its state."""
+
+    def dump(self) -> bytes:
+        return json.dumps(self.seen).encode()
+
+    @classmethod
+    def load(cls, state: bytes, sites: Any) -> Remembers:
+        if not state.startswith(b"["):
+            raise ValueError("a state of another version")
+        made = cls(sites)
+        made.seen = [tuple(item) for item in json.loads(state)]
+        return made
+
+
+def remembering() -> tuple[Recorder, Any]:
+    recorder = Recorder()
+    detection = recorder.detection()
+
+    def make(sites: Any, run_id: str, run_name: str) -> Remembers:
+        recorder.engines.append(Remembers(sites))
+        return recorder.engines[-1]  # type: ignore[return-value]
+
+    def load(state: bytes, sites: Any) -> Remembers:
+        recorder.engines.append(Remembers.load(state, sites))
+        return recorder.engines[-1]  # type: ignore[return-value]
+
+    object.__setattr__(detection, "make_engine", make)
+    object.__setattr__(detection, "load_engine", load)
+    return recorder, detection
+
+
+def test_an_engine_that_was_saved_sees_only_what_came_since(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(client).register([UP])
+    _, detection = remembering()
+    monkeypatch.setattr(worker_module, "SAVE_EVERY_BATCHES", 3)
+    worker = DetectWorker(app.state.engine, detection)
+    for step in range(3):
+        agent.send([UP], [step])
+    worker.drain()  # saved behind the third
+    for step in (3, 4):
+        agent.send([UP], [step])
+        worker.drain()
+    agent.send([UP], [5])
+    after, detection = remembering()
+    DetectWorker(app.state.engine, detection).drain()
+    assert [seq for _, seq in after.engines[0].seen] == [1, 2, 3, 4, 5, 6]
+    with app.state.engine.connect() as conn:
+        assert conn.execute(sa.select(t.detect_state.c.arrival)).scalar_one() == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"no frame"])
+def test_a_saved_engine_that_cannot_be_used_is_built_up_again(
+    client: Any, app: Any, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    agent = Agent(client).register([UP])
+    _, detection = remembering()
+    monkeypatch.setattr(worker_module, "SAVE_EVERY_BATCHES", 1)
+    for step in range(3):
+        agent.send([UP], [step])
+    DetectWorker(app.state.engine, detection).drain()
+    broken = damage or zstandard.compress(b"{}")
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.detect_state).values(state=broken))
+    agent.send([UP], [3])
+    after, detection = remembering()
+    DetectWorker(app.state.engine, detection).drain()
+    assert [seq for _, seq in after.engines[-1].seen] == [1, 2, 3, 4]
+
+
+def test_replay_counts_samples_not_steps(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full statistics each 64th step: the baselines reach 64 times as far back."""
+    monkeypatch.setattr(rebuild, "REPLAY_SAMPLES", 4)
+    agent = Agent(client).register([UP])
+    for step in range(0, 640, 16):
+        agent.send([UP] if step % 64 == 0 else [], [step])
+    app.state.worker.drain()
+    agent.send([UP], [640])
+    after = Recorder()
+    DetectWorker(app.state.engine, after.detection()).drain()
+    steps = [16 * (seq - 1) for _, seq in after.engines[0].seen]
+    assert steps == list(range(384, 656, 16))
+
+
+def test_two_workers_on_one_database_count_a_batch_once(client: Any, app: Any) -> None:
+    """What the leader's lock saves from happening, and what happens when it does not."""
+    agent = Agent(client).register([UP])
+    agent.send([UP], [1], fields={"num_saturated": 5})
+    first, second = (DetectWorker(app.state.engine, Recorder().detection()) for _ in range(2))
+    judge = second._judge
+
+    def slow(key: Any, rows: Any) -> Any:
+        judged = judge(key, rows)
+        first.drain()  # meanwhile the other one is done with it
+        return judged
+
+    second._judge = slow  # type: ignore[method-assign]
+    second.drain()
+    with app.state.engine.connect() as conn:
+        assert conn.execute(sa.select(t.site_total.c.num_saturated)).scalar_one() == 5
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])
+def test_of_two_collectors_one_leads_until_it_dies(app: Any) -> None:
+    first, second = Leader(app.state.engine, "x"), Leader(app.state.engine, "x")
+    assert [first.held(), second.held(), first.held(), Leader(app.state.engine, "y").held()] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert first._conn is not None
+    first._conn.connection.driver_connection.close()  # as when the process dies
+    until = time.monotonic() + 10
+    while not second.held():  # the server notices by itself
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    with pytest.raises(sa.exc.SQLAlchemyError):
+        first.held()
+    assert not first.held()
+    second.release()
+    assert first.held()
+    first.release()
+
+
+def test_sessions_of_one_restart_are_one_attempt(client: Any) -> None:
+    def attempt(session: str, rank: int, count: int | None) -> int:
+        facts = {} if count is None else {"facts": {"restart_count": count}}
+        agent = Agent(client, session=session * 32, rank=rank, **facts)
+        agent.register_run()
+        return int(agent.register_session().json()["attempt"])
+
+    assert [attempt("a", 0, 0), attempt("b", 1, 0)] == [1, 1]
+    assert [attempt("c", 0, 1), attempt("d", 1, 1), attempt("e", 2, 1)] == [2, 2, 2]  # a rank that is new joins
+    assert [attempt("f", 1, 0), attempt("0", 0, 0)] == [3, 3]  # a new job under the same run counts from 0 again
+    assert attempt("f", 1, 0) == 3
+    assert [attempt("1", 5, None), attempt("2", 0, None)] == [1, 4]  # a launcher that does not count

@@ -28,7 +28,9 @@ class Leader:
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
+        self._own: Engine | None = None
+        if engine.dialect.name == "postgresql":  # a connection of our own, or the pool would have one less
+            self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
         self._key = int.from_bytes(hashlib.blake2b(f"fp8watch:{name}".encode(), digest_size=8).digest(), "big") >> 1
         self._conn: Connection | None = None
 
@@ -38,13 +40,13 @@ class Leader:
         Raises:
             SQLAlchemyError: the database cannot be asked.
         """
-        if self._engine.dialect.name != "postgresql":
+        if self._own is None:
             return True
         try:
             if self._conn is not None:
                 self._conn.execute(sa.text("SELECT 1"))  # the lock lives as long as this connection
                 return True
-            conn = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            conn = self._own.connect()
             try:
                 mine = bool(conn.execute(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": self._key}).scalar())
             except BaseException:
@@ -53,7 +55,6 @@ class Leader:
             if not mine:
                 conn.close()
                 return False
-            conn.detach()  # it is not the pool's any more
             self._conn = conn
         except SQLAlchemyError:
             self.release()
@@ -65,4 +66,4 @@ class Leader:
         conn, self._conn = self._conn, None
         if conn is not None:
             with contextlib.suppress(SQLAlchemyError):
-                conn.close()  # it is detached: this closes it for good
+                conn.close()

@@ -23,6 +23,8 @@ from fp8watch_agent.record import Site
 from . import schema as t
 from .dialect import upsert
 
+RESTART_COUNT = "restart_count"
+
 
 class KeyReused(Exception):
     """A body under a key that another body has taken."""
@@ -101,8 +103,7 @@ def register_session(
     if known is not None and known.rank != facts.rank:
         raise RankMismatch(facts.rank, known.rank)
     if known is None:
-        newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
-        attempt = int(newest or 0) + 1
+        attempt = _attempt(conn, of_run, facts)
     else:
         attempt = int(known.attempt)
     row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
@@ -115,6 +116,55 @@ def register_session(
         .values(attempt=attempt)
     )
     return attempt
+
+
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> int:
+    """The attempt of a new session.
+
+    Where the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
+    one attempt, also of ranks that were not there before. Else it is the order of the sessions of the rank.
+    """
+    s, count = t.session.c, facts.facts.get(RESTART_COUNT)
+    newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
+    if count is None:
+        return int(newest or 0) + 1
+    of_all = int(conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run)).scalar() or 0)
+    others = conn.execute(sa.select(s.facts).where(*of_run, s.attempt == of_all)).scalars()
+    together = any(other.get(RESTART_COUNT) == count for other in others)
+    return of_all if together and int(newest or 0) < of_all else of_all + 1
+
+
+def unregistered_sites(
+    conn: Connection, run_id: str, sites: Iterable[Site], *, tenant: str = t.DEFAULT_TENANT
+) -> list[Site]:
+    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough."""
+    c = t.site.c
+    rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
+    known = {row.site: {name: row._mapping[name] for name in _SITE_FACTS} for row in rows}
+    return [site for site in sites if known.get(site.id) != _site_row(site)]
+
+
+_SITE_FACTS = tuple(c.name for c in t.site.c if c.name not in ("run_id", "tenant", "site", "updated_at"))
+
+
+def _site_row(site: Site) -> dict[str, Any]:
+    return {
+        "module": site.module,
+        "operand": site.operand,
+        "direction": site.direction,
+        "gemm": site.gemm,
+        "flow_order": site.order,
+        "num_rows": site.shape[0],
+        "num_columns": site.shape[1],
+        "tile_rows": site.tile[0],
+        "tile_columns": site.tile[1],
+        "format": site.format,
+        "power_2_scale": site.power_2_scale,
+        "eps": site.eps,
+        "recipe": site.recipe,
+        "backend": site.backend,
+        "evidence": site.evidence,
+    }
 
 
 def register_sites(
@@ -132,31 +182,21 @@ def register_sites(
         Unknown: the session (or its run).
     """
     _session(conn, run_id, session, tenant)
-    rows = [
-        {
-            "run_id": run_id,
-            "tenant": tenant,
-            "site": site.id,
-            "module": site.module,
-            "operand": site.operand,
-            "direction": site.direction,
-            "gemm": site.gemm,
-            "flow_order": site.order,
-            "num_rows": site.shape[0],
-            "num_columns": site.shape[1],
-            "tile_rows": site.tile[0],
-            "tile_columns": site.tile[1],
-            "format": site.format,
-            "power_2_scale": site.power_2_scale,
-            "eps": site.eps,
-            "recipe": site.recipe,
-            "backend": site.backend,
-            "evidence": site.evidence,
-            "updated_at": now,
-        }
-        for site in sites
-    ]
+    where = {"run_id": run_id, "tenant": tenant, "updated_at": now}
+    rows = [{**where, "site": site.id, **_site_row(site)} for site in sites]
     upsert(conn, t.site, rows)
+
+
+def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> None:
+    """Check that a session is there.
+
+    Raises:
+        Unknown: the session, or its run.
+    """
+    s = t.session.c
+    where = (s.run_id == run_id, s.tenant == tenant, s.session == session)
+    if conn.execute(sa.select(sa.literal(1)).where(*where)).first() is None:
+        _session(conn, run_id, session, tenant)
 
 
 def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:

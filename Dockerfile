@@ -1,0 +1,30 @@
+# The collector. Nothing is written inside the image: the database is elsewhere, or on a volume at /data.
+#   docker build -t fp8watch .
+#   docker run -p 8420:8420 --read-only --tmpfs /tmp -v fp8watch:/data -e FP8WATCH_TOKEN_FILE=/run/secrets/token ... fp8watch
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY fp8watch ./fp8watch
+COPY agent ./agent
+COPY server ./server
+RUN python -m venv /opt/fp8watch \
+ && /opt/fp8watch/bin/pip install --no-cache-dir -c constraints.txt '.[server]' 'psycopg[binary]'
+
+FROM python:3.12-slim
+RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin fp8watch \
+ && install -d -o fp8watch -g fp8watch /data
+COPY --from=build /opt/fp8watch /opt/fp8watch
+ENV PATH=/opt/fp8watch/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    FP8WATCH_HOST=0.0.0.0 \
+    FP8WATCH_LOG_FORMAT=json \
+    FP8WATCH_DATABASE_URL=sqlite:////data/fp8watch.db
+USER 10001
+VOLUME /data
+EXPOSE 8420
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
+  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8420/healthz', timeout=2)"]
+ENTRYPOINT ["fp8watch"]
+CMD ["serve"]

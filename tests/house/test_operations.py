@@ -1,0 +1,134 @@
+"""What operators read is what the collector does: settings, limits, commands, image and compose file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fp8watch_agent.inflate import MAX_INFLATED_BYTES
+from fp8watch_agent.wire import MAX_WIRE_BYTES
+from fp8watch_server.auth import LOOPBACK_NAMES, RELOAD_AFTER_S, SCOPES
+from fp8watch_server.command import DRAIN_S
+from fp8watch_server.ingest import MAX_INFLIGHT_BYTES
+from fp8watch_server.settings import SETTINGS, Setting
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+WRITE = "run python tests/house/test_operations.py to write it"
+
+
+def settings_table() -> str:
+    """The rows between the marks of docs/operations.md."""
+
+    def default(s: Setting) -> str:
+        return f"`{s.default}`" if s.default not in ("", (), False) else "off" if s.default is False else "none"
+
+    rows = []
+    for s in SETTINGS:
+        flag = "" if s.secret else f"`--{s.name.replace('_', '-')}`"
+        rows.append(f"| {flag} | {', '.join(f'`{v}`' for v in s.variables)} | {default(s)} | {s.help} |")
+    return "\n".join(["| setting | variable | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    written = PAGE.split("<!-- settings -->\n")[1].split("\n<!-- /settings -->")[0]
+    assert written == settings_table(), WRITE
+
+
+def test_limits_and_times_are_those_of_the_code() -> None:
+    assert f"{MAX_WIRE_BYTES >> 20} MiB, or inflating above {MAX_INFLATED_BYTES >> 20} MiB" in PAGE
+    assert f"{MAX_INFLIGHT_BYTES >> 20} MiB of bodies in flight" in PAGE
+    assert f"within {RELOAD_AFTER_S:.0f} seconds" in PAGE
+    assert f"SIGTERM ends it in {DRAIN_S} seconds" in PAGE
+    for word in (*SCOPES, *LOOPBACK_NAMES):
+        assert word in PAGE
+
+
+def test_every_command_that_is_named_exists() -> None:
+    table = (ROOT / "pyproject.toml").read_text().split('entry-points."fp8watch.commands"]')[1].split("\n[")[0]
+    known = set(re.findall(r"^(\w+) =", table, re.M))
+    text = PAGE + (ROOT / "docker-compose.yml").read_text() + (ROOT / "Dockerfile").read_text()
+    named = set(re.findall(r"fp8watch ([a-z]+)\b(?= |`|$)", text)) & {
+        "serve",
+        "load",
+        "token",
+        "notify",
+        "sync",
+        "check",
+    }
+    assert named <= known
+
+
+def test_metrics_that_are_named_exist() -> None:
+    code = "".join(p.read_text() for p in (ROOT / "server").rglob("metrics.py"))
+    for name in re.findall(r"`(fp8watch_[a-z_]+)`", PAGE):
+        assert name.removesuffix("_total") in code, name
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    return loaded
+
+
+def test_every_container_is_a_user_on_a_read_only_system_with_a_health_check(compose: dict[str, Any]) -> None:
+    assert set(compose) <= {"name", "services", "networks", "volumes", "secrets"}
+    for name, service in compose["services"].items():
+        assert service["read_only"] is True, name
+        assert str(service["user"]) not in ("root", "0"), name
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        check = service["healthcheck"]
+        assert check["test"][0] in ("CMD", "CMD-SHELL"), name
+        assert {"interval", "timeout", "retries"} <= set(check), name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name}: {port} would be open to everyone"
+
+
+def test_what_the_compose_file_refers_to_is_there(compose: dict[str, Any]) -> None:
+    variables = {v for s in SETTINGS for v in s.variables}
+    for name, service in compose["services"].items():
+        for other, condition in service.get("depends_on", {}).items():
+            assert condition == {"condition": "service_healthy"}, name
+            assert "healthcheck" in compose["services"][other]
+        for secret in service.get("secrets", []):
+            assert secret in compose["secrets"], name
+        for network in service["networks"]:
+            assert network in compose["networks"], name
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in compose["volumes"], name
+        for variable, value in service.get("environment", {}).items():
+            assert not re.search("(?i)password=|fp8w_", str(value)), f"{name}: a secret in the open"
+            if variable.startswith("FP8WATCH_"):
+                assert variable in variables
+            if variable.endswith("_FILE"):
+                assert value.removeprefix("/run/secrets/") in service["secrets"]
+    assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    grace_s = int(compose["services"]["collector"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > DRAIN_S
+
+
+def test_the_image_runs_as_a_user_and_is_checked() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
+    text = "\n".join(last_stage)
+    assert re.search(r"^USER [1-9]\d+$", text, re.M)
+    assert "HEALTHCHECK" in text
+    assert "/healthz" in text
+    variables = {v for s in SETTINGS for v in s.variables}
+    assert set(re.findall(r"\b(FP8WATCH_[A-Z_]+)=", text)) <= variables
+    copied = {w for line in lines if line.startswith("COPY ") and "--from" not in line for w in line.split()[1:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name.removeprefix('./')}" for name in copied} <= set(ignored)
+
+
+if __name__ == "__main__":
+    head, rest = PAGE.split("<!-- settings -->\n")
+    tail = rest.split("<!-- /settings -->")[1]
+    page = f"{head}<!-- settings -->\n{settings_table()}\n<!-- /settings -->{tail}"
+    (ROOT / "docs" / "operations.md").write_text(page)
