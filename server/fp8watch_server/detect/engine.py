@@ -90,10 +90,13 @@ class Engine:
         if not news:
             return
         self._registry.add_sites(self._table.sites, news)
+        changed = [i for i in news if i in self._table.sites]
         self._table.add(news)
         for stream in self._streams.values():
             stream.zero_tiles.grow(len(self._table))
         self._statistics.grow(len(self._table))
+        if changed:
+            self._statistics.forget(self._table.rows(np.array(changed, dtype=np.uint64)))
 
     def add_sessions(self, sessions: Iterable[SessionFacts]) -> None:
         """Sessions of the run, new ones and known ones: their facts are compared, their ranks waited for."""

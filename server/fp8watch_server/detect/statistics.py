@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from .attention import AttentionLogits
 from .collapse import Collapse
@@ -75,6 +76,13 @@ class Statistics:
             baseline.grow(num_sites)
         for detector in self._detectors:
             detector.grow(num_sites)
+
+    def forget(self, rows: npt.NDArray[np.int64]) -> None:
+        """Sites whose quantiser became another one: what was usual before says nothing."""
+        which = np.zeros(self._base.amax.num_series, dtype=np.bool_)
+        which[rows] = True
+        for baseline in (self._base.sqnr, self._base.underflow):
+            baseline.forget(which)
 
     def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool) -> list[Finding]:
         """Judge one step, then learn from it.

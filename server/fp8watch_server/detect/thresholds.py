@@ -82,7 +82,7 @@ TABLE: tuple[Threshold, ...] = (
     _t("sqnr_drop_db", 3, "dB", 0.1, 60, _SPEC),
     # dying-tile, dead-layer
     _t("dying_log2_amax", -90, "octaves", -149, 0, _SPEC),
-    _t("dying_fall_octaves", 12, "octaves", 1, 140, _TRAIN),
+    _t("dying_fall_octaves", 6, "octaves", 1, 140, _TRAIN),
     _t("dead_octaves", 3, "octaves", 0.5, 64, _SPEC),
     # bad-batch
     _t("loss_jump_sigma", 6, "ratio", 1, 1000, "the public spike rule's 6σ, over a median that a spike does not move"),
