@@ -6,7 +6,8 @@ from importlib import resources
 
 import pytest
 
-from fp8watch_server.incidents.playbook import EPS_VARIABLE, MODE_BY_SLUG, MODES, SLUGS, fixes
+from fp8watch_server.incidents.fixes import EPS_VARIABLE, fixes
+from fp8watch_server.incidents.playbook import MODE_BY_SLUG, MODES, SLUGS
 
 BUILT = [
     "nan-in-loss",
