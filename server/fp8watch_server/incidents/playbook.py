@@ -206,7 +206,7 @@ MODES: tuple[Mode, ...] = (
         "sensitive-layer-quantized",
         "sensitive layer on the FP8 path",
         "exclude it with filter_fn",
-        (("chronic-quantization-noise", "any other layer whose SQNR is under its band")),
+        (("chronic-quantization-noise", "any other layer whose SQNR is under its band"),),
     ),
     Mode(
         19,
