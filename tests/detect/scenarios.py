@@ -63,7 +63,7 @@ STEPS, ONSET = 200, 120
 
 def _case(fault: Callable[[Trace, int, int, np.random.Generator], None], **kw: Any) -> Callable[[int, int], Case]:
     def make(seed: int, level: int) -> Case:
-        rng = np.random.default_rng([seed, level, 3])
+        rng = np.random.default_rng([seed, 3])
         onset = ONSET + int(rng.integers(0, 24))
         trace = healthy(seed, STEPS, **kw)
         if level >= 0:

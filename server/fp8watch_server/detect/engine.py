@@ -103,6 +103,8 @@ class Engine:
         for facts in sorted(sessions, key=lambda f: (f.attempt, f.rank)):
             if self._registry.add_session(facts):
                 self._agreement.session(facts)
+                if facts.attempt == self._registry.attempt:
+                    self._assembly.expect(facts.rank)
 
     @property
     def sites(self) -> Mapping[int, SiteFacts]:
@@ -209,6 +211,8 @@ class Engine:
         """An attempt ends: its last steps are judged as they are, and baselines begin anew."""
         found = [f for group in self._assembly.restart() for f in self._roll_up(group)]
         self._restarted = self._num_batches
+        for rank in self._registry.ranks():
+            self._assembly.expect(rank)
         self._statistics = Statistics(len(self._table), self.thresholds)
         self._scales.restart()
         self._last_full = None
