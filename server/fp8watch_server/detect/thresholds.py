@@ -76,6 +76,7 @@ TABLE: tuple[Threshold, ...] = (
     _t("collapse_halvings", 3, "count", 1, 100, _SPEC),
     # gradient-underflow, chronic-quantization-noise
     _t("underflow_points", 0.05, "share", 0.001, 1, _SPEC),
+    _t("underflow_alarm_points", 0.08, "share", 0.001, 1, "a change of domain moves healthy gradients by 6 points"),
     _t("chronic_sqnr_e4m3_db", 28, "dB", 1, 60, _SPEC),
     _t("chronic_sqnr_e5m2_db", 22, "dB", 1, 60, _SPEC),
     _t("chronic_underflow", 0.10, "share", 0.001, 1, _SPEC),

@@ -5,7 +5,7 @@ Shapes:     share of underflow [S] of gradients -> at most one finding
 Thread:     detect worker
 
 The invariant finds a scale that belongs to something larger (`invariant`); this one finds the rest: an eps that clamps,
-a format too narrow, gradients with a few giants. Five points above the site's own baseline, six of its σ, and twice
+a format too narrow, gradients with a few giants. Eight points above the site's own baseline, six of its σ, and twice
 the baseline, for several steps: in healthy training the count of some gradients leaps by twenty points for a single
 step. Twenty points more than that for two steps are told at once.
 """
@@ -47,7 +47,7 @@ class Underflow:
         if not ctx.warm or not ctx.clean:
             return []
         rise = ctx.underflow_rise
-        need = np.maximum(ctx.limit.underflow_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
+        need = np.maximum(ctx.limit.underflow_alarm_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
         need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
         with np.errstate(invalid="ignore"):
