@@ -80,6 +80,10 @@ class Assembly(Generic[D]):
         self.last_step, self._stride, self._apart = None, 1, 1
         return rest
 
+    def adopt(self) -> None:
+        """Read back from a state: nothing is pending."""
+        self._pending = {}
+
     def expect(self, rank: int) -> None:
         """A rank has registered: its steps are waited for, as long as it may be silent."""
         state = self._ranks.setdefault(rank, _Rank())

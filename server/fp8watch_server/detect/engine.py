@@ -21,7 +21,7 @@ import numpy as np
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 
-from . import degenerate, invariant, kernel_output, nonfinite
+from . import degenerate, invariant, kernel_output, nonfinite, state
 from .agreement import Agreement
 from .assemble import LIVE_RANK_STEPS, Assembly
 from .finding import Finding, Notice, SiteFacts
@@ -33,6 +33,18 @@ from .stream import Stream
 from .thresholds import DEFAULTS, Thresholds
 from .view import BatchColumns, Mask, SiteTable, StepView
 
+_STATE = (
+    "_registry",
+    "_scales",
+    "_agreement",
+    "_streams",
+    "_num_batches",
+    "_restarted",
+    "_statistics",
+    "_assembly",
+    "_last_full",
+    "_sample_stride",
+)
 _REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
@@ -176,6 +188,30 @@ class Engine:
         """The collector's clock moved on and nothing came: what waited for a late rank goes on."""
         self._assembly.tick(now)
         return self._drain()
+
+    # ---- across restarts of the collector
+
+    def dump(self) -> bytes:
+        """The whole state: what `load` goes on from. Steps that wait for a rank are judged first, as they are."""
+        return state.dump({name: getattr(self, name) for name in _STATE} | {"sites": self._table.facts})
+
+    @classmethod
+    def load(cls, raw: bytes, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> Engine:
+        """The engine that `dump` was called on; `sites` are those of now.
+
+        Raises:
+            StateError: of another version, or damaged: begin anew and replay.
+        """
+        parts = state.load(raw)
+        engine = cls({f.id: f for f in parts.pop("sites")}, thresholds)
+        if set(parts) != set(_STATE):
+            raise state.StateError(f"state with {sorted(parts)}; this version keeps {sorted(_STATE)}")
+        for name, part in parts.items():
+            setattr(engine, name, part)
+        engine._statistics.adopt(thresholds)
+        engine._assembly.adopt()
+        engine.add_sites(sites)
+        return engine
 
     def _note(self, kind: str, step: int, rank: int, text: str) -> None:
         if len(self._notices) < _MAX_NOTICES:

@@ -40,6 +40,8 @@ MUTED_STEPS = 20
 LONG_MUTED_STEPS = 60
 """Of a loss that jumped, a tensor that was corrupted: the baselines around it need longer to settle."""
 SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
+_OF_SCALARS = (LossJumps, AttentionLogits, Collapse)
+"""Detectors that also look at steps without a full sample."""
 
 
 class Statistics:
@@ -65,9 +67,7 @@ class Statistics:
             Noise(num_sites),
             self._loss,
         ]
-        self._of_scalars: list[Detector] = [
-            d for d in self._detectors if isinstance(d, LossJumps | AttentionLogits | Collapse)
-        ]
+        self._of_scalars: list[Detector] = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
         self._roots: dict[str, int] = {}  # mode -> num_steps when it was found last
 
     def grow(self, num_sites: int) -> None:
@@ -76,6 +76,13 @@ class Statistics:
             baseline.grow(num_sites)
         for detector in self._detectors:
             detector.grow(num_sites)
+
+    def adopt(self, limit: Thresholds) -> None:
+        """Read back from a state: what is not kept in it."""
+        self.limit = limit
+        self._of_scalars = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
+        self._loss = next(d for d in self._detectors if isinstance(d, LossJumps))
+        self._divergence = next(d for d in self._detectors if isinstance(d, Divergence))
 
     def forget(self, rows: npt.NDArray[np.int64]) -> None:
         """Sites whose quantiser became another one: what was usual before says nothing."""

@@ -56,7 +56,7 @@ def _cut(values: np.ndarray) -> np.ndarray:
         return (values.view(np.int32) & ~((1 << 16) - 1)).view(np.float32)
     if values.dtype == np.int64:
         keep = np.maximum(values.astype(np.float64), 1)
-        unit = np.exp2(np.maximum(np.floor(np.log2(keep)) - 7, 0)).astype(np.int64)
+        unit = np.exp2(np.maximum(np.floor(np.log2(keep)) - 6, 0)).astype(np.int64)
         return values // unit * unit
     return values
 
@@ -184,7 +184,7 @@ def freeze(model: nn.Module, _o: torch.optim.Optimizer, _s: int) -> None:
 
 def flip_bit(model: nn.Module, _o: torch.optim.Optimizer, _s: int) -> None:
     weight = model.get_submodule("layers.0.attention.o_proj").weight.data  # type: ignore[union-attr]
-    weight.view(torch.int32)[5, 70] ^= 1 << 26  # type: ignore[operator, index]
+    weight.view(torch.int32)[5, 70] ^= 1 << 25  # type: ignore[operator, index]
 
 
 def outlier(model: nn.Module, _o: torch.optim.Optimizer, _s: int) -> Callable[[], None]:
@@ -197,7 +197,7 @@ def outlier(model: nn.Module, _o: torch.optim.Optimizer, _s: int) -> Callable[[]
 
 
 def nan_loss(model: nn.Module, _o: torch.optim.Optimizer, _s: int) -> Callable[[], None]:
-    return model.register_forward_hook(lambda _m, _a, out: out * float("nan")).remove
+    return model.register_forward_hook(lambda _m, _a, out: out * float("nan"), prepend=True).remove
 
 
 def qk_growth(model: nn.Module, _o: torch.optim.Optimizer, step: int) -> None:
