@@ -50,7 +50,10 @@ class Underflow:
         need = np.maximum(ctx.limit.underflow_alarm_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
         need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
+        # One scale a tensor, from a history: small gradients underflow whenever a larger one is remembered.
+        per_tensor = np.array([f.recipe in ("delayed", "current") for f in ctx.now.table.facts], dtype=np.bool_)
         with np.errstate(invalid="ignore"):
+            rise = np.where(per_tensor & ~(ctx.sqnr_drop > ctx.limit.sqnr_drop_db), 0.0, rise)
             hit = self._latch.update(rise > need, seen, ctx.now.step)
             hit |= self._sure.update(rise > need + SURE_POINTS, seen, ctx.now.step)
         if not hit.any():
