@@ -6,7 +6,7 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 
-.PHONY: demo test test-long lint serve bench screenshots clean
+.PHONY: demo test test-long lint serve bench bench-detect screenshots clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +48,10 @@ serve: $(VENV)/.demo
 # make bench        measure, and write docs/benchmarks.md with machine and versions
 bench: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+# make bench-detect detection against the public rules, and write docs/detection.md (no torch; ARGS="--seeds 1 --print")
+bench-detect: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.detection.score $(ARGS)
 
 # make screenshots  docs/images from a real run of the demo
 screenshots: $(VENV)/.dev

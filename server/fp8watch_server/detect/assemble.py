@@ -80,10 +80,14 @@ class Assembly(Generic[D]):
         self.last_step, self._stride, self._apart = None, 1, 1
         return rest
 
-    def expect(self, rank: int, at: float | None) -> None:
-        """A rank has registered: its steps are waited for."""
+    def adopt(self) -> None:
+        """Read back from a state: nothing is pending."""
+        self._pending = {}
+
+    def expect(self, rank: int) -> None:
+        """A rank has registered: its steps are waited for, as long as it may be silent."""
         state = self._ranks.setdefault(rank, _Rank())
-        state.heard_at = at if state.heard_at is None else state.heard_at
+        state.heard_at = self._now if state.heard_at is None else state.heard_at
 
     def heard(self, rank: int, at: float | None, *, ended: bool = False) -> None:
         """A batch of this rank came."""
@@ -97,6 +101,8 @@ class Assembly(Generic[D]):
         """The collector's clock moved on."""
         if at is not None:
             self._now = at if self._now is None else max(self._now, at)
+            for state in self._ranks.values():
+                state.heard_at = self._now if state.heard_at is None else state.heard_at
 
     def add(self, view: D) -> bool:
         """Take one step of one rank in; False when it is late."""

@@ -82,7 +82,7 @@ class Collapse:
     def _fall(self, ctx: Context) -> npt.NDArray[np.float64]:
         """Octaves that each scale fell over the window, less what all gradients did; NaN where it did not fall for good.
 
-        Its ends are medians of three, and most steps must go down.
+        Its ends are medians of three, and most steps must go down: one outlier that takes the scale along is a clip.
         """
         history = self._scale.ordered().astype(np.float64)
         begin = np.argmax(~np.isnan(history), axis=1)
@@ -97,7 +97,8 @@ class Collapse:
         with np.errstate(invalid="ignore"):
             moving = np.maximum(np.count_nonzero(np.abs(move) > 1e-6, axis=1), 1)
             steady = np.count_nonzero(move > 1e-6, axis=1) >= MONOTONE * moving
-        return np.where(enough & steady, fallen, np.nan)
+            leap = np.nan_to_num(np.abs(move)).max(axis=1, initial=0) > 0.5 * np.nan_to_num(fallen)
+        return np.where(enough & steady & ~leap, fallen, np.nan)
 
     def _loss_scale(self, ctx: Context) -> list[Finding]:
         scale, last = ctx.now.scalar("loss_scale"), self._last_loss_scale

@@ -104,7 +104,8 @@ class Context:
         """Sites whose quantiser does worse than it used to: SQNR, underflow, or values that are clipped. [S]"""
         with np.errstate(invalid="ignore"):
             worse = (self.sqnr_drop > self.limit.sqnr_drop_db) | (self.underflow_rise > self.limit.underflow_points)
-            clipped = self.now.clip_depth > 1 + 2.0**-10
+            most = np.where(self.now.table.current_scaling, 1 + 2.0**-10, self.limit.clip_depth)
+            clipped = self.now.clip_depth > most
         return np.asarray(worse | clipped)
 
     def verdict(self, rows: npt.NDArray[np.int64]) -> Verdict:

@@ -94,9 +94,10 @@ class Delayed:
         with np.errstate(invalid="ignore"):
             floor_db = np.where(now.table.e5m2, limit.clip_sqnr_db - E5M2_DB, limit.clip_sqnr_db)
             damaged = (now.sqnr_db < floor_db) & (depth > limit.frozen_clip_depth)
-            hit = settled & ((depth > clip_limit) | (damaged & forward))
-            hurt = settled & damaged & ~forward & (depth > limit.clip_depth)
-            sure = settled & (depth > CERTAIN_DEPTH * clip_limit)
+            # While a model is young its activations grow out of any history: only what is certain is said then.
+            hit = settled & ctx.warm & ((depth > clip_limit) | (damaged & forward))
+            hurt = settled & ctx.warm & damaged & ~forward & (depth > limit.clip_depth)
+            sure = settled & forward & (depth > CERTAIN_DEPTH * clip_limit)
         clip = self._clip.update(hit, delayed, now.step) | self._sure.update(sure, delayed, now.step)
         clip |= self._hurt.update(hurt, delayed, now.step)
         found = []

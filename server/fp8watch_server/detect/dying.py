@@ -18,11 +18,11 @@ from .finding import Evidence, Finding
 from .latch import Latch
 from .view import Mask
 
-WINDOW = 9
-MIN_RATE_OCTAVES = 0.2
+WINDOW = 17
+MONOTONE = 0.85
+"""Share of the steps that go down: the smallest tile of a gradient jumps by ten octaves either way, and comes back."""
 DEATH_LOG2 = -120.0
 """448/amax overflows float32 a little below: 2^-119.2."""
-SIGMA = 8.0
 
 
 class Dying:
@@ -55,13 +55,11 @@ class Dying:
         history = self._recent.ordered().astype(np.float64)
         with np.errstate(invalid="ignore"):
             change = np.diff(history, axis=1)
-            falling = np.count_nonzero(change < 0, axis=1) >= WINDOW - 2
-            rate = (history[:, -1] - history[:, 0]) / max(self._steps[-1] - self._steps[0], 1)
-            usual = ctx.base.amin.median()
-            need = np.maximum(limit.dying_fall_octaves, SIGMA * ctx.base.amin.spread(ctx.floor))
-            fallen = ctx.known(ctx.base.amin) & (usual - amin > need)
+            falling = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
+            fallen = history[:, 0] - amin
+            rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
             stands = ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)
-            slow = ctx.warm & fallen & falling & (rate < -MIN_RATE_OCTAVES) & stands
+            slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands
             hit = (amin < limit.dying_log2_amax) | slow
         hit = self._latch.update(hit, ~np.isnan(amin), now.step)
         if not hit.any():
@@ -69,13 +67,16 @@ class Dying:
         rows = now.in_flow(hit)
         row = int(rows[0])
         since = int(self._latch.since[row])
-        known = np.isfinite(usual[row])
         evidence = [
-            Evidence("amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(usual[row]), "x", since),
+            Evidence(
+                "amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(history[row, 0]), "x", since
+            ),
             Evidence("eps", now.table.facts[row].eps, "1e-12", "x"),
         ]
-        if known:
-            evidence.insert(1, Evidence("fallen", round(float(usual[row] - amin[row]), 1), 0, "octaves", since))
+        if np.isfinite(fallen[row]):
+            evidence.insert(
+                1, Evidence("fallen", round(float(fallen[row]), 1), 0, f"octaves in {WINDOW - 1} samples", since)
+            )
         if np.isfinite(rate[row]) and rate[row] < 0:
             left = (float(amin[row]) - DEATH_LOG2) / -float(rate[row])
             evidence.append(Evidence("steps_to_zero", max(0, int(left)), None, "steps"))

@@ -21,7 +21,7 @@ import numpy as np
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 
-from . import degenerate, invariant, kernel_output, nonfinite
+from . import degenerate, invariant, kernel_output, nonfinite, state
 from .agreement import Agreement
 from .assemble import LIVE_RANK_STEPS, Assembly
 from .finding import Finding, Notice, SiteFacts
@@ -33,6 +33,18 @@ from .stream import Stream
 from .thresholds import DEFAULTS, Thresholds
 from .view import BatchColumns, Mask, SiteTable, StepView
 
+_STATE = (
+    "_registry",
+    "_scales",
+    "_agreement",
+    "_streams",
+    "_num_batches",
+    "_restarted",
+    "_statistics",
+    "_assembly",
+    "_last_full",
+    "_sample_stride",
+)
 _REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
@@ -90,16 +102,21 @@ class Engine:
         if not news:
             return
         self._registry.add_sites(self._table.sites, news)
+        changed = [i for i in news if i in self._table.sites]
         self._table.add(news)
         for stream in self._streams.values():
             stream.zero_tiles.grow(len(self._table))
         self._statistics.grow(len(self._table))
+        if changed:
+            self._statistics.forget(self._table.rows(np.array(changed, dtype=np.uint64)))
 
     def add_sessions(self, sessions: Iterable[SessionFacts]) -> None:
         """Sessions of the run, new ones and known ones: their facts are compared, their ranks waited for."""
         for facts in sorted(sessions, key=lambda f: (f.attempt, f.rank)):
             if self._registry.add_session(facts):
                 self._agreement.session(facts)
+                if facts.attempt == self._registry.attempt:
+                    self._assembly.expect(facts.rank)
 
     @property
     def sites(self) -> Mapping[int, SiteFacts]:
@@ -172,6 +189,30 @@ class Engine:
         self._assembly.tick(now)
         return self._drain()
 
+    # ---- across restarts of the collector
+
+    def dump(self) -> bytes:
+        """The whole state: what `load` goes on from. Steps that wait for a rank are judged first, as they are."""
+        return state.dump({name: getattr(self, name) for name in _STATE} | {"sites": self._table.facts})
+
+    @classmethod
+    def load(cls, raw: bytes, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> Engine:
+        """The engine that `dump` was called on; `sites` are those of now.
+
+        Raises:
+            StateError: of another version, or damaged: begin anew and replay.
+        """
+        parts = state.load(raw)
+        engine = cls({f.id: f for f in parts.pop("sites")}, thresholds)
+        if set(parts) != set(_STATE):
+            raise state.StateError(f"state with {sorted(parts)}; this version keeps {sorted(_STATE)}")
+        for name, part in parts.items():
+            setattr(engine, name, part)
+        engine._statistics.adopt(thresholds)
+        engine._assembly.adopt()
+        engine.add_sites(sites)
+        return engine
+
     def _note(self, kind: str, step: int, rank: int, text: str) -> None:
         if len(self._notices) < _MAX_NOTICES:
             self._notices.append(Notice(kind, step, rank, text))
@@ -206,6 +247,8 @@ class Engine:
         """An attempt ends: its last steps are judged as they are, and baselines begin anew."""
         found = [f for group in self._assembly.restart() for f in self._roll_up(group)]
         self._restarted = self._num_batches
+        for rank in self._registry.ranks():
+            self._assembly.expect(rank)
         self._statistics = Statistics(len(self._table), self.thresholds)
         self._scales.restart()
         self._last_full = None

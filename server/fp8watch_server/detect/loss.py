@@ -120,7 +120,7 @@ class LossJumps:
             "info" if shift else "warning",
             none,
             evidence,
-            "shared" if not ctx.unhealthy.any() else "unknown",
+            "unknown" if np.any(ctx.unhealthy & (ctx.inputs() | ctx.weights())) else "shared",
             shift=shift,
             onset=jump.step,
             jump_batch_id=jump.batch_id,

@@ -51,7 +51,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "frozen-scale": frozenset({"delayed-clip", "chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "delayed-clip": frozenset({"chronic-quantization-noise", "outlier-growth", "gradient-underflow", "scale-collapse"}),
     "scale-collapse": frozenset({"chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
-    "attention-logit-growth": frozenset({"outlier-growth"}),
+    "attention-logit-growth": frozenset({"outlier-growth", "gradient-underflow", "chronic-quantization-noise"}),
     "outlier-growth": frozenset({"chronic-quantization-noise"}),
     "gradient-underflow": frozenset({"chronic-quantization-noise", "dying-tile"}),
     "dead-layer": frozenset({"dying-tile", "gradient-underflow", "chronic-quantization-noise"}),

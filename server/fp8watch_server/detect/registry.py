@@ -74,6 +74,15 @@ class Registry:
                 self._changes.append(change)
         return True
 
+    @property
+    def attempt(self) -> int:
+        """The newest attempt of any rank."""
+        return max((f.attempt for f in self._newest.values()), default=0)
+
+    def ranks(self) -> list[int]:
+        """Ranks that have registered for the newest attempt."""
+        return sorted(r for r, f in self._newest.items() if f.attempt == self.attempt)
+
     def findings(self, step: int, rank: int) -> list[Finding]:
         """What was registered since the last step."""
         found = []
@@ -159,6 +168,8 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
         sites = list(dict.fromkeys([*first.extra["sites"], *f.extra["sites"]]))
         named = first if first.site is not None or f.site is None else f
         extra = {**first.extra, "sites": sites, "num_sites": max(len(sites), first.extra["num_sites"])}
+        if f.extra.get("news"):
+            extra["news"] = [*first.extra.get("news", ()), *f.extra["news"]]
         if "changes" in extra:
             extra["changes"] = [*first.extra["changes"], *f.extra.get("changes", [])][:16]
         out[f.mode] = Finding(**{**named.__dict__, "evidence": (*first.evidence, *f.evidence)[:16], "extra": extra})

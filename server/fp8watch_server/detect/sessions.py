@@ -20,7 +20,9 @@ from typing import Any, Protocol
 from .finding import Evidence, Finding, SiteFacts
 
 MAX_NAMED = 8
-_IGNORED = frozenset({"left_out", "num_linears"})  # told as coverage, by name
+_IGNORED = frozenset(
+    {"left_out", "num_linears", "declared_not_effective", "configuration_warning"}
+)  # told as coverage, by name
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
 _LEFT_OUT = re.compile(r"\s*(.+?)\s*\(([^()]*)\)\s*(?:;|$)")
 EXPECTED_LEFT_OUT = ("output head", "router", "tied", "not a multiple", "shape")
@@ -126,6 +128,9 @@ def own_contradictions(session: SessionFacts) -> list[Change]:
         if kind in ("checkpoint", "declared") and fact in facts and facts[fact] != facts[name]:
             against = "the checkpoint" if kind == "checkpoint" else "what was declared"
             out.append(Change(fact, facts[fact], facts[name], against))
+    for name in ("declared_not_effective", "configuration_warning"):
+        if facts.get(name):
+            out.append(Change(name, facts[name], "", "what was declared"))
     for name, against in (("checkpoint_fingerprint", "the checkpoint"), ("recompute_fingerprint", "the recomputation")):
         other = facts.get(name)
         if other and session.fingerprint and other != session.fingerprint:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from .attention import AttentionLogits
 from .collapse import Collapse
@@ -39,6 +40,8 @@ MUTED_STEPS = 20
 LONG_MUTED_STEPS = 60
 """Of a loss that jumped, a tensor that was corrupted: the baselines around it need longer to settle."""
 SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
+_OF_SCALARS = (LossJumps, AttentionLogits, Collapse)
+"""Detectors that also look at steps without a full sample."""
 
 
 class Statistics:
@@ -64,9 +67,7 @@ class Statistics:
             Noise(num_sites),
             self._loss,
         ]
-        self._of_scalars: list[Detector] = [
-            d for d in self._detectors if isinstance(d, LossJumps | AttentionLogits | Collapse)
-        ]
+        self._of_scalars: list[Detector] = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
         self._roots: dict[str, int] = {}  # mode -> num_steps when it was found last
 
     def grow(self, num_sites: int) -> None:
@@ -75,6 +76,20 @@ class Statistics:
             baseline.grow(num_sites)
         for detector in self._detectors:
             detector.grow(num_sites)
+
+    def adopt(self, limit: Thresholds) -> None:
+        """Read back from a state: what is not kept in it."""
+        self.limit = limit
+        self._of_scalars = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
+        self._loss = next(d for d in self._detectors if isinstance(d, LossJumps))
+        self._divergence = next(d for d in self._detectors if isinstance(d, Divergence))
+
+    def forget(self, rows: npt.NDArray[np.int64]) -> None:
+        """Sites whose quantiser became another one: what was usual before says nothing."""
+        which = np.zeros(self._base.amax.num_series, dtype=np.bool_)
+        which[rows] = True
+        for baseline in (self._base.sqnr, self._base.underflow):
+            baseline.forget(which)
 
     def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool) -> list[Finding]:
         """Judge one step, then learn from it.

@@ -76,13 +76,14 @@ TABLE: tuple[Threshold, ...] = (
     _t("collapse_halvings", 3, "count", 1, 100, _SPEC),
     # gradient-underflow, chronic-quantization-noise
     _t("underflow_points", 0.05, "share", 0.001, 1, _SPEC),
+    _t("underflow_alarm_points", 0.08, "share", 0.001, 1, "a change of domain moves healthy gradients by 6 points"),
     _t("chronic_sqnr_e4m3_db", 28, "dB", 1, 60, _SPEC),
     _t("chronic_sqnr_e5m2_db", 22, "dB", 1, 60, _SPEC),
     _t("chronic_underflow", 0.10, "share", 0.001, 1, _SPEC),
     _t("sqnr_drop_db", 3, "dB", 0.1, 60, _SPEC),
     # dying-tile, dead-layer
     _t("dying_log2_amax", -90, "octaves", -149, 0, _SPEC),
-    _t("dying_fall_octaves", 12, "octaves", 1, 140, _TRAIN),
+    _t("dying_fall_octaves", 6, "octaves", 1, 140, _TRAIN),
     _t("dead_octaves", 3, "octaves", 0.5, 64, _SPEC),
     # bad-batch
     _t("loss_jump_sigma", 6, "ratio", 1, 1000, "the public spike rule's 6σ, over a median that a spike does not move"),

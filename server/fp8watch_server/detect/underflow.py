@@ -5,7 +5,7 @@ Shapes:     share of underflow [S] of gradients -> at most one finding
 Thread:     detect worker
 
 The invariant finds a scale that belongs to something larger (`invariant`); this one finds the rest: an eps that clamps,
-a format too narrow, gradients with a few giants. Five points above the site's own baseline, six of its σ, and twice
+a format too narrow, gradients with a few giants. Eight points above the site's own baseline, six of its σ, and twice
 the baseline, for several steps: in healthy training the count of some gradients leaps by twenty points for a single
 step. Twenty points more than that for two steps are told at once.
 """
@@ -47,10 +47,13 @@ class Underflow:
         if not ctx.warm or not ctx.clean:
             return []
         rise = ctx.underflow_rise
-        need = np.maximum(ctx.limit.underflow_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
+        need = np.maximum(ctx.limit.underflow_alarm_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
         need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
+        # One scale a tensor, from a history: small gradients underflow whenever a larger one is remembered.
+        per_tensor = np.array([f.recipe in ("delayed", "current") for f in ctx.now.table.facts], dtype=np.bool_)
         with np.errstate(invalid="ignore"):
+            rise = np.where(per_tensor & ~(ctx.sqnr_drop > ctx.limit.sqnr_drop_db), 0.0, rise)
             hit = self._latch.update(rise > need, seen, ctx.now.step)
             hit |= self._sure.update(rise > need + SURE_POINTS, seen, ctx.now.step)
         if not hit.any():

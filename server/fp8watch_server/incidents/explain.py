@@ -1,20 +1,23 @@
 """A finding in words: title, place, evidence, cause with its verdict, what to change, what else it could be.
 
-Upstream:   fp8watch_server.incidents.playbook   Downstream: fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.incidents.playbook, fp8watch_server.incidents.words   Downstream: fp8watch_server.incidents.fold
 Shapes:     Finding -> Explanation
 Thread:     any; pure functions
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 
-from .playbook import MODE_BY_SLUG, fixes
+from .fixes import fixes
+from .playbook import MODE_BY_SLUG
+from .words import STATISTICAL_WORDS, WORDS, evidence, number, site_words, tile_words
+
+__all__ = ["Explanation", "explain", "number", "site_words"]
 
 LOSS_NOT_SEEN = "loss not seen: call watch.log(loss=...)"
 
@@ -45,13 +48,14 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
     facts = sites.get(finding.site) if finding.site is not None else None
     extra = finding.extra
     jump = extra.get("lr_jump") or (None, None)
+    title, cause = _words(finding, facts)
     mode = MODE_BY_SLUG[finding.mode]
     return Explanation(
-        title=_title(finding, facts),
+        title=title,
         verdict=finding.verdict,
         place=_place(finding, facts),
         evidence=[e.as_json() for e in finding.evidence],
-        cause=f"{_cause(finding, facts)} {_verdict(finding)}",
+        cause=f"{cause} {_verdict(finding)}",
         fix=[
             f.as_json()
             for f in fixes(
@@ -64,10 +68,18 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
                 batch_id=extra.get("batch_id"),
                 usual_lr=jump[0],
                 lr=jump[1],
+                extra=extra,
             )
         ],
         alternatives=[{"mode": slug, "check": check} for slug, check in mode.alternatives],
     )
+
+
+def _words(finding: Finding, facts: SiteFacts | None) -> tuple[str, str]:
+    words = WORDS.get(finding.mode)
+    if finding.extra.get("statistical"):
+        words = STATISTICAL_WORDS.get(finding.mode, words)
+    return words(finding, facts) if words is not None else (_title(finding, facts), _cause(finding, facts))
 
 
 def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
@@ -82,41 +94,13 @@ def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
     }
 
 
-def site_words(facts: SiteFacts | None) -> str:
-    """`layers.1.mlp.down_proj input (fprop)`."""
-    return f"{facts.module} {facts.operand} ({facts.gemm})" if facts else "the loss"
-
-
-def _at(finding: Finding) -> str:
-    if finding.tile is not None:
-        return f", tile ({finding.tile[0]}, {finding.tile[1]})"
-    return ""
-
-
-def _value(finding: Finding, name: str) -> Any:
-    return next((e.value for e in finding.evidence if e.field == name), None)
-
-
-def number(value: Any) -> str:
-    """A number as people write it: 4 digits, no 1e+00."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "none" if value is None else str(value)
-    if isinstance(value, int):
-        return str(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Inf" if value > 0 else "-Inf"
-    return f"{value:.4g}"
-
-
 def _title(finding: Finding, facts: SiteFacts | None) -> str:
-    where, at, extra = site_words(facts), _at(finding), finding.extra
+    where, at, extra = site_words(facts), tile_words(finding), finding.extra
     if finding.mode == "inf-laundering":
         limit = _MAX_FINITE.get(facts.format if facts else "E4M3", 448)
         return f"Inf laundered to {limit} in {where}{at}"
     if finding.mode == "zero-tile-eps":
-        return f"Zero tile without eps: scale_inv {number(_value(finding, 'scale_inv_min'))} in {where}{at}"
+        return f"Zero tile without eps: scale_inv {number(evidence(finding, 'scale_inv_min'))} in {where}{at}"
     if finding.mode == "nan-in-loss":
         kind = "Inf" if extra.get("kind") == "inf" else "NaN"
         if not extra.get("forward_seen"):

@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -22,29 +21,15 @@ from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
 from fp8watch_server.store import schema
 
 from .explain import Explanation, explain
-from .messages import write_firing
-from .quiet import CLOSE_AFTER_STEPS, close_quiet
+from .match import Open, covering, explained_by, root_of, target_of
+from .messages import write_escalated, write_firing
+from .quiet import close_quiet
 from .rows import IncidentChange, change_of, key_of, write_event
 
 __all__ = ["IncidentChange", "close_quiet", "fold"]
 
 MAX_SITES = 256
 _SEVERITY = ("info", "warning", "critical")
-_SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
-
-
-@dataclass
-class _Open:
-    """An open incident while findings are folded in."""
-
-    row: dict[str, Any]
-    flow: int
-    weight_born: bool
-    origin_rank: int
-    num_events: int  # rows of incident_event
-    ranks: frozenset[int] = frozenset()  # as stored
-    change: Literal["opened", "updated", "rerooted"] | None = None
-    events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
 
 
 def fold(
@@ -72,25 +57,32 @@ def fold(
         return []
     status = schema.incident.c.status
     incidents = _load(conn, run_id, tenant, attempt, status != "resolved")
-    closed: list[_Open] | None = None
+    closed: list[Open] | None = None
     for finding in sorted(findings, key=lambda f: (f.step, f.rank_in_flow)):
-        target = _target(incidents, finding, window_steps)
+        target = target_of(incidents, finding, window_steps)
         if target is None:
+            if root := root_of(incidents, finding, sites, window_steps):
+                _mute(root, finding)
+                continue
+            if taken := explained_by(incidents, finding, sites, window_steps):
+                _absorb(taken, finding, sites, takes_over=True)
+                continue
             if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # closed by hand: what follows from it opens nothing
             if closed is None:
                 closed = _load(conn, run_id, tenant, attempt, status == "resolved")
-            if late := _covering(closed, finding, window_steps):
+            if late := covering(closed, finding, window_steps):
                 _absorb_late(late, finding, sites)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
+            _note_regression(conn, target)
             incidents.append(target)
             continue
         _absorb(target, finding, sites)
     return [_write(conn, i, now, public_url) for i in [*incidents, *(closed or ())] if i.change is not None]
 
 
-def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa.ColumnElement[bool]) -> list[_Open]:
+def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: sa.ColumnElement[bool]) -> list[Open]:
     t, e = schema.incident, schema.incident_event
     rows = conn.execute(
         sa.select(t)
@@ -109,11 +101,14 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
         roots = [detail for kind, detail in events if "flow" in detail]
         root = roots[-1] if roots else {}
         out.append(
-            _Open(
+            Open(
                 row=dict(row),
                 flow=int(root.get("flow", 0)),
                 weight_born=bool(root.get("weight_born", False)),
                 origin_rank=int(root.get("rank", 0)),
+                stride=max((int(detail.get("stride", 1)) for _, detail in events), default=1),
+                muted=frozenset(detail["muted"] for _, detail in events if "muted" in detail),
+                told_severity=row["severity"],
                 num_events=len(events),
                 ranks=frozenset(row["place"].get("ranks", ())),
             )
@@ -121,50 +116,7 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
     return out
 
 
-def _target(incidents: Sequence[_Open], finding: Finding, window_steps: int) -> _Open | None:
-    """The open incident that this finding belongs to."""
-    stride = int(finding.extra.get("stride", 1))
-    window = window_steps * stride
-
-    def near(i: _Open) -> bool:
-        return bool(i.row["first_step"] - window <= finding.step <= i.row["last_step"] + window)
-
-    def here(i: _Open) -> bool:
-        """The same place, within the clean steps that would have closed it: whether or not the closing came by yet."""
-        quiet = CLOSE_AFTER_STEPS * stride
-        same_place = finding.site in i.row["sites"][:1]
-        return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
-
-    same = [i for i in incidents if i.row["mode"] == finding.mode]
-    for i in same:
-        if near(i) or here(i):
-            return i
-    if finding.mode not in NONFINITE_MODES:
-        return same[-1] if same and finding.extra.get("consequence") else None
-    family = [i for i in incidents if i.row["mode"] in _SPREADING and near(i)]
-    for i in family:
-        spread = finding.extra.get("weight_born") or finding.extra.get("consequence")
-        if spread and finding.step >= i.row["first_step"]:
-            return i
-        if i.weight_born and finding.step <= i.row["first_step"]:
-            return i  # its cause, from a rank that came later
-        if finding.step == i.row["first_step"] and finding.rank != i.origin_rank:
-            return i  # what is shared between ranks broke in all of them at once
-    return same[-1] if same and finding.extra.get("consequence") else None
-
-
-def _covering(closed: Sequence[_Open], finding: Finding, window_steps: int) -> _Open | None:
-    """The resolved incident that a finding belongs to: a rank, or a spool, that was later than the clean steps."""
-    window = window_steps * int(finding.extra.get("stride", 1))
-    for i in closed:
-        after = 0 if finding.rank in i.ranks else window  # of a rank that was seen, what comes after it is news
-        within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
-        if within and i.row["mode"] == finding.mode:
-            return i
-    return None
-
-
-def _absorb_late(incident: _Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+def _absorb_late(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
     """Fold into an incident that is over, without making it longer: what goes on after it is news."""
     last_step = incident.row["last_step"]
     _absorb(incident, finding, sites)
@@ -203,7 +155,7 @@ def _new(
     sites: Mapping[int, SiteFacts],
     now: float,
     window_steps: int,
-) -> _Open:
+) -> Open:
     words = explain(finding, sites)
     hit = _sites_of(finding)
     window = finding.step // max(window_steps, 1)
@@ -226,13 +178,21 @@ def _new(
         "resolved_at": None,
         "updated_at": now,
     }
-    incident = _Open(row=row, flow=0, weight_born=False, origin_rank=finding.rank, num_events=0, change="opened")
+    incident = Open(
+        row=row,
+        flow=0,
+        stride=int(finding.extra.get("stride", 1)),
+        weight_born=False,
+        origin_rank=finding.rank,
+        num_events=0,
+        change="opened",
+    )
     _place_at(incident, finding, words)
     incident.events.append(("opened", finding.step, _root(incident, finding)))
     return incident
 
 
-def _place_at(incident: _Open, finding: Finding, words: Explanation) -> None:
+def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
     """Let the incident say what this finding says: it is the earliest that is known."""
     ranks = incident.row.get("place", {}).get("ranks", [])
     place = {**words.place, "ranks": sorted({*ranks, finding.rank})}
@@ -252,20 +212,53 @@ def _place_at(incident: _Open, finding: Finding, words: Explanation) -> None:
     incident.origin_rank = finding.rank
 
 
-def _root(incident: _Open, finding: Finding) -> dict[str, Any]:
+def _root(incident: Open, finding: Finding) -> dict[str, Any]:
     return {
         "flow": incident.flow,
         "weight_born": incident.weight_born,
         "rank": finding.rank,
+        "stride": int(finding.extra.get("stride", 1)),
         "mode": finding.mode,
         "title": incident.row["title"],
     }
 
 
-def _absorb(incident: _Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+def _mute(root: Open, finding: Finding) -> None:
+    """A consequence of an incident that is open: it is counted there, once by name, and sends nothing."""
+    root.row["num_events"] += 1
+    if finding.mode not in root.muted:
+        root.muted |= {finding.mode}
+        root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
+    root.change = root.change or "updated"
+
+
+def _note_regression(conn: sa.Connection, incident: Open) -> None:
+    """The same failure at the same place was resolved before: say when."""
+    t, row = schema.incident, incident.row
+    earlier = conn.execute(
+        sa.select(t.c.id, t.c.attempt, t.c.first_step, t.c.last_step, t.c.place)
+        .where(
+            t.c.run_id == row["run_id"],
+            t.c.tenant == row["tenant"],
+            t.c.mode == row["mode"],
+            t.c.status == "resolved",
+        )
+        .order_by(t.c.opened_at.desc())
+        .limit(32)
+    )
+    for got in earlier:
+        if got.place.get("module") == row["place"]["module"] and got.place.get("operand") == row["place"]["operand"]:
+            where = "" if got.attempt == row["attempt"] else f" of attempt {got.attempt}"
+            row["cause"] += f" It was here before: steps {got.first_step} to {got.last_step}{where}, resolved."
+            kind, step, detail = incident.events[0]
+            incident.events[0] = (kind, step, {**detail, "regression_of": got.id})
+            return
+
+
+def _absorb(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], *, takes_over: bool = False) -> None:
     row = incident.row
     earlier = (finding.step, finding.rank_in_flow) < (row["first_step"], incident.flow)
-    takes_over = earlier and not finding.extra.get("consequence")
+    takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
     row["first_step"] = min(row["first_step"], finding.step)
     row["last_step"] = max(row["last_step"], finding.step)
     row["num_events"] += 1
@@ -282,13 +275,15 @@ def _absorb(incident: _Open, finding: Finding, sites: Mapping[int, SiteFacts]) -
         if finding.rank not in row["place"]["ranks"]:
             row["place"] = {**row["place"], "ranks": sorted({*row["place"]["ranks"], finding.rank})}
         incident.change = incident.change or "updated"
+    told = {e["field"] for e in row["evidence"]}
+    row["evidence"] = [*row["evidence"], *(e.as_json() for e in finding.extra.get("news", ()) if e.field not in told)]
     grown = max(row["num_sites"], len(row["sites"]), int(finding.extra.get("num_sites", 0)))
     if grown >= 2 * row["num_sites"]:  # the spread is told in powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))
     row["num_sites"] = grown
 
 
-def _write(conn: sa.Connection, incident: _Open, now: float, public_url: str) -> IncidentChange:
+def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> IncidentChange:
     row, t = incident.row, schema.incident
     row["updated_at"] = now
     opened = incident.change == "opened"
@@ -302,6 +297,10 @@ def _write(conn: sa.Connection, incident: _Open, now: float, public_url: str) ->
         write_event(conn, row, incident.num_events, kind, now, step, detail)
     if opened:
         reason = write_firing(conn, row, now, public_url)
-        if reason:
-            write_event(conn, row, incident.num_events + 1, "updated", now, row["first_step"], {"message": reason})
+    elif row["severity"] == "critical" and incident.told_severity not in ("", "critical"):
+        reason = write_escalated(conn, row, now, public_url)
+    else:
+        reason = None
+    if reason:
+        write_event(conn, row, incident.num_events + 1, "updated", now, row["first_step"], {"message": reason})
     return change_of(row, incident.change or "updated")

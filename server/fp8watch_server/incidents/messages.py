@@ -70,6 +70,14 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
     return None
 
 
+def write_escalated(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> str | None:
+    """Queue the message of an incident that was told as less and is critical now. Returns why none was, or None."""
+    if silence := _silenced_by(conn, row, now):
+        return f"silenced by {silence}"
+    _write(conn, row, "firing", now, public_url, "It was a warning and is critical now.", key="critical")
+    return None
+
+
 def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
     """Queue the message of a resolved incident, where its firing was told to somebody."""
     t = schema.outbox
@@ -127,7 +135,9 @@ def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> in
     return len({id for id, place in rows if place.get("module") == module})
 
 
-def _write(conn: sa.Connection, row: Mapping[str, Any], kind: str, now: float, public_url: str, note: str) -> None:
+def _write(
+    conn: sa.Connection, row: Mapping[str, Any], kind: str, now: float, public_url: str, note: str, key: str = ""
+) -> None:
     r = schema.run
     name = conn.execute(sa.select(r.c.name).where(r.c.run_id == row["run_id"], r.c.tenant == row["tenant"])).scalar()
     conn.execute(
@@ -137,7 +147,7 @@ def _write(conn: sa.Connection, row: Mapping[str, Any], kind: str, now: float, p
             id=uuid.uuid4().hex,
             incident_id=row["id"],
             kind=kind,
-            idempotency_key=f"{row['id']}:{kind}",
+            idempotency_key=":".join(filter(None, (row["id"], kind, key))),
             payload={
                 "incident": contract_incident(row, public_url),
                 "run": {"id": row["run_id"], "name": name or row["run_id"]},

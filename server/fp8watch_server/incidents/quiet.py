@@ -7,6 +7,9 @@ Thread:     detect worker, inside one write transaction
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import sqlalchemy as sa
 
 from fp8watch_server.store import schema
@@ -46,6 +49,9 @@ def close_quiet(
     )
     changes = []
     for got in list(quiet.mappings()):
+        apart = max(stride, _stride(conn, dict(got)))
+        if got["last_step"] > current_step - after_clean_steps * apart:
+            continue
         row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
         conn.execute(sa.update(t).where(*key_of(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
         seq = num_events(conn, row) + 1
@@ -55,3 +61,14 @@ def close_quiet(
         write_resolved(conn, row, now, public_url)
         changes.append(change_of(row, "resolved"))
     return changes
+
+
+def _stride(conn: sa.Connection, row: Mapping[str, Any]) -> int:
+    """Steps between the samples that an incident's evidence comes from."""
+    e = schema.incident_event
+    details = conn.execute(
+        sa.select(e.c.detail).where(
+            e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id == row["id"]
+        )
+    ).scalars()
+    return max((int(detail.get("stride", 1)) for detail in details), default=1)

@@ -1,0 +1,158 @@
+"""`make bench-detect`: scores the engine and the public rules, writes docs/detection.md. No torch.
+
+    PYTHONPATH=tests python -m benchmarks.detection.score [--seeds N] [--healthy-steps N] [--split tune|test] [--print]
+
+Two sources. Recorded: real trainings on the CPU (`record.py`), 200 steps each. Made up: traces after a calibration on
+real training, with faults put into their columns. Thresholds were chosen on the tuning seeds; the page shows the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from benchmarks.detection.page import write_page
+from benchmarks.detection.recorded import Recorded, traces
+from benchmarks.detection.scoring import Healthy, Outcome, count_healthy, judge, rule_alarms, rules_of
+from detect.folded import Folded, fold
+from detect.hard import HARD
+from detect.play import play
+from detect.scenarios import SCENARIOS, Case, Expected, Scenario, twin
+from detect.trace import Trace, healthy
+
+from fp8watch_server.detect import degenerate, invariant
+from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.view import BatchColumns
+
+SPLITS = {"tune": 0, "test": 1000}
+LEVELS = ("mild", "medium", "severe")
+
+
+def scalars(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """loss, grad norm, amax of a made-up run."""
+    return trace.steps["loss"].copy(), trace.steps["grad_norm"].copy(), trace.columns["amax_max"]
+
+
+def faults(first_seed: int, num_seeds: int) -> Iterator[Outcome]:
+    """Every scenario × seed × severity, with its twin."""
+    for scenario in SCENARIOS:
+        for seed in range(first_seed, first_seed + num_seeds):
+            healthy_case = twin(scenario, seed)
+            in_twin = fold(play(healthy_case), healthy_case.traces[0].facts)
+            twin_alarms = rule_alarms(*scalars(healthy_case.traces[0]))
+            for level in range(len(LEVELS)):
+                yield _fault(scenario, scenario.make(seed, level), level, in_twin, twin_alarms)
+        sys.stderr.write(f"{scenario.name} ")
+        sys.stderr.flush()
+
+
+def _fault(
+    scenario: Scenario, case: Case, level: int, in_twin: list[Folded], twin_alarms: dict[str, list[int]]
+) -> Outcome:
+    sites = case.traces[0].facts
+    incidents = fold(play(case), sites)
+    out = judge(
+        scenario.name, level, scenario.expected, case.onset, incidents, in_twin, sites, loss_from=scenario.loss_sees
+    )
+    out.rules = rules_of(*scalars(case.traces[0]), case.onset, twin_alarms)
+    return out
+
+
+def healthy_runs(first_seed: int, num_steps: int, run_steps: int = 500) -> Iterator[Healthy]:
+    """Each kind of healthy run, in runs of `run_steps`, together `num_steps`."""
+    runs_each = max(1, round(num_steps / run_steps / len(HARD)))
+    for name, make in HARD.items():
+        total = Healthy(name)
+        for k in range(runs_each):
+            trace = make(first_seed + 500 + k, run_steps)
+            incidents = fold(play(Case([trace], 0)), trace.facts)
+            count_healthy(total, incidents, run_steps, rule_alarms(*scalars(trace)))
+        sys.stderr.write(f"{name} ")
+        sys.stderr.flush()
+        yield total
+
+
+def recorded() -> tuple[list[Outcome], list[Healthy]]:
+    """The real trainings."""
+    outcomes, quiet = [], []
+    runs = list(traces())
+    calm = next((r for r in runs if r.name == "healthy-1"), None)
+    for run in runs:
+        incidents = fold(_play_recorded(run), run.facts)
+        steps, amax = run.steps, run.amax()
+        alarms = rule_alarms(steps["loss"], steps["grad_norm"], amax)
+        if not run.mode:
+            total = Healthy(run.name)
+            count_healthy(total, incidents, run.num_steps, alarms)
+            quiet.append(total)
+            continue
+        expected = Expected(run.mode, run.module or None, run.operand or None, "any")
+        before = [i for i in incidents if i.last_step < run.onset]
+        out = judge(run.name, 1, expected, run.onset, incidents, before, run.facts)
+        out.rules = rules_of(steps["loss"], steps["grad_norm"], amax, run.onset)
+        outcomes.append(out)
+        total = Healthy(run.name + " (before the fault)")
+        count_healthy(total, before, run.onset, {k: [t for t in v if t < run.onset] for k, v in alarms.items()})
+        quiet.append(total)
+    assert calm is not None or not runs
+    return outcomes, quiet
+
+
+def _play_recorded(run: Recorded) -> list:
+    engine = Engine(run.facts)
+    return [f for batch in run.batches for f in engine.observe(batch)]
+
+
+def cost() -> dict[str, float]:
+    """µs of CPU per record, of a model with 32 layers (1120 sites), batches of eight steps."""
+    trace = healthy(0, 72, 32)
+    engine, batches = Engine(trace.facts), list(trace.batches())
+    for batch in batches[:7]:
+        engine.observe(batch)
+    num = sum(len(b.site) for b in batches[7:])
+    began = time.process_time()
+    for batch in batches[7:]:
+        columns = BatchColumns(batch, engine._table)
+        bad = degenerate.degenerate(columns)
+        below, above = invariant.off_scale(columns)
+        quiet = bad.any() or below.any() or above.any() or columns.nonfinite.any()
+        assert not quiet
+    invariants = time.process_time() - began
+    began = time.process_time()
+    for batch in batches[7:]:
+        engine.observe(batch)
+    everything = time.process_time() - began
+    return {
+        "invariants": invariants / num * 1e6,
+        "everything": everything / num * 1e6,
+        "state_kib": len(engine.dump()) / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--healthy-steps", type=int, default=33_000)
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--print", action="store_true", help="print instead of writing the page")
+    args = parser.parse_args()
+    began = time.time()
+    first = SPLITS[args.split]
+    real, real_quiet = recorded()
+    made = list(faults(first, args.seeds))
+    quiet = list(healthy_runs(first, args.healthy_steps))
+    where = f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
+    page = write_page(made, quiet, real, real_quiet, cost(), args.split, args.seeds, where, time.time() - began)
+    if args.print:
+        sys.stdout.write(page)
+    else:
+        (Path(__file__).parents[3] / "docs" / "detection.md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

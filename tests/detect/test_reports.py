@@ -1,0 +1,271 @@
+"""Failures that people reported from real trainings: what must be said of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from detect.play import causes, play
+from detect.scenarios import DOWN, GATE, OUT, STEPS, Case, K, Q, _replicas, _shadow, nan_after, put_inf, put_nan
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.record import Measured, Site, site_id
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.sessions import SessionFacts
+from fp8watch_server.incidents.explain import Explanation, explain
+
+NAN = float("nan")
+
+
+def said(case: Case) -> tuple[Finding, Explanation]:
+    sites = {**case.traces[0].facts}
+    found = causes(play(case))
+    assert found
+    return found[0], explain(found[0], sites)
+
+
+def modes(case: Case) -> set[str]:
+    return {f.mode for f in play(case)}
+
+
+def session(trace: Trace, **kw: object) -> SessionFacts:
+    return SessionFacts(**{"session": trace.session, "rank": trace.rank, **kw})  # type: ignore[arg-type]
+
+
+def test_nan_gradients_at_once_with_eps_0() -> None:
+    """Operand, module, GEMM and tile of the first degenerate scale, and which eps to set."""
+    t = healthy(1, 20)
+    j = t.one(OUT, "grad_output")
+    t.columns["scale_inv_min"][0, j], t.columns["num_off_scale_tiles"][0, j] = 0.0, 1
+    t.columns["off_scale_tile"][0, j] = (7, 1)
+    behind = np.array([s.order > t.sites[j].order for s in t.sites])
+    put_nan(t, 0, behind)
+    finding, words = said(Case([t], 0))
+    assert (finding.mode, finding.step) == ("zero-tile-eps", 0)
+    assert words.place["module"] == OUT
+    assert (words.place["operand"], words.place["gemm"], words.place["tile"]) == ("grad_output", "dgrad", [7, 1])
+    assert "FP8_QUANT_BWD_GRAD_AMAX_EPS=1e-12" in words.fix[0]["text"]
+
+
+def test_the_inf_rule_of_blockwise_scaling_launders_with_the_tile_named() -> None:
+    t = healthy(2, 20)
+    put_inf(t, 11, t.one(DOWN, "input"))
+    finding, words = said(Case([t], 11))
+    assert (finding.mode, words.place["tile"], words.verdict) == ("inf-laundering", [37, 1], "fp8")
+
+
+def test_e5m2_bytes_read_as_e4m3_make_gradients_too_small_by_two_to_the_seven() -> None:
+    """One module's dgrad and wgrad against their shadow; the forward is right."""
+    t = healthy(3, 20)
+    _shadow(t, np.random.default_rng(0))
+    for direction in ("rowwise", "columnwise"):
+        j = t.one(GATE, "grad_output", direction)
+        for name in ("gemm_gain_min", "gemm_gain_max"):
+            t.columns[name][8:, j] = 2.0**-7
+        t.columns["gemm_error"][8:, j] = 1 - 2.0**-7
+    finding, words = said(Case([t], 8))
+    assert (finding.mode, finding.step, words.place["module"]) == ("kernel-output-fault", 8, GATE)
+    assert "2^-7" in words.title
+    assert "dgrad/wgrad" in words.title
+    assert "fprop is right" in words.cause
+
+
+def test_a_regex_left_three_of_477_modules_in_bf16() -> None:
+    """Coverage 474/477, the three names, against the fingerprint of the session before."""
+    before, after = healthy(4, 20), healthy(5, 20, first_step=20)
+    names = ["layers.7.mlp.gate_proj", "layers.7.mlp.up_proj", "layers.9.attention.q_proj"]
+    facts = {"left_out": "lm_head (output head)", "num_linears": 477}
+    fewer = {"left_out": "lm_head (output head); " + "; ".join(f"{n} (filter_fn)" for n in names), "num_linears": 474}
+    old = session(before, attempt=1, fingerprint="aaaa", facts=facts)
+    new = session(after, attempt=2, fingerprint="bbbb", facts=fewer)
+    finding, words = said(Case([after], 20, [[old], [new]]))
+    assert finding.mode == "recipe-mismatch"
+    assert "474/477" in words.title
+    assert all(n in words.cause for n in names)
+    assert {"fingerprint", "coverage", "left_out"} <= {e["field"] for e in words.evidence}
+
+
+def test_a_filter_that_leaves_out_too_much_is_told_against_the_checkpoint() -> None:
+    t = healthy(4, 20)
+    facts = {"left_out": "lm_head (output head); a.b (filter_fn)", "num_linears": 476, "checkpoint.num_linears": 477}
+    finding, words = said(Case([t], 0, [[session(t, facts=facts)]]))
+    assert finding.mode == "recipe-mismatch"
+    assert "476/477" in words.title
+    assert "a.b" in words.title
+
+
+def test_power_of_two_scales_that_were_forced_are_an_event_at_that_step_and_show_in_the_sqnr() -> None:
+    t = healthy(6, STEPS, power_2_scale=False)
+    mask = t.mask(operand="input")
+    t.set_sqnr(mask, t.sqnr(mask) - 3.5 * (np.arange(STEPS)[:, None] >= 120))
+    t.columns["scale_ratio_min"][120:, mask] = 0.6
+    case = Case([t], 120, sites_at={120: [replace(s, power_2_scale=True) for s in t.sites if s.operand == "input"]})
+    found = causes(play(case))
+    assert [(f.mode, f.step) for f in found][:1] == [("recipe-mismatch", 120)]
+    words = explain(found[0], t.facts)
+    assert words.evidence[0]["field"] == "input.power_2_scale"
+    assert (words.evidence[0]["value"], words.evidence[0]["baseline"]) == (True, False)
+
+
+def test_tensor_parallel_ranks_that_take_amax_of_their_shard_disagree_before_the_nan() -> None:
+    ranks = _replicas(7, 2, recipe="current")
+    for trace in ranks:
+        trace.rescale(np.ones(len(trace.sites), dtype=bool))
+        for name in ("scale_ratio_max", "scale_ratio_min"):
+            trace.columns[name][:] = 1.0
+        weights = trace.mask(operand="weight")
+        for name in ("scale_inv_max", "scale_inv_min"):
+            trace.columns[name][:, ~weights] = 1.0  # inputs are not reduced here, and equal
+        trace.columns["amax_max"][:, weights] *= 1.0 + 0.1 * trace.rank
+        trace.rescale(weights)
+        for step in range(50, STEPS):
+            trace.steps["loss"][step] = NAN
+    sessions = [session(t, mesh={"tp": t.rank}, facts={"amax_reduction": "tp"}) for t in ranks]
+    found = causes(play(Case(ranks, 0, [sessions])))
+    assert found[0].mode == "cross-rank-disagreement"
+    assert found[0].step <= 1
+    words = explain(found[0], ranks[0].facts)
+    assert "tp" in words.fix[0]["text"]
+
+
+def test_recomputation_in_another_precision_is_told_by_its_fingerprint() -> None:
+    t = healthy(8, 20)
+    facts = {"recompute_fingerprint": "cccc"}
+    finding, words = said(Case([t], 0, [[session(t, fingerprint="aaaa", facts=facts)]]))
+    assert (finding.mode, finding.step) == ("recipe-mismatch", 0)
+    assert "recomputation" in words.title
+    assert {e["value"] for e in words.evidence} == {"aaaa"}
+    assert {e["baseline"] for e in words.evidence} == {"cccc"}
+
+
+def test_uninitialised_rows_of_an_expert_without_tokens() -> None:
+    """The kernel, the expert and its token count."""
+    t = healthy(9, 20)
+    expert = "layers.1.experts.17.down_proj"
+    base: Site = t.sites[t.one(DOWN, "input")]
+    sites = [
+        replace(base, id=site_id(expert, o, "rowwise"), module=expert, operand=o, gemm=g, order=base.order + k)
+        for k, (o, g) in enumerate([("input", "fprop"), ("weight", "fprop"), ("output", "fprop")])
+    ]
+    j = t.add_sites(sites, measured=int(Measured.COUNTS))
+    for k, i in enumerate(j):
+        t.columns["order"][:, i] = base.order + k
+    t.columns["num_nan"][12, j[2]] = 512
+    nan_after(t, 12, base.order + 3)
+    case = Case([t], 12)
+    finding, words = said(case)
+    assert finding.mode == "kernel-output-fault"
+    assert words.place["module"] == expert
+    assert "got no tokens" in words.cause
+    assert {e["field"]: e["value"] for e in words.evidence}["tokens"] == 0
+
+
+def test_one_nan_of_a_wgrad_poisons_a_checkpoint_that_is_flagged() -> None:
+    t = healthy(10, 20)
+    _shadow(t, np.random.default_rng(0))
+    j = t.one(GATE, "grad_output", "columnwise")
+    t.columns["output_num_nonfinite"][2, j] = 1
+    for step in range(3, 20):  # the update wrote it into the weight
+        put_nan(t, step, np.ones(len(t.sites), dtype=bool))
+    t.logs["checkpoint_saved"] = np.where(np.arange(20) == 4, 1.0, np.nan)
+    found = play(Case([t], 2))
+    first = found[0]
+    words = explain(first, t.facts)
+    assert (first.mode, first.step) == ("kernel-output-fault", 2)
+    assert (words.place["module"], words.place["gemm"]) == (GATE, "wgrad")
+    assert {f.mode for f in found} == {"kernel-output-fault"}
+    news = [e for f in found for e in f.extra.get("news", ())]
+    assert [(e.field, e.value) for e in news] == [("checkpoint_saved", 4)]
+
+
+def test_a_resume_whose_scales_do_not_continue() -> None:
+    before = healthy(11, 60, recipe="delayed")
+    after = healthy(11, 60, recipe="delayed", first_step=40)
+    after.session = "f" * 32
+    after.columns["scale_inv_max"][:2], after.columns["scale_inv_min"][:2] = 1.0, 1.0  # the history was not saved
+    case = Case([before], 60)
+    from fp8watch_server.detect.engine import Engine
+
+    engine = Engine(before.facts)
+    assert [f.mode for f in play(case, engine=engine)] == []
+    found = causes(play(Case([after], 40), engine=engine))
+    words = explain(found[0], after.facts)
+    assert (found[0].mode, found[0].step) == ("recipe-mismatch", 40)
+    assert "do not continue" in words.title
+    assert [n.kind for n in engine.take_notices()] == ["restart"]
+
+
+def test_a_resume_whose_scales_continue_says_nothing() -> None:
+    from fp8watch_server.detect.engine import Engine
+
+    before = healthy(11, 60, recipe="delayed")
+    after = healthy(11, 60, recipe="delayed", first_step=40)
+    after.session = "f" * 32
+    engine = Engine(before.facts)
+    assert play(Case([before], 60), engine=engine) == []
+    assert play(Case([after], 60), engine=engine) == []
+
+
+def test_amax_reduced_over_the_wrong_group_is_named_with_the_group() -> None:
+    from detect.scenarios import cross_rank
+
+    case = cross_rank(3, 1)
+    found = [f for f in causes(play(case)) if f.mode == "cross-rank-disagreement"]
+    words = explain(found[0], case.traces[0].facts)
+    assert found[0].step <= case.onset + 1
+    assert {e["field"]: e["value"] for e in words.evidence}["differs_along"] == "tp"
+    assert "reduced over tp" in words.fix[0]["text"]
+
+
+def test_delayed_scaling_and_swiglu_outliers_name_the_channel() -> None:
+    from detect.scenarios import BY_NAME
+
+    case = BY_NAME["delayed-clip"].make(4, 2)
+    finding = next(f for f in causes(play(case)) if f.mode == "delayed-clip")
+    words = explain(finding, case.traces[0].facts)
+    assert words.place["module"] == DOWN
+    assert "SwiGLU" in words.cause
+    case = BY_NAME["outlier-growth"].make(4, 2)
+    finding = next(f for f in causes(play(case)) if f.mode == "outlier-growth")
+    assert "channels 128 to 255" in explain(finding, case.traces[0].facts).cause
+
+
+def test_controls_hardware_compiler_and_initialisation_leave_fp8_innocent() -> None:
+    """Operands finite, loss not: FP8 is not accused."""
+    t = healthy(12, 40)
+    t.steps["loss"][30:] = NAN
+    finding, words = said(Case([t], 30))
+    assert (finding.mode, words.verdict) == ("nan-in-loss", "shared")
+    assert "every FP8 operand is finite" in words.title
+    t = healthy(13, 40)
+    _shadow(t, np.random.default_rng(0))
+    t.columns["output_num_nonfinite"][30, t.one(GATE, "input")] = 1
+    finding, words = said(Case([t], 30))
+    assert (finding.mode, words.verdict) == ("kernel-output-fault", "shared")
+    assert "FP8 is innocent" in words.cause
+
+
+def test_a_probe_names_the_module_that_is_no_linear() -> None:
+    t = healthy(14, 20)
+    before = t.sites[t.one("layers.1.mlp.gate_proj", "input")]
+    norm = "layers.1.mlp_norm"
+    probe = replace(before, id=site_id(norm, "output", "rowwise"), module=norm, operand="output", gemm="probe",
+                    order=before.order, format="", recipe="")  # fmt: skip
+    [j] = t.add_sites([probe], measured=int(Measured.COUNTS))
+    t.columns["order"][:] = -1  # as the model is written
+    t.sites[j] = replace(probe, order=before.order - 1)
+    put_nan(t, 9, np.arange(len(t.sites)) == j)
+    nan_after(t, 9, before.order - 1)
+    finding, words = said(Case([t], 9))
+    assert finding.mode == "nan-in-activation"
+    assert words.place["module"] == norm
+
+
+def test_fused_attention_is_a_bound_and_is_said_to_be_one() -> None:
+    from detect.scenarios import BY_NAME
+
+    case = BY_NAME["attention-logit-bound"].make(5, 1)
+    finding = next(f for f in causes(play(case)) if f.mode == "attention-logit-growth")
+    words = explain(finding, case.traces[0].facts)
+    assert "bound, not a measurement" in words.cause
+    assert words.place["module"] in (Q, K)

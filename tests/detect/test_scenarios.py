@@ -1,0 +1,64 @@
+"""Every failure mode is named, at its place, with its verdict; its healthy twin is not."""
+
+from __future__ import annotations
+
+import pytest
+from detect.play import causes, place_is_right, play
+from detect.scenarios import SCENARIOS, Scenario, twin
+
+from fp8watch_server.detect.precedence import explains
+from fp8watch_server.incidents.explain import explain
+from fp8watch_server.incidents.playbook import MODE_BY_SLUG, SLUGS
+
+LEVELS = ("mild", "medium", "severe")
+
+
+def check(scenario: Scenario, seed: int, level: int) -> None:
+    case = scenario.make(seed, level)
+    sites = case.traces[0].facts
+    found = causes(play(case))
+    expected = scenario.expected
+    hit = [f for f in found if f.mode == expected.mode]
+    assert hit, f"not found; said {[(f.mode, f.step - case.onset) for f in found]}"
+    [finding] = hit
+    assert finding.step >= case.onset
+    if scenario.invariant:
+        assert finding.step - case.onset <= 1
+    assert place_is_right(sites, finding, expected), sites.get(finding.site or 0)
+    assert expected.verdict in ("any", finding.verdict)
+    assert expected.critical in (None, finding.severity == "critical")
+    # What else is said is a consequence or a herald of the mode, or comes from it later.
+    others = [
+        f.mode
+        for f in found
+        if f.mode != expected.mode and not explains(expected.mode, f.mode) and f.severity != "info"
+    ]
+    assert others == []
+    said = explain(finding, sites)
+    assert said.title
+    assert said.title[0].isupper() or said.title.startswith(("layers", "tok", "lm_head", "fprop", "dgrad"))
+    assert f"{MODE_BY_SLUG[expected.mode].name} in " not in said.title  # words of its own
+    assert said.fix
+    assert "Verdict" in said.cause
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+def test_a_medium_fault_is_named_at_its_place(scenario: Scenario) -> None:
+    check(scenario, 1, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", [0, 2], ids=lambda n: LEVELS[n])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+def test_mild_and_severe_faults_are_named_at_their_place(scenario: Scenario, level: int) -> None:
+    check(scenario, 2, level)
+
+
+@pytest.mark.parametrize("name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement"])
+def test_the_healthy_twin_is_not(name: str) -> None:
+    [scenario] = [s for s in SCENARIOS if s.name == name]
+    assert [(f.mode, f.step) for f in play(twin(scenario, 1)) if f.severity != "info"] == []
+
+
+def test_every_mode_has_a_scenario() -> None:
+    assert {s.expected.mode for s in SCENARIOS} == set(SLUGS)

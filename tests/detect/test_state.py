@@ -1,0 +1,69 @@
+"""A collector that restarts goes on as if it had not: the same findings from the same state, and nothing but data in it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import zstandard
+from detect.play import play
+from detect.scenarios import BY_NAME, Case
+
+from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.state import StateError
+
+
+@pytest.mark.parametrize("name", ["frozen-scale", "optimizer-divergence", "chronic-quantization-noise", "nan-in-loss"])
+@pytest.mark.parametrize("cut", [10, 100, 150])
+def test_an_engine_that_was_read_back_says_what_the_first_would_have(name: str, cut: int) -> None:
+    trace = BY_NAME[name].make(1, 1).traces[0]
+    batches = list(trace.batches())
+    cut //= 8
+    one = Engine(trace.facts)
+    for batch in batches[:cut]:
+        one.observe(batch)
+    two = Engine.load(one.dump(), trace.facts)
+    assert two.settled_step == one.settled_step
+    for batch in batches[cut:]:
+        assert repr(two.observe(batch)) == repr(one.observe(batch))  # NaN is not equal to itself
+    assert two.dump() == one.dump()
+
+
+def test_a_batch_that_was_judged_before_the_restart_is_not_judged_again() -> None:
+    trace = BY_NAME["nan-in-loss"].make(1, 1).traces[0]
+    batches = list(trace.batches())
+    one = Engine(trace.facts)
+    found = [f for batch in batches for f in one.observe(batch)]
+    assert found
+    two = Engine.load(one.dump(), trace.facts)
+    assert [f for batch in batches for f in two.observe(batch)] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no state",
+        zstandard.compress(b"\xc1"),
+        zstandard.compress(msgspec.msgpack.encode([1])),
+        zstandard.compress(msgspec.msgpack.encode({"version": 99, "parts": {}})),
+        zstandard.compress(
+            msgspec.msgpack.encode({"version": 1, "parts": {"x": {"!": "object", "c": "Popen", "v": {}}}})
+        ),
+        zstandard.compress(msgspec.msgpack.encode({"version": 1, "parts": {"sites": []}})),
+        zstandard.compress(
+            msgspec.msgpack.encode(
+                {"version": 1, "parts": {"x": {"!": "array", "d": "|O", "s": [1], "b": b"12345678"}}}
+            )
+        ),
+    ],
+)
+def test_what_is_no_state_is_refused(body: bytes) -> None:
+    with pytest.raises(StateError):
+        Engine.load(body, {})
+
+
+def test_a_state_stays_small() -> None:
+    trace = BY_NAME["delayed-clip"].make(1, 1).traces[0]
+    engine = Engine(trace.facts)
+    play(Case([trace], 0), engine=engine)
+    assert len(engine.dump()) < 256 << 10  # 105 sites
