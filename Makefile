@@ -6,7 +6,7 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 
-.PHONY: demo test test-long lint serve bench bench-detect screenshots clean
+.PHONY: demo test test-long test-gpu lint serve bench bench-gpu bench-detect screenshots clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,10 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long $(ARGS)
 
+# make test-gpu     what only a GPU can show; fails where there is none
+test-gpu: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN)/python) tests/gpu/run.sh check
+
 # make lint         ruff and mypy --strict
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,6 +56,10 @@ bench: $(VENV)/.dev
 # make bench-detect detection against the public rules, and write docs/detection.md (no torch; ARGS="--seeds 1 --print")
 bench-detect: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.detection.score $(ARGS)
+
+# make bench-gpu    the GPU's part of docs/benchmarks.md; fails where there is none
+bench-gpu: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)" tests/gpu/run.sh bench
 
 # make screenshots  docs/images from a real run of the demo
 screenshots: $(VENV)/.dev

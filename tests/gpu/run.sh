@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Everything that a GPU can show, in one call, from a checkout and an installed torch, triton, numpy, msgspec, zstandard,
+# urllib3 and pytest; nothing is installed. Kernels compile in SHARDS processes side by side.
+#   tests/gpu/run.sh check | bench | all
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+what=${1:-all}
+python=${PYTHON:-python3}
+export PYTHONPATH="$PWD:$PWD/agent:$PWD/server:$PWD/tests" FP8WATCH_REQUIRE_GPU=1
+unset TRITON_INTERPRET
+status=0
+if [ "$what" != bench ]; then
+  shards=${SHARDS:-8}
+  logs=$(mktemp -d)
+  pids=()
+  for ((i = 0; i < shards; i++)); do
+    FP8WATCH_SHARD="$i/$shards" "$python" -m pytest -q -p no:cacheprovider -c tests/gpu/pytest.ini --confcutdir tests/gpu \
+      tests/gpu >"$logs/$i" 2>&1 &
+    pids+=($!)
+  done
+  for ((i = 0; i < shards; i++)); do
+    code=0
+    wait "${pids[$i]}" || code=$?
+    # 5: a share without a test in it
+    if [ "$code" != 0 ] && [ "$code" != 5 ]; then status=1; tail -60 "$logs/$i"; else tail -3 "$logs/$i"; fi
+  done
+  rm -r "$logs"
+fi
+if [ "$what" != check ]; then
+  "$python" -m benchmarks.gpu ${ARGS:-} || status=1
+fi
+exit "$status"
