@@ -26,6 +26,7 @@ NAME = "reference"
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
 _SMALLEST_ORDINARY_AMAX = 2.0**-110  # every format's FP8_MAX over it is finite
+_LARGEST_ORDINARY_AMAX = 2.0**127  # above it a code may stand for more than float32 can hold
 
 
 def probe(device: torch.device) -> str | None:
@@ -203,7 +204,7 @@ def _look(amax: torch.Tensor, eps: float) -> Kind:
     if not amax.is_cpu:
         return Kind.ANY
     low, high = (float(extreme) for extreme in amax.aminmax())
-    if not high < INF:  # NaN too
+    if not high < _LARGEST_ORDINARY_AMAX:  # NaN too
         return Kind.ANY
     return Kind.ORDINARY if low > _SMALLEST_ORDINARY_AMAX and low > eps * (1 + 1e-6) else Kind.FINITE
 

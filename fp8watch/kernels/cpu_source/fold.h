@@ -92,7 +92,7 @@ static void write_marks(const struct job *job, int64_t place, const struct tile 
 }
 
 /* Everything light about a tile whose elements were counted. */
-INLINE void fold_tile(const struct job *job, struct fold *f, const struct tile *t) {
+static void fold_tile(const struct job *job, struct fold *f, const struct tile *t) {
     struct row *row = &f->row;
     int64_t place = t->i * ceil_div(job->K, job->bk) + t->j;
     int flags = (t->nan ? NAN_FLAG : 0) | (t->inf ? INF_FLAG : 0) | (t->saturated ? SATURATED_FLAG : 0) |
@@ -188,7 +188,7 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
 }
 
 /* Energies and moments of a tile: signal and noise in units of x², the moments in units of amax. */
-INLINE void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
+static void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
                           double moment2, double moment4) {
     int64_t place = t->i * ceil_div(job->K, job->bk) + t->j;
     double ratio = signal > 0 ? noise / signal : 0;

@@ -12,15 +12,14 @@ static void NAME(pad)(const T *x, int64_t n, T *buffer) {
 }
 
 #if IS_HALF
-/* Largest bits of |x| as float32: above EXPONENT_MASK for NaN, equal to it for Inf. Asks for the memory at x + ahead.
+/* Largest bits of |x| as float32: above EXPONENT_MASK for NaN, equal to it for Inf.
  * Halves of either kind order as their bits do. */
-INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
+INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
     const vs mask = splat_s(0x7FFF);
     vs m0 = splat_s(0), m1 = m0, v;
     int64_t i = 0;
     T rest[BLOCK];
     for (; i + BLOCK <= n; i += BLOCK) {
-        for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + i + ahead) + b);
         memcpy(&v, x + i, sizeof v);
         m0 = max_s(m0, v & mask);
         memcpy(&v, x + i + 2 * VL, sizeof v);
@@ -36,13 +35,12 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
     return bits_of(TO_FLOAT((uint16_t)max_of_halves(max_s(m0, m1))));
 }
 #else
-/* Largest bits of |x|: above EXPONENT_MASK for NaN, equal to it for Inf. Asks for the memory at x + ahead. */
-INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
+/* Largest bits of |x|: above EXPONENT_MASK for NaN, equal to it for Inf. */
+INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
     vi m0 = splat_i(0), m1 = m0, m2 = m0, m3 = m0;
     int64_t i = 0;
     T rest[BLOCK];
     for (; i + BLOCK <= n; i += BLOCK) {
-        for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + i + ahead) + b);
         m0 = max_i(m0, (vi)LOAD(x + i) & ABS_MASK);
         m1 = max_i(m1, (vi)LOAD(x + i + VL) & ABS_MASK);
         m2 = max_i(m2, (vi)LOAD(x + i + 2 * VL) & ABS_MASK);
@@ -76,15 +74,26 @@ INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], con
     }
 }
 
+/* Ask for the memory `ahead` of a block: what comes next is read while this is computed. */
+INLINE void NAME(prefetch)(const T *x, int64_t ahead) {
+    for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + ahead) + b);
+}
+
 /* Codes of a run; returns whether one of them may be 0. */
-INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int clip, int stream) {
+INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int clip, int stream, int64_t ahead) {
     vf s = splat_f(scale), ss[4] = {s, s, s, s};
     vb zero = splat_b(0);
     int64_t i = 0;
     if (stream)
-        for (; i + BLOCK <= n; i += BLOCK) stream_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+        for (; i + BLOCK <= n; i += BLOCK) {
+            NAME(prefetch)(x + i, ahead);
+            stream_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+        }
     else
-        for (; i + BLOCK <= n; i += BLOCK) store_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+        for (; i + BLOCK <= n; i += BLOCK) {
+            NAME(prefetch)(x + i, ahead);
+            store_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+        }
     if (i < n) {
         T rest[BLOCK];
         vb c;
@@ -96,11 +105,12 @@ INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, con
 }
 
 /* Dequantised values of a run; returns whether one of its codes may be 0. */
-INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r, int clip, int stream) {
+INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r, int clip, int stream, int64_t ahead) {
     vf s = splat_f(scale), q = splat_f(scale_inv), ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q}, v[4];
     vb zero = splat_b(0);
     int64_t i = 0;
     for (; i + BLOCK <= n; i += BLOCK) {
+        NAME(prefetch)(x + i, ahead);
         NAME(block_values)(x + i, ss, qq, r, clip, v, &zero);
         for (int k = 0; k < 4; k++)
             if (stream) stream_b((uint8_t *)(out + i + k * VL), (vb)v[k]);
@@ -166,7 +176,7 @@ INLINE void NAME(block_heavy)(const T *const x[4], const vf s[4], const vf s_inv
 }
 
 /* Sums of a run in float32 lanes, of at most a few hundred elements, added to the tile's in float64. */
-INLINE void NAME(run_heavy)(const T *x, int64_t n, struct tile *tile, float unit, const struct rounding *r, struct fold *fold) {
+static __attribute__((noinline)) void NAME(run_heavy)(const T *x, int64_t n, struct tile *tile, float unit, const struct rounding *r, struct fold *fold) {
     vf s = splat_f(tile->scale), q = splat_f(tile->scale_inv), u = splat_f(unit), zero = splat_f(0);
     vi a = splat_i(bits_of(tile->amax)), m = splat_i(ABS_MASK);
     vf ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q}, uu[4] = {u, u, u, u};
@@ -208,7 +218,7 @@ static void NAME(column_extremes)(const T *x, int64_t ld, int64_t rows, int64_t 
 }
 
 /* One row of n columns, a multiple of BLOCK, each with its own scale. */
-INLINE void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const float *scale, const struct rounding *r) {
+static void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const float *scale, const struct rounding *r) {
     vb zero = splat_b(0);
     for (int64_t i = 0; i < n; i += BLOCK) {
         vf s[4];
@@ -217,7 +227,7 @@ INLINE void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const float 
     }
 }
 
-INLINE void NAME(column_values)(const T *x, int64_t n, float *out, const float *scale, const float *scale_inv, const struct rounding *r) {
+static void NAME(column_values)(const T *x, int64_t n, float *out, const float *scale, const float *scale_inv, const struct rounding *r) {
     vb zero = splat_b(0);
     for (int64_t i = 0; i < n; i += BLOCK) {
         vf s[4], q[4], v[4];

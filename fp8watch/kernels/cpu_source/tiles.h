@@ -13,15 +13,15 @@ INLINE int NAME(vector_energies)(const struct tile *t) {
 
 INLINE float NAME(unit_of)(float amax) { return float_of((254 - (bits_of(amax) >> 23)) << 23); }
 
-INLINE void NAME(fold_heavy)(const struct job *job, struct fold *f, const struct tile *t, float unit) {
+static void NAME(fold_heavy)(const struct job *job, struct fold *f, const struct tile *t, float unit) {
     double per_unit = 1.0 / ((double)unit * unit), per_amax = 1.0 / ((double)t->amax * unit * t->amax * unit);
     f->vector_nonzero += t->nonzero;
     fold_energies(job, f, t, t->signal * per_unit, t->noise * per_unit, t->signal * per_amax, t->fourth * per_amax * per_amax);
 }
 
 /* Quantise one tile whose amax is known, along its rows. */
-INLINE void NAME(tile_rows)(const struct job *job, struct fold *f, struct tile *t, int64_t ld, int64_t out_ld,
-                            const struct rounding *r, int kind, int stats, int stream) {
+static __attribute__((noinline)) void NAME(tile_rows)(const struct job *job, struct fold *f, struct tile *t, int64_t ld, int64_t out_ld,
+                            const struct rounding *r, int kind, int stats, int stream, int64_t ahead) {
     const struct format *fmt = &FORMATS[job->format];
     const T *x = (const T *)t->x;
     if (!t->finite || !is_finite(t->scale) || !(t->scale >= 0)) {
@@ -33,9 +33,9 @@ INLINE void NAME(tile_rows)(const struct job *job, struct fold *f, struct tile *
     const int clip = t->amax * t->scale > fmt->max_finite;
     for (int64_t i = 0; i < t->rows; i++) {
         if (kind == CODES)
-            vanished |= NAME(run_codes)(x + i * ld, t->columns, (uint8_t *)t->out + i * out_ld, t->scale, r, clip, stream);
+            vanished |= NAME(run_codes)(x + i * ld, t->columns, (uint8_t *)t->out + i * out_ld, t->scale, r, clip, stream, ahead);
         else
-            vanished |= NAME(run_values)(x + i * ld, t->columns, (float *)t->out + i * out_ld, t->scale, t->scale_inv, r, clip, stream);
+            vanished |= NAME(run_values)(x + i * ld, t->columns, (float *)t->out + i * out_ld, t->scale, t->scale_inv, r, clip, stream, ahead);
     }
     if (!stats) return;
     t->nonzero = t->rows * t->columns;
@@ -61,7 +61,7 @@ INLINE void NAME(tile_rows)(const struct job *job, struct fold *f, struct tile *
 }
 
 /* The amax of a tile, and its scale. */
-INLINE void NAME(tile_begin)(const struct job *job, struct tile *t, int32_t bits, int64_t ld) {
+static void NAME(tile_begin)(const struct job *job, struct tile *t, int32_t bits, int64_t ld) {
     t->finite = bits < EXPONENT_MASK;
     t->amax = bits <= EXPONENT_MASK ? float_of(bits) : amax_without_nan(job, t, ld);
     tile_scale(job, t);
@@ -70,16 +70,16 @@ INLINE void NAME(tile_begin)(const struct job *job, struct tile *t, int32_t bits
 
 /* Quantise a group of ordinary tiles of one row each: their scales are there, and nothing can be clipped. */
 INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile *tiles, struct group *g, const struct rounding *r,
-                             int kind, int stats, int stream) {
+                             int kind, int counted, int stats, int stream, int64_t ahead) {
     const int64_t Kt = ceil_div(job->K, job->bk);
     for (int k = 0; k < GROUP; k++) {
         struct tile *t = tiles + k;
         const T *x = (const T *)t->x;
         int vanished;
-        if (kind == CODES) vanished = NAME(run_codes)(x, t->columns, (uint8_t *)t->out, g->scale[k], r, 0, stream);
-        else vanished = NAME(run_values)(x, t->columns, (float *)t->out, g->scale[k], g->scale_inv[k], r, 0, stream);
+        if (kind == CODES) vanished = NAME(run_codes)(x, t->columns, (uint8_t *)t->out, g->scale[k], r, 0, stream, ahead);
+        else vanished = NAME(run_values)(x, t->columns, (float *)t->out, g->scale[k], g->scale_inv[k], r, 0, stream, ahead);
         job->scale_inv[t->i * Kt + t->j] = g->scale_inv[k];
-        if (!stats) continue;
+        if (!counted) continue;
         t->nonzero = t->columns, t->underflow = 0;
         if (vanished) {
             int64_t counts[3] = {0, 0, 0};
@@ -94,15 +94,15 @@ INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile 
         NAME(run_heavy)(x, t->columns, t, unit, r, f);
         NAME(fold_heavy)(job, f, t, unit);
     }
-    if (stats) fold_group(job, f, tiles, g);
+    if (counted) fold_group(job, f, tiles, g);
 }
 
 /* Tiles [i0, i1) × [j0, j1), along their rows. */
-INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1, int kind, int stats) {
+INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1, int kind, int counted, int stats) {
     const struct rounding r = rounding_of(&FORMATS[job->format]);
     const int64_t ld = job->ld, K = job->K, size = kind == CODES ? 1 : 4;
-    const int group = job->bm * job->bk <= 512 ? GROUP : 1;
-    const int64_t ahead = job->bm == 1 ? 4096 / (int64_t)sizeof(T) : 2 * ld;
+    const int group = job->bm == 1 ? GROUP : 1;
+    const int64_t ahead = group * job->bk; /* where the next group is, mostly */
     const int stream = job->M * K * size >= STREAM_BYTES && job->bk % VB == 0 && K % VB == 0 && (uintptr_t)job->out % VB == 0;
     struct tile tiles[GROUP];
     struct group g;
@@ -117,18 +117,18 @@ INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int
             t->out = (char *)job->out + (t->row * K + t->column) * size;
             int32_t bits = 0;
             for (int64_t k = 0; k < t->rows; k++) {
-                int32_t b = NAME(run_amax)((const T *)t->x + k * ld, t->columns, ahead);
+                int32_t b = NAME(run_amax)((const T *)t->x + k * ld, t->columns);
                 bits = b > bits ? b : bits;
             }
             g.amax[n] = bits;
             if (++j == j1) j = j0, i++;
         }
         if (n == GROUP && !job->given && group_scales(job, &g)) {
-            NAME(group_rows)(job, f, tiles, &g, &r, kind, stats, stream);
+            NAME(group_rows)(job, f, tiles, &g, &r, kind, counted, stats, stream, ahead);
             continue;
         }
         for (int k = 0; k < n; k++) NAME(tile_begin)(job, tiles + k, g.amax[k], ld);
-        for (int k = 0; k < n; k++) NAME(tile_rows)(job, f, tiles + k, ld, K, &r, kind, stats, stream);
+        for (int k = 0; k < n; k++) NAME(tile_rows)(job, f, tiles + k, ld, K, &r, kind, stats, stream, ahead);
     }
     if (stream) stream_done();
 }
@@ -306,13 +306,11 @@ static int NAME(tiles)(const struct job *job, struct fold *f, int64_t i0, int64_
         return status;
     }
     if (kind == CODES) {
-        if (stats == NO_STATS) NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, NO_STATS);
-        else if (stats == LIGHT_STATS) NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, LIGHT_STATS);
-        else NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, ALL_STATS);
+        if (stats) NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, 1, stats);
+        else NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, 0, NO_STATS);
     } else {
-        if (stats == NO_STATS) NAME(rows_of)(job, f, i0, i1, j0, j1, VALUES, NO_STATS);
-        else if (stats == LIGHT_STATS) NAME(rows_of)(job, f, i0, i1, j0, j1, VALUES, LIGHT_STATS);
-        else NAME(rows_of)(job, f, i0, i1, j0, j1, VALUES, ALL_STATS);
+        if (stats) NAME(rows_of)(job, f, i0, i1, j0, j1, VALUES, 1, stats);
+        else NAME(rows_of)(job, f, i0, i1, j0, j1, VALUES, 0, NO_STATS);
     }
     return 0;
 }
