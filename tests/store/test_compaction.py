@@ -152,3 +152,18 @@ def test_a_batch_whose_steps_lie_far_apart_is_no_burden(feed: Feed) -> None:
     feed.compact(everything=True)
     assert (feed.count(t.cell), feed.count(t.hot_batch)) == (4, 0)
     assert feed.answers(ranks=(None, 0)) == before
+
+
+def test_hot_steps_that_were_put_together_once_change_with_the_batches_that_come(feed: Feed) -> None:
+    agent, other = feed.agent(), feed.agent(rank=1)
+    feed.send(agent, list(range(100)), fields={"amax_max": 1.0})
+
+    def worst(step: int) -> float:
+        with feed.engine.connect() as conn:
+            return float(queries.top(conn, "run-1", "amax_max", 1, step, step)["items"][0]["value"])
+
+    assert worst(70) == 1.0
+    feed.send(other, [70], fields={"amax_max": 2.0})
+    assert worst(70) == 2.0
+    feed.send(feed.agent(rank=1, attempt=2), [70], fields={"amax_max": 0.5})
+    assert worst(70) == 1.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import HISTOGRAMS
 
-from . import hot
+from . import hot, warm
 from . import schema as t
 from .blocks import cell_of, decode
 from .hot import step_range
@@ -66,13 +66,13 @@ def extent(
             c.run_id == run_id, c.tenant == tenant, c.step0 >= cell_of(low), c.step0 <= high
         )
     ).all()
-    warm = _warm([cell.step0 for cell in cells], rows)
+    touched = _warm([cell.step0 for cell in cells], rows)
     closed: dict[Key, list[Any]] = defaultdict(list)
     still_open = []
     for cell in cells:
         if cell.step_max < low or cell.step_min > high:
             continue
-        if cell.shown_rank is None or cell.step0 in warm:
+        if cell.shown_rank is None or cell.step0 in touched:
             still_open.append(cell)
         else:
             closed[cell.shown_attempt, cell.shown_rank].append(cell)
@@ -115,33 +115,70 @@ def read(
 ) -> Parts:
     """The records of an extent, sorted by site and step, one of each; of one rank, or merged over ranks."""
     ready: list[Parts] = []
-    loose: list[Parts] = []
     apart: list[Any] = list(found.open)
     for key, cells in found.closed.items():
         if rank is None:
             ready.append(_blocks(conn, found, names, sites, [key], cells, seqs=False))
         else:
             apart += cells
-    if apart:
-        loose.append(_detail(conn, found, names, sites, rank, apart))
-    wanted = None if sites is None else np.asarray(sites, dtype=np.uint64)
     rows = found.hot if rank is None else [row for row in found.hot if row.rank == rank]
+    pieces = warm.pieces_of(rows, found.from_step, found.to_step) if rank is None else None
+    if pieces is None:
+        ready.append(_together(conn, found, names, sites, rank, apart, rows))
+    else:
+        known = {cell.step0 for cell in apart}
+        of_cells = [row for start, of_piece in pieces.items() if cell_of(start) in known for row in of_piece]
+        once = sorted({row.arrival: row for row in of_cells}.values(), key=lambda row: int(row.arrival))
+        if apart:
+            ready.append(_together(conn, found, names, sites, rank, apart, once, known))
+        for start, of_piece in sorted(pieces.items()):
+            if cell_of(start) not in known:
+                ready.append(_piece(conn, found, names, sites, start, of_piece))
+    ready = [p for p in ready if len(p)]
+    whole = join(ready, names)
+    if len(ready) <= 1:
+        return _sorted(whole)
+    return whole.take(np.lexsort((whole.step, whole.site)))
+
+
+def _piece(
+    conn: Connection, found: Extent, names: Sequence[str], sites: Sequence[int] | None, start: int, rows: Sequence[Any]
+) -> Parts:
+    """Some hot steps, merged over ranks; remembered until a batch changes them."""
+    low, high = max(start, found.from_step), min(start + warm.PIECE_STEPS - 1, found.to_step)
+    cut = replace(found, from_step=low, to_step=high)
+    asked = (tuple(names), None if sites is None else tuple(sites), low, high)
+    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, warm.rests_on(rows))
+    return warm.PIECES.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
+
+
+def _together(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    sites: Sequence[int] | None,
+    rank: int | None,
+    cells: list[Any],
+    rows: Sequence[Any],
+    only: set[int] | None = None,
+) -> Parts:
+    """Detail of cells and hot batches, one of each record; `only`: hot steps of these cells and no others."""
+    loose = [_detail(conn, found, names, sites, rank, cells)] if cells else []
+    wanted = None if sites is None else np.asarray(sites, dtype=np.uint64)
     for row, batch in hot.load_all(conn, rows):
         part = hot.parts_of(row, batch, names, found.from_step, found.to_step, wanted)
+        if part is not None and only is not None:
+            part = part.take(np.flatnonzero(np.isin(part.step - part.step % t.BLOCK_STEPS, list(only))))
         if part is not None:
             loose.append(part)
     whole = join([p for p in loose if len(p)], names)
-    if len(whole):
-        whole = newest_of_each(whole)
-        if len({key[0] for cell in apart for key in cell.sources} | {row.attempt for row in found.hot}) > 1:
-            first, last = int(whole.step.min()), int(whole.step.max())
-            whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last))
-        ready.append(over_ranks(whole))
-    ready = [p for p in ready if len(p)]
-    together = join(ready, names)
-    if len(ready) <= 1:
-        return _sorted(together)
-    return together.take(np.lexsort((together.step, together.site)))
+    if not len(whole):
+        return whole
+    whole = newest_of_each(whole)
+    if len({key[0] for cell in cells for key in cell.sources} | {row.attempt for row in found.hot}) > 1:
+        first, last = int(whole.step.min()), int(whole.step.max())
+        whole = owned(whole, owners(conn, found.run_id, found.tenant, first, last))
+    return over_ranks(whole)
 
 
 def _sorted(parts: Parts) -> Parts:
