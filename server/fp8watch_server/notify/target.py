@@ -6,7 +6,7 @@ Thread:     dispatcher, one per channel
 
 The rule, for every request: http or https only; every address that the host resolves to must be global; the connection
 goes to the address that was checked, so a second look-up cannot lead elsewhere; redirects are not followed; 5 s for
-connecting and 5 s for each read; at most 64 KiB of an answer is read. One exception: a URL that the operator gave in
+connecting, 5 s for each read and 10 s for all of it; at most 64 KiB of an answer is read. One exception: a URL that the operator gave in
 the environment (or in a file that the environment names) may also be a loopback address, because a receiver beside the
 collector is ordinary. Private networks, link-local addresses (cloud metadata) and all others are refused for everyone.
 A URL is a secret: it is never in a message, a log or an error; `masked` is.
@@ -14,21 +14,59 @@ A URL is a secret: it is never in a message, a log or an error; `masked` is.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+import threading
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from urllib3.exceptions import HTTPError
 
 TIMEOUT_S = 5.0
-"""For connecting, and again for each read: ten seconds at most for a receiver that answers at all."""
+"""For connecting, and again for each read."""
+TOTAL_S = 10.0
+"""For the whole request: a receiver that sends a byte now and then holds nobody up for longer."""
 MAX_ANSWER_BYTES = 64 << 10
 _MAX_ERROR_CHARS = 200
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class _Ending:
+    """Breaks the connections of a pool when their time is over; timeouts of a socket begin anew with every byte."""
+
+    def __init__(self, pool: urllib3.HTTPConnectionPool) -> None:
+        sockets: list[Any] = []
+        kind = pool.ConnectionCls
+
+        class Watched(kind):  # type: ignore[valid-type, misc]
+            def connect(self) -> None:
+                super().connect()
+                sockets.append(self.sock)
+
+        pool.ConnectionCls = Watched
+        self._sockets = sockets
+        self._timer: threading.Timer | None = None
+
+    def after(self, seconds: float) -> None:
+        """From now."""
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """It came to its end by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # beneath TLS: it would wait for a goodbye
 
 
 class TargetError(ValueError):
@@ -90,10 +128,12 @@ class Target:
             )
         else:
             pool = urllib3.HTTPConnectionPool(address, port, timeout=timeout, retries=False)
+        ending = _Ending(pool)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         shown = f"[{host}]" if ":" in host else host
         host_header = shown if parts.port is None else f"{shown}:{parts.port}"
         try:
+            ending.after(min(TOTAL_S, 2 * timeout_s))
             answer = pool.urlopen(
                 "POST",
                 path,
@@ -115,6 +155,7 @@ class Target:
         except (HTTPError, OSError) as e:
             raise Unreachable(f"{self.masked}: {type(e).__name__}") from None  # the cause may hold the URL
         finally:
+            ending.cancel()
             pool.close()
 
     def _checked_address(self, host: str, port: int) -> str:
