@@ -60,7 +60,7 @@ Made by `make bench-detect` ({where}; {took_s:.0f} s). Two sources:
   and memory of amax, smallest tile, SQNR, underflow and kurtosis of each kind of site), with faults put into their columns
   (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover the 23 modes, each mild, medium and severe, with {num_seeds} seeds of the
   *{split}* split; thresholds were chosen on other seeds. Each faulty run has its healthy twin: what the twin says too does not count.
-- **recorded**: real trainings in FP8 on the CPU, 200 steps each, faults put into the model itself
+- **recorded**: real trainings in FP8 on the CPU, 184 steps each, faults put into the model itself
   (`tests/benchmarks/detection/record.py`).
 
 An incident is what people would see: findings folded as the collector does. *Delay* is in steps, from the fault to the first step of the

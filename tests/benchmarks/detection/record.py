@@ -29,7 +29,7 @@ from fp8watch_agent.record import FIELDS, ROW, Site
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.wire import Header, encode_batch
 
-STEPS, ONSET, PER_BATCH = 200, 120, 8
+STEPS, ONSET, PER_BATCH = 184, 120, 8
 DROPPED = {"amax_hist", "depth_hist", "signal_energy", "noise_energy", "tile_noise_ratio_max", "moment2", "num_calls", "worst_tile", "noise_tile"}  # fmt: skip
 DOWN = "layers.0.mlp.down_proj"
 

@@ -28,7 +28,7 @@ class _Stored(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Recorded:
-    """One real training of 200 steps. `mode` is what must be said of it, "" for nothing."""
+    """One real training of 184 steps. `mode` is what must be said of it, "" for nothing."""
 
     name: str
     sites: list[Site]

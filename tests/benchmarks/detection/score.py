@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m benchmarks.detection.score [--seeds N] [--healthy-steps N] [--split tune|test] [--print]
 
-Two sources. Recorded: real trainings on the CPU (`record.py`), 200 steps each. Made up: traces after a calibration on
+Two sources. Recorded: real trainings on the CPU (`record.py`), 184 steps each. Made up: traces after a calibration on
 real training, with faults put into their columns. Thresholds were chosen on the tuning seeds; the page shows the others.
 """
 
