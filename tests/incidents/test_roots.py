@@ -1,0 +1,104 @@
+"""A root cause mutes what it explains, takes over what it explains later, and grows louder once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from incidents.store import RUN, TENANT, Store
+
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.incidents.fold import fold
+from fp8watch_server.incidents.quiet import close_quiet
+from fp8watch_server.store import schema
+from fp8watch_server.store.dialect import writing
+
+DOWN, OTHER = "layers.1.mlp.down_proj", "layers.0.attn.o_proj"
+
+
+def finding(store: Store, mode: str, step: int, module: str = DOWN, severity: str = "warning", **extra: Any) -> Finding:
+    site = store.run.sites[store.run.index(module, "input")]
+    return Finding(
+        mode=mode, severity=severity, step=step, rank=0, site=site.id, tile=None, element=None,
+        evidence=(Evidence("clip_depth", 2.0, 1, "ratio", step),), verdict="fp8", rank_in_flow=site.order,
+        extra={"sites": [site.id], "num_sites": 1, "operands": ["input"], "stride": 1, **extra},
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def put(store: Store, *found: Finding, attempt: int = 1) -> None:
+    store.now += 1
+    with writing(store.db) as conn:
+        fold(conn, RUN, TENANT, attempt, found, store.run.facts, store.now)
+
+
+def modes(store: Store) -> list[str]:
+    return [i["mode"] for i in store.incidents]
+
+
+def test_what_an_open_incident_explains_is_counted_there_and_sends_nothing(store: Store) -> None:
+    put(store, finding(store, "delayed-clip", 10))
+    for step in range(12, 18):
+        put(store, finding(store, "chronic-quantization-noise", step))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["num_events"]) == ("delayed-clip", 7)
+    assert store.messages == ["firing"]
+    muted = [e["detail"]["muted"] for e in store.rows(schema.incident_event) if "muted" in e["detail"]]
+    assert muted == ["chronic-quantization-noise"]
+
+
+def test_another_module_is_another_matter(store: Store) -> None:
+    put(store, finding(store, "delayed-clip", 10))
+    put(store, finding(store, "chronic-quantization-noise", 12, OTHER))
+    assert modes(store) == ["delayed-clip", "chronic-quantization-noise"]
+
+
+def test_a_cause_that_shows_anywhere_mutes_anywhere(store: Store) -> None:
+    put(store, finding(store, "optimizer-divergence", 10, severity="critical"))
+    put(store, finding(store, "outlier-growth", 12, OTHER))
+    assert modes(store) == ["optimizer-divergence"]
+
+
+def test_a_cause_that_is_found_later_takes_its_consequence_over(store: Store) -> None:
+    put(store, finding(store, "delayed-clip", 10))
+    put(store, finding(store, "frozen-scale", 13))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"], incident["last_step"]) == ("frozen-scale", 10, 13)
+    assert "Frozen scale" in incident["title"]
+    assert store.messages == ["firing"]
+
+
+def test_a_warning_that_becomes_critical_is_told_once_more(store: Store) -> None:
+    put(store, finding(store, "delayed-clip", 10))
+    for step in (11, 12, 13):
+        put(store, finding(store, "delayed-clip", step, severity="critical"))
+    assert [i["severity"] for i in store.incidents] == ["critical"]
+    assert store.messages == ["firing", "firing"]
+    assert len({r["idempotency_key"] for r in store.rows(schema.outbox)}) == 2
+
+
+def test_the_same_failure_again_says_that_it_was_here_before(store: Store) -> None:
+    put(store, finding(store, "delayed-clip", 10))
+    with writing(store.db) as conn:
+        close_quiet(conn, RUN, TENANT, 1, 40, store.now)
+    put(store, finding(store, "delayed-clip", 100))
+    first, second = store.incidents
+    assert "It was here before: steps 10 to 10, resolved." in second["cause"]
+    assert "before" not in first["cause"]
+    put(store, finding(store, "delayed-clip", 5), attempt=2)
+    assert "of attempt 1" in next(i for i in store.incidents if i["attempt"] == 2)["cause"]
+
+
+@pytest.mark.parametrize(("step", "status"), [(11 + 64 * 19, "open"), (11 + 64 * 21, "resolved")])
+def test_an_incident_of_sampled_evidence_closes_after_twenty_samples(store: Store, step: int, status: str) -> None:
+    put(store, finding(store, "delayed-clip", 10, stride=64))
+    with writing(store.db) as conn:
+        close_quiet(conn, RUN, TENANT, 1, step, store.now)
+    assert [i["status"] for i in store.incidents] == [status]
+
+
+def test_news_of_a_consequence_join_the_evidence(store: Store) -> None:
+    put(store, finding(store, "kernel-output-fault", 10, severity="critical", gain=None, tokens=None))
+    news = [Evidence("checkpoint_saved", 12, "before the failure", "step", 10)]
+    put(store, finding(store, "kernel-output-fault", 12, severity="critical", consequence=True, news=news))
+    [incident] = store.incidents
+    assert [e["field"] for e in incident["evidence"]] == ["clip_depth", "checkpoint_saved"]
