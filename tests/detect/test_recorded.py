@@ -1,0 +1,36 @@
+"""Real trainings: healthy ones raise no more than information, faults that were put into the model are named."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.detection.recorded import TRACES, Recorded, traces
+from detect.folded import fold
+
+from fp8watch_server.detect.engine import Engine
+
+RUNS = {r.name: r for r in traces()}
+
+
+def incidents(run: Recorded) -> list[tuple[str, int, str]]:
+    engine = Engine(run.facts)
+    found = [f for batch in run.batches for f in engine.observe(batch)]
+    return [(i.mode, i.first.step, i.severity) for i in fold(found, run.facts) if i.severity != "info"]
+
+
+@pytest.mark.parametrize("name", [n for n, r in RUNS.items() if not r.mode])
+def test_a_healthy_training_raises_nothing(name: str) -> None:
+    assert incidents(RUNS[name]) == []
+
+
+@pytest.mark.parametrize("name", [n for n, r in RUNS.items() if r.mode])
+def test_a_fault_in_a_real_training_is_named(name: str) -> None:
+    run = RUNS[name]
+    got = incidents(run)
+    assert run.mode in {mode for mode, _, _ in got}
+    assert min(step for _, step, _ in got) >= run.onset
+    assert len(got) <= 2
+
+
+def test_the_traces_stay_small() -> None:
+    assert len(RUNS) == 19
+    assert sum(p.stat().st_size for p in TRACES.iterdir()) <= 2 << 20
