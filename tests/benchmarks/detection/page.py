@@ -19,6 +19,13 @@ def _rate(values: Sequence[bool]) -> str:
     return f"{np.mean(values):.2f}" if len(values) else "–"
 
 
+def _recall(runs: Sequence[Outcome]) -> str:
+    """With the count, and the exact bound where all were found."""
+    found, num = sum(o.found for o in runs), max(len(runs), 1)
+    bound = f"; 95 % lower bound {0.05 ** (1 / num):.2f}" if found == num else ""
+    return f"{found / num:.2f} ({found} of {num}{bound})"
+
+
 def _median(values: Sequence[int | None]) -> str:
     known = [v for v in values if v is not None]
     return f"{np.median(known):g}" if known else "–"
@@ -59,9 +66,9 @@ Made by `make bench-detect` ({where}; {took_s:.0f} s). Two sources:
 - **made up**: traces after a calibration on a real training of the demo's model (`tests/detect/calibration.json`: level, spread
   and memory of amax, smallest tile, SQNR, underflow and kurtosis of each kind of site), with faults put into their columns
   (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover the 23 modes, each mild, medium and severe, with {num_seeds} seeds of the
-  *{split}* split; thresholds were chosen on other seeds. Each faulty run has its healthy twin: what the twin says too does not count.
+  *{split}* split; thresholds were chosen on other seeds of this part. Each faulty run has its healthy twin: what the twin says too does not count.
 - **recorded**: real trainings in FP8 on the CPU, 184 steps each, faults put into the model itself
-  (`tests/benchmarks/detection/record.py`).
+  (`tests/benchmarks/detection/record.py`). **Not held out**: thresholds were changed after looking at these runs (see the end).
 
 An incident is what people would see: findings folded as the collector does. *Delay* is in steps, from the fault to the first step of the
 incident. *Lead* is how much earlier than the loss, for modes that build up."""
@@ -80,8 +87,8 @@ def _goals(made: list[Outcome], quiet: list[Healthy], real_quiet: list[Healthy])
     statistic = [o.delay for o in found if not BY_NAME[o.name].invariant and not BY_NAME[o.name].slow]
     leads = [o.lead for o in found if o.lead is not None]
     rows = [
-        ("recall, medium and severe", "≥ 0.97", _rate([o.found for o in rest])),
-        ("recall, mild", "≥ 0.90", _rate([o.found for o in mild])),
+        ("recall, medium and severe", "≥ 0.97", _recall(rest)),
+        ("recall, mild", "≥ 0.90", _recall(mild)),
         ("precision of incidents in faulty runs", "≥ 0.97", f"{true / max(true + false, 1):.3f}"),
         ("false pages per 1000 healthy steps (made up)", "≤ 0.1", f"{1000 * pages / max(steps, 1):.3f} ({pages} in {steps}; 95 % bound {upper_bound(pages, steps):.3f})"),
         ("false warnings per 1000 healthy steps (made up)", "≤ 0.5", f"{1000 * warnings / max(steps, 1):.3f} ({warnings} in {steps}; 95 % bound {upper_bound(warnings, steps):.3f})"),
@@ -214,10 +221,18 @@ def _thresholds() -> str:
 def _honest() -> str:
     return """## What this does not show
 
-- The made-up part is synthetic: faults act on columns, with the damage that the formats imply, and no model trains behind them. It shows that the
-  engine tells what it is given; the recorded part shows that real trainings give it that, on a model with one layer.
+- **Few runs.** With every one of n runs found, the 95 % lower bound of recall is 0.05^(1/n): 0.89 for 26 runs, 0.94 for 52. One seed a cell does not show
+  the recall goals, and fewer than 30,000 healthy steps do not show the goal for false pages: read the bounds, not the zeros.
+- **The recorded runs are in sample.** A healthy recorded run with a switch of domain raised gradient-underflow at +5 points; the alarm was then set to +8 (the
+  catalogue says 5). Others raised outlier-growth at 0.4 octave; it was then set to 0.8. That these runs are silent now is no test of those thresholds.
+- **One recorded fault was replaced after it was missed.** A flipped exponent bit that makes a weight *smaller* leaves amax where it is and was not found; the run
+  in the table flips one that makes it larger. Without weight hashes such flips are not found. `nan-loss` was recorded again as well: its NaN came behind the logged loss.
+- **The healthy generator was calmed where it raised false alarms**, while the engine was tuned: the spread of underflow is capped at 0.6 octave (measured: up to
+  3.1 on one site), tails of gradients at 4 σ, and delayed histories are 64 long. Healthy runs with more violent gradients may raise what this page does not show.
+- **Faults, generator and detectors have one author.** Faults act on columns, with the damage that the formats imply, and no model trains behind them. It shows
+  that the engine tells what it is given, not how often real failures look like that. Some scenarios were corrected while the engine was built.
+- The lead of slow modes is against a loss that the scenario lets rise at a chosen step: it is an assumption, not a measurement.
 - Evidence that only some agents send (outputs of GEMMs against a shadow, weight hashes, probes, attention logits, mesh and `amax_reduction`) is fed
   by the scenario. Where a run does not send it, these modes cannot be found.
 - A weight scale that is stale with power-of-two scales is right until a block crosses an octave, and cannot be told before; with FP32 scales it is
-  told at the first change.
-- Mild outlier growth and scale collapse are told by how far they have come: the slower, the later, always before the loss here."""
+  told at the first change."""

@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m benchmarks.detection.score [--seeds N] [--healthy-steps N] [--split tune|test] [--print]
 
 Two sources. Recorded: real trainings on the CPU (`record.py`), 184 steps each. Made up: traces after a calibration on
-real training, with faults put into their columns. Thresholds were chosen on the tuning seeds; the page shows the others.
+real training, with faults put into their columns. Thresholds were chosen on the tuning seeds of the made-up part
+and on the recorded runs, which are therefore in sample; the page says so.
 """
 
 from __future__ import annotations
