@@ -27,7 +27,10 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def cpu_s(pid: int) -> float:
     """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return 0.0
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
