@@ -28,14 +28,14 @@ _QUANTIZE = {
     "HARDWARE": False, "amax_in": None, "given": None, "stride_k": 1, "stride_ok": 1,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rowwise": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128}),
-    "columnwise": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 1}),
     "blocks": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 128, "POWER_2": False}),
-    "no statistics": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "STATS": False}),
     "both": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1}),
     "fold": ("fold_kernel", {"WHOLE": False, "HEAVY": True, "CHUNK": 256, "COLUMNS": 8}),
 }
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "rowwise": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128}),
+    "columnwise": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 1}),
+    "no statistics": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "STATS": False}),
     "rowwise, all": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "HEAVY": True}),
     "columnwise, all": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 1, "HEAVY": True}),
     "blocks, all": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 128, "HEAVY": True}),

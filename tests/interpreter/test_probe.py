@@ -44,7 +44,7 @@ def test_too_late_to_choose_the_interpreter() -> None:
     assert "triton was imported before TRITON_INTERPRET=1 was set" in probe(code)
 
 
-@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError", "KeyError", "AttributeError"])
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
 def test_any_failure_to_import_triton_is_a_reason(error: str, tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}('libcuda is not what it was')\n")

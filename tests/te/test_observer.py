@@ -95,7 +95,7 @@ def assert_same(got: TileStats, expected: TileStats, but: tuple[str, ...] = ()) 
 def test_a_seen_operand_is_measured_as_if_it_were_quantised_here(te: ModuleType, kind: str) -> None:
     linear = te.Linear(256, 128)
     watched = Watched(nn.Sequential(linear))
-    x = torch.randn(2, 50, 256, requires_grad=True)
+    x = torch.randn(2, 51, 256, requires_grad=True)  # rows that Transformer Engine pads
     if kind != "healthy":
         x.data[1, 3, 5] = float(kind)
     step(linear, x)
@@ -106,7 +106,7 @@ def test_a_seen_operand_is_measured_as_if_it_were_quantised_here(te: ModuleType,
     expected = reference.quantize(linear.weight.detach(), (128, 128), FORMATS["E4M3"], True, 0.0)[2]
     assert_same(watched.seen["0", "weight", "rowwise"][0], expected)
     if kind == "inf":
-        assert watched.seen["0", "input", "rowwise"][0].summary()["first_nonfinite"].tolist() == [53, 5, 0]
+        assert watched.seen["0", "input", "rowwise"][0].summary()["first_nonfinite"].tolist() == [54, 5, 0]
 
 
 def test_from_codes_alone_nan_is_known_and_inf_is_only_suspected(te: ModuleType) -> None:
@@ -275,15 +275,14 @@ def test_subclasses_are_found_and_namesakes_are_not(te: ModuleType) -> None:
 
 def test_the_operand_is_not_kept_until_backward(te: ModuleType) -> None:
     import gc
-    import weakref
+
+    from fp8watch.integrations.transformer_engine import _Frame
 
     linear = te.Linear(128, 128)
     watched = Watched(nn.Sequential(linear))
-    x = torch.randn(16, 128)
-    alive = weakref.ref(x)
-    y = linear(x)
-    del x
-    gc.collect()
-    assert alive() is None
+    y = linear(torch.randn(16, 128))
+    frames = [f for f in gc.get_objects() if isinstance(f, _Frame)]
+    assert len(frames) == 1
+    assert frames[0].operands == {}
     y.sum().backward()
     assert ("0", "input", "columnwise") in watched.seen

@@ -26,9 +26,8 @@ def kinds_side_by_side(dtype: str, tile: tuple[int, int], seed: int) -> torch.Te
 
 
 def always_or_long() -> list[Any]:
-    """All combinations; of those with the largest epsilon, in which most tiles are clamped, half with the long tests."""
-    sampled = [c for c in COMBINATIONS if c[4] == max(EPS)][::2]
-    return [pytest.param(*c, marks=pytest.mark.long) if c in sampled else c for c in COMBINATIONS]
+    """All combinations; those with the largest epsilon, in which most tiles are clamped, with the long tests."""
+    return [pytest.param(*c, marks=pytest.mark.long) if c[4] == max(EPS) else c for c in COMBINATIONS]
 
 
 @pytest.mark.parametrize(("dtype", "tile", "fmt", "power_2", "eps"), always_or_long())
@@ -48,7 +47,9 @@ def test_ragged_edges(tile: tuple[int, int], index: int) -> None:
     check(operand(kind, "bfloat16", SHAPES[tile][index]), tile, "E4M3", True, 0.0, heavy=index % 2 == 0)
 
 
-@pytest.mark.parametrize("tile", [*TILES, (1, 32), (32, 1), (16, 16), (150, 300)])
+@pytest.mark.parametrize(
+    "tile", [*TILES, (150, 300), *(pytest.param(t, marks=pytest.mark.long) for t in ((1, 32), (32, 1), (16, 16)))]
+)
 @pytest.mark.parametrize("kind", ["wide", pytest.param("nan-and-inf", marks=pytest.mark.long)])
 def test_many_programs_make_one_record(tile: tuple[int, int], kind: str, small_geometry: None) -> None:
     check(operand(kind, "float16" if kind == "wide" else "float32", (150, 300)), tile, "E4M3", False, 1e-6)

@@ -27,10 +27,12 @@ class Products(torch.autograd.Function):
         xq, wq = qx(x), qw(w)
         ctx.saved, ctx.gemm = (xq, wq), general_gemm
         ctx.shape = x.shape
+        ctx.save_for_backward(x)  # so that checkpointing has something to recompute
         return general_gemm(wq, xq, layout="TN")[0].reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
+        assert len(ctx.saved_tensors) == 1
         xq, wq = ctx.saved
         gq = ctx.qg(grad)
         dx = ctx.gemm(wq, gq, layout="NN", grad=True)[0].reshape(ctx.shape) if ctx.needs_input_grad[0] else None
