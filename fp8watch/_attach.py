@@ -32,9 +32,12 @@ from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
 
 from . import ops
-from .filter import FilterFn, LeftOut, select_linears
+from .filter import FilterFn, LeftOut, named_modules, select_linears
 from .formats import fp8_format
 from .identity import Identity, identify
+from .integrations import te_modules
+from .integrations.te_modules import TeModule
+from .integrations.transformer_engine import TeObserver
 from .kernels import scaled_mm
 from .kernels.registry import Backend, resolve
 from .linear import take_over
@@ -43,8 +46,9 @@ from .quantize.per_tensor import DelayedScale
 from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from .recipe import OPERANDS, Recipe, resolve_recipe
 from .scaled_linear import Formats
+from .sites import SiteTable
 from .slab import Slab
-from .watch import SiteTable, Watch
+from .watch import Watch
 
 _states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
 """Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
@@ -104,7 +108,11 @@ def attach(
             sys.stderr.write(f"fp8watch: {text}\n")
 
     def watch(
-        plan: ops.Plan | None, table: list[SiteTable], recorder: Recorder | None, hooks: Sequence[RemovableHandle] = ()
+        plan: ops.Plan | None,
+        table: list[SiteTable],
+        recorder: Recorder | None,
+        hooks: Sequence[RemovableHandle] = (),
+        te: TeObserver | None = None,
     ) -> Watch:
         url = None
         if recorder is not None and settings.collector is not None:
@@ -112,7 +120,7 @@ def attach(
         return Watch(
             model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
             tile_maps=maps, overhead_budget=overhead_budget, optimizer=optimizer, start_step=start_step, url=url, say=say,
-            hooks=hooks,
+            hooks=hooks, te=te,
         )  # fmt: skip
 
     if settings.disabled == "1":
@@ -120,10 +128,11 @@ def attach(
         return watch(None, [], None)
 
     linears, left_out = select_linears(model, filter_fn)
+    te = te_modules.find(named_modules(model))
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
     formats = _scaled_formats(gemm, linears, left_out, chosen, device)
-    plan, table = _plan(linears, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
+    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
     plan.keep_tiles = plan.slab is not None
     recorder = None
     if plan.slab is not None:
@@ -143,18 +152,19 @@ def attach(
         if recorder is None:
             plan.slab = None
             guard.emit()
+    observer = _observe_te(plan, te, left_out, guard)
     ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         site = ops.site_tensor(plan, i * len(plan.rows))
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.warming = start_step < chosen.warmup_steps
-    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder))
+    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder, observer))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
     hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
     handles = [model.register_forward_hook(hook)] if hook is not None else []
-    return watch(plan, table, recorder, handles)
+    return watch(plan, table, recorder, handles, observer)
 
 
 def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> torch.device:
@@ -235,8 +245,40 @@ def _check_url(url: str) -> str:
     return url
 
 
+def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], guard: Guard) -> TeObserver | None:
+    """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
+    if plan.slab is None or not te:
+        return None
+
+    def entered(backward: bool) -> None:
+        if backward:
+            plan.backward_seen = True
+            return
+        if plan.on_forward is not None:
+            plan.on_forward()
+        plan.forward_seen = True
+
+    observer = TeObserver(te, len(plan.quantizers), plan.record, guard, entered=entered)
+    try:
+        reason = observer.start()
+    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
+        guard.swallow("te start", error)
+        reason = f"transformer_engine cannot be observed ({type(error).__name__}: {error})"
+    if reason is None:
+        return observer
+    observer.stop()
+    left_out += [LeftOut(module.fqn, f"Transformer Engine module: {reason}") for module in te]
+    return None
+
+
 def _plan(
-    linears: list[tuple[str, nn.Linear]], recipe: Recipe, backend: Backend, guard: Guard, *, observe: bool
+    linears: list[tuple[str, nn.Linear]],
+    te: list[TeModule],
+    recipe: Recipe,
+    backend: Backend,
+    guard: Guard,
+    *,
+    observe: bool,
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[SiteQuantizer] = []
@@ -249,9 +291,13 @@ def _plan(
             quantizers.append(made)
             if isinstance(made, DelayedQuantizer):
                 states[operand] = made.state
+    for site in (site for found in te for site in found.sites):
+        identity = site_id(site.fqn, site.operand, site.direction)
+        table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
     slab = None
-    if observe and linears:
-        slab = guard.run("slab", Slab, len(table), linears[0][1].weight.device)
+    if observe and table:
+        parameters = [linears[0][1].weight] if linears else list(te[0].module.parameters())
+        slab = guard.run("slab", Slab, len(table), parameters[0].device if parameters else torch.device("cpu"))
     return ops.Plan(quantizers, slab, guard, recipe, ops.rows_of(recipe)), table
 
 
@@ -303,10 +349,13 @@ def _line(
     settings: AgentSettings,
     identity: Identity,
     recorder: Recorder | None,
+    te: TeObserver | None,
 ) -> str:
     """The one line that attach prints."""
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
-    if not linears:
+    if not linears and te is not None:
+        parts = []
+    elif not linears:
         parts = ["no Linear taken over"]
     elif recipe.observe_only:
         how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
@@ -314,6 +363,9 @@ def _line(
     else:
         warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
         parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}){warmup}; recipe='observe' to only watch"]
+    if te is not None:
+        s = "s" if len(te.modules) != 1 else ""
+        parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
     if left_out:
         more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
         parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in left_out[:6]) + more)

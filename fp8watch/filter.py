@@ -54,10 +54,9 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     gathered = _gathered_by_fsdp(model)
     taken: list[tuple[str, nn.Linear]] = []
     left: list[LeftOut] = []
-    for fqn, module in _named_modules(model):
+    for fqn, module in named_modules(model):
         if type(module).__module__.startswith("transformer_engine"):
-            left.append(LeftOut(fqn, "Transformer Engine module: not observed by this version"))
-            continue
+            continue  # observed as it is, or told of, by attach
         if not isinstance(module, nn.Linear):
             continue
         reason: str | None = None
@@ -91,7 +90,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     return taken, left
 
 
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules by the names they have without compile, checkpoint and data-parallel wrappers around them: the same
     Linears are taken, under the same names, wherever in a script attach stands."""
     plain = {"": ""}  # name with wrappers -> name without

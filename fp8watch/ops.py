@@ -151,9 +151,13 @@ class Plan:
         return results
 
     def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
-        assert self.slab is not None
-        if row not in self.shapes:
-            self.shapes[row] = (x_MK.shape[0], x_MK.shape[1])
+        self.record(row, (x_MK.shape[0], x_MK.shape[1]), stats)
+
+    def record(self, row: int, shape: tuple[int, int], stats: TileStats) -> None:
+        """Merge one call into its row, and keep its tiles until the step closes."""
+        if self.slab is None or self.paused:
+            return
+        self.shapes.setdefault(row, shape)
         order, self.calls = self.calls, self.calls + 1
         self.slab.accumulate(row, stats, order)
         if self.keep_tiles:

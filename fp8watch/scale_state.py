@@ -14,7 +14,7 @@ from .quantizers import DelayedQuantizer
 if TYPE_CHECKING:
     from .ops import Plan
     from .quantize.per_tensor import DelayedScale
-    from .watch import SiteTable
+    from .sites import SiteTable
 
 KEY = "amax_histories"
 """Where `Watch.state_dict` keeps them: "module.operand" -> scale, amax_history."""
@@ -23,7 +23,7 @@ KEY = "amax_histories"
 def _states(plan: Plan | None, table: Sequence[SiteTable]) -> dict[str, DelayedScale]:
     if plan is None:
         return {}
-    pairs = zip(table, plan.quantizers, strict=True)
+    pairs = zip(table, plan.quantizers, strict=False)  # behind them come sites that others quantise
     return {f"{s.fqn}.{s.operand}": q.state for s, q in pairs if isinstance(q, DelayedQuantizer)}
 
 

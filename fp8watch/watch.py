@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.record import STEP, STEP_SCALARS, Site, StepStatus
+from fp8watch_agent.record import STEP, STEP_SCALARS, StepStatus
 from fp8watch_agent.recorder import Recorder
 
 from . import ops, step_end
 from .identity import Identity
+from .integrations.transformer_engine import TeObserver
 from .linear import SITE_KEY, release, switch_shadow
 from .overhead import Overhead
 from .passes import LossHook
 from .recipe import Recipe
 from .scale_state import load_scale_state, scale_state
+from .sites import SiteTable, describe
 from .slab import Slab
 from .tiles import tile_map_of
 
 LOSS_MISSING_STEPS = 20
-
-
-@dataclass
-class SiteTable:
-    """What a row of the slab stands for; shape and order are known after the first step."""
-
-    fqn: str
-    operand: str
-    direction: str
-    gemm: str
-    site_id: int
 
 
 class Watch:
@@ -71,7 +61,9 @@ class Watch:
         url: str | None,
         say: Callable[[str], None],
         hooks: Sequence[RemovableHandle] = (),
+        te: TeObserver | None = None,
     ) -> None:
+        self.te = te  # what observes Transformer Engine's modules
         self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
         self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
         self._tile_maps, self._say = tile_maps, say
@@ -153,6 +145,8 @@ class Watch:
         """Parameters whose optimizer owns the step: the watched ones; where all of those are frozen (LoRA, a trained
         head), any of the model, and a forward is enough, because a frozen site may have no backward."""
         watched = [p for m in self._model.modules() if SITE_KEY in m.__dict__ for p in m.parameters(recurse=False)]
+        if self.te is not None:
+            watched += [p for te in self.te.modules for p in te.module.parameters(recurse=False)]
         self._frozen = not any(p.requires_grad for p in watched)
         return {id(p) for p in (self._model.parameters() if self._frozen else watched)}
 
@@ -225,6 +219,8 @@ class Watch:
             self._end_warmup(plan)
             self._overhead.step_closed(plan, recorder, began)
             plan.begin_step(sampled=self._step % self._overhead.every == 0)
+            if self.te is not None:
+                self.te.sampled = plan.sampled
             plan.calibrating = self._overhead.calibrates(self._num_closed)
 
     def _end_warmup(self, plan: ops.Plan) -> None:
@@ -266,21 +262,9 @@ class Watch:
 
     def _register(self, recorder: Recorder, rows: np.ndarray[Any, Any]) -> None:
         assert self._plan is not None
-        sites = []
-        for row, s in enumerate(self._table):
-            quantizer, shape = self._plan.quantizers[row], self._plan.shapes.get(row)
-            if shape is None or row in self._registered:
-                continue
-            spec = quantizer.spec
-            sites.append(
-                Site(
-                    id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm,
-                    order=int(rows["order"][row]), shape=shape, tile=quantizer.tile_for(shape),
-                    format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
-                    recipe=self._recipe.site_recipe(s.operand),
-                    backend=quantizer.backend.NAME, evidence={"all": "exact"},
-                )
-            )  # fmt: skip
+        plan = self._plan
+        new = [row for row in range(len(self._table)) if row in plan.shapes and row not in self._registered]
+        sites = [describe(r, self._table[r], int(rows["order"][r]), plan, self.te, self._recipe) for r in new]
         if not sites:
             return
         recorder.register_sites(sites)
@@ -299,10 +283,11 @@ class Watch:
         everything = mode == "all" or (mode == "every" and self._step % n == 0)
         broken = (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
         wanted = recorder.wanted_captures()
+        suspects = self.te.take_suspects() if self.te is not None and plan.sampled else {}
         maps = []
         for row, calls in plan.tiles.items():
             site = self._table[row].site_id
-            if everything or broken[row] or site in wanted:
+            if everything or broken[row] or site in wanted or row in suspects:
                 maps.append(tile_map_of(site, self._step, _of_event(calls, rows[row])))
         if maps:
             recorder.record_tile_maps(maps)
@@ -368,6 +353,8 @@ class Watch:
         self._plan.settle()
         for hook in self._hooks:
             hook.remove()
+        if self.te is not None:
+            self.te.stop()
         for module in list(self._plan.modules):  # one that has left the model since is released as well
             site = module.__dict__.get(SITE_KEY)
             if site is not None and int(site) >> 32 == self._plan.handle:

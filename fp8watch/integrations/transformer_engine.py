@@ -17,6 +17,7 @@ State of this file: tested against a small imitation of that surface; it has not
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8watch.integrations.te_modules import TeModule, weights_of
+from fp8watch.integrations.te_modules import DERIVED, EXACT, TeModule, weights_of
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, view_of
 from fp8watch.quantize.stats import TileStats
@@ -69,6 +70,30 @@ class _Frame:
     observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
 
 
+class _Hook:
+    """A hook of a module. A copy or a pickle of the module gets one that does nothing, and loads without fp8watch."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """What a site turned out to be at its first observation."""
+
+    tile: tuple[int, int]
+    format: str
+    power_2_scale: bool
+    eps: float
+    evidence: dict[str, str]
+
+
 class TeObserver:
     """Observes the Transformer Engine modules of one model, from `start` to `stop`.
 
@@ -78,11 +103,21 @@ class TeObserver:
         record: takes each observation.
         guard: counts what goes wrong.
         heavy: whether to measure energies, moments and depth where the operand is seen.
+        entered: told of each forward (False) and backward (True) of a module in training, sampled or not.
     """
 
     def __init__(
-        self, modules: list[TeModule], first_row: int, record: Record, guard: Guard, *, heavy: bool = True
+        self,
+        modules: list[TeModule],
+        first_row: int,
+        record: Record,
+        guard: Guard,
+        *,
+        heavy: bool = True,
+        entered: Callable[[bool], None] = lambda backward: None,
     ) -> None:
+        self._entered = entered
+        self.facts: dict[int, SiteFacts] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
         for te in modules:
@@ -109,8 +144,8 @@ class TeObserver:
         if not self._wrapped:
             return f"transformer_engine {reason} has no {' or '.join(_FUNCTIONS)} in its modules: not a version that is known"
         for te in self.modules:
-            self._hooks.append(te.module.register_forward_pre_hook(self._before(te)))
-            self._hooks.append(te.module.register_forward_hook(self._after, always_call=True))
+            self._hooks.append(te.module.register_forward_pre_hook(_Hook(self._before(te))))
+            self._hooks.append(te.module.register_forward_hook(_Hook(self._after), always_call=True))
         return None
 
     def stop(self) -> None:
@@ -149,7 +184,8 @@ class TeObserver:
         stack.append(None)  # whatever happens below: each call leaves what it entered
         if self._watching(te.module):
             frame = stack[-1] = _Frame(te)
-            if te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
+            self._entered(False)
+            if self.sampled and te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
                 frame.operands["input"] = [args[0].detach()]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -165,16 +201,13 @@ class TeObserver:
         hook(lambda grad: self._guard.run("te backward", self._enter_backward, frame, grad))
 
     def _enter_backward(self, frame: _Frame, grad: torch.Tensor) -> None:
-        self._local.backward = _Frame(frame.te, {"grad_output": [grad.detach()]}, observed=frame.observed)
+        self._entered(True)
+        operands = {"grad_output": [grad.detach()]} if self.sampled else {}
+        self._local.backward = _Frame(frame.te, operands, observed=frame.observed)
 
     def _watching(self, module: nn.Module) -> bool:
-        """In a sampled step of training, and not in the recomputation of a forward that was seen already."""
-        return (
-            self.sampled
-            and module.training
-            and not torch.compiler.is_compiling()
-            and torch._C._current_graph_task_id() == -1
-        )
+        """In training, and not in the recomputation of a forward that was seen already."""
+        return module.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
     def _stack(self) -> list[_Frame | None]:
         if not hasattr(self._local, "stack"):
@@ -250,6 +283,9 @@ class TeObserver:
         else:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
+        if row not in self.facts:
+            evidence = EXACT if x is not None else DERIVED
+            self.facts[row] = SiteFacts(view.tile, view.fmt.name, power_2, eps, evidence)
         self._record(row, view.shape, stats)
         return view.shape[0]
 

@@ -29,3 +29,6 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     torch.manual_seed(0)
     yield package
     forget()
+
+
+from attach.conftest import attach  # noqa: E402, F401 - the fixture: a recorder that keeps what it is handed
