@@ -80,6 +80,14 @@ def assert_same(got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     row, other = row_of(stats, 3), row_of(judge, 3)
     if judge.tiles.heavy is not None and equally_noisy(judge) != 1:
         other["noise_tile"] = row["noise_tile"]
+    # a subnormal error beside an amax of 448 is 0 in float32 units of the tile, and 1e-85 of the signal in float64
+    for field, unit in (
+        ("noise_energy", row["signal_energy"]),
+        ("tile_noise_ratio_sum", 1.0),
+        ("tile_noise_ratio_max", 1.0),
+    ):
+        if np.all(np.maximum(row[field], other[field]) < 1e-30 * unit):
+            other[field], other["noise_tile"] = row[field], row["noise_tile"]
     assert_rows_equal(row, other)
 
 

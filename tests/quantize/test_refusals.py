@@ -10,6 +10,7 @@ from quantize.backends import USABLE, each_backend
 
 from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, available, reference, resolve
+from fp8watch.kernels.cpu_compiler import Unavailable, find_compiler
 from fp8watch.kernels.registry import quantize_dequantize_both
 from fp8watch.quantize import quantize_blockwise
 
@@ -126,3 +127,11 @@ def test_a_missing_faster_backend_is_told_once(caplog: pytest.LogCaptureFixture,
     assert [r.getMessage() for r in caplog.records] == [
         "backend 'cpu' passed over for cpu tensors: no compiler was found"
     ]
+
+
+def test_the_cpu_backend_serves_wherever_a_compiler_does() -> None:
+    try:
+        find_compiler()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    assert available("cpu")["cpu"] is None

@@ -162,28 +162,37 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
     row->scale_ratio_max = max_or_nan(row->scale_ratio_max, float_of(max_of_lanes(ratio_high)));
     row->scale_ratio_min = min_or_nan(row->scale_ratio_min, float_of(-max_of_lanes(-ratio_low)));
     row->num_tiles += GROUP;
-    for (int k = 0; k < GROUP; k++) {
-        const struct tile *t = tiles + k;
-        int64_t place = t->i * Kt + t->j;
-        float amax = float_of(g->amax[k]);
-        job->amax[place] = amax;
-        row->amax_hist[bucket[k]]++;
-        row->num_elements += t->rows * t->columns;
-        row->num_nonzero += t->nonzero;
-        row->num_underflow += t->underflow;
-        if (amax == high && (high > row->amax_max || (high == row->amax_max && earlier(place, f->worst)))) {
+    for (int k = 0; k < GROUP; k++) row->amax_hist[bucket[k]]++;
+    const int64_t first = tiles[0].i * Kt + tiles[0].j, each = tiles[0].rows * tiles[0].columns;
+    if (high >= row->amax_max)
+        for (int k = 0; k < GROUP; k++) {
+            int64_t place = tiles[k].i * Kt + tiles[k].j;
+            if (float_of(g->amax[k]) != high || (high == row->amax_max && !earlier(place, f->worst))) continue;
             row->amax_max = high;
             f->worst = place;
         }
+    /* alike, side by side, and all of them as most tiles are: written at once */
+    if (!g->some_vanished && job->mark_bytes == 1 && tiles[GROUP - 1].i * Kt + tiles[GROUP - 1].j == first + GROUP - 1 &&
+        job->K % job->bk == 0) {
+        uint64_t mark[GROUP];
+        for (int k = 0; k < GROUP; k++) mark[k] = (uint64_t)each;
+        memcpy((uint8_t *)job->marks + first * 8, mark, sizeof mark);
+        memcpy(job->amax + first, g->amax, sizeof g->amax);
+        row->num_elements += GROUP * each;
+        row->num_nonzero += GROUP * each;
+        return;
+    }
+    for (int k = 0; k < GROUP; k++) {
+        const struct tile *t = tiles + k;
+        int64_t place = t->i * Kt + t->j;
+        job->amax[place] = float_of(g->amax[k]);
+        row->num_elements += t->rows * t->columns;
+        row->num_nonzero += t->nonzero;
+        row->num_underflow += t->underflow;
         int flags = t->underflow ? UNDERFLOW_FLAG : 0;
-        if (job->mark_bytes == 1) {
-            uint64_t mark = (uint64_t)t->nonzero | (uint64_t)t->underflow << 16 | (uint64_t)flags << 40;
-            memcpy((uint8_t *)job->marks + place * 8, &mark, 8);
-        } else {
-            struct tile counted = *t;
-            counted.saturated = counted.nan = counted.inf = 0;
-            write_marks(job, place, &counted, flags);
-        }
+        struct tile counted = *t;
+        counted.saturated = counted.nan = counted.inf = 0;
+        write_marks(job, place, &counted, flags);
     }
 }
 

@@ -48,6 +48,7 @@ struct tile {
 struct group {
     int32_t amax[GROUP];
     float scale[GROUP], scale_inv[GROUP], ratio[GROUP];
+    int some_vanished; /* a tile has counts of its own; else every element is non-zero and none vanished */
 };
 
 #define DEPTH_LANES (4 * VB)

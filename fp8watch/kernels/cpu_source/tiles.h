@@ -72,6 +72,7 @@ static void NAME(tile_begin)(const struct job *job, struct tile *t, int32_t bits
 INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile *tiles, struct group *g, const struct rounding *r,
                              int kind, int counted, int stats, int stream, int64_t ahead) {
     const int64_t Kt = ceil_div(job->K, job->bk);
+    g->some_vanished = 0;
     for (int k = 0; k < GROUP; k++) {
         struct tile *t = tiles + k;
         const T *x = (const T *)t->x;
@@ -83,6 +84,7 @@ INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile 
         t->nonzero = t->columns, t->underflow = 0;
         if (vanished) {
             int64_t counts[3] = {0, 0, 0};
+            g->some_vanished = 1;
             NAME(run_count)(x, t->columns, g->scale[k], &FORMATS[job->format], counts);
             t->nonzero -= counts[0];
             t->underflow = counts[1] - counts[0];
@@ -146,10 +148,12 @@ struct NAME(stretch) {
 /* Statistics of a group of ordinary columns, each a tile. */
 static void NAME(group_columns)(const struct job *job, struct fold *f, struct NAME(stretch) *w, int64_t k, const T *x, int64_t ld, int stats) {
     const struct format *fmt = &FORMATS[job->format];
-    const struct group *g = w->groups + k / GROUP;
+    struct group *g = w->groups + k / GROUP;
+    g->some_vanished = 0;
     for (int64_t v = k; v < k + GROUP; v += VL) {
         if (!any_b((vb)((vf)load_i(w->low + v) * load_f(w->scale + v) <= fmt->vanishing))) continue;
         int32_t *to[3] = {w->count[0] + v, w->count[1] + v, w->count[2] + v};
+        g->some_vanished = 1;
         NAME(column_count)(x + v, ld, w->tiles[k].rows, w->scale + v, fmt, to);
         for (int64_t c = v; c < v + VL; c++) {
             w->tiles[c].nonzero -= w->count[0][c];
