@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import gemm
+from .once import once_only
 from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
 from .quantize.checks import OPERAND_DTYPES
 from .scaled_linear import Formats, ScaledLinear
@@ -83,7 +84,7 @@ class _Fp8Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad, wgrad = ctx.needs_input_grad[0] and ctx.dgrad, ctx.needs_input_grad[1] and ctx.wgrad
         dx = dw = db = None
-        with torch.autocast(grad_MN.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
             if dgrad or wgrad:
                 rowwise, columnwise = dgrad or ctx.shared, wgrad and not ctx.shared
                 gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, rowwise, columnwise)
@@ -96,9 +97,10 @@ class _Fp8Linear(torch.autograd.Function):
                     dw = gemm.wgrad(gc, xc, weight_dtype)
                     if ctx.shadow:
                         shadow_gemm(dw, gc.t(), xc, None, site, GRAD_OUTPUT, True)
-            if bias_dtype is not None and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+        return once_only(dx), once_only(dw), db, None, None, None, None, None, None
 
 
 class _ObserveOutput(torch.autograd.Function):
@@ -108,7 +110,9 @@ class _ObserveOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:
-        return y.view_as(y)
+        # the same memory, but no view to autograd, which would forbid what follows in place, such as ReLU(inplace=True)
+        alias: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape)
+        return alias
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -118,8 +122,13 @@ class _ObserveOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (site,) = ctx.saved_tensors
-        observe(grad.detach().reshape(-1, grad.shape[-1]), site, GRAD_OUTPUT, *ctx.directions)
+        observe(_rows(grad.detach()), site, GRAD_OUTPUT, *ctx.directions)
         return grad, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]; without elements −1 would be any number."""
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
@@ -178,7 +187,7 @@ def fp8_linear(
         x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, autocast)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    rows = _rows(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
         product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
@@ -210,11 +219,11 @@ class WatchedLinear(nn.Linear):
                 input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared, scaled=scaled
             )
         y = F.linear(input, self.weight, self.bias)
-        if not self.training or input.is_nested:
+        if not self.training or input.is_nested or input.layout != torch.strided:
             return y
         grad = torch.is_grad_enabled()
         wgrad = self.weight.requires_grad and grad
-        observe(input.detach().reshape(-1, input.shape[-1]), site, INPUT, True, wgrad)
+        observe(_rows(input.detach()), site, INPUT, True, wgrad)
         observe(self.weight.detach(), site, WEIGHT, True, False)
         if y.requires_grad:
             out: Tensor = _ObserveOutput.apply(y, site, input.requires_grad, wgrad)  # type: ignore[no-untyped-call]
@@ -223,7 +232,10 @@ class WatchedLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
-        state = {k: v for k, v in self.__dict__.items() if k not in _KEYS}
+        own = getattr(self, "__getstate__", None)  # objects have one from Python 3.11 on, and a class may have its own
+        state = self.__dict__ if own is None else own()
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k not in _KEYS}
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 

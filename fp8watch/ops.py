@@ -327,6 +327,8 @@ def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: b
             plan.guard.run("observe", plan.quantize, (late,), x, number=plan.passes.forward)
         if number is not None and x.numel():
             rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
+            if not rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
+                return x.new_empty((0,))
             plan.guard.run("observe", plan.quantize, rows, x, number=number)
     return x.new_empty((0,))
 

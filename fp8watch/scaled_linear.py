@@ -17,6 +17,7 @@ from torch import Tensor
 from .kernels import scaled_mm
 from .kernels.reference import dequantize
 from .kernels.scaled_mm import Codes
+from .once import once_only
 from .ops import GRAD_OUTPUT, INPUT, WEIGHT, quantize_codes
 from .shadow import shadow_gemm
 
@@ -63,7 +64,7 @@ class ScaledLinear(torch.autograd.Function):
         of_input, of_weight, of_grad = ctx.formats
         dgrad, wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.wgrad
         dx = dw = db = None
-        with torch.autocast(grad_MN.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
             if dgrad or wgrad:
                 gr, gr_scale, gc, gc_scale = quantize_codes(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
                 if dgrad:
@@ -77,9 +78,10 @@ class ScaledLinear(torch.autograd.Function):
                     if ctx.shadow:
                         a = _values(grad, COLUMN).t()
                         shadow_gemm(dw, a, _values(input, COLUMN), None, site, GRAD_OUTPUT, True)
-            if bias_dtype is not None and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return once_only(dx), once_only(dw), db, None, None, None, None, None
 
 
 def _codes(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Codes:

@@ -11,6 +11,7 @@ depend on how many.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,7 @@ _FORMATS = {"E4M3": 0, "E5M2": 1}
 _THREADED_ELEMENTS = 1 << 19
 _JOB = struct.Struct("P5q6P9if")  # struct job in job.h
 _CODES, _VALUES = 0, 1
+_empty = functools.partial(torch.empty, device="cpu")  # torch's default device and dtype may be anything
 
 
 def probe(device: torch.device) -> str | None:
@@ -143,7 +145,7 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
     check_scale(scale_inv, (-(-rows // bm), -(-columns // bk)), data)
     check_denormals(data)
     data, scale_inv = data.detach().contiguous(), scale_inv.detach().contiguous()
-    out = torch.empty((rows, columns), dtype=torch.float32)
+    out = _empty((rows, columns), dtype=torch.float32)
     cpu_library.load().fp8watch_dequantize(
         data.data_ptr(), scale_inv.data_ptr(), out.data_ptr(), rows, columns, bm, bk, known
     )
@@ -188,8 +190,8 @@ def _prepare(
     mt, kt = -(-rows // bm), -(-columns // bk)
     if given is not None:
         given = check_scale(given, (mt, kt), x).detach().contiguous()
-    out = torch.empty((rows, columns), dtype=torch.uint8 if kind == _CODES else torch.float32)
-    scale_inv = torch.empty((mt, kt))
+    out = _empty((rows, columns), dtype=torch.uint8 if kind == _CODES else torch.float32)
+    scale_inv = _empty((mt, kt), dtype=torch.float32)
     measured: TileStats | None = None
     amax_at = marks_at = row_at = mark_bytes = 0
     if stats:
@@ -203,8 +205,8 @@ def _prepare(
             if size < 1 << 31
             else torch.int64
         )
-        amax, marks = torch.empty((mt, kt)), torch.empty((mt, kt, 8), dtype=dtype)
-        row = torch.empty(ROW.itemsize, dtype=torch.uint8)
+        amax, marks = _empty((mt, kt), dtype=torch.float32), _empty((mt, kt, 8), dtype=dtype)
+        row = _empty(ROW.itemsize, dtype=torch.uint8)
         amax_at, marks_at, row_at, mark_bytes = amax.data_ptr(), marks.data_ptr(), row.data_ptr(), marks.element_size()
         bits = int(LIGHT | HEAVY) if heavy else int(LIGHT)
         measured = TileStats(

@@ -82,7 +82,12 @@ def find_compiler() -> list[str]:
     Raises:
         Unavailable: there is none.
     """
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise Unavailable(
+            f"CC={os.environ['CC']!r} cannot be read as a command: {error}; correct or unset CC"
+        ) from None
     if named:
         path = shutil.which(named[0])
         if path is None:

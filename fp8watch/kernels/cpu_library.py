@@ -138,7 +138,7 @@ def _ours(path: Path, kind: object) -> bool:
 
 
 def _key(compiler: Sequence[str], version: str, flags: Sequence[str]) -> str:
-    sources = [p.name + p.read_text() for p in sorted(SOURCES.iterdir()) if p.suffix in (".c", ".h")]
+    sources = [p.name + p.read_text(encoding="utf-8") for p in sorted(SOURCES.iterdir()) if p.suffix in (".c", ".h")]
     parts = [row_header(), *sources, *compiler, version, *flags, processor()]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 

@@ -196,7 +196,7 @@ def keep_freed_memory() -> None:
     model is mapped, cleared and unmapped anew, which takes three times as long as what is computed in it. The block
     below is never touched, so it costs nothing. Where it does not help it does no harm.
     """
-    torch.empty(24 << 20, dtype=torch.uint8)
+    torch.empty(24 << 20, dtype=torch.uint8, device="cpu")
 
 
 def _look(amax: torch.Tensor, eps: float) -> Kind:

@@ -98,8 +98,8 @@ class DelayedScale:
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
             self.scale = torch.ones((1, 1), dtype=torch.float32, device=device)
             self.amax_history = torch.zeros(history.amax_history_len, dtype=torch.float32, device=device)
-            self._largest = torch.full((1,), fmt.max_finite / 2.0**history.margin, device=device)
-            self._nan = torch.full((1,), float("nan"), device=device)
+            self._largest = torch.full((1,), fmt.max_finite / 2.0**history.margin, dtype=torch.float32, device=device)
+            self._nan = torch.full((1,), float("nan"), dtype=torch.float32, device=device)
             self._take_views()
 
     def _take_views(self) -> None:

@@ -9,14 +9,13 @@ and takes anything but "1" as FP32 scales; the refusals are ours.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .spec import OPERANDS
+from .spec import FLOAT32_MAX, OPERANDS
 
 EPS_VARIABLES: dict[str, str] = {
     "input": "FP8_QUANT_FWD_INP_AMAX_EPS",
@@ -40,7 +39,7 @@ QPARAMS: dict[str, str] = {
 BLACKWELL = (10, 0)
 """Compute capability from which Transformer Engine runs blockwise scaling on MX hardware, whose scales are E8M0."""
 
-_EPS_RULE = "must be a finite number, 0 or more (1e-12 is recommended)"
+_EPS_RULE = "must be a finite number, 0 or more (1e-12 is recommended), and one that float32 holds"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _eps(environ: Mapping[str, str], variable: str) -> float | None:
         eps = float(value)
     except ValueError:
         raise ValueError(f"{variable}={value!r}: {_EPS_RULE}") from None
-    if not math.isfinite(eps) or eps < 0:
+    if not 0 <= eps <= FLOAT32_MAX:  # NaN too
         raise ValueError(f"{variable}={value!r}: {_EPS_RULE}")
     return eps
 

@@ -7,7 +7,6 @@ Thread:     any; read-only
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +19,8 @@ RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")
 TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), None)
 SCALINGS = ("current", "delayed", "mx")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
+
+FLOAT32_MAX = 3.4028234663852886e38
 
 Fact = str | int | float | bool
 
@@ -44,8 +45,8 @@ class OperandRecipe:
             rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', or None for the whole tensor"
             raise ValueError(f"tile={self.tile}: {rule}")
         fp8_format(self.format)
-        if not math.isfinite(self.eps) or self.eps < 0:
-            raise ValueError(f"eps={self.eps}: must be finite and 0 or more; 1e-12 is recommended")
+        if not 0 <= self.eps <= FLOAT32_MAX:  # NaN too
+            raise ValueError(f"eps={self.eps}: must be finite in float32 and 0 or more; 1e-12 is recommended")
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling={self.scaling!r}: must be one of {', '.join(map(repr, SCALINGS))}")
         if self.scaling == "delayed" and (self.tile is not None or self.power_2_scale or self.eps):

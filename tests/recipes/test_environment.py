@@ -50,7 +50,7 @@ def test_each_operand_has_its_own_eps_and_power_2_variable(operand):
 
 
 @pytest.mark.parametrize("variable", EPS_VARIABLES.values())
-@pytest.mark.parametrize("value", ["abc", "", "-1", "-1e-12", "nan", "inf"])
+@pytest.mark.parametrize("value", ["abc", "", "-1", "-1e-12", "nan", "inf", "1e39"])
 def test_a_bad_eps_is_refused_with_name_value_and_rule(variable, value):
     with pytest.raises(ValueError, match=variable) as e:
         blockwise(environ={variable: value})
@@ -109,6 +109,7 @@ def test_an_argument_wins_over_its_variable_and_says_so():
         (lambda: blockwise(environ={}, block_dims=(1, 3, 1)), "block_dims=(1, 3, 1)"),
         (lambda: blockwise(environ={}, block_dims=(2, 2, 1)), "no GEMM takes 128×128 blocks on both sides"),
         (lambda: blockwise(environ={}, amax_epsilon=-1.0), "eps=-1.0"),
+        (lambda: blockwise(environ={}, amax_epsilon=1e39), "eps=1e+39: must be finite in float32"),
         (lambda: delayed(amax_history_len=0), "amax_history_len=0"),
         (lambda: delayed(amax_compute_algo="median"), "amax_compute_algo='median'"),
         (lambda: delayed(margin=0.5), "margin=0.5"),

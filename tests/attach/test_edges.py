@@ -1,0 +1,130 @@
+"""Places where a host program does something unusual around a watched Linear."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+
+def chain(inplace=False):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(inplace=inplace), nn.Linear(128, 32))
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).pow(2).sum().backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
+def test_what_follows_a_linear_may_work_in_place(attach, recipe):
+    x = torch.randn(8, 64)
+    there, here = chain(inplace=False), chain(inplace=True)
+    attach(there, recipe=recipe)
+    watch = attach(here, recipe=recipe)
+    want, got = gradients(there, x), gradients(here, x)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize("recipe", ["observe", "blockwise", "current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_torchs_default_dtype_and_device_are_of_no_concern(attach, recipe, backend):
+    x = torch.randn(8, 64)
+    plain, odd = chain(), chain()
+    attach(plain, recipe=recipe, backend=backend)
+    before = torch.get_default_dtype()
+    results = [[gradients(plain, x) for _ in range(2)]]
+    for dtype in (torch.float64, torch.bfloat16):
+        odd = chain()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                watch = attach(odd, recipe=recipe, backend=backend)
+                results.append([gradients(odd, x) for _ in range(2)])
+                watch.step()
+        finally:
+            torch.set_default_dtype(before)
+        assert not watch.guard.errors
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_gradient_that_is_differentiated_again_is_refused_not_dropped(attach):
+    model = chain()
+    attach(model)
+    x = torch.randn(8, 64, requires_grad=True)
+    y = model(x).sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated again .*filter_fn"):
+        (y + slope.pow(2).sum()).backward()
+
+
+def test_create_graph_alone_gives_the_same_gradients(attach):
+    model, x = chain(), torch.randn(8, 64)
+    attach(model)
+    want = gradients(model, x)
+    got = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want.values(), strict=True))
+
+
+def test_torch_func_takes_gradients_once(attach):
+    model, x = chain(), torch.randn(8, 64)
+    attach(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
+
+    want = gradients(model, x)
+    got = torch.func.grad(loss)(parameters, x)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+    def slope(x):
+        return torch.func.grad(lambda z: loss(parameters, z))(x).pow(2).sum()
+
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        torch.func.grad(slope)(x)
+
+
+def test_observing_takes_inputs_that_have_no_rows_or_are_sparse(attach):
+    narrow, wide = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    wide.weight, wide.in_features = nn.Parameter(torch.zeros(64, 0)), 0
+    watches = [attach(narrow, recipe="observe"), attach(wide, recipe="observe")]
+    sparse = torch.eye(64)[:4]
+    assert torch.equal(narrow(sparse.to_sparse()), nn.functional.linear(sparse, narrow.weight))
+    assert wide(torch.zeros(4, 0)).shape == (4, 64)
+    wide(torch.zeros(4, 0)).sum().backward()
+    assert [dict(w.guard.errors) for w in watches] == [{}, {}]
+
+
+def test_a_linear_of_which_only_the_bias_is_trained_is_observed_without_errors(attach):
+    model = chain()
+    model[0].weight.requires_grad_(False)
+    watch = attach(model, recipe="observe")
+    gradients(model, torch.randn(8, 64))
+    watch.step()
+    assert not watch.guard.errors
+
+
+class WithHandle(nn.Linear):
+    """Leaves out of copies what cannot be copied."""
+
+    def __getstate__(self):
+        return {k: v for k, v in self.__dict__.items() if k != "handle"}
+
+
+def test_a_copy_follows_the_rules_of_its_class(attach):
+    model = nn.Sequential(WithHandle(64, 64))
+    model[0].handle = (i for i in range(3))  # a generator cannot be copied
+    attach(model)
+    twin = copy.deepcopy(model)
+    assert type(twin[0]) is WithHandle
+    assert "handle" not in twin[0].__dict__
+    x = torch.randn(4, 64)
+    assert torch.equal(twin(x), nn.functional.linear(x, model[0].weight, model[0].bias))
