@@ -317,6 +317,9 @@ def _start_recorder(
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
     facts = recipe.session_facts()
     facts["num_linears"] = num_linears
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if restarts.isascii() and restarts.isdigit():
+        facts["restart_count"] = int(restarts)  # of the launcher: the same on all ranks
     facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
     versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     return Recorder(

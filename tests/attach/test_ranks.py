@@ -176,3 +176,10 @@ def test_parallel_training_gives_the_weights_of_training_by_hand(tmp_path):
     for out in run_ranks(tmp_path, PARALLEL_SCRIPT):
         (line,) = [line for line in out.splitlines() if line.startswith("RESULT")]
         assert line.startswith("RESULT True True [3, 3, 3, 3] 0"), line
+
+
+def test_the_launchers_restarts_are_a_fact_of_the_session(attach, mlp, monkeypatch):
+    assert "restart_count" not in attach(mlp)._recorder.session.facts
+    for value, fact in (("3", 3), ("three", None)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", value)
+        assert attach(mlp.__class__())._recorder.session.facts.get("restart_count") == fact
