@@ -6,7 +6,7 @@ Shapes: 3 layers of 7 Linears, 5 sites each, tokens 256; step FAULT_STEP puts on
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -193,11 +193,11 @@ class Run:
         """Run, session, sites."""
         of_run = f"/v1/runs/{quote(self.run_id, safe='')}"
         facts = {"recipe": "blockwise", "backend": "reference", "world_size": world_size}
-        self._ok(self.client.put(of_run, json={"name": self.name, **facts}))
+        self._ok(lambda: self.client.put(of_run, json={"name": self.name, **facts}))
         session = {"rank": 0, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
-        self._ok(self.client.put(f"{of_run}/sessions/{self.session}", json=session))
+        self._ok(lambda: self.client.put(f"{of_run}/sessions/{self.session}", json=session))
         sites = [asdict(s) for s in self.sites]
-        self._ok(self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
+        self._ok(lambda: self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
         return self
 
     def send(
@@ -231,10 +231,14 @@ class Run:
 
     def _post(self, path: str, content_type: str, body: bytes) -> None:
         headers = {"content-type": content_type, "content-encoding": "zstd"}
-        self._ok(self.client.post(path, content=body, headers=headers))
+        self._ok(lambda: self.client.post(path, content=body, headers=headers))
 
     @staticmethod
-    def _ok(answer: httpx.Response) -> None:
+    def _ok(send: Callable[[], httpx.Response]) -> None:
+        """As a real agent: a 503 of a slow disk is not the end."""
+        until = time.monotonic() + 20
+        while (answer := send()).status_code == 503 and time.monotonic() < until:
+            time.sleep(0.2)
         assert answer.status_code == 200, answer.text
 
     def site(self, module: str, operand: str = "input", direction: str = "rowwise") -> Site:
