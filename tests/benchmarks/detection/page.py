@@ -223,6 +223,8 @@ def _honest() -> str:
 
 - **Few runs.** With every one of n runs found, the 95 % lower bound of recall is 0.05^(1/n): 0.89 for 26 runs, 0.94 for 52. One seed a cell does not show
   the recall goals, and fewer than 30,000 healthy steps do not show the goal for false pages: read the bounds, not the zeros.
+- **A mild clip under delayed scaling is missed on other seeds**: one step in nine, less than two octaves deep, does not fill the two of three
+  that open an alarm, and the scale's recovery is then called scale-collapse. The tests name it as missed.
 - **The recorded runs are in sample.** A healthy recorded run with a switch of domain raised gradient-underflow at +5 points; the alarm was then set to +8 (the
   catalogue says 5). Others raised outlier-growth at 0.4 octave; it was then set to 0.8. That these runs are silent now is no test of those thresholds.
 - **One recorded fault was replaced after it was missed.** A flipped exponent bit that makes a weight *smaller* leaves amax where it is and was not found; the run
