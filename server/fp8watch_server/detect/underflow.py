@@ -50,10 +50,12 @@ class Underflow:
         need = np.maximum(ctx.limit.underflow_alarm_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
         need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
-        # One scale a tensor, from a history: small gradients underflow whenever a larger one is remembered.
-        per_tensor = np.array([f.recipe in ("delayed", "current") for f in ctx.now.table.facts], dtype=np.bool_)
+        # What a fitting scale rounds to 0 is small beside its own tile: gradients of a model that learns to attend grow
+        # sparse, and that is no fault. So where the scale comes from the tile itself, an alarm needs tiles that eps clamps.
         with np.errstate(invalid="ignore"):
-            rise = np.where(per_tensor & ~(ctx.sqnr_drop > ctx.limit.sqnr_drop_db), 0.0, rise)
+            dropped = (ctx.sqnr_drop > ctx.limit.sqnr_drop_db) & ~ctx.now.table.current_scaling
+            harmed = dropped | (ctx.now.column("num_eps_tiles") > 0)
+            rise = np.where(harmed, rise, 0.0)
             hit = self._latch.update(rise > need, seen, ctx.now.step)
             hit |= self._sure.update(rise > need + SURE_POINTS, seen, ctx.now.step)
         if not hit.any():
