@@ -225,6 +225,8 @@ def _honest() -> str:
   the recall goals, and fewer than 30,000 healthy steps do not show the goal for false pages: read the bounds, not the zeros.
 - **A mild clip under delayed scaling is missed on other seeds**: one step in nine, less than two octaves deep, does not fill the two of three
   that open an alarm, and the scale's recovery is then called scale-collapse. The tests name it as missed.
+- **A real healthy run is not silent**: 600 healthy steps of the demo raise one warning, dying-tile on a gradient of `v_proj` at step 118. The
+  made-up healthy runs do not show it. A test names it as open.
 - **The recorded runs are in sample.** A healthy recorded run with a switch of domain raised gradient-underflow at +5 points; the alarm was then set to +8 (the
   catalogue says 5). Others raised outlier-growth at 0.4 octave; it was then set to 0.8. That these runs are silent now is no test of those thresholds.
 - **One recorded fault was replaced after it was missed.** A flipped exponent bit that makes a weight *smaller* leaves amax where it is and was not found; the run
