@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 
 import database
@@ -26,8 +25,8 @@ def database_url(database_kind: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def closed_databases():
-    """Python 3.13 warns of every SQLite connection that is left to the garbage collector."""
-    engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+    """A driver warns of every connection that is left to the garbage collector, at whatever test is running then."""
+    engines: set[Engine] = set()
 
     def remember(connection):
         engines.add(connection.engine)
@@ -35,5 +34,5 @@ def closed_databases():
     event.listen(Engine, "engine_connect", remember)
     yield
     event.remove(Engine, "engine_connect", remember)
-    for engine in list(engines):
+    for engine in engines:
         engine.dispose()

@@ -24,7 +24,7 @@ from fp8watch_server.rebuild import sites_of
 from fp8watch_server.settings import default_database_url
 from fp8watch_server.store import hot
 from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import DatabaseUrlError, make_engine
+from fp8watch_server.store.dialect import DatabaseUrlError, engine_of
 
 from .engine import Engine
 from .finding import facts_of
@@ -96,21 +96,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rules", type=Path, help="a rules file instead of the defaults")
     parser.add_argument("--database-url", default=None, help="default: that of `fp8watch serve`")
     args = parser.parse_args(argv)
+    c = t.incident.c
     try:
         thresholds = load_rules(args.rules).thresholds_for(args.run) if args.rules else DEFAULTS
-        database = make_engine(args.database_url or default_database_url())
+        with engine_of(args.database_url or default_database_url()) as database, database.connect() as conn:
+            got = replay(conn, args.run, thresholds)
+            raised = conn.execute(
+                sa.select(c.first_step, c.last_step, c.severity, c.mode, c.title)
+                .where(c.run_id == args.run, c.tenant == TENANT)
+                .order_by(c.first_step)
+            ).all()
     except (RulesError, DatabaseUrlError, OSError) as e:
         _say(e, sys.stderr)
         return 1
-    with database.connect() as conn:
-        got = replay(conn, args.run, thresholds)
-        c = t.incident.c
-        raised = conn.execute(
-            sa.select(c.first_step, c.last_step, c.severity, c.mode, c.title)
-            .where(c.run_id == args.run, c.tenant == TENANT)
-            .order_by(c.first_step)
-        ).all()
-    database.dispose()
     if not got.num_batches:
         _say(f"run {args.run!r}: no stored batches; give the id of a run that was compacted not yet", sys.stderr)
         return 1

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..settings import SETTINGS, SettingError, Settings
 from . import schema as t
 from .backup import BackupError, backup
 from .check import check
-from .dialect import DatabaseUrlError, make_engine, parse_url, upsert, writing
+from .dialect import DatabaseUrlError, engine_of, parse_url, upsert, writing
 from .retention import policy_of, prune
 from .views import RoleError, grant_reader
 
@@ -62,13 +63,13 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
     return EXIT_USAGE
 
 
-def _opened(settings: Settings, *, at_head: bool = True) -> Engine:
-    """The database, which must be there: none of these commands makes one."""
+@contextmanager
+def _opened(settings: Settings) -> Iterator[Engine]:
+    """The database, which must be there: none of these commands makes one. Closed afterwards, whatever happens."""
     url = parse_url(settings.database_url)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
         raise Unusable(f"database {url.database!r} is not there; name another with --database-url")
-    engine = make_engine(settings.database_url)
-    if at_head:
+    with engine_of(settings.database_url) as engine:
         with engine.connect() as conn:
             revision = migrations.current(conn)
         if revision != migrations.head():
@@ -76,7 +77,7 @@ def _opened(settings: Settings, *, at_head: bool = True) -> Engine:
                 f"the database is at revision {revision}, this program works at {migrations.head()}; "
                 "run fp8watch migrate, or the other version of fp8watch"
             )
-    return engine
+        yield engine
 
 
 def _require_run(engine: Engine, run_id: str) -> None:
@@ -99,21 +100,20 @@ def prune_main(argv: list[str]) -> int:
 def _prune(args: Any, settings: Settings) -> int:
     if (args.remember or args.delete) and args.run is None:
         raise Unusable("--remember and --delete are for one run; name it with --run")
-    engine = _opened(settings)
-    if args.run is not None:
-        _require_run(engine, args.run)
-    if args.delete:
-        if not args.dry_run:
+    with _opened(settings) as engine:
+        if args.run is not None:
+            _require_run(engine, args.run)
+        if args.delete:
+            if not args.dry_run:
+                with writing(engine) as conn:
+                    conn.execute(sa.delete(t.run).where(t.run.c.run_id == args.run))
+            print(f"run {args.run!r} {'would be' if args.dry_run else 'is'} deleted")
+            return 0
+        if args.remember and not args.dry_run:
             with writing(engine) as conn:
-                conn.execute(sa.delete(t.run).where(t.run.c.run_id == args.run))
-        print(f"run {args.run!r} {'would be' if args.dry_run else 'is'} deleted")
-        return 0
-    if args.remember and not args.dry_run:
-        with writing(engine) as conn:
-            row = {name: getattr(settings, name) or None for name in LIMITS}
-            upsert(conn, t.retention, [{"run_id": args.run, "tenant": t.DEFAULT_TENANT, **row}])
-    done = prune(engine, policy_of(settings), time.time(), run_id=args.run, dry_run=args.dry_run)
-    engine.dispose()
+                row = {name: getattr(settings, name) or None for name in LIMITS}
+                upsert(conn, t.retention, [{"run_id": args.run, "tenant": t.DEFAULT_TENANT, **row}])
+        done = prune(engine, policy_of(settings), time.time(), run_id=args.run, dry_run=args.dry_run)
     print(
         f"{'would go' if args.dry_run else 'gone'}: single ranks of {done.num_cells_to_rollup} cells, "
         f"blocks of {done.num_cells_to_summary} cells ({done.num_bytes} bytes); a cell is {t.BLOCK_STEPS} steps of a run"
@@ -129,11 +129,10 @@ def check_main(argv: list[str]) -> int:
 
 
 def _check(args: Any, settings: Settings) -> int:
-    engine = _opened(settings)
-    if args.run is not None:
-        _require_run(engine, args.run)
-    done = check(engine, args.run)
-    engine.dispose()
+    with _opened(settings) as engine:
+        if args.run is not None:
+            _require_run(engine, args.run)
+        done = check(engine, args.run)
     for problem in done.problems:
         print(problem)
     read = f"{done.num_batches} batches, {done.num_blocks} blocks, {done.num_cells} cells"
@@ -150,14 +149,13 @@ def migrate_main(argv: list[str]) -> int:
 
 
 def _migrate(args: Any, settings: Settings) -> int:
-    engine = make_engine(settings.database_url)
-    before = migrations.upgrade(engine)
-    if args.reader is not None:
-        with writing(engine) as conn:
-            made = grant_reader(conn, args.reader)
-        remedy = f"; let it log in: ALTER ROLE {args.reader} LOGIN PASSWORD '…'" if made else ""
-        print(f"role {args.reader} reads the views of schema grafana{remedy}")
-    engine.dispose()
+    with engine_of(settings.database_url) as engine:
+        before = migrations.upgrade(engine)
+        if args.reader is not None:
+            with writing(engine) as conn:
+                made = grant_reader(conn, args.reader)
+            remedy = f"; let it log in: ALTER ROLE {args.reader} LOGIN PASSWORD '…'" if made else ""
+            print(f"role {args.reader} reads the views of schema grafana{remedy}")
     head = migrations.head()
     print(f"database at {head} already" if before == head else f"database brought from {before or 'nothing'} to {head}")
     return 0

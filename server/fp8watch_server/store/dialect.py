@@ -181,6 +181,16 @@ def make_engine(database_url: str) -> Engine:
     return engine
 
 
+@contextmanager
+def engine_of(database_url: str) -> Iterator[Engine]:
+    """`make_engine` for one command: all connections are closed afterwards, whatever happens."""
+    engine = make_engine(database_url)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
 def _postgresql(url: URL) -> Engine:
     from psycopg.adapt import Buffer, Dumper
     from psycopg.pq import Format

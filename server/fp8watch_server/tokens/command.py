@@ -21,7 +21,7 @@ from .. import migrations
 from ..auth import RELOAD_AFTER_S, SCOPES, SETTINGS_NAME, new_token, token_sha256
 from ..settings import SettingError, Settings
 from ..store import schema as t
-from ..store.dialect import DatabaseUrlError, make_engine, parse_url, writing
+from ..store.dialect import DatabaseUrlError, engine_of, parse_url, writing
 
 EXIT_USAGE = 2
 ID_CHARS = 12
@@ -103,8 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         settings = Settings.from_environ(database_url=args.database_url)
-        engine = make_engine(settings.database_url)
-        try:
+        with engine_of(settings.database_url) as engine:
             migrations.upgrade(engine)
             if args.command == "create":
                 token = create(engine, args.name, args.scopes, args.tenant)
@@ -118,8 +117,6 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 count = revoke(engine, args.which)
                 print(f"revoked {count}; a collector that runs notices within {RELOAD_AFTER_S:.0f} s")
-        finally:
-            engine.dispose()
     except (Unusable, SettingError, DatabaseUrlError, migrations.TooNew) as e:
         print(f"fp8watch token: {e}", file=sys.stderr)
         return EXIT_USAGE
