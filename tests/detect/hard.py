@@ -129,6 +129,18 @@ def starved_experts(seed: int, num: int) -> Trace:
     return t
 
 
+def sharp_attention(seed: int, num: int) -> Trace:
+    """As recorded: single tokens' gradients of query, key and value fade to the last denormal; across tokens nothing does."""
+    rng = np.random.default_rng([seed, 79])
+    t = healthy(seed, num)
+    floor = np.interp(np.arange(num), [0, num // 3, num], [-30, -110, -145])
+    for kind in ("attention.q_proj", "attention.k_proj", "attention.v_proj"):
+        for j in np.flatnonzero(t.mask(kind, "grad_output", "rowwise")):
+            wander = np.cumsum(rng.normal(0, 3, num))
+            t.columns["amax_min_nonzero"][:, j] = np.exp2(np.clip(floor + wander + rng.normal(0, 6, num), -149, -25))
+    return t
+
+
 HARD: dict[str, Callable[[int, int], Trace]] = {
     "blockwise": plain,
     "FP32 scales": fp32_scales,
@@ -141,4 +153,5 @@ HARD: dict[str, Callable[[int, int], Trace]] = {
     "masked tokens": masked_tokens,
     "frozen layers": frozen_layers,
     "starved experts": starved_experts,
+    "sharp attention": sharp_attention,
 }

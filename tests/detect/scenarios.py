@@ -135,8 +135,8 @@ def zero_tile_eps(t: Trace, at: int, level: int, rng: np.random.Generator) -> No
 
 def dying_tile(t: Trace, at: int, level: int, rng: np.random.Generator) -> None:
     rate = (0.6, 1.2, 3.0)[level]
-    j = t.one(GATE, "input")
-    t.columns["amax_min_nonzero"][:, j] *= np.exp2(-ramp(t, at, rate, 110))
+    group = t.mask(GATE, "input")  # a group of channels: tiles along them and across them
+    t.columns["amax_min_nonzero"][:, group] *= np.exp2(-ramp(t, at, rate, 110))[:, None]
 
 
 def dead_layer(t: Trace, at: int, level: int, rng: np.random.Generator) -> None:

@@ -6,6 +6,10 @@ Thread:     detect worker
 
 The step before zero-tile-eps, thirty steps and more ahead of it: one group of channels fades, its scale runs towards
 Inf. Below 2^-90 there is nothing to wait for; above, a fall that lasts, while the largest tile of the site stands.
+
+A tile of one token is another matter. Where attention grows sharp, what reaches a single token's value, query or key
+fades to the last denormal in healthy training, in another token each step, and nobody needs it. So a tile along the
+channels of one token counts only where the tiles across tokens fade as well: that is what a group of channels does.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from .baseline import Baseline
 from .context import Context
 from .finding import Evidence, Finding
 from .latch import Latch
-from .view import Mask
+from .now import Now
+from .view import GRAD_OUTPUT, Mask
 
 WINDOW = 17
 MONOTONE = 0.85
@@ -60,7 +65,7 @@ class Dying:
             rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
             stands = ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)
             slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands
-            hit = (amin < limit.dying_log2_amax) | slow
+            hit = self._of_channels((amin < limit.dying_log2_amax) | slow, now)
         hit = self._latch.update(hit, ~np.isnan(amin), now.step)
         if not hit.any():
             return []
@@ -83,6 +88,15 @@ class Dying:
         return [
             now.finding("dying-tile", "warning", rows, evidence, "fp8", tile="noise_tile", field="amax_min_nonzero")
         ]
+
+
+    @staticmethod
+    def _of_channels(hit: Mask, now: Now) -> Mask:
+        """Without single tokens: with tiles across tokens to ask, those must be hit too; a gradient's are always asked."""
+        across = now.table.across
+        asked = across >= 0
+        alone = ~asked & now.table.rowwise & (now.table.role == GRAD_OUTPUT) & now.table.tiled
+        return np.asarray(np.where(asked, hit & hit[across], hit & ~alone))
 
 
 def _amax(log2: float) -> float | None:

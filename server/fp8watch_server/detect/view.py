@@ -65,10 +65,17 @@ class SiteTable:
         self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)
+        # Tiles of one token. A per-tensor recipe has one tile for all of them.
+        self.tiled = np.array([f.tile[0] == 1 for f in facts], dtype=np.bool_)
         self.rowwise = np.array([f.direction == "rowwise" for f in facts], dtype=np.bool_)
         names = {m: k for k, m in enumerate(dict.fromkeys(f.module for f in facts))}
         self.modules = list(names)
         self.module = np.array([names[f.module] for f in facts], dtype=np.int64)
+        columnwise = {(f.module, f.operand): k for k, f in enumerate(facts) if f.direction == "columnwise"}
+        # Row of the columnwise site of the same operand, −1 where there is none: its tiles go across tokens.
+        self.across = np.array(
+            [columnwise.get((f.module, f.operand), -1) if f.direction == "rowwise" else -1 for f in facts], dtype=np.int64
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
