@@ -57,6 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "diagnose":
+        return importlib.import_module(".diagnose", __name__)
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'fp8watch' has no attribute {name!r}; public are {', '.join(sorted(_PUBLIC))}")
@@ -74,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *_PUBLIC, "diagnose"})

@@ -16,7 +16,9 @@ def raised(trace: Trace) -> list[tuple[str, int]]:
     return [(i.mode, i.first.step) for i in fold(play(Case([trace], 0)), trace.facts) if i.severity != "info"]
 
 
-@pytest.mark.parametrize("name", ["domain switch", "batch ×2", "masked tokens", "frozen layers", "starved experts", "sharp attention"])
+@pytest.mark.parametrize(
+    "name", ["domain switch", "batch ×2", "masked tokens", "frozen layers", "starved experts", "sharp attention"]
+)
 def test_a_healthy_run_that_looks_ill_raises_no_more_than_information(name: str) -> None:
     assert raised(HARD[name](2001, 240)) == []
 

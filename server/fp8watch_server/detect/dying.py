@@ -89,7 +89,6 @@ class Dying:
             now.finding("dying-tile", "warning", rows, evidence, "fp8", tile="noise_tile", field="amax_min_nonzero")
         ]
 
-
     @staticmethod
     def _of_channels(hit: Mask, now: Now) -> Mask:
         """Without single tokens: with tiles across tokens to ask, those must be hit too; a gradient's are always asked."""

@@ -74,7 +74,8 @@ class SiteTable:
         columnwise = {(f.module, f.operand): k for k, f in enumerate(facts) if f.direction == "columnwise"}
         # Row of the columnwise site of the same operand, −1 where there is none: its tiles go across tokens.
         self.across = np.array(
-            [columnwise.get((f.module, f.operand), -1) if f.direction == "rowwise" else -1 for f in facts], dtype=np.int64
+            [columnwise.get((f.module, f.operand), -1) if f.direction == "rowwise" else -1 for f in facts],
+            dtype=np.int64,
         )
 
     def __len__(self) -> int:

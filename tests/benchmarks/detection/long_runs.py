@@ -122,7 +122,13 @@ def _body(steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]], session: str, 
     number = np.concatenate([np.full(len(i), int(s["step"][0])) for s, i, _ in steps])
     rows = np.concatenate([r for _, _, r in steps]).astype(ROW, copy=False)
     header = Header(
-        run="run", session=session, rank=0, seq=seq, step0=int(head["step"][0]), num_steps=len(head), num_records=len(ids)
+        run="run",
+        session=session,
+        rank=0,
+        seq=seq,
+        step0=int(head["step"][0]),
+        num_steps=len(head),
+        num_records=len(ids),
     )
     return encode_batch(header, head, number, ids, rows, level=3)
 

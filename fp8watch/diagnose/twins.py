@@ -1,0 +1,196 @@
+"""Two copies of a model, one on the FP8 path and one off it, that share nothing with the original.
+
+Upstream:   fp8watch._attach, fp8watch.ops     Downstream: fp8watch.diagnose.compare
+Shapes:     a model and its optimizer -> a copy of both; outputs of Linears, at most 64 rows of each
+Thread:     the caller's
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch_agent.guard import Guard
+
+from .. import _attach, ops
+from ..filter import FilterFn, select_linears
+from ..kernels.registry import resolve
+from ..linear import SCALED_KEY, SITE_KEY, WatchedLinear, take_over
+from ..passes import ForwardEnd
+from ..quantize.per_tensor import DelayedScale
+from ..quantizers import DelayedQuantizer
+from ..recipe import Recipe, resolve_recipe
+from ..shadow import sampled_rows
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile: copies run alone, and uncompiled."""
+    while True:
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def check(model: nn.Module) -> None:
+    """Refuse what cannot be copied onto one rank.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: sharded parameters, or Transformer Engine's modules.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise ValueError(
+                f"{name} is sharded (DTensor): a copy would need its other ranks; compare on a model that was loaded unsharded"
+            )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("transformer_engine"):
+            raise ValueError(f"{name} is a module of Transformer Engine: compare with its fp8_autocast(enabled=False)")
+
+
+@dataclass
+class Twin:
+    """One copy, its optimizer, and what its Linears returned in the step that runs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    plan: ops.Plan | None
+    linears: dict[str, nn.Linear]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch_outputs(self) -> None:
+        """Keep sampled rows of what each Linear returns at its first call of a step, in the order of execution."""
+        for name, module in self.linears.items():
+            module.register_forward_hook(self._keeper(name))
+
+    def _keeper(self, name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            if name not in self.outputs and isinstance(output, Tensor) and output.numel():
+                rows = output.detach().reshape(-1, output.shape[-1])
+                self.outputs[name] = rows[sampled_rows(rows.shape[0], 0)].float()
+
+        return keep
+
+    def close(self) -> None:
+        """Forget the plan."""
+        if self.plan is not None:
+            ops.remove_plan(self.plan)
+
+
+def recipe_of(model: nn.Module, recipe: object) -> Recipe:
+    """The recipe of an attached model, else the one that is asked for.
+
+    Raises:
+        ValueError: the recipe computes nothing in FP8.
+    """
+    plan = _plan_of(model)
+    chosen = plan.recipe if plan is not None and recipe is None else resolve_recipe(recipe)
+    if chosen.observe_only:
+        raise ValueError("recipe 'observe' computes as before, so there is nothing to compare; give recipe='blockwise'")
+    return chosen
+
+
+def _plan_of(model: nn.Module) -> ops.Plan | None:
+    for module in model.modules():
+        site = module.__dict__.get(SITE_KEY)
+        if isinstance(module, WatchedLinear) and site is not None:
+            return ops.lookup(site)[0]
+    return None
+
+
+def make_twins(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    recipe: Recipe,
+    filter_fn: FilterFn | None,
+    backend: str | None,
+) -> tuple[Twin, Twin]:
+    """(on the FP8 path, in high precision). Weights, buffers, delayed scales and the optimizer's state are copies.
+
+    Raises:
+        ValueError: no Linear is left to compute in FP8.
+        TypeError: the optimizer cannot be copied.
+    """
+    plan = _plan_of(model)
+    taken = {name for name, m in model.named_modules() if isinstance(m, WatchedLinear) and SITE_KEY in m.__dict__}
+    attached = plan is not None and recipe is plan.recipe and filter_fn is None
+    fp8, high = copy.deepcopy(model), copy.deepcopy(model)
+    chosen: FilterFn | None = (lambda _m, name: name in taken) if attached else filter_fn
+    linears, left_out = select_linears(fp8, chosen)
+    if not linears:
+        raise ValueError("no Linear of this model computes in FP8; give filter_fn, or see what attach leaves out")
+    device = _attach._device(linears, left_out)
+    used = plan.quantizers[0].backend if attached and plan is not None and backend is None else resolve(backend, device)
+    if attached and plan is not None:
+        _copy_states(model, fp8, plan)
+    made, _ = _attach._plan(linears, [], recipe, used, Guard(), observe=False)
+    ops.add_plan(made)
+    made.modules.update(module for _, module in linears)
+    originals = dict(model.named_modules())
+    for i, (name, module) in enumerate(linears):
+        scaled = originals[name].__dict__.get(SCALED_KEY) if attached else None
+        take_over(
+            module, ops.site_tensor(made, i * len(made.rows)), observe_only=False, shared=recipe.shared, scaled=scaled
+        )
+    if recipe.history is not None:
+        fp8.register_forward_hook(ForwardEnd(ops.site_tensor(made, 0)))
+    names = [name for name, _ in linears]
+    plain = dict(high.named_modules())
+    try:
+        twins = (
+            Twin(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
+            Twin(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
+        )
+    except BaseException:
+        ops.remove_plan(made)
+        raise
+    for twin in twins:
+        twin.watch_outputs()
+    return twins
+
+
+def _copy_states(model: nn.Module, twin: nn.Module, plan: ops.Plan) -> None:
+    """Delayed scales and histories go on in the copy where the original stands: a pass that is over is rolled in."""
+    over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
+    copies = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        for operand, state in _attach._states.get(module, {}).items():
+            made = DelayedScale(state.format, state.history, state.scale.device)
+            made.load_state_dict(state.state_dict())
+            if id(state) in over:
+                made.roll()
+            _attach._states.setdefault(copies[name], {})[operand] = made
+
+
+def _optimizer_of(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, twin: nn.Module
+) -> torch.optim.Optimizer | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer={type(optimizer).__name__}: must be a torch optimizer, or a function parameters -> optimizer"
+            )
+        return optimizer(twin.parameters())
+    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), twin.parameters(), strict=True)}
+    try:
+        # state, groups and defaults only: a scheduler's patch on the original's step() would step the original
+        made: torch.optim.Optimizer = copy.deepcopy(optimizer, memo)
+    except Exception as e:
+        raise TypeError(
+            f"optimizer {type(optimizer).__name__} cannot be copied ({type(e).__name__}: {e}); give optimizer=lambda parameters: …"
+        ) from e
+    return made

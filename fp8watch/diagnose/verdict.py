@@ -1,0 +1,175 @@
+"""What a comparison found, as numbers, as one sentence, and as a note on an incident.
+
+Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.actions
+Shapes:     per step two losses; per layer one error and one cosine
+Thread:     the caller's
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import urllib3
+
+LOSS_TOLERANCE = 0.0025
+"""Healthy FP8 and high-precision runs stay within 0.25 % of each other for the first 20 to 40 steps."""
+SUSTAINED = 3
+"""Steps that must be apart on the whole: a single small batch may be."""
+RISE = 1.3
+"""Loss over that of the first step, from which on a run fails."""
+LAYER_ERROR = 0.25
+"""RMS of the difference over RMS of the output, from which on a layer is named: healthy ones stay at 0.01 to 0.03."""
+
+
+@dataclass(frozen=True)
+class StepPair:
+    """One step in both precisions."""
+
+    step: int  # from 0
+    loss_fp8: float
+    loss_high: float
+
+    @property
+    def difference(self) -> float:
+        """|fp8 − high| / |high|; Inf where one of the two is not finite, 0 where neither is."""
+        a, b = self.loss_fp8, self.loss_high
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return 0.0 if not math.isfinite(a) and not math.isfinite(b) else math.inf
+        return 0.0 if a == b else abs(a - b) / max(abs(b), 1e-12)
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """One Linear in both precisions, in the order of execution."""
+
+    module: str
+    output_error: (
+        float  # at the first step, whose weights are equal: RMS(fp8 − high) / RMS(high); Inf: not finite in FP8 only
+    )
+    first_diverging_step: int | None  # first step at which the output's error is above LAYER_ERROR
+    grad_cosine: float | None  # of the weight's gradient, at the first step; None without a gradient, or not finite
+    grad_cosine_min: float | None  # over all steps
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `compare_bf16` found. `verdict` is that of an incident: fp8 or shared."""
+
+    verdict: str
+    sentence: str
+    steps: tuple[StepPair, ...]
+    layers: tuple[LayerPair, ...]
+    recipe: str
+    high_precision: str
+    first_diverging_step: int | None
+    first_diverging_layer: str | None
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; numbers that are not finite as "nan", "inf", "-inf"."""
+        steps = [{**asdict(s), "difference": s.difference} for s in self.steps]
+        out = {**asdict(self), "steps": steps, "layers": [asdict(x) for x in self.layers]}
+        named: dict[str, Any] = _finite(out)
+        return named
+
+    def send(self, incident_id: str, collector: str | None = None, token: str | None = None) -> None:
+        """Attach this to an incident, whose page then shows it.
+
+        Args:
+            incident_id: as in the address of its page.
+            collector: URL; else FP8WATCH_COLLECTOR.
+            token: with scope ingest; else FP8WATCH_TOKEN.
+
+        Raises:
+            ValueError: no collector is named.
+            OSError: it cannot be reached, or refuses; the message says why.
+        """
+        url = collector or os.environ.get("FP8WATCH_COLLECTOR")
+        if not url:
+            raise ValueError("no collector: give collector='http://…:8420', or set FP8WATCH_COLLECTOR")
+        secret = token or os.environ.get("FP8WATCH_TOKEN")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        target = f"{url.rstrip('/')}/api/v1/incidents/{incident_id}/comparison"
+        try:
+            answer = urllib3.request(
+                "POST", target, body=json.dumps(self.as_json()), headers=headers, timeout=10, retries=False
+            )
+        except urllib3.exceptions.HTTPError as e:
+            raise OSError(f"collector {url} was not reached: {e}") from e
+        if answer.status not in (200, 201):
+            raise OSError(f"collector {url} answered {answer.status}: {answer.data[:500].decode('utf-8', 'replace')}")
+
+
+def judge(steps: tuple[StepPair, ...], layers: tuple[LayerPair, ...], recipe: str, high_precision: str) -> Verdict:
+    """Read the numbers: FP8 explains what only the FP8 path does.
+
+    A failure that both show is shared, however far apart they are by then: two runs that diverge part company.
+    """
+    apart = _apart(steps)
+    early = [x for x in layers if x.first_diverging_step is not None]
+    named = min(early, key=lambda x: x.first_diverging_step or 0, default=None)  # the first of those in flow order
+    layer = named.module if named else None
+    where = f"; the first layer that differs is {layer}, at step {named.first_diverging_step}" if named else ""
+
+    def verdict(kind: str, sentence: str) -> Verdict:
+        step = apart.step if apart is not None else None
+        return Verdict(kind, sentence, steps, layers, recipe, high_precision, step, layer)
+
+    lost = next((s for s in steps if not math.isfinite(s.loss_high)), None)
+    lost_fp8 = next((s for s in steps if not math.isfinite(s.loss_fp8)), None)
+    if lost is not None and lost_fp8 is not None and lost.step <= lost_fp8.step:
+        return verdict(
+            "shared", f"{high_precision} does the same: its loss is not finite either, from step {lost.step} on."
+        )
+    if lost is not None and lost_fp8 is None:
+        what = f"{high_precision} would have shown it: its loss is not finite from step {lost.step} on"
+        return verdict("fp8", f"{what}, and FP8 goes on with a finite number{where}.")
+    rise_high, rise_fp8 = _rise(s.loss_high for s in steps), _rise(s.loss_fp8 for s in steps)
+    if lost is None and min(rise_high, rise_fp8) > RISE:
+        both = f"its loss rises to {rise_high:.2f}× that of the first step, FP8's to {rise_fp8:.2f}×"
+        return verdict("shared", f"{high_precision} does the same: {both}.")
+    if apart is not None:
+        much = "its loss is not finite" if math.isinf(apart.difference) else f"{apart.difference:.2%} apart"
+        return verdict("fp8", f"FP8 explains it: from step {apart.step} on the losses separate ({much}){where}.")
+    worst = max((s.difference for s in steps), default=0.0)
+    hint = f" Only {layer} computes something else." if layer else ""
+    how = f"over {len(steps)} steps the losses stay within {worst:.2%} of each other, and 0.25 % is normal"
+    return verdict("shared", f"{high_precision} does the same: {how}.{hint}")
+
+
+def _apart(steps: tuple[StepPair, ...]) -> StepPair | None:
+    """The first step from which on the losses are apart: by a lot, or for SUSTAINED steps and on the whole to one side."""
+    for i, s in enumerate(steps):
+        if s.difference > 4 * LOSS_TOLERANCE:
+            return s
+        rest = steps[i:]
+        if s.difference > LOSS_TOLERANCE and len(rest) >= SUSTAINED:
+            signed = [(x.loss_fp8 - x.loss_high) / max(abs(x.loss_high), 1e-12) for x in rest]
+            if abs(sum(signed) / len(signed)) > LOSS_TOLERANCE:
+                return s
+    return None
+
+
+def _rise(losses: Iterable[float]) -> float:
+    """Largest loss over the first, Inf where one is not finite."""
+    got = list(losses)
+    if not all(math.isfinite(x) for x in got):
+        return math.inf
+    return max(got) / max(got[0], 1e-12) if got else 1.0
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
