@@ -1,6 +1,6 @@
 """Questions that a run answers by doing it again: is it FP8?
 
-Upstream:   fp8watch._attach     Downstream: (the page of an incident)
+Upstream:   fp8watch._attach     Downstream: fp8watch_server.comparison
 Thread:     the caller's
 """
 

@@ -1,6 +1,6 @@
 """What a comparison found, as numbers, as one sentence, and as a note on an incident.
 
-Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.actions
+Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.comparison
 Shapes:     per step two losses; per layer one error and one cosine
 Thread:     the caller's
 """
@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import quote
 
 import urllib3
 
@@ -96,7 +97,7 @@ class Verdict:
             raise ValueError("no collector: give collector='http://…:8420', or set FP8WATCH_COLLECTOR")
         secret = token or os.environ.get("FP8WATCH_TOKEN")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
-        target = f"{url.rstrip('/')}/api/v1/incidents/{incident_id}/comparison"
+        target = f"{url.rstrip('/')}/v1/incidents/{quote(incident_id, safe='')}/comparison"
         try:
             answer = urllib3.request(
                 "POST", target, body=json.dumps(self.as_json()), headers=headers, timeout=10, retries=False

@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from . import actions, api, ingest, metrics, migrations, problem
+from . import actions, api, comparison, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
 from .logs import RequestLog
 from .patience import ReadPatience
@@ -146,6 +146,7 @@ def create_app(
     app.add_exception_handler(CursorError, _on_asked_wrongly)
     app.include_router(ingest.router)
     app.include_router(actions.router)
+    app.include_router(comparison.router)
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])

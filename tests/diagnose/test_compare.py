@@ -92,7 +92,7 @@ def test_a_clip_of_a_delayed_scale_is_fp8_and_the_layer_is_named() -> None:
         again = compare_bf16(model, make_batches(10, 2), loss_of, optimizer)
     assert (got.verdict, got.first_diverging_layer) == ("fp8", "1.down"), got
     assert got.first_diverging_step in (0, 1)
-    assert [(x.module, x.first_diverging_step) for x in got.layers if x.output_error > 0.25][0] == ("1.down", 0)
+    assert next((x.module, x.first_diverging_step) for x in got.layers if x.output_error > 0.25) == ("1.down", 0)
     assert "1.down" in str(got)
     assert again == got  # the copies' scales grew, the original's did not
 

@@ -203,3 +203,33 @@ def test_only_runbooks_that_exist_are_linked(client: httpx.Client) -> None:
     assert "/runbooks/nan-in-activation" in linked
     assert {client.get(path).status_code for path in linked} == {200}
     assert "<code>kernel-output-fault</code>" in html
+
+
+def test_an_incident_shows_what_bf16_said(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pages.collector import make_app, serving
+
+    from fp8watch.diagnose.verdict import LayerPair, StepPair, judge
+
+    said = judge(
+        (StepPair(0, 2.5, 2.5), StepPair(1, float("nan"), 2.4)),
+        (LayerPair("layers.0.<b>up", 0.02, None, 0.99, 0.9), LayerPair("layers.1.down", float("inf"), 1, None, None)),
+        "delayed",
+        "BF16",
+    )
+    app = make_app(tmp_path_factory.mktemp("comparison"))
+    with serving(app) as client:
+        synthetic.faulty_run(client, app.state.engine, 100)
+        assert "What BF16 said" not in page(client, f"/incidents/{INCIDENT_ID}")
+        said.send(INCIDENT_ID, str(client.base_url))
+        html = page(client, f"/incidents/{INCIDENT_ID}")
+        panel = re.search(r'<section class="panel" id="comparison">.*?</section>', html, re.S)
+        assert panel is not None
+        words = text_of(panel[0])
+        for expected in ("What BF16 said", "2 steps of delayed", "from step 1 on the losses separate", "NaN", "0.99"):
+            assert expected in words
+        assert words.index("layers.1.down") < words.index("layers.0.")  # the worst first
+        assert "<b>" not in panel[0]
+        with pytest.raises(OSError, match="404"):
+            said.send("nobody", str(client.base_url))
+    with pytest.raises(OSError, match="not reached"):
+        said.send(INCIDENT_ID, "http://127.0.0.1:9")

@@ -135,6 +135,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             steps=maps,
             tile=tuple(place["tile"]) if place["tile"] else None,
             charts=tables.evidence_charts(incident, site),
+            comparison=tables.comparison(incident),
             runbooks=runbooks.slugs(),
         )
 

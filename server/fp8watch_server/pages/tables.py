@@ -10,6 +10,7 @@ from __future__ import annotations
 from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
+from fp8watch_server.comparison import KIND as COMPARISON
 from fp8watch_server.pages import lookup, view
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.pages.problem import Link, PageProblem
@@ -139,6 +140,20 @@ def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
         of_site = [*of_site[:2], "tile_sqnr_db"]
     out: list[Dict] = [{"field": f, "site": site["id"]} for f in dict.fromkeys(of_site) if site is not None]
     return out + [{"field": f, "site": None} for f in dict.fromkeys([*of_run[:3], "loss"])]
+
+
+def comparison(incident: Dict) -> Dict | None:
+    """What ten steps in high precision said, the newest that was sent, with the layers that differ most in front."""
+    told = [e["detail"] for e in incident.get("events") or [] if e["kind"] == COMPARISON]
+    if not told:
+        return None
+    layers = sorted(told[-1]["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
+    return {**told[-1], "layers": layers[:8]}
+
+
+def _distance(error: object) -> float:
+    value = float(error) if isinstance(error, (int, float, str)) else 0.0
+    return value if value == value else float("inf")
 
 
 def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:

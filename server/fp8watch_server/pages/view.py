@@ -173,6 +173,7 @@ EVENT_WORDS = {
     "clean_steps": "after {} clean steps",
     "message": "message: {}",
     "by": "by {}",
+    "sentence": "{}",
 }
 
 
