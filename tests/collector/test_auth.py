@@ -141,7 +141,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], i
     """The status that every identity gets on every route: one application for all of them."""
     made = make_app(Settings(database_url=f"sqlite:///{tmp_path_factory.mktemp('auth') / 'x.db'}"))
     found = {}
-    with served(made) as url, httpx.Client(base_url=url) as client:
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         for route in ROUTES:
             method, path = route.split(" ")
             for name in ("run_id:path", "session", "site", "incident_id", "silence_id", "slug", "name", "of"):
@@ -229,7 +229,7 @@ def open_client(settings: Any) -> Iterator[httpx.Client]:
     """A collector on loopback without tokens."""
     settings = dataclasses.replace(settings, hosts=("box.example",), public_url="https://public.example:8443")
     made = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None)
-    with served(made) as url, httpx.Client(base_url=url) as client:
+    with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
     made.state.ingest.stop()
     made.state.engine.dispose()
