@@ -37,7 +37,7 @@ _idle: list[tuple[str, int]] = []
 """Databases of PostgreSQL that are empty again, and how often each was used."""
 
 
-def _fast_folder() -> str | None:
+def fast_folder() -> str | None:
     """Memory-backed files where there are such, because every commit is synced."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -48,7 +48,7 @@ def postgresql_server() -> str:
     given = os.environ.get("FP8WATCH_TEST_DATABASE_URL")
     if given:
         return given
-    folder = Path(tempfile.mkdtemp(prefix="fp8pg-", dir=_fast_folder()))
+    folder = Path(tempfile.mkdtemp(prefix="fp8pg-", dir=fast_folder()))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server's own clean-up: last in, first out
     return embedded.start(folder / "data", database="fp8watch_tests", durable=False, keep=False)
 
@@ -104,7 +104,7 @@ def _drop_quietly(name: str) -> None:
 def fresh_database(kind: str, *, migrated: bool = True) -> Iterator[str]:
     """URL of a database that nobody else uses; gone afterwards. `kind` is one of KINDS."""
     if kind == "sqlite":
-        with tempfile.TemporaryDirectory(prefix="fp8watch-", dir=_fast_folder()) as folder:
+        with tempfile.TemporaryDirectory(prefix="fp8watch-", dir=fast_folder()) as folder:
             path = Path(folder) / "collector.db"
             if migrated:
                 shutil.copy(_sqlite_template(), path)
