@@ -63,8 +63,8 @@ def pending(url: str) -> float:
 def one(kind: str, plan: Plan, rate: float) -> tuple[LoadReport, int, float, float]:
     """A fresh collector under a load: the report, and of what came behind registration the bodies and CPU seconds."""
     with database.fresh_database(kind) as url, tempfile.TemporaryDirectory() as folder:
-        serving = Serving(Path(folder), FP8WATCH_DATABASE_URL=url)
-        serving.command = [sys.executable, "-m", "fp8watch", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "fp8watch", "serve", "--port", "0"]
+        serving = Serving(Path(folder), command=command, FP8WATCH_DATABASE_URL=url)
         with serving:
             assert serving.process is not None
             pid = serving.process.pid

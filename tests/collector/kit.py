@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import uvicorn
+from collector.nursery import Child, nursery
 
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
@@ -228,13 +228,13 @@ class Agent:
 
 
 class Serving:
-    """`fp8watch serve` as a process of its own."""
+    """`fp8watch serve` as a process: forked from one that is ready, or of its own where `command` is given."""
 
-    def __init__(self, tmp_path: Path, *args: str, **env: str) -> None:
-        self.command = [sys.executable, str(Path(__file__).parent / "serve.py"), *args]
+    def __init__(self, tmp_path: Path, *args: str, command: list[str] | None = None, **env: str) -> None:
+        self.args, self.command = list(args), command
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH_")}
         self.env |= {"FP8WATCH_DATABASE_URL": f"sqlite:///{tmp_path / 'served.db'}", **env}
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | Child | None = None
         self.line = ""
 
     def __enter__(self) -> Serving:
@@ -245,9 +245,12 @@ class Serving:
             self.kill()
 
     def start(self) -> Serving:
-        self.process = subprocess.Popen(
-            self.command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        if self.command is None:
+            self.process = nursery().bear(self.args, self.env)
+        else:
+            self.process = subprocess.Popen(
+                [*self.command, *self.args], env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
         return self

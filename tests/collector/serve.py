@@ -26,10 +26,15 @@ def answer_late(seconds: float) -> None:
     committer.settle = late
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """Serve until told to stop."""
     detection = Recorder().detection()
     command.create_app = lambda settings: create_app(
         settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False
     )
     answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
-    sys.exit(command.main(sys.argv[1:]))
+    return command.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

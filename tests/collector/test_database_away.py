@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from collector.killing import Store
 from collector.kit import Agent, Serving, make_site
+from database import fast_folder
 
 from fp8watch_server import migrations
 from fp8watch_server.store import embedded
@@ -59,7 +60,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[Server]:
-    folder = Path(tempfile.mkdtemp(prefix="fp8pg-"))  # pytest's own folders are closed to the server's user
+    folder = Path(
+        tempfile.mkdtemp(prefix="fp8pg-", dir=fast_folder())
+    )  # pytest's own folders are closed to the server's user
     made = Server(folder / "data")
     engine = make_engine(made.url)
     migrations.upgrade(engine)

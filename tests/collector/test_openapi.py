@@ -16,7 +16,7 @@ MODES = [
     schemathesis.GenerationMode.POSITIVE,
     pytest.param(schemathesis.GenerationMode.NEGATIVE, marks=pytest.mark.long),  # much is thrown away on the way
 ]
-EXAMPLES = 10
+EXAMPLES = 6
 
 
 @on_sqlite
@@ -60,4 +60,4 @@ def test_whatever_the_description_allows_and_forbids_is_answered(client: Any, ap
     print(f"{len(operations)} operations, {sum(counted.values())} requests: {dict(counted)}")
     assert len(operations) >= 25
     assert num_asked >= 8
-    assert sum(counted.values()) >= 5 * num_asked
+    assert sum(counted.values()) >= 4 * num_asked

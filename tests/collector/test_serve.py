@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sqlite3
+import sys
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,8 @@ SITE = make_site("up")
 
 
 def test_it_serves_on_the_port_that_it_prints_and_drains_on_sigterm(tmp_path: Path) -> None:
-    with Serving(tmp_path, "--port", "0") as serving:
+    command = [sys.executable, str(Path(__file__).parent / "serve.py")]
+    with Serving(tmp_path, "--port", "0", command=command) as serving:
         assert serving.line.startswith("fp8watch collector: http://127.0.0.1:")
         assert "served.db" in serving.line
         assert httpx.get(f"{serving.url}/readyz").json() == {"status": "ready"}

@@ -117,7 +117,7 @@ class Feed:
                 out.append(queries.histogram(conn, run, self.sites[0].id, low, high, 40))
                 for field in FIELDS:
                     out += [queries.top(conn, run, field, 5, low, high)]
-                    out += [queries.heatmap(conn, run, field, low, high, points) for points in (5, 60, 400)]
+                    out += [queries.heatmap(conn, run, field, low, high, points) for points in (5, 400)]
         return out
 
     def records(self, run: str = "run-1", rank: int | None = None) -> dict[str, Any]:

@@ -46,9 +46,20 @@ def shared(request: pytest.FixtureRequest) -> Any:
         feed.engine.dispose()
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_order_and_any_moment_of_compaction_give_the_same_answers(shared: Any, data: st.DataObject) -> None:
+    in_some_order(shared, data)
+
+
+@pytest.mark.long
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_of_many_orders_gives_the_same_answers(shared: Any, data: st.DataObject) -> None:
+    in_some_order(shared, data)
+
+
+def in_some_order(shared: Any, data: st.DataObject) -> None:
     feed, want, number = shared
     number[0] += 1
     run = f"run-{number[0]}"

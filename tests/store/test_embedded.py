@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from database import fast_folder
 from store.kit import UP, Feed
 from store.test_compaction import fill
 
@@ -21,7 +22,7 @@ def test_it_starts_where_the_locale_is_missing_and_keeps_its_data() -> None:
     code = "import sys; from fp8watch_server.store import embedded; print(embedded.start(sys.argv[1]))"
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "xx_XX.UTF-8", "HOME": tempfile.gettempdir()}
     env["PYTHONPATH"] = f"{ROOT / 'server'}:{ROOT / 'agent'}"
-    with tempfile.TemporaryDirectory(prefix="fp8pg-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="fp8pg-", dir=fast_folder() or "/tmp") as folder:
         command = [sys.executable, "-c", code, f"{folder}/data"]
         urls = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for _ in range(2)]
         assert urls[0] == urls[1]
