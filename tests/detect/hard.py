@@ -138,6 +138,8 @@ def sharp_attention(seed: int, num: int) -> Trace:
         for j in np.flatnonzero(t.mask(kind, "grad_output", "rowwise")):
             wander = np.cumsum(rng.normal(0, 3, num))
             t.columns["amax_min_nonzero"][:, j] = np.exp2(np.clip(floor + wander + rng.normal(0, 6, num), -149, -25))
+            faded = np.arange(len(t.sites)) == j
+            t.set_sqnr(faded, t.sqnr(faded)[:, 0] - np.interp(np.arange(num), [num // 2, num], [0, 9]))
     return t
 
 

@@ -20,8 +20,7 @@ from .baseline import Baseline
 from .context import Context
 from .finding import Evidence, Finding
 from .latch import Latch
-from .now import Now
-from .view import GRAD_OUTPUT, Mask
+from .view import Mask
 
 WINDOW = 17
 MONOTONE = 0.85
@@ -65,7 +64,7 @@ class Dying:
             rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
             stands = ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)
             slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands
-            hit = self._of_channels((amin < limit.dying_log2_amax) | slow, now)
+            hit = now.table.of_channels((amin < limit.dying_log2_amax) | slow)
         hit = self._latch.update(hit, ~np.isnan(amin), now.step)
         if not hit.any():
             return []
@@ -88,14 +87,6 @@ class Dying:
         return [
             now.finding("dying-tile", "warning", rows, evidence, "fp8", tile="noise_tile", field="amax_min_nonzero")
         ]
-
-    @staticmethod
-    def _of_channels(hit: Mask, now: Now) -> Mask:
-        """Without single tokens: with tiles across tokens to ask, those must be hit too; a gradient's are always asked."""
-        across = now.table.across
-        asked = across >= 0
-        alone = ~asked & now.table.rowwise & (now.table.role == GRAD_OUTPUT) & now.table.tiled
-        return np.asarray(np.where(asked, hit & hit[across], hit & ~alone))
 
 
 def _amax(log2: float) -> float | None:

@@ -18,7 +18,8 @@ from .context import SQNR_FLOOR_DB, Context
 from .delayed import damage
 from .finding import Evidence, Finding
 from .latch import Latch
-from .view import INPUT, WEIGHT, Mask
+from .now import Now
+from .view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 SIGMA = 6.0
 
@@ -47,7 +48,7 @@ class Noise:
         band = np.where(now.table.e5m2, limit.chronic_sqnr_e5m2_db, limit.chronic_sqnr_e4m3_db)
         forward = (now.table.role == INPUT) | (now.table.role == WEIGHT)
         with np.errstate(invalid="ignore"):
-            noisy = now.sqnr_db < band
+            noisy = self._lasting(now.sqnr_db < band, now)
             flushed = forward & (now.underflow > limit.chronic_underflow)
         seen = ~np.isnan(now.sqnr_db) | (forward & ~np.isnan(now.underflow))
         if not ctx.clean:
@@ -57,7 +58,7 @@ class Noise:
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
-                drop = self._drop.update(ctx.sqnr_drop > need, ~np.isnan(ctx.sqnr_drop), now.step)
+                drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
         hit = chronic | drop
         if not hit.any():
             return []
@@ -91,3 +92,8 @@ class Noise:
                 sqnr_db=sqnr,
             )
         ]
+
+    @staticmethod
+    def _lasting(noisy: Mask, now: Now) -> Mask:
+        """Gradients whose single tokens fade below what the format can hold are no noise that anybody hears."""
+        return np.asarray(np.where(now.table.role == GRAD_OUTPUT, now.table.of_channels(noisy), noisy))

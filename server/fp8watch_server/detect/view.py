@@ -81,6 +81,16 @@ class SiteTable:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def of_channels(self, hit: Mask) -> Mask:
+        """What is left of a mask without sites that are hit by single tokens only.
+
+        Where attention grows sharp, gradients of single tokens fade to nothing in healthy training. With tiles across
+        tokens to ask, those must be hit as well; a gradient that has none is not judged by its single tokens.
+        """
+        asked = self.across >= 0
+        alone = ~asked & self.rowwise & (self.role == GRAD_OUTPUT) & self.tiled
+        return np.asarray(np.where(asked, hit & hit[self.across], hit & ~alone))
+
     def rows(self, site: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Index of each site id in the table, −1 for those that are not registered."""
         if not len(self.ids):
