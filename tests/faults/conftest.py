@@ -1,0 +1,23 @@
+"""Fixtures of the fault tests."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from agent_support import Collector, serve
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with serve() as state:
+        yield state
+
+
+@pytest.fixture
+def refused_url() -> str:
+    """A port on which nobody listens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{s.getsockname()[1]}"
