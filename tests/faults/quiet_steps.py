@@ -126,14 +126,9 @@ def plant() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     plan = json.loads(sys.argv[1])
     audit = Audit()
     for case in plan["cases"]:
         if case["name"] == "planted":
             plant()
         print(json.dumps(train(case, plan["steps"], audit)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

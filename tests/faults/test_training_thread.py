@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from agent_support import serve
 from faults.proxy import UP, Fault, proxy
+from faults.zygote import Zygote
 
 SWITCHES_PER_STEP = 0.5
 """Of these may come on top: now and then the interpreter's lock is held by the sender. A wait in each step makes 1."""
@@ -26,7 +24,7 @@ FAULTS = {
 }
 
 
-def measure(num_steps: int, tmp_path: Path, refused_url: str) -> dict[str, dict[str, Any]]:
+def measure(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> dict[str, dict[str, Any]]:
     """Of each case what its process told, by name."""
     with serve() as collector, ExitStack() as stack:
         proxies = {name: stack.enter_context(proxy(collector.url)) for name in FAULTS}
@@ -40,15 +38,12 @@ def measure(num_steps: int, tmp_path: Path, refused_url: str) -> dict[str, dict[
             }
             for name in ("no observer", *FAULTS, "refused", "disk full", "planted")
         ]
-        env = {**os.environ, "FP8WATCH_SPOOL_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        command = [sys.executable, "-m", "faults.quiet_steps", json.dumps({"steps": num_steps, "cases": cases})]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=250)
-        assert done.returncode == 0, done.stderr
+        plan = json.dumps({"steps": num_steps, "cases": cases})
+        lines = zygote.run(tmp_path, "faults.quiet_steps", plan, FP8WATCH_SPOOL_DIR=str(tmp_path / "spool"))
         for name, fault in FAULTS.items():
             assert proxies[name].num_requests > 0, f"{name}: nobody came by"
             assert fault == UP or proxies[name].num_bitten > 0, f"{name}: the fault did not bite"
-    got = {one["name"]: one for one in map(json.loads, done.stdout.splitlines())}
+    got = {one["name"]: one for one in map(json.loads, lines)}
     assert got["up"]["health"]["acknowledged"] > 0
     for name in ("blackholed", "1 B/s", "429", "refused", "disk full"):
         assert got[name]["health"]["acknowledged"] == 0, name
@@ -56,8 +51,8 @@ def measure(num_steps: int, tmp_path: Path, refused_url: str) -> dict[str, dict[
     return got
 
 
-def check(num_steps: int, tmp_path: Path, refused_url: str) -> None:
-    got = measure(num_steps, tmp_path, refused_url)
+def check(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> None:
+    got = measure(zygote, num_steps, tmp_path, refused_url)
     alone, planted = got.pop("no observer"), got.pop("planted")
     for name, case in got.items():
         print(f"{name}: {case['switches']} waits, {case['io'] - alone['io']} reads and writes in {num_steps} steps")
@@ -70,10 +65,10 @@ def check(num_steps: int, tmp_path: Path, refused_url: str) -> None:
     assert any(call.startswith("send in ") for call in planted["calls"]), "a planted send was not seen"
 
 
-def test_steps_are_quiet_in_all_six(tmp_path: Path, refused_url: str) -> None:
-    check(100, tmp_path, refused_url)
+def test_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
+    check(zygote, 100, tmp_path, refused_url)
 
 
 @pytest.mark.long
-def test_a_thousand_steps_are_quiet_in_all_six(tmp_path: Path, refused_url: str) -> None:
-    check(1000, tmp_path, refused_url)
+def test_a_thousand_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
+    check(zygote, 1000, tmp_path, refused_url)
