@@ -81,10 +81,10 @@ class BatchBuilder:
 
     def add(self, frame: Frame) -> None:
         """Take a frame that `fits`."""
-        self.frames.append(frame)
-        self.num_records += frame.num_records
         self._raw_bytes += frame.rows.nbytes
         self._extra_bytes += frame.num_extra_bytes
+        self.num_records += frame.num_records
+        self.frames.append(frame)
 
     def build(self, seq: int, clock: float, health: dict[str, float]) -> Parcel:
         """The collected frames as one body.

@@ -49,13 +49,16 @@ class MapQueue:
         """Consumer: the oldest maps, up to `max_bytes`, at least one when there is one."""
         out: list[TileMap] = []
         taken = 0
-        while taken < max_bytes:
-            try:
-                tile_map = self._maps.popleft()
-            except IndexError:
-                break
-            out.append(tile_map)
-            taken += map_bytes(tile_map)
+        try:
+            while taken < max_bytes:
+                try:
+                    out.append(self._maps.popleft())
+                except IndexError:
+                    break
+                taken += map_bytes(out[-1])
+        except Exception:
+            self._maps.extendleft(reversed(out))  # nobody has them yet: they wait for the next time
+            raise
         self._claimed_bytes += taken
         return out
 

@@ -186,21 +186,29 @@ class Ring:
             return frame
         return None
 
+    def give_back(self, frame: Frame) -> None:
+        """The frame that `claim` gave could not be used: it comes first the next time."""
+        self._declined = frame
+
     def _copy_oldest(self) -> Frame | None:
         try:
             slot = self._frames.popleft()
         except IndexError:
             return None
-        at = self._data + slot.position % self._size
-        raw = self._map[at : at + slot.length]
-        if self._limit - self._size > slot.position:
-            self.torn_records += slot.num_records
-            return None
+        whole = False
         try:
-            return parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+            at = self._data + slot.position % self._size
+            raw = self._map[at : at + slot.length]
+            if self._limit - self._size > slot.position:
+                return None
+            frame = parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
+            whole = True
+            return frame
         except (ValueError, msgspec.MsgspecError):  # somebody else wrote to the file
-            self.torn_records += slot.num_records
             return None
+        finally:  # whatever it was: the slot is gone, and its records are counted
+            if not whole:
+                self.torn_records += slot.num_records
 
     def seal(self) -> None:
         """Stamp a CRC for each new frame, off the training thread: it is what a reboot is survived by."""

@@ -20,7 +20,7 @@ from functools import partial
 from .batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
 from .courier import Courier, Receipt
 from .guard import Guard
-from .health import DROP_ENCODE, Books
+from .health import DROP_ENCODE, Books, merged
 from .maps import MapQueue
 from .ring import Ring
 from .session import Registration
@@ -147,9 +147,8 @@ class Sender:
         if len(self._ring) and self._due():
             return self._take_batch()
         if len(self._maps) and (maps := self._maps.claim(MAX_MAPS_BYTES)):
-            seq = self._new_seq()
             try:
-                self.in_hand = maps_parcel(self._registration.session, seq, maps)
+                self.in_hand = maps_parcel(self._registration.session, self._new_seq(), maps)
             except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
                 self._guard.swallow("encode", e)
                 self.maps_books.drop(DROP_ENCODE, len(maps))
@@ -170,14 +169,18 @@ class Sender:
             self._builder = BatchBuilder(self._registration.session, max_records)
         builder = self._builder  # kept until it is in hand: an error in between loses nothing
         while (frame := self._ring.claim(builder.fits)) is not None:
-            builder.add(frame)
+            try:
+                builder.add(frame)
+            except Exception:
+                self._ring.give_back(frame)
+                raise
         if not len(self._ring):
             self._due_since = None
         if not builder.frames:
             return False
         last = builder.frames[-1]
-        seq = self._new_seq()
         try:
+            seq = self._new_seq()
             parcel = builder.build(seq, time.time(), self._health())
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
         except Exception as e:  # noqa: BLE001 - counted, and the next batch goes on
@@ -208,8 +211,7 @@ class Sender:
             with self.lock:
                 if self.abandoned:
                     return False
-                if self._settle(receipt, parcel):
-                    self._let_go(parcel)
+                if self._settle(receipt, parcel, partial(self._let_go, parcel)):
                     return True
         with self.lock:
             return not self.abandoned and self._keep(parcel)
@@ -222,26 +224,32 @@ class Sender:
         except OSError as e:
             self._tell("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
             return False
+        self.in_hand = None  # on disk it is already, so it counts there whatever happens now
         self._let_go(parcel)
         return True
 
     def _let_go(self, parcel: Parcel) -> None:
-        self.in_hand = None
         if parcel.end:
             self._ring.settle(parcel.end, parcel.frames_to)
+        self.in_hand = None
 
-    def _settle(self, receipt: Receipt, parcel: Parcel) -> bool:
-        """Enter an outcome into the books; False when the parcel has to wait."""
+    def _settle(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
+        """Enter an outcome into the books; False when the parcel has to wait.
+
+        `release` takes the parcel from where it lay. Between it and the books nothing is called that could fail: a
+        parcel whose release failed is delivered again, and acknowledged again.
+        """
         if receipt.verdict is not Verdict.ACKNOWLEDGED:
             self._fail(receipt.verdict, receipt.answer)
             return False
+        books = self.records if parcel.kind == Kind.BATCH else self.maps_books
+        dropped = merged(books.dropped, receipt.refused)
+        release()
+        books.acknowledged += receipt.acknowledged
+        books.dropped = dropped
         if self.state in ("away", "held"):
             logger.info("the collector answers again")
         self.state, self._num_failures = "up", 0
-        books = self.records if parcel.kind == Kind.BATCH else self.maps_books
-        books.acknowledged += receipt.acknowledged
-        for reason, n in receipt.refused.items():
-            books.drop(reason, n)
         for refused, reason in receipt.refused_bodies:
             self.last_error = f"batch {refused.seq} refused: {receipt.answer}"
             self._tell(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
@@ -305,9 +313,8 @@ class Sender:
                 return
             receipt = courier.send(parcel, self._registration)
             with self.lock:
-                if self.abandoned or not self._settle(receipt, parcel):
+                if self.abandoned or not self._settle(receipt, parcel, spool.advance):
                     return
-                spool.advance()
 
     def take_over(self) -> None:
         """Called by close, under the lock, when the thread did not end in time: all that is left goes to disk."""

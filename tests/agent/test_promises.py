@@ -46,54 +46,6 @@ def run_child(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-IO_CODE = """
-    watched, seen = threading.get_ident(), []
-    armed = False
-    def hook(event, args):
-        if armed and threading.get_ident() == watched:
-            seen.append(event)
-    sys.addaudithook(hook)
-    def calls():
-        text = Path("/proc/thread-self/io").read_text()
-        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(("syscr", "syscw")))
-    recorder = Recorder(settings(sys.argv[2]), make_session())
-    recorder.register_sites(make_sites(70))
-    ids, rows = make_ids(70), make_rows(70)
-    steps = [make_step(s, loss=1.0) for s in range(1000)]
-    recorder.record_step(make_step(0), ids, rows)
-    calls()
-    idle = [calls(), calls()]
-    armed = True
-    for step in steps:
-        recorder.record_step(step, ids, rows, {"aux": 1.0}, "b")
-    armed = False
-    busy = [idle[1], calls()]
-    print("events", seen)
-    print("growth", (busy[1] - busy[0]) - (idle[1] - idle[0]))
-    armed = True
-    import socket
-    planted = socket.socket()
-    try:
-        planted.connect(("127.0.0.1", 9))
-    except OSError:
-        pass
-    open("/dev/null").close()
-    armed = False
-    print("planted", {"socket.connect", "open"} <= set(seen))
-    recorder.close(0.2)
-    planted.close()
-"""
-
-
-@pytest.mark.parametrize("where", ["up", "refused", "blackhole"])
-def test_a_step_opens_no_file_and_no_socket(
-    where: str, tmp_path: Path, collector: Collector, refused_url: str, blackhole_url: str
-) -> None:
-    url = {"up": collector.url, "refused": refused_url, "blackhole": blackhole_url}[where]
-    done = run_child(IO_CODE, str(tmp_path), url)
-    assert done.stdout.splitlines() == ["events []", "growth 0", "planted True"], done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("num_rows", [70, 600])
 def test_a_hand_over_is_short(num_rows: int, settings: AgentSettings, session: Session) -> None:
     recorder = Recorder(replace(settings, ring_bytes=32 << 20, poll_interval_s=0.2, batch_interval_s=1.0), session)

@@ -1,0 +1,74 @@
+"""The thread that trains does no I/O and does not wait, whatever becomes of the collector."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_support import serve
+from faults.proxy import UP, Fault, proxy
+from faults.zygote import Zygote
+
+SWITCHES_PER_STEP = 0.5
+"""Of these may come on top: now and then the interpreter's lock is held by the sender. A wait in each step makes 1."""
+
+FAULTS = {
+    "up": Fault(),
+    "blackholed": Fault(blackhole=True),
+    "1 B/s": Fault(bytes_per_s=1.0),
+    "429": Fault(status=429, headers="Retry-After: 1\r\n"),
+}
+
+
+def measure(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> dict[str, dict[str, Any]]:
+    """Of each case what its process told, by name."""
+    with serve() as collector, ExitStack() as stack:
+        proxies = {name: stack.enter_context(proxy(collector.url)) for name in FAULTS}
+        for name, fault in FAULTS.items():
+            proxies[name].fault = fault
+        cases = [
+            {
+                "name": name,
+                "collector": proxies[name].url if name in proxies else refused_url,
+                "file_bytes": 4096 if name == "disk full" else 0,
+            }
+            for name in ("no observer", *FAULTS, "refused", "disk full", "planted")
+        ]
+        plan = json.dumps({"steps": num_steps, "cases": cases})
+        lines = zygote.run(tmp_path, "faults.quiet_steps", plan, FP8WATCH_SPOOL_DIR=str(tmp_path / "spool"))
+        for name, fault in FAULTS.items():
+            assert proxies[name].num_requests > 0, f"{name}: nobody came by"
+            assert fault == UP or proxies[name].num_bitten > 0, f"{name}: the fault did not bite"
+    got = {one["name"]: one for one in map(json.loads, lines)}
+    assert got["up"]["health"]["acknowledged"] > 0
+    for name in ("blackholed", "1 B/s", "429", "refused", "disk full"):
+        assert got[name]["health"]["acknowledged"] == 0, name
+    assert got["disk full"]["health"]["queued"] > 0, "there was room on the disk"
+    return got
+
+
+def check(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> None:
+    got = measure(zygote, num_steps, tmp_path, refused_url)
+    alone, planted = got.pop("no observer"), got.pop("planted")
+    for name, case in got.items():
+        print(f"{name}: {case['switches']} waits, {case['io'] - alone['io']} reads and writes in {num_steps} steps")
+        assert not Counter(case["events"]) - Counter(alone["events"]), name
+        assert case["calls"] == {}, name
+        assert case["io"] - alone["io"] <= 2, name  # /proc itself is read in pieces
+        assert case["switches"] - alone["switches"] <= SWITCHES_PER_STEP * num_steps, name
+        assert case["errors"] == {}, name
+    assert len(got) == 6
+    assert any(call.startswith("send in ") for call in planted["calls"]), "a planted send was not seen"
+
+
+def test_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
+    check(zygote, 100, tmp_path, refused_url)
+
+
+@pytest.mark.long
+def test_a_thousand_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
+    check(zygote, 1000, tmp_path, refused_url)
