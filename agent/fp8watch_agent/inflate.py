@@ -4,12 +4,14 @@ Upstream:   fp8watch_agent.wire    Downstream: fp8watch_agent.record
 Shapes:     bytes -> at most MAX_INFLATED_BYTES bytes
 Thread:     any; pure
 
-zstandard's one-shot decompress ignores its own limit where a frame declares a size, so both formats are read in pieces.
+zstandard's one-shot decompress ignores its own limit where a frame declares a size, so both formats are read in pieces,
+and what is too large is found to be so before any of it is kept.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import zstandard
 
@@ -32,41 +34,73 @@ class TooLarge(WireError):
 
 
 def decompress(body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
-    """Inflate a zstd frame (or a gzip stream) with bounded memory. No declared size is believed: it is read in pieces.
+    """Inflate a zstd frame (or a gzip stream) with bounded memory.
+
+    A frame that declares more than `max_bytes` is refused unread. One that declares nothing is counted first, piece by
+    piece, and kept only when it fits: what is refused has taken no more memory than a piece.
 
     Raises:
         WireError: neither, truncated, larger than `max_bytes`, or a window above MAX_WINDOW_BYTES.
     """
     if body[:2] == GZIP_MAGIC:
         return _gunzip(body, max_bytes)
-    out = bytearray()
     try:
-        reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body)
-        while piece := reader.read(_PIECE_BYTES):
-            out += piece
-            if len(out) > max_bytes:
-                raise TooLarge("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
-        params = zstandard.get_frame_parameters(body)
+        size = zstandard.get_frame_parameters(body).content_size
+        declared = size != zstandard.CONTENTSIZE_UNKNOWN
+        if not declared:
+            size = _counted(_unzstd(body), max_bytes)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        reader = _unzstd(body)
+        out = reader.read(size) if size else b""
+        behind = reader.read(1)  # a frame that holds more than it says is refused here, or by zstd
     except zstandard.ZstdError as e:
         raise WireError("body", f"not a zstd frame ({e}); send Content-Encoding: zstd") from e
-    declared = params.content_size
-    if declared not in (zstandard.CONTENTSIZE_UNKNOWN, len(out)):
-        raise WireError("body", f"zstd frame declares {declared} bytes and holds {len(out)}; it was cut or padded")
+    if len(out) != size or behind:
+        raise WireError("body", f"zstd frame declares {size} bytes and holds {len(out)}; it was cut or padded")
     return bytes(out)
 
 
+def _unzstd(body: bytes) -> zstandard.ZstdDecompressionReader:
+    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body)
+
+
+def _too_large(max_bytes: int) -> TooLarge:
+    return TooLarge("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
+
+
+def _counted(reader: zstandard.ZstdDecompressionReader, max_bytes: int) -> int:
+    """How many bytes there are; reads no further than past the limit, and keeps nothing."""
+    piece, total = bytearray(_PIECE_BYTES), 0
+    while total <= max_bytes and (got := reader.readinto(piece)):
+        total += got
+    return total
+
+
 def _gunzip(body: bytes, max_bytes: int) -> bytes:
-    out, reader = bytearray(), zlib.decompressobj(wbits=31)
     try:
-        piece = body
-        while piece and not reader.eof:
-            out += reader.decompress(piece, _PIECE_BYTES)
-            piece = reader.unconsumed_tail
-            if len(out) > max_bytes:
-                raise TooLarge("body", f"inflates to more than {max_bytes} bytes; send smaller batches")
-        out += reader.flush()
-        if len(out) <= max_bytes and reader.eof and not reader.unused_data:
-            return bytes(out)
+        if sum(map(len, _pieces(body, max_bytes))) > max_bytes:
+            raise _too_large(max_bytes)
+        return b"".join(_pieces(body, max_bytes))
     except zlib.error as e:
         raise WireError("body", f"not a gzip stream ({e}); send Content-Encoding: zstd") from e
-    raise WireError("body", "gzip stream was cut, or something lies behind its end")
+
+
+def _pieces(body: bytes, max_bytes: int) -> Iterator[bytes]:
+    """What a gzip stream holds, up to the piece that goes past the limit.
+
+    Raises:
+        WireError: it was cut, or something lies behind it.
+    """
+    reader, rest, total = zlib.decompressobj(wbits=31), body, 0
+    while rest and not reader.eof and total <= max_bytes:
+        piece = reader.decompress(rest, _PIECE_BYTES)
+        total += len(piece)
+        yield piece
+        rest = reader.unconsumed_tail
+    while not reader.eof and total <= max_bytes and (piece := reader.decompress(rest, _PIECE_BYTES)):
+        total += len(piece)
+        yield piece
+        rest = reader.unconsumed_tail
+    if total <= max_bytes and (not reader.eof or reader.unused_data):
+        raise WireError("body", "gzip stream was cut, or something lies behind its end")

@@ -97,7 +97,9 @@ class IngestStats:
         try:
             yield outcome
         except Problem as e:
-            outcome.name = {409: "conflict", 424: "unregistered", 429: "overload"}.get(e.status, "refused")
+            outcome.name = {409: "conflict", 424: "unregistered", 429: "overload", 503: "unavailable"}.get(
+                e.status, "refused"
+            )
             raise
         except SQLAlchemyError:
             outcome.name = "unavailable"

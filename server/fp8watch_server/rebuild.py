@@ -51,8 +51,8 @@ class Saved:
     state: bytes
 
 
-Registered = tuple[int, float, int, float]
-"""Numbers of sites and sessions, and the sums of their times of change: whether to read them again."""
+Registered = tuple[int, float, int, int]
+"""Numbers of sites and sessions, with what changes when one of them says more of itself: whether to read them again."""
 
 
 def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
@@ -155,9 +155,11 @@ def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
         sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
     ).one()
     sessions = conn.execute(
-        sa.select(sa.func.count(), sa.func.sum(s.registered_at)).where(s.run_id == run_id, s.tenant == tenant)
+        sa.select(sa.func.count(), sa.func.sum(sa.func.length(sa.cast(s.facts, sa.Text)))).where(
+            s.run_id == run_id, s.tenant == tenant
+        )
     ).one()
-    return int(sites[0]), float(sites[1] or 0.0), int(sessions[0]), float(sessions[1] or 0.0)
+    return int(sites[0]), float(sites[1] or 0.0), int(sessions[0]), int(sessions[1] or 0)
 
 
 def sessions_of(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:

@@ -12,7 +12,6 @@ one of them break a detector or its incidents, those of its group are taken one 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch, WireError
@@ -32,6 +31,7 @@ from .store import hot
 from .store import schema as t
 from .store.dialect import writing
 from .store.leader import Leader
+from .store.rounds import Rest, Rounds
 from .store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
@@ -42,7 +42,6 @@ SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
 PACE_S = 0.2
 """Between groups; the first batch after a quiet time is taken at once."""
 IDLE_S = 1.0
-RETRY_S = 0.5
 
 
 class DetectEngine(Protocol):
@@ -144,57 +143,36 @@ class DetectWorker:
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
-        self._leader = Leader(engine, "detect")
         self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._rounds = Rounds(
+            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._running.clear
+        )
         self.num_failed_batches = 0
 
     def start(self) -> None:
         """Start the thread. What was pending when the collector last stopped is taken first."""
-        self._thread = threading.Thread(target=self._loop, name="fp8watch-detect", daemon=True)
-        self._thread.start()
+        self._rounds.start()
 
     def wake(self) -> None:
         """There may be something new."""
-        self._wake.set()
+        self._rounds.wake()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the group in hand and end."""
-        self._stop.set()
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rounds.stop(timeout_s)
 
-    def _loop(self) -> None:
-        while not self._stop.is_set():
-            self._wake.clear()
-            try:
-                if not self._leader.held():
-                    self._running.clear()  # the leader's engines are the true ones
-                    self._stop.wait(IDLE_S)
-                elif self.drain() == 0:
-                    self.tick()
-                    self._wake.wait(IDLE_S)
-                else:
-                    self._stop.wait(PACE_S)
-            except SQLAlchemyError as e:
-                log.warning("detection waits for the database: %s", str(e).splitlines()[0])
-                self._running.clear()  # an engine may have seen what was not committed
-                self._stop.wait(RETRY_S)
-            except Exception:
-                log.exception("detection failed; trying again")
-                self._running.clear()
-                self._stop.wait(RETRY_S)
-        self._leader.release()
+    def _work(self) -> Rest:
+        if self.drain():
+            return Rest(PACE_S, wakes=False)
+        self.tick()
+        return Rest(IDLE_S)
 
     def drain(self) -> int:
         """Take what is pending now; returns how many batches that was."""
         with self._db.connect() as conn:
             pending = _pending(conn)
         for _, rows in groupby(pending, key=lambda row: (row.run_id, row.tenant)):
-            if self._stop.is_set():
+            if self._rounds.stopping:
                 break
             self._take(list(rows))
         return len(pending)

@@ -31,8 +31,11 @@ from fp8watch_agent.wire import (
 from fp8watch_server.logs import JsonLines, TextLines
 
 SITE = make_site()
-FLAT_BYTES = 200 << 20
-"""What one body may cost for a moment: 64 MiB inflated, and the copies of it that are being looked at."""
+FLAT_BYTES = 32 << 20
+"""What is past a limit costs no more than the pieces in which it is counted, give or take an allocator's habits."""
+WITHIN = MAX_INFLATED_BYTES + FLAT_BYTES
+"""What is within the limit may be inflated once before it is refused for what is in it."""
+INFLATED = ("five million records", "a nest of arrays", "gzip in gzip")
 
 
 @pytest.fixture
@@ -159,7 +162,7 @@ def test_a_bomb_is_refused_and_memory_stays_flat(serving: Any, name: str) -> Non
         assert client.get("/api/v1/runs/run-1").json()["last_step"] == 1
     grown = rss_peak_bytes(pid) - before
     print(f"{len(body)} bytes on the wire, {grown >> 20} MiB more at the peak")
-    assert grown < FLAT_BYTES
+    assert grown < (WITHIN if name in INFLATED else FLAT_BYTES)
 
 
 def test_limits_are_those_that_are_promised() -> None:
@@ -261,4 +264,4 @@ def test_many_bombs_at_once_leave_the_others_alone(serving: Any) -> None:
         thread.join(60)
     assert set(statuses) <= {413, 503}
     assert np.mean(np.array(statuses) == 413) > 0.5
-    assert rss_peak_bytes(serving.process.pid) - before < 4 * FLAT_BYTES
+    assert rss_peak_bytes(serving.process.pid) - before < 2 * FLAT_BYTES

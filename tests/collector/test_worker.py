@@ -287,6 +287,24 @@ def test_replay_counts_samples_not_steps(client: Any, app: Any, monkeypatch: pyt
     assert steps == list(range(384, 656, 16))
 
 
+def test_a_session_that_says_more_of_itself_is_told_to_the_detectors_again(
+    client: Any, app: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(client).register([UP])
+    told: list[list[str]] = []
+    monkeypatch.setattr(
+        FakeEngine, "add_sessions", lambda self, sessions: told.append(next(sorted(s.facts) for s in sessions))
+    )
+    agent.send([UP], [1])
+    app.state.worker.drain()
+    agent.facts = {"facts": {"eps": 0.0, "checkpoint_fingerprint": "c"}}
+    assert agent.register_session().status_code == 200
+    for step in (2, 3):
+        agent.send([UP], [step])
+        app.state.worker.drain()
+    assert told == [["eps"], ["checkpoint_fingerprint", "eps"]]
+
+
 def test_two_workers_on_one_database_count_a_batch_once(client: Any, app: Any) -> None:
     """What the leader's lock saves from happening, and what happens when it does not."""
     agent = Agent(client).register([UP])

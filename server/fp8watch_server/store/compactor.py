@@ -5,26 +5,26 @@ Downstream: fp8watch_server.app
 Shapes:     a database -> the same database, smaller
 Thread:     its own
 
-Any number of collectors may do this on one database: whoever comes second finds the cell changed, and goes on. A crash
-leaves nothing half done that is read by anyone; what was left is found again at the next round.
+Of several collectors on one database one does this, to spare the others the work; should two of them, whoever comes
+second finds the cell changed, and goes on. A crash leaves nothing half done that is read by anyone; what was left is found again at the next round.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
 
 from . import schema as t
 from .compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
+from .leader import Leader
 from .retention import Policy, prune
 from .rollup import behind, roll_up
+from .rounds import Rest, Rounds
 
 log = logging.getLogger("fp8watch.store")
 
@@ -66,44 +66,38 @@ class Compactor:
         self._round_s = round_s
         self._cool_after_s = cool_after_s
         self._crash = crash
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._rounds = Rounds(
+            "fp8watch-compact", "compaction", Leader(engine, "compact"), self._work, log, retry_s=round_s
+        )
         self._pruned_at = -PRUNE_EVERY_S
-        self.num_failures = 0
+
+    @property
+    def num_failures(self) -> int:
+        """Rounds that came to no good end."""
+        return self._rounds.num_failures
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._loop, name="fp8watch-compact", daemon=True)
-        self._thread.start()
+        self._rounds.start()
 
     def wake(self) -> None:
         """Do not wait for the next round."""
-        self._wake.set()
+        self._rounds.wake()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the transaction in hand and end."""
-        self._stop.set()
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rounds.stop(timeout_s)
 
-    def _loop(self) -> None:
-        while not self._stop.is_set():
-            self._wake.clear()
-            try:
-                while self.round().anything and not self._stop.is_set():
-                    pass
-                if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
-                    self._pruned_at = time.monotonic()
-                    prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stop.is_set)
-            except SQLAlchemyError as e:
-                self.num_failures += 1
-                log.warning("compaction waits for the database: %s", str(e).splitlines()[0])
-            except Exception:
-                self.num_failures += 1
-                log.exception("compaction failed; trying again")
-            self._wake.wait(self._round_s)
+    def _stopping(self) -> bool:
+        return self._rounds.stopping
+
+    def _work(self) -> Rest:
+        while self.round().anything and not self._stopping():
+            pass
+        if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
+            self._pruned_at = time.monotonic()
+            prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stopping)
+        return Rest(self._round_s)
 
     def round(self) -> Done:
         """Compact what can be compacted now, of every run."""
@@ -111,7 +105,7 @@ class Compactor:
         with self._db.connect() as conn:
             runs = _runs(conn)
         for run_id, tenant in runs:
-            if self._stop.is_set():
+            if self._stopping():
                 break
             try:
                 self._run(run_id, tenant, done)
@@ -124,7 +118,7 @@ class Compactor:
         with self._db.connect() as conn:
             groups = groups_of(conn, run_id, tenant, now, cool_after_s=self._cool_after_s)
         for i, group in enumerate(groups):
-            if self._stop.is_set():
+            if self._stopping():
                 return
             num_batches = compact(self._db, group, now, crash=self._crash)
             done.num_groups += bool(num_batches)
@@ -134,7 +128,7 @@ class Compactor:
         with self._db.connect() as conn:
             left = behind(conn, run_id, tenant)
         for step0 in left:
-            if self._stop.is_set():
+            if self._stopping():
                 return
             self._roll_up(run_id, tenant, step0, now, done)
 

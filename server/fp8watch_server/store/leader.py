@@ -1,6 +1,6 @@
 """Of several collectors on one database, the one that detects, or compacts.
 
-Upstream:   fp8watch_server.worker    Downstream: fp8watch_server.store.dialect
+Upstream:   fp8watch_server.store.dialect    Downstream: fp8watch_server.store.rounds
 Shapes:     (engine, what for) -> whether it is us
 Thread:     the one that works
 
