@@ -27,7 +27,7 @@ class Told:
         self, id: str, severity: str, module: str | None = PLACE["module"], mode: str = "dead-layer"
     ) -> str | None:
         self.now += 1
-        row: dict[str, Any] = {n: "" for n in ("title", "verdict", "cause")} | {
+        row: dict[str, Any] = dict.fromkeys(("title", "verdict", "cause"), "") | {
             "fix": [],
             "alternatives": [],
             "evidence": [],
