@@ -23,6 +23,7 @@ from starlette.responses import Response
 from . import actions, api, comparison, ingest, metrics, migrations, problem
 from .auth import Auth, Tokens, check_exposure, install_token
 from .logs import RequestLog
+from .notify import log_api
 from .patience import ReadPatience
 from .settings import Settings
 from .store.compactor import Compactor
@@ -76,9 +77,9 @@ def _detection(settings: Settings) -> Detection:
 
 
 def _dispatcher(engine: Engine, settings: Settings) -> Dispatching:
-    from .notify.outbox import Dispatcher, channels_of
+    from .notify.sending import Sending
 
-    made: Dispatching = Dispatcher(engine, channels_of(settings))
+    made: Dispatching = Sending(engine, settings)
     return made
 
 
@@ -147,6 +148,7 @@ def create_app(
     app.include_router(ingest.router)
     app.include_router(actions.router)
     app.include_router(comparison.router)
+    app.include_router(log_api.router)
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])

@@ -32,6 +32,11 @@ class Redacted(logging.Formatter):
         super().__init__()
         self._secrets = [s for s in secrets if len(s) >= 4]
 
+    def hide(self, secrets: Iterable[str]) -> None:
+        """Take these out too."""
+        found = {*self._secrets, *(s for s in secrets if len(s) >= 4)}
+        self._secrets = sorted(found, key=len, reverse=True)
+
     def clean(self, text: str) -> str:
         """Without secrets, and not without end."""
         for secret in self._secrets:
@@ -75,6 +80,13 @@ class JsonLines(Redacted):
 
 def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """More that must never be shown: secrets that became known after the start."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, Redacted):
+            handler.formatter.hide(secrets)
 
 
 def set_up(settings: Settings) -> None:

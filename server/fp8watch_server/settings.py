@@ -174,6 +174,7 @@ SETTINGS: tuple[Setting, ...] = (
         str,
         secret=True,
     ),
+    Setting("routes", "FP8WATCH_ROUTES", "", "channels and routes of messages, as a TOML or JSON file", _file),
     Setting(
         "token",
         "FP8WATCH_TOKEN",
@@ -226,6 +227,7 @@ class Settings:
     slack_webhook_url: str = ""
     webhook_url: str = ""
     webhook_secret: str = ""
+    routes: str = ""
     token: str = ""
     insecure: bool = False
     hosts: tuple[str, ...] = ()

@@ -60,6 +60,7 @@ ROUTES = {
     "GET /api/v1/incidents/{incident_id}": "read",
     "POST /api/v1/incidents/{incident_id}/ack": "admin",
     "POST /api/v1/incidents/{incident_id}/resolve": "admin",
+    "GET /api/v1/notifications": "read",
     "GET /api/v1/silences": "read",
     "POST /api/v1/silences": "admin",
     "DELETE /api/v1/silences/{silence_id}": "admin",

@@ -33,6 +33,10 @@ class Got:
     def body(self) -> dict[str, Any]:
         return dict(json.loads(self.raw))
 
+    @property
+    def body_list(self) -> list[dict[str, Any]]:
+        return list(json.loads(self.raw))
+
 
 @dataclass
 class Receiver:
@@ -96,23 +100,33 @@ class Outbox:
         schema.metadata.create_all(self.db)
 
     def put(
-        self, kind: str = "firing", incident: str | None = None, change: Callable[[dict[str, Any]], None] | None = None
+        self,
+        kind: str = "firing",
+        incident: str | None = None,
+        change: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        run: str = "",
+        at: float | None = None,
+        **facts: Any,
     ) -> str:
-        """Queue a message; returns its idempotency key."""
+        """Queue a notice; returns its idempotency key. Each is of a run of its own, unless one is named."""
         payload = test_payload("https://watch.example", 1.0)
+        incident = incident or uuid.uuid4().hex
+        run = run or f"run-{incident}"
+        payload["incident"].update({"id": incident, "run_id": run, "fingerprint": incident, **facts})
+        payload["run"] = {"id": run, "name": run}
         if change is not None:
             change(payload)
-        incident = incident or uuid.uuid4().hex
         with writing(self.db) as conn:
             conn.execute(
                 sa.insert(schema.outbox).values(
-                    run_id="run",
+                    run_id=run,
                     id=uuid.uuid4().hex,
                     incident_id=incident,
                     kind=kind,
                     idempotency_key=f"{incident}:{kind}",
                     payload=payload,
-                    created_at=time.time(),
+                    created_at=time.time() if at is None else at,
                 )
             )
         return f"{incident}:{kind}"

@@ -18,7 +18,7 @@ from incidents.store import Store
 from notify.receiver import Outbox, Receiver
 
 from fp8watch_server.notify import outbox as module
-from fp8watch_server.notify.channels import SlackChannel, WebhookChannel
+from fp8watch_server.notify.channels import Pace, SlackChannel, WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
 from fp8watch_server.notify.target import Target
 from fp8watch_server.store import schema
@@ -28,8 +28,11 @@ Receivers = Callable[..., Receiver]
 Dispatch = Callable[..., Dispatcher]
 
 
-def webhook(receiver: Receiver, name: str = "webhook") -> WebhookChannel:
-    return WebhookChannel(Target(receiver.url, from_operator=True), name=name)
+AT_ONCE = Pace(group_wait_s=0.0, group_interval_s=0.0)
+
+
+def webhook(receiver: Receiver, name: str = "webhook", pace: Pace = AT_ONCE) -> WebhookChannel:
+    return WebhookChannel(Target(receiver.url, from_operator=True), name=name, pace=pace)
 
 
 def test_a_message_goes_to_every_channel_once(outbox: Outbox, receiver_of: Receivers, dispatch: Dispatch) -> None:

@@ -298,7 +298,7 @@ def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> 
     if opened:
         reason = write_firing(conn, row, now, public_url)
     elif row["severity"] == "critical" and incident.told_severity not in ("", "critical"):
-        reason = write_escalated(conn, row, now, public_url)
+        reason = write_escalated(conn, row, now, public_url, was=incident.told_severity)
     else:
         reason = None
     if reason:

@@ -17,6 +17,9 @@ import sqlalchemy as sa
 
 from fp8watch_server.store import schema
 
+from .inhibit import inhibitor, release
+from .silences import silences_of
+
 FLAPPING_MESSAGES = 2
 """Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
 FLAPPING_S = 3600.0
@@ -66,20 +69,25 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
     note = ""
     if before == FLAPPING_MESSAGES - 1:
         note = f"It comes and goes: more of the same within {FLAPPING_S / 60:g} minutes are on the pages only."
-    _write(conn, row, "firing", now, public_url, note)
-    return None
+    by = inhibitor(conn, row["run_id"], row["tenant"], row)
+    _write(conn, row, "firing", now, public_url, note, state="inhibited" if by else "pending")
+    return f"waits while critical incident {by} is open at the same place" if by else None
 
 
-def write_escalated(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> str | None:
+def write_escalated(
+    conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str = "warning"
+) -> str | None:
     """Queue the message of an incident that was told as less and is critical now. Returns why none was, or None."""
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
-    _write(conn, row, "firing", now, public_url, "It was a warning and is critical now.", key="critical")
+    note = "It was a warning and is critical now."
+    _write(conn, row, "firing", now, public_url, note, key="critical", was_severity=was)
     return None
 
 
 def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
-    """Queue the message of a resolved incident, where its firing was told to somebody."""
+    """Queue the message of a resolved incident, where its firing was queued; and what it kept back."""
+    release(conn, row, now)
     t = schema.outbox
     fired = conn.execute(
         sa.select(t.c.id).where(
@@ -87,6 +95,7 @@ def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
             t.c.tenant == row["tenant"],
             t.c.incident_id == row["id"],
             t.c.kind == "firing",
+            t.c.state != "inhibited",
         )
     ).first()
     if fired is not None:
@@ -94,20 +103,9 @@ def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
 
 
 def _silenced_by(conn: sa.Connection, row: Mapping[str, Any], now: float) -> str | None:
-    t = schema.silence
     module = row["place"].get("module") or ""
-    got = conn.execute(
-        sa.select(t.c.id)
-        .where(
-            t.c.run_id.in_(["", row["run_id"]]),
-            t.c.tenant == row["tenant"],
-            t.c.mode.in_(["", row["mode"]]),
-            t.c.module.in_(["", module]),
-            t.c.expires_at > now,
-        )
-        .limit(1)
-    ).scalar()
-    return None if got is None else str(got)
+    found = silences_of(conn, row["tenant"], row["run_id"], row["mode"], module, now)
+    return str(found[0]["id"]) if found else None
 
 
 def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> int:
@@ -121,6 +119,7 @@ def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> in
                 o.c.tenant == i.c.tenant,
                 o.c.incident_id == i.c.id,
                 o.c.kind == "firing",
+                o.c.state != "inhibited",
             ),
         )
         .where(
@@ -136,23 +135,53 @@ def _fired_before(conn: sa.Connection, row: Mapping[str, Any], now: float) -> in
 
 
 def _write(
-    conn: sa.Connection, row: Mapping[str, Any], kind: str, now: float, public_url: str, note: str, key: str = ""
+    conn: sa.Connection,
+    row: Mapping[str, Any],
+    kind: str,
+    now: float,
+    public_url: str,
+    note: str,
+    key: str = "",
+    state: str = "pending",
+    was_severity: str = "",
 ) -> None:
-    r = schema.run
-    name = conn.execute(sa.select(r.c.name).where(r.c.run_id == row["run_id"], r.c.tenant == row["tenant"])).scalar()
+    incident = contract_incident(row, public_url)
+    if was_severity:
+        incident["was_severity"] = was_severity
+    queue(conn, row["tenant"], incident, kind, now, note=note, key=key, state=state)
+
+
+def queue(
+    conn: sa.Connection,
+    tenant: str,
+    incident: Mapping[str, Any],
+    kind: str,
+    now: float,
+    *,
+    note: str = "",
+    key: str = "",
+    state: str = "pending",
+) -> None:
+    """Put a notice into the outbox.
+
+    Args:
+        incident: as CONTRACT names it.
+        kind: firing | resolved.
+        key: tells two notices of one incident and kind apart.
+        state: inhibited: it waits until that is over.
+    """
+    r, run_id = schema.run, incident["run_id"]
+    name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()
     conn.execute(
         sa.insert(schema.outbox).values(
-            run_id=row["run_id"],
-            tenant=row["tenant"],
+            run_id=run_id,
+            tenant=tenant,
             id=uuid.uuid4().hex,
-            incident_id=row["id"],
+            incident_id=incident["id"],
             kind=kind,
-            idempotency_key=":".join(filter(None, (row["id"], kind, key))),
-            payload={
-                "incident": contract_incident(row, public_url),
-                "run": {"id": row["run_id"], "name": name or row["run_id"]},
-                "note": note,
-            },
+            idempotency_key=":".join(filter(None, (incident["id"], kind, key))),
+            payload={"incident": dict(incident), "run": {"id": run_id, "name": name or run_id}, "note": note},
+            state=state,
             next_attempt_at=now,
             created_at=now,
         )

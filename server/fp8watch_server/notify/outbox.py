@@ -1,6 +1,6 @@
 """The dispatcher: takes messages out of the outbox and delivers them, at least once, a thread per channel.
 
-Upstream:   fp8watch_server.incidents.messages    Downstream: fp8watch_server.notify.target
+Upstream:   fp8watch_server.notify.lease    Downstream: fp8watch_server.notify.target
 Shapes:     rows of outbox -> HTTP requests
 Thread:     one per channel, so that a slow or broken receiver keeps nobody else waiting
 
@@ -11,6 +11,9 @@ Idempotency-Key. Without a crash nothing is sent twice. What each answer leads t
     429                        the whole channel waits for Retry-After
     408, 425, 5xx, no answer   again, with full-jitter back-off, for a day
     anything else              dead: another try would be refused as well
+
+Where several notices went together and the message as a whole is refused (400, 413, 422, or it cannot be made), they
+are sent one by one: the one that is bad harms no other.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
 from .channels import Channel, channels_of
-from .lease import ALIVE, MAX_AGE_S, MAX_RETRY_AFTER_S, Leased, due, fan_out, lease, release_leases_of_the_dead
+from .fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
+from .group import choose
+from .lease import ALIVE, MAX_RETRY_AFTER_S, Leased, Raced, due_again, lease, release_leases_of_the_dead
+from .settle import settle
 from .target import TargetError, Unreachable
 
 POLL_S = 0.5
@@ -45,6 +51,9 @@ LATE_S = 600.0
 _WRITE_OPTION = "fp8watch_write"  # of store.dialect: an engine made for writing must not lock the database to look
 
 _RETRIED = frozenset({408, 425})
+_TOGETHER_ONLY = frozenset({400, 413, 422})
+"""Refusals of what a message holds, not of who sends it: of several notices, each gets a message of its own."""
+MIN_WAIT_S = 0.02
 
 __all__ = ["Dispatcher", "channels_of", "counts"]
 
@@ -55,7 +64,7 @@ _log = logging.getLogger(__name__)
 class Outcome:
     """What became of one attempt."""
 
-    state: str  # sent | pending | dead
+    state: str  # sent | pending | dead | apart: each of its notices alone
     wait_s: float = 0.0
     error: str | None = None
     pause_channel: bool = False
@@ -69,6 +78,7 @@ class Dispatcher:
         engine: sa.Engine,
         channels: Sequence[Channel],
         *,
+        route: Route | None = None,
         clock: Callable[[], float] = time.time,
         poll_s: float = POLL_S,
         lease_s: float = LEASE_S,
@@ -76,12 +86,15 @@ class Dispatcher:
         if len({c.name for c in channels}) != len(channels):
             raise ValueError("two channels of one name; each needs its own")
         self._engine, self._channels, self._clock = engine, list(channels), clock
+        everybody = [c.name for c in channels]
+        self._route: Route = route or (lambda payload: everybody)
         self._reading = engine.execution_options(**{_WRITE_OPTION: False})
         self._poll_s, self._lease_s = poll_s, lease_s
         self._name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         self._stop = threading.Event()
         self._wakes = {c.name: threading.Event() for c in channels}
         self._not_before = {c.name: 0.0 for c in channels}  # by time.monotonic(): a clock may be set back
+        self._wait_s = {c.name: poll_s for c in channels}  # until a message is due, as far as is known
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -91,6 +104,9 @@ class Dispatcher:
         ALIVE.add(self._name)
         with writing(self._engine) as conn:
             release_leases_of_the_dead(conn)
+            num_strange = give_up_strangers(conn, [c.name for c in self._channels], self._clock())
+        if num_strange and self._channels:
+            _log.warning("%d messages wait for channels that are not configured any more", num_strange)
         for channel in self._channels:
             thread = threading.Thread(
                 target=self._run, args=(channel,), name=f"fp8watch-notify-{channel.name}", daemon=True
@@ -125,7 +141,7 @@ class Dispatcher:
                 _log.exception("outbox: unexpected error on channel %s; trying again", channel.name)
                 sent = False
             if not sent:
-                wake.wait(self._poll_s)
+                wake.wait(max(MIN_WAIT_S, min(self._poll_s, self._wait_s[channel.name])))
                 wake.clear()
 
     def deliver_one(self, channel: Channel) -> bool:
@@ -133,15 +149,18 @@ class Dispatcher:
         now = self._clock()
         if time.monotonic() < self._not_before[channel.name] or not self._anything_due(channel, now):
             return False
-        with writing(self._engine) as conn:
-            fan_out(conn, [c.name for c in self._channels], now)
-            leased = lease(conn, channel.name, self._name, now, self._lease_s)
+        try:
+            with writing(self._engine) as conn:
+                fan_out(conn, self._route, now)
+                leased = lease(conn, channel, self._name, now, self._lease_s)
+        except Raced:
+            return False
         if leased is None:
             return False
         outcome = self._attempt(channel, leased)
         after = self._clock()
         self._not_before[channel.name] = time.monotonic() + max(
-            channel.min_interval_s, outcome.wait_s if outcome.pause_channel else 0.0
+            channel.pace.min_interval_s, outcome.wait_s if outcome.pause_channel else 0.0
         )
         self._settle(channel, leased, outcome, after)
         return True
@@ -154,7 +173,7 @@ class Dispatcher:
         except TargetError as e:
             return Outcome("dead", error=str(e))
         except Exception as e:  # noqa: BLE001  (a payload that cannot be rendered must not stop those behind it)
-            return Outcome("dead", error=f"message cannot be made: {type(e).__name__}")
+            return Outcome("apart" if leased.others else "dead", error=f"message cannot be made: {type(e).__name__}")
         error = f"HTTP {answer.status} {answer.text}".strip()
         if 200 <= answer.status < 300:
             return Outcome("sent")
@@ -163,6 +182,8 @@ class Dispatcher:
             return Outcome("pending", wait, error, pause_channel=True)
         if answer.status >= 500 or answer.status in _RETRIED:
             return Outcome("pending", self._back_off_s(leased), error)
+        if answer.status in _TOGETHER_ONLY and leased.others:
+            return Outcome("apart", error=error)
         if 300 <= answer.status < 400:
             error += ": redirects are not followed; give the final URL"
         return Outcome("dead", error=error)
@@ -173,10 +194,21 @@ class Dispatcher:
         return random.uniform(0.05, min(limit, BACK_OFF_S * 2.0 ** min(leased.num_attempts, 16)))
 
     def _anything_due(self, channel: Channel, now: float) -> bool:
+        """Looked up without the right to write, which is asked for only when there is something to send."""
         with self._reading.connect() as conn:
-            t = schema.outbox
-            wanted = sa.select(t.c.id).where(t.c.channel.in_(["", channel.name]), due(now)).limit(1)
-            return conn.execute(wanted).first() is not None
+            t = schema.outbox.c
+            fresh = sa.and_(t.state == "pending", t.num_attempts == 0)
+            wanted = sa.select(t.id).where(t.channel == channel.name, sa.or_(fresh, due_again(now))).limit(1)
+            self._wait_s[channel.name] = self._poll_s
+            if waits_for_all(conn):
+                return True
+            if conn.execute(wanted).first() is None:
+                return False
+            if conn.execute(wanted.where(due_again(now))).first() is not None:
+                return True
+            pick = choose(conn, channel, now)
+            self._wait_s[channel.name] = pick.wait_s
+            return bool(pick.rows)
 
     def _settle(self, channel: Channel, leased: Leased, outcome: Outcome, now: float) -> None:
         """Write what became of it. A busy database is waited for: giving up here would send the message again."""
@@ -185,28 +217,10 @@ class Dispatcher:
             state, error = "dead", f"given up after a day: {error}"
         if state != "sent":
             _log.warning("message %s on %s: %s (%s)", leased.id, channel.name, state, error)
-        t = schema.outbox
-        values = {
-            "state": state,
-            "last_error": error,
-            "leased_by": None,
-            "leased_until": None,
-            "next_attempt_at": now + outcome.wait_s,
-            "sent_at": now if state == "sent" else None,
-        }
         while True:
             try:
                 with writing(self._engine) as conn:
-                    conn.execute(
-                        sa.update(t)
-                        .where(
-                            t.c.run_id == leased.run_id,
-                            t.c.tenant == leased.tenant,
-                            t.c.id == leased.id,
-                            t.c.leased_by == self._name,
-                        )
-                        .values(**values)
-                    )
+                    settle(conn, leased, self._name, state, error, now, outcome.wait_s)
                 return
             except DBAPIError:
                 if self._stop.wait(0.2):

@@ -1,25 +1,33 @@
-"""An incident as a Slack message: Block Kit for an incoming webhook, with a plain text fallback.
+"""A message for Slack: Block Kit for an incoming webhook, with a plain text fallback.
 
-Upstream:   fp8watch_server.incidents.messages    Downstream: fp8watch_server.notify.channels
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels
 Shapes:     outbox payload -> {"text", "blocks"}
 Thread:     dispatcher
 
-Limits of Slack: header 150 characters, section 3000, field 2000, 10 fields, button URL 3000, 50 blocks. Names of runs
+One notice is told in full; of several each in a few lines, the most urgent first, and the rest is on the pages.
+
+Limits of Slack: header 150 characters, section 3000, field 2000, 10 fields, button URL 3000, 50 blocks, some 13,000
+characters in all. Names of runs
 and modules are hostile: `& < >` are escaped, so that no `<!channel>` or link comes out of a name. A text is cut before
 it is escaped, never within an entity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8watch_server.incidents.explain import number
 
+from .message import SUMMARY, Notice, notices_of
+
 HEADER_CHARS = 150
-SECTION_CHARS = 3000
+SECTION_CHARS = 2600  # 3000 are allowed, but not in each section of one message
 FIELD_CHARS = 2000
 URL_CHARS = 3000
 MAX_FIXES = 3
+MAX_TOGETHER = 8
+LINE_CHARS = 300
 
 _EMOJI = {"critical": "🔴", "warning": "🟠", "info": "🔵"}
 _VERDICT = {"fp8": "FP8", "shared": "not FP8: BF16 would do the same", "unknown": "unknown: compare with BF16"}
@@ -49,7 +57,7 @@ def code(text: object, max_chars: int = 300) -> str:
     return f"`{cut(str(text).replace('`', 'ʼ').replace(chr(10), ' '), max_chars)}`"
 
 
-def place_words(place: dict[str, Any]) -> str:
+def place_words(place: Mapping[str, Any]) -> str:
     """`layers.1.mlp.down_proj input (fprop), tile (37, 5), element (37, 700), ranks 0–3`."""
     words = []
     if place.get("module"):
@@ -71,7 +79,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"{len(ranks)} ranks, {min(ranks)} to {max(ranks)}"
 
 
-def evidence_line(evidence: list[dict[str, Any]], max_items: int = 5) -> str:
+def evidence_line(evidence: Sequence[Mapping[str, Any]], max_items: int = 5) -> str:
     """`num_inf 1 (was 0), num_sentinel_tiles 1 (was 0), loss 2.31`."""
     items = []
     for e in evidence[:max_items]:
@@ -90,15 +98,17 @@ def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:
     """The body to post.
 
     Args:
-        payload: of the outbox: {"incident": ..., "run": {"id", "name"}, "note"}.
-        kind: firing | resolved.
+        payload: of the outbox, as notify.message describes it.
+        kind: firing | resolved | summary.
     """
-    incident, run = payload["incident"], payload["run"]
-    resolved = kind == "resolved"
-    mark = "✅ Resolved" if resolved else f"{_EMOJI.get(incident['severity'], '🔵')} {incident['severity']}"
-    step = f"step {incident['first_step']}"
-    if incident["last_step"] != incident["first_step"]:
-        step = f"steps {incident['first_step']} to {incident['last_step']}"
+    notices = notices_of(payload, kind)
+    return _one(notices[0]) if len(notices) == 1 and kind != SUMMARY else _several(notices, kind)
+
+
+def _one(notice: Notice) -> dict[str, Any]:
+    incident, run = notice.incident, notice.run
+    resolved = notice.kind == "resolved"
+    mark, step = _mark(notice), _steps(incident)
     place = place_words(incident["place"])
     evidence = evidence_line(incident["evidence"])
     fixes = "\n".join(f"{i}. {f['text']}" for i, f in enumerate(incident["fix"][:MAX_FIXES], 1))
@@ -122,13 +132,71 @@ def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:
     blocks.append(_section("Evidence", evidence))
     if not resolved and fixes:
         blocks.append(_section("What to change", fixes))
-    if payload.get("note"):
-        blocks.append(_section("Note", payload["note"]))
+    if notice.note:
+        blocks.append(_section("Note", notice.note))
     sites = "1 site" if incident["num_sites"] == 1 else f"{incident['num_sites']} sites"
     context = f"{incident['mode']} · {sites} · attempt {incident['attempt']} · {incident['id']}"
     blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": cut(context, 1000)}]})
     blocks += _links(incident)
     return {"text": cut(text, SECTION_CHARS), "blocks": blocks}
+
+
+def _several(notices: list[Notice], kind: str) -> dict[str, Any]:
+    runs = list(dict.fromkeys(n.run["name"] for n in notices))
+    num_firing = sum(n.kind == "firing" for n in notices)
+    counted = [f"{num_firing} new"] if num_firing else []
+    counted += [f"{len(notices) - num_firing} resolved"] if num_firing < len(notices) else []
+    what = f"{_plural(len(notices), 'more incident' if kind == SUMMARY else 'incident')} ({', '.join(counted)})"
+    where = f"run {runs[0]}" if len(runs) == 1 else f"{len(runs)} runs"
+    worst = _EMOJI.get(notices[0].incident["severity"], "🔵") if num_firing else "✅"
+    head = f"{worst} {what} in {where}"
+    blocks: list[dict[str, Any]] = [
+        {"type": "header", "text": {"type": "plain_text", "text": cut(head, HEADER_CHARS)}},
+    ]
+    if kind == SUMMARY:
+        why = "They were held back: this channel has had its messages of the hour. Each has its page."
+        blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": why}]})
+    for notice in notices[:MAX_TOGETHER]:
+        lines = [_line(notice, with_run=len(runs) > 1)]
+        if notice is notices[0] and notice.kind == "firing":
+            lines.append(cut(notice.incident["cause"], 600))
+        blocks.append({"type": "section", "text": {"type": "mrkdwn", "text": "\n".join(lines)}})
+    left = len(notices) - MAX_TOGETHER
+    if left > 0:
+        blocks.append({"type": "context", "elements": [{"type": "mrkdwn", "text": f"{left} more on the pages"}]})
+    titles = "; ".join(f"{_mark(n)}: {n.incident['title']}" for n in notices[:MAX_TOGETHER])
+    return {"text": cut(f"{head}: {titles}", SECTION_CHARS), "blocks": blocks}
+
+
+def _line(notice: Notice, *, with_run: bool) -> str:
+    incident = notice.incident
+    facts = [code(place_words(incident["place"]) or "whole run", LINE_CHARS), cut(_steps(incident), 100)]
+    if with_run:
+        facts.insert(0, code(notice.run["name"], 100))
+    title = f"{_mark(notice)}: {incident['title']}"
+    lines = [f"*{cut(title, LINE_CHARS)}*", " · ".join(facts)]
+    if notice.kind == "firing" and incident["fix"]:
+        lines.append(f"Fix: {cut(incident['fix'][0]['text'], LINE_CHARS)}")
+    if notice.note:
+        lines.append(cut(notice.note, LINE_CHARS))
+    url = incident["url"]
+    if url.startswith(("http://", "https://")) and len(url) <= LINE_CHARS and not set(url) & set("<>|"):
+        lines.append(f"<{escape(url)}|Open incident>")
+    return "\n".join(lines)
+
+
+def _mark(notice: Notice) -> str:
+    severity = notice.incident["severity"]
+    return "✅ Resolved" if notice.kind == "resolved" else f"{_EMOJI.get(severity, '🔵')} {severity}"
+
+
+def _steps(incident: Mapping[str, Any]) -> str:
+    first, last = incident["first_step"], incident["last_step"]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _plural(num: int, what: str) -> str:
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
 
 
 def _field(name: str, value: str) -> dict[str, str]:
@@ -140,7 +208,7 @@ def _section(name: str, text: str) -> dict[str, Any]:
     return {"type": "section", "text": {"type": "mrkdwn", "text": head + cut(text, SECTION_CHARS - len(head))}}
 
 
-def _links(incident: dict[str, Any]) -> list[dict[str, Any]]:
+def _links(incident: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Buttons where the addresses are whole (FP8WATCH_PUBLIC_URL is set); the paths as text where they are not."""
     links = [("Open incident", incident["url"], "incident"), ("Runbook", incident["runbook_url"], "runbook")]
     if all(url.startswith(("http://", "https://")) and len(url) <= URL_CHARS for _, url, _ in links):

@@ -1,8 +1,12 @@
-"""An incident as an Alertmanager webhook, version 4: receivers made for Alertmanager read it.
+"""A message as an Alertmanager webhook, version 4: receivers made for Alertmanager read it.
 
-Upstream:   fp8watch_server.incidents.messages    Downstream: fp8watch_server.notify.channels
-Shapes:     outbox payload -> {"version": "4", "alerts": [one], ...}
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels
+Shapes:     outbox payload -> {"version": "4", "alerts": [...], ...}
 Thread:     dispatcher
+
+The group is the run, as `group_by: [run]` would make it: `alerts` holds what began and what ended, and what was told
+before and is still open, and `status` is `resolved` only when nothing of the run is open any more. A receiver that
+opens and closes one ticket per groupKey is therefore right.
 
 With a secret the body is signed: `X-Fp8watch-Signature: sha256=<hex of HMAC-SHA256 over timestamp + "." + body>` beside
 `X-Fp8watch-Timestamp`, so that a receiver can refuse forgeries and old copies.
@@ -16,9 +20,11 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
+from .message import SUMMARY, Notice, labels_of, notices_of
 from .slack import evidence_line, place_words
 
 RECEIVER = "fp8watch"
+MAX_ALERTS = 64
 _NOT_YET = "0001-01-01T00:00:00Z"  # Go's zero time: how Alertmanager says "still firing"
 
 
@@ -29,54 +35,60 @@ def rfc3339(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:
+def message(payload: dict[str, Any], kind: str, receiver: str = RECEIVER) -> dict[str, Any]:
     """The body to post. Labels are those of CONTRACT: alertname, run, severity, module, operand."""
-    incident, run = payload["incident"], payload["run"]
-    place = incident["place"]
-    labels = {
-        "alertname": incident["mode"],
-        "run": run["id"],
-        "severity": incident["severity"],
-        "module": place.get("module") or "",
-        "operand": place.get("operand") or "",
+    notices = notices_of(payload, kind)
+    run = notices[0].run
+    still = [Notice("firing", incident, run, "", incident) for incident in payload.get("open", ())]
+    alerts = [alert(notice) for notice in [*notices, *still]]
+    shown = alerts[:MAX_ALERTS]
+    parts = urlsplit(notices[0].incident["url"])
+    group = {} if kind == SUMMARY else {"run": run["id"]}
+    matched = ", ".join(f'{name}="{value}"' for name, value in group.items())
+    return {
+        "version": "4",
+        "groupKey": f"{{}}:{{{matched}}}",
+        "truncatedAlerts": len(alerts) - len(shown),
+        "status": "firing" if any(a["status"] == "firing" for a in alerts) else "resolved",
+        "receiver": receiver,
+        "groupLabels": group,
+        "commonLabels": _common([a["labels"] for a in alerts]),
+        "commonAnnotations": _common([a["annotations"] for a in alerts]),
+        "externalURL": f"{parts.scheme}://{parts.netloc}" if parts.netloc else "",
+        "alerts": shown,
     }
+
+
+def alert(notice: Notice) -> dict[str, Any]:
+    """One of `alerts`."""
+    incident = notice.incident
     annotations = {
         "summary": incident["title"],
         "description": incident["cause"],
-        "place": place_words(place),
+        "place": place_words(incident["place"]),
         "steps": f"{incident['first_step']} to {incident['last_step']}",
         "evidence": evidence_line(incident["evidence"]),
         "fix": "\n".join(f["text"] for f in incident["fix"]),
         "verdict": incident["verdict"],
-        "run_name": run["name"],
+        "run_name": notice.run["name"],
         "runbook_url": incident["runbook_url"],
     }
-    if payload.get("note"):
-        annotations["note"] = payload["note"]
-    parts = urlsplit(incident["url"])
-    group = {"alertname": labels["alertname"], "run": labels["run"]}
+    if notice.note:
+        annotations["note"] = notice.note
     return {
-        "version": "4",
-        "groupKey": f'{{}}:{{alertname="{group["alertname"]}", run="{group["run"]}"}}',
-        "truncatedAlerts": 0,
-        "status": kind,
-        "receiver": RECEIVER,
-        "groupLabels": group,
-        "commonLabels": labels,
-        "commonAnnotations": annotations,
-        "externalURL": f"{parts.scheme}://{parts.netloc}" if parts.netloc else "",
-        "alerts": [
-            {
-                "status": kind,
-                "labels": labels,
-                "annotations": annotations,
-                "startsAt": rfc3339(incident["opened_at"]),
-                "endsAt": rfc3339(incident["resolved_at"] if kind == "resolved" else None),
-                "generatorURL": incident["url"],
-                "fingerprint": incident["fingerprint"],
-            }
-        ],
+        "status": notice.kind,
+        "labels": labels_of(notice),
+        "annotations": annotations,
+        "startsAt": rfc3339(incident["opened_at"]),
+        "endsAt": rfc3339(incident["resolved_at"] if notice.kind == "resolved" else None),
+        "generatorURL": incident["url"],
+        "fingerprint": incident["fingerprint"],
     }
+
+
+def _common(each: list[dict[str, str]]) -> dict[str, str]:
+    first, *others = each
+    return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
 
 
 def signature(secret: str, timestamp: int, body: bytes) -> str:

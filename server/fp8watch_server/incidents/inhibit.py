@@ -1,0 +1,55 @@
+"""Inhibition: while a critical incident is open, warnings at the same place of the same run are not told.
+
+Upstream:   fp8watch_server.store.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.notify.fanout
+Shapes:     an incident -> the id of the one that says more, or None
+Thread:     detect worker and dispatcher, inside a write transaction
+
+The notice of an inhibited incident stays in the outbox, as `inhibited`. When the critical one is resolved and the other
+is still open, it goes out after all: nobody was told of what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from fp8watch_server.store import schema
+
+
+def inhibitor(conn: sa.Connection, run_id: str, tenant: str, incident: Mapping[str, Any]) -> str | None:
+    """The open critical incident of the same run and module; None where there is none, or this one is critical."""
+    if incident.get("severity") == "critical" or "place" not in incident:
+        return None
+    t = schema.incident.c
+    critical = conn.execute(
+        sa.select(t.id, t.place)
+        .where(t.run_id == run_id, t.tenant == tenant, t.severity == "critical", t.status != "resolved")
+        .order_by(t.opened_at)
+    )
+    module = incident["place"].get("module")
+    return next((str(i) for i, place in critical if i != incident.get("id") and place.get("module") == module), None)
+
+
+def release(conn: sa.Connection, row: Mapping[str, Any], now: float) -> None:
+    """A critical incident is resolved: what it inhibited and is still open is told now, as if it had just begun."""
+    if row["severity"] != "critical":
+        return
+    i, o = schema.incident.c, schema.outbox
+    of_run = (o.c.run_id == row["run_id"], o.c.tenant == row["tenant"])
+    held = conn.execute(
+        sa.select(o.c.id, i.id.label("incident_id"), i.severity, i.place)
+        .join_from(
+            o,
+            schema.incident,
+            sa.and_(i.run_id == o.c.run_id, i.tenant == o.c.tenant, i.id == o.c.incident_id),
+        )
+        .where(*of_run, o.c.state == "inhibited", i.status != "resolved", i.severity != "critical")
+    )
+    for got in list(held):
+        incident = {"id": got.incident_id, "severity": got.severity, "place": got.place}
+        if inhibitor(conn, row["run_id"], row["tenant"], incident) is None:
+            conn.execute(
+                sa.update(o).where(*of_run, o.c.id == got.id).values(state="pending", last_error=None, created_at=now)
+            )

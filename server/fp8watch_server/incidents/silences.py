@@ -1,0 +1,35 @@
+"""Silences: what people have asked not to be told of, for a while.
+
+Upstream:   fp8watch_server.store.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.pages.tables
+Shapes:     (run, mode, module) -> the silences that cover it
+Thread:     any, inside a transaction
+
+A silence names a run, a mode and a module, each exactly or by a pattern (`llama-*`, `layers.*.mlp.*`; not a regular
+expression, which could keep the detectors busy for ever), and '' covers everything. Incidents are kept all the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import sqlalchemy as sa
+
+from fp8watch_server.store import schema
+
+
+def silences_of(
+    conn: sa.Connection, tenant: str, run_id: str, mode: str, module: str, now: float
+) -> list[dict[str, Any]]:
+    """The silences that cover an incident now, the longest first."""
+    t = schema.silence
+    rows = conn.execute(
+        sa.select(t).where(t.c.tenant == tenant, t.c.expires_at > now).order_by(t.c.expires_at.desc())
+    ).mappings()
+    wanted = {"run_id": run_id, "mode": mode, "module": module}
+    return [dict(row) for row in rows if all(covers(row[name], value) for name, value in wanted.items())]
+
+
+def covers(pattern: str, value: str) -> bool:
+    """Whether a field of a silence covers a value."""
+    return pattern in ("", value) or fnmatch.fnmatchcase(value, pattern)
