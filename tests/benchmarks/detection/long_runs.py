@@ -2,8 +2,8 @@
 
 Each run is 2,000 steps of a small causal language model in FP8 on the CPU: LR warm-up, at step 700 a re-warm-up from a
 tenth, at 1100 twice the batch, half as long, at 1500 another domain, and a decay to the end. What the agent was handed
-goes into one file a run (some MiB: not part of the tree); `score.py --long FOLDER` replays them. Seeds below 100 are
-for choosing thresholds, seeds from 100 on are only for the score.
+goes into one file a run (some MiB: not part of the tree); `long_score.py FOLDER` replays them. Seeds below 100 are for
+choosing thresholds, seeds from 100 on are only for the score.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 import torch
+from benchmarks.detection.long_score import HELD_OUT
 from torch import Tensor
 
 import fp8watch
@@ -32,8 +33,6 @@ from fp8watch_agent.wire import Header, encode_batch
 
 STEPS, PER_BATCH = 2000, 8
 REWARM, RESIZED, SWITCHED = 700, 1100, 1500
-HELD_OUT = 100
-"""First seed that no threshold was chosen on."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "blockwise": {},

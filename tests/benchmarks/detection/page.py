@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from benchmarks.detection.long_score import HELD_OUT, RESULTS
 from benchmarks.detection.public_rules import RULES
 from benchmarks.detection.scoring import Healthy, Outcome, upper_bound
 from detect.scenarios import BY_NAME
@@ -49,6 +52,7 @@ def write_page(
         _modes(made),
         _confusion(made),
         _recorded(real, real_quiet),
+        _long(),
         _healthy(quiet),
         _rules(made, quiet),
         _cost(cost),
@@ -159,6 +163,45 @@ def _recorded(real: list[Outcome], quiet: list[Healthy]) -> str:
     return "\n".join(lines)
 
 
+def _long() -> str:
+    """Long real healthy runs, from what `long_score` kept."""
+    runs = json.loads(RESULTS.read_text())
+    held = [r for r in runs if r["seed"] >= HELD_OUT]
+    steps = sum(r["num_steps"] for r in held)
+
+    def told(of: list[dict[str, Any]], severity: str) -> int:
+        return sum(i["severity"] == severity for r in of for i in r["said"])
+
+    pages, warnings = told(held, "critical"), told(held, "warning")
+    lines = [
+        "## Long healthy trainings (real, held out)",
+        "",
+        "Real trainings in FP8 on the CPU, 2,000 steps each (`tests/benchmarks/detection/long_runs.py`): LR warm-up, at step 700 a re-warm-up",
+        "from a tenth, at 1100 twice the batch and half the length, at 1500 another domain. Nothing was changed after looking at seeds from",
+        f"{HELD_OUT} on; seed 0 was for choosing.",
+        "",
+        f"Held out: **{pages} pages and {warnings} warnings in {steps} steps**: {1000 * pages / steps:.3f} and {1000 * warnings / steps:.3f} per 1000 (95 % bounds "
+        f"{upper_bound(pages, steps):.3f} and {upper_bound(warnings, steps):.3f}; goals 0.1 and 0.5). The public rules raised, per 1000 steps: "
+        + ", ".join(f"{name} {1000 * sum(r['rules'][name] for r in held) / steps:.1f}" for name in RULES)
+        + ".",
+        "",
+        "| run | seed | steps | pages | warnings | said |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in runs:
+        said = ", ".join(f"{i['mode']} at step {i['step']} ({i['severity']})" for i in r["said"]) or "nothing"
+        lines.append(
+            f"| {r['kind']} | {r['seed']} | {r['num_steps']} | {told([r], 'critical')} | {told([r], 'warning')} | {said} |"
+        )
+    lines += [
+        "",
+        "What was said of these runs is of their data: the batch before step 1605 of seed 0 is one of accented letters in a run of program text, that before",
+        "step 265 of seed 101 a line of `#` beside a table of build flags, and at step 1505 the loss is still high from the switch of domain. They are counted",
+        "as false all the same.",
+    ]
+    return "\n".join(lines)
+
+
 def _healthy(quiet: list[Healthy]) -> str:
     lines = [
         "## Healthy runs that look ill (made up)",
@@ -221,12 +264,12 @@ def _thresholds() -> str:
 def _honest() -> str:
     return """## What this does not show
 
-- **Few runs.** With every one of n runs found, the 95 % lower bound of recall is 0.05^(1/n): 0.89 for 26 runs, 0.94 for 52. One seed a cell does not show
-  the recall goals, and fewer than 30,000 healthy steps do not show the goal for false pages: read the bounds, not the zeros.
+- **Read the bounds, not the zeros.** With every one of n runs found, the 95 % lower bound of recall is 0.05^(1/n): 0.89 for 26 runs, 0.94 for 52.
+- **The long runs are one small model on one kind of text**: more steps of it are not more models.
 - **A mild clip under delayed scaling is missed on other seeds**: one step in nine, less than two octaves deep, does not fill the two of three
   that open an alarm, and the scale's recovery is then called scale-collapse. The tests name it as missed.
-- **A real healthy run is not silent**: 600 healthy steps of the demo raise one warning, dying-tile on a gradient of `v_proj` at step 118. The
-  made-up healthy runs do not show it. A test names it as open.
+- **Two detectors were changed after the demo's healthy run and the long runs of seed 0**: dying-tile and chronic-quantization-noise warned of gradients of
+  single tokens that fade to nothing once attention is sharp. They now ask the tiles across tokens as well.
 - **The recorded runs are in sample.** A healthy recorded run with a switch of domain raised gradient-underflow at +5 points; the alarm was then set to +8 (the
   catalogue says 5). Others raised outlier-growth at 0.4 octave; it was then set to 0.8. That these runs are silent now is no test of those thresholds.
 - **One recorded fault was replaced after it was missed.** A flipped exponent bit that makes a weight *smaller* leaves amax where it is and was not found; the run
