@@ -13,7 +13,7 @@ from agent_support import serve
 from faults.proxy import UP, Fault, proxy
 from faults.zygote import Zygote
 
-SWITCHES_PER_STEP = 0.5
+SWITCHES_PER_STEP = 2.0
 """Of these may come on top: now and then the interpreter's lock is held by the sender. A wait in each step makes 1."""
 
 FAULTS = {
