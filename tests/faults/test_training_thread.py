@@ -14,7 +14,8 @@ from faults.proxy import UP, Fault, proxy
 from faults.zygote import Zygote
 
 SWITCHES_PER_STEP = 2.0
-"""Of these may come on top: now and then the interpreter's lock is held by the sender. A wait in each step makes 1."""
+"""Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. A single wait in each step
+makes 1 and is not seen here; reads, writes and calls are, exactly."""
 
 FAULTS = {
     "up": Fault(),
