@@ -10,7 +10,7 @@ ones. docs/wire.md says what the bytes mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -178,13 +178,20 @@ def _best_stride(codes: Array, compressor: Any) -> int:
     return min(sizes, key=lambda s: (sizes[s], s))
 
 
-def pack(rows: Array, per_step: int, compressor: Any) -> tuple[dict[str, bytes], dict[str, bytes], int]:
+def _no_need() -> None:
+    pass
+
+
+def pack(
+    rows: Array, per_step: int, compressor: Any, breathe: Callable[[], None] = _no_need
+) -> tuple[dict[str, bytes], dict[str, bytes], int]:
     """Records as columns.
 
     Args:
         rows: [N] of ROW.
         per_step: records of each step, where all steps have the same sites in the same order; else 0.
         compressor: zstandard.ZstdCompressor, to try things out with.
+        breathe: called between pieces of work, so that the thread that trains gets the interpreter's lock.
 
     Returns:
         columns, constants, stride of depth_hist.
@@ -198,12 +205,14 @@ def pack(rows: Array, per_step: int, compressor: Any) -> tuple[dict[str, bytes],
     wide, narrow = rows.view("<u8").reshape(n, -1), rows.view("<u4").reshape(n, -1)
     sums = round_sums(np.ascontiguousarray(wide[:, _SUM_WORDS].T).view("<f8"))
     _pack_numbers(_SUMS, sums, np.zeros(len(sums), "<u4"), per_step, SUM_BITS, columns, constants)
+    breathe()
     _pack_numbers(_WIDE, np.ascontiguousarray(wide[:, _WIDE_WORDS].T), _WIDE_DEFAULTS, per_step, 64, columns, constants)
     _pack_numbers(
         _NARROW, np.ascontiguousarray(narrow[:, _NARROW_WORDS].T), _NARROW_DEFAULTS, per_step, 32, columns, constants
     )
     stride = 0
     for name in HISTOGRAMS:
+        breathe()
         codes = encode_histogram(rows[name])
         if not codes.any():
             continue

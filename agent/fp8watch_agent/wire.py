@@ -11,7 +11,7 @@ out; one value for all records travels once. Histograms travel as u8 codes round
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -120,6 +120,7 @@ def encode_batch(
     rows: npt.NDArray[np.void],
     *,
     level: int = 1,
+    breathe: Callable[[], None] = lambda: None,
 ) -> bytes:
     """One compressed body.
 
@@ -130,13 +131,14 @@ def encode_batch(
         site: [N] uint64, site ids.
         rows: [N] of record.ROW.
         level: zstd level.
+        breathe: called between pieces of work, so that a thread that trains gets the interpreter's lock.
     """
     if header.num_steps != len(steps) or header.num_records != len(rows):
         raise WireError("header", "num_steps and num_records must be the lengths of the arrays")
     step, site = np.asarray(step, dtype="<i8"), np.asarray(site, dtype="<u8")
     per_step = _records_of_each_step(steps, step, site)
     compressor = new_compressor(level)
-    columns, constants, depth_stride = pack(rows, per_step, compressor)
+    columns, constants, depth_stride = pack(rows, per_step, compressor, breathe)
     columns["site"] = site[: per_step or None].tobytes()
     if not per_step:
         columns["step"] = (step - header.step0).astype("<u4").tobytes()
@@ -146,6 +148,7 @@ def encode_batch(
         "columns": columns,
         "constants": constants,
     }
+    breathe()
     packed: bytes = compressor.compress(msgspec.msgpack.encode(body))
     return packed
 
