@@ -7,14 +7,14 @@ Thread:     sender
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
 import numpy as np
 
-from .record import ROW, STEP, TileMap
+from .record import ROW, STEP, TileFlag, TileMap
 from .ring_file import Frame
 from .session import Session
 from .wire import (
@@ -51,6 +51,7 @@ class Parcel:
     amount: int  # records, or tile maps
     end: int = 0  # ring position behind its last frame; 0 when it does not come from the ring
     frames_to: int = 0
+    precious: bool = False  # goes last when the disk runs out of room
 
 
 class BatchBuilder:
@@ -86,8 +87,10 @@ class BatchBuilder:
         self.num_records += frame.num_records
         self.frames.append(frame)
 
-    def build(self, seq: int, clock: float, health: dict[str, float]) -> Parcel:
-        """The collected frames as one body.
+    def build(
+        self, seq: int, clock: float, health: dict[str, float], breathe: Callable[[], None] = lambda: None
+    ) -> Parcel:
+        """The collected frames as one body. `breathe` is called between pieces of the work.
 
         Raises:
             WireError, ValueError: they cannot be encoded.
@@ -112,8 +115,11 @@ class BatchBuilder:
         step = np.repeat(steps["step"], [f.num_records for f in frames])
         site = np.concatenate([f.site_ids for f in frames])
         rows = np.concatenate([f.rows for f in frames])
-        body = encode_batch(header, steps, step, site, rows)
-        return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1)
+        breathe()
+        body = encode_batch(header, steps, step, site, rows, breathe=breathe)
+        breathe()
+        precious = any(f.precious for f in frames)
+        return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1, precious)
 
 
 def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:
@@ -148,7 +154,8 @@ def farewell_parcel(session: Session, seq: int, clock: float, health: dict[str, 
 def maps_parcel(session: Session, seq: int, maps: list[TileMap]) -> Parcel:
     """Tile maps as one body."""
     body = encode_tile_maps(session.run_id, session.session, session.rank, seq, maps)
-    return Parcel(Kind.MAPS, seq, body, len(maps))
+    broken = TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE
+    return Parcel(Kind.MAPS, seq, body, len(maps), precious=any(bool((m.flags & broken).any()) for m in maps))
 
 
 def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:

@@ -186,10 +186,6 @@ class Ring:
             return frame
         return None
 
-    def give_back(self, frame: Frame) -> None:
-        """The frame that `claim` gave could not be used: it comes first the next time."""
-        self._declined = frame
-
     def _copy_oldest(self) -> Frame | None:
         try:
             slot = self._frames.popleft()
@@ -279,6 +275,15 @@ class Ring:
             return self._frames[0].number
         except IndexError:
             return self._next_number
+
+    @property
+    def fill(self) -> float:
+        """How much of the ring holds steps that nobody has taken: 1.0, and the next one overwrites the oldest."""
+        try:
+            oldest = self._frames[0]
+        except IndexError:
+            return 0.0
+        return max((self._head - oldest.position) / self._size, len(self._frames) / self._max_frames)
 
     def __len__(self) -> int:
         return len(self._frames) + (self._declined is not None)

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .record import ROW, STEP
+from .record import ROW, STEP, StepPresent, StepStatus
 from .session import Session
 
 MAGIC = b"FP8WRNG1"
@@ -52,6 +52,9 @@ BODY_OFFSET = 64
 NEW_SUFFIX = ".new"  # until the file is locked and whole
 
 WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ = range(3)
+
+BROKEN = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite")
+"""Counts that are 0 as long as nothing is broken."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,13 @@ class Frame:
     logs: dict[str, float]
     batch_id: str | None
     num_extra_bytes: int
+
+    @property
+    def precious(self) -> bool:
+        """Whether something broke in this step, or it ended badly: when room runs out, it goes last."""
+        step = self.steps[0]
+        lost = bool(int(step["present"]) & StepPresent.LOSS) and not np.isfinite(step["loss"])
+        return lost or int(step["status"]) != StepStatus.OK or any(self.rows[name].any() for name in BROKEN)
 
 
 def frame_bytes(num_records: int, num_extra: int) -> int:

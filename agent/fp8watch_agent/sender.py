@@ -14,15 +14,17 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from .batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
 from .courier import Courier, Receipt
 from .guard import Guard
-from .health import DROP_ENCODE, Books, merged
+from .health import DROP_ENCODE, DROP_RING_FULL, Books, merged
 from .maps import MapQueue
 from .ring import Ring
+from .ring_file import Frame
 from .session import Registration
 from .settings import AgentSettings
 from .spool import Spool
@@ -37,6 +39,8 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 FIRST_BYTES_PER_RECORD = 48.0
 MAX_MAPS_BYTES = 2 << 20  # raw, in one body
+BREATH_S = 1e-4
+THIN_ABOVE = 0.875  # of the ring: what the producer would overwrite before the next look
 
 
 class Sender:
@@ -67,6 +71,8 @@ class Sender:
         self.maps_books = Books()
         self.in_hand: Parcel | None = None
         self._builder: BatchBuilder | None = None
+        self._kept: deque[Frame] = deque()  # out of the ring, not yet in a batch: steps in which something broke
+        self._max_kept = ring.layout.data_bytes // 8
         self.state = "local" if courier is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
@@ -120,11 +126,14 @@ class Sender:
             if parcel is not None and not self._dispose(parcel):
                 break
         self._drain()
+        with self.lock:
+            self._thin()
 
     @property
     def num_building(self) -> int:
         """Records on their way from the ring into the hand."""
-        return 0 if self._builder is None else self._builder.num_records
+        building = 0 if self._builder is None else self._builder.num_records
+        return building + sum(f.num_records for f in self._kept)
 
     def can_send(self) -> bool:
         if self.courier is None:
@@ -139,12 +148,12 @@ class Sender:
     def settled_to(self) -> int:
         """Number of the oldest frame that is neither acknowledged, dropped nor on disk."""
         with self.lock:
-            return -1 if self.in_hand is not None else self._ring.oldest_number()
+            return -1 if self.in_hand is not None or self._kept else self._ring.oldest_number()
 
     # --- from the ring into the hand (under the lock)
 
     def _take(self) -> bool:
-        if len(self._ring) and self._due():
+        if self._waiting() and self._due():
             return self._take_batch()
         if len(self._maps) and (maps := self._maps.claim(MAX_MAPS_BYTES)):
             try:
@@ -155,6 +164,14 @@ class Sender:
             return True
         return False
 
+    def _breathe(self) -> None:
+        """Let go of the interpreter's lock for long enough that the thread that trains, if it waits, wakes up and has it."""
+        if self.deadline is None and not self.flushing:
+            time.sleep(BREATH_S)
+
+    def _waiting(self) -> bool:
+        return bool(self._kept) or len(self._ring) > 0
+
     def _due(self) -> bool:
         now = time.monotonic()
         if self._due_since is None:
@@ -163,25 +180,42 @@ class Sender:
         waited = now - self._due_since >= self._settings.batch_interval_s
         return enough or waited or self.flushing or self.deadline is not None or self.abandoned
 
+    def _thin(self) -> None:
+        """The hand is full, the disk too, and the ring nearly: steps in which nothing broke go before the others do."""
+        while self.in_hand is not None and self._ring.fill > THIN_ABOVE and (frame := self._ring.claim()) is not None:
+            if frame.precious:
+                self._kept.append(frame)
+                frame = self._kept.popleft() if sum(f.rows.nbytes for f in self._kept) > self._max_kept else None
+            if frame is not None:
+                self.records.drop(DROP_RING_FULL, frame.num_records)
+
+    def _next_frame(self, wanted: Callable[[Frame], bool]) -> Frame | None:
+        """The oldest step: those that were kept aside are older than all in the ring."""
+        if not self._kept:
+            return self._ring.claim(wanted)
+        return self._kept.popleft() if wanted(self._kept[0]) else None
+
     def _take_batch(self) -> bool:
         if self._builder is None:
             max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
             self._builder = BatchBuilder(self._registration.session, max_records)
         builder = self._builder  # kept until it is in hand: an error in between loses nothing
-        while (frame := self._ring.claim(builder.fits)) is not None:
+        while (frame := self._next_frame(builder.fits)) is not None:
             try:
                 builder.add(frame)
             except Exception:
-                self._ring.give_back(frame)
+                self._kept.appendleft(frame)
                 raise
-        if not len(self._ring):
+            self._breathe()
+        if not self._waiting():
             self._due_since = None
         if not builder.frames:
             return False
         last = builder.frames[-1]
         try:
             seq = self._new_seq()
-            parcel = builder.build(seq, time.time(), self._health())
+            parcel = builder.build(seq, time.time(), self._health(), self._breathe)
+            self._breathe()
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
         except Exception as e:  # noqa: BLE001 - counted, and the next batch goes on
             self._guard.swallow("encode", e)

@@ -5,8 +5,8 @@ Shapes:     segment = frames; the first is the registration (session and sites a
 Thread:     sender
 
 Each frame has a CRC over its header and one over its payload, its number in the segment, and the records before it:
-a reader finds the next whole frame after a damaged one and knows what lay between. At the cap the oldest segment
-goes, and its records are counted.
+a reader finds the next whole frame after a damaged one and knows what lay between. At the cap the oldest segment in
+which nothing broke goes, then the oldest; its records are counted.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class _Segment:
     records: int = 0  # ever written
     open_records: int = 0  # neither delivered nor given up
     open_maps: int = 0
+    precious: bool = False  # holds a step in which something broke
 
 
 class SegmentWriter:
@@ -131,6 +132,7 @@ class SegmentWriter:
     def append(self, parcel: Parcel) -> None:
         """One body."""
         self._append(parcel.kind, parcel, parcel.body)
+        self.segment.precious |= parcel.precious
         if parcel.kind == Kind.BATCH:
             self.segment.records += parcel.amount
             self.segment.open_records += parcel.amount
@@ -215,7 +217,8 @@ class Spool:
         if self._writer is not None and self._writer.segment.num_bytes + size > self._segment_bytes:
             self._seal()
         while self._segments and self.num_bytes + size > self._max_bytes:
-            self._drop_oldest()
+            if not self._drop_oldest(parcel):
+                return
         if self._writer is None:
             self._open()
         writer = self._writer
@@ -284,17 +287,25 @@ class Spool:
             self._writer.close()
             self._writer = None
 
-    def _drop_oldest(self) -> None:
-        if self._writer is not None and self._writer.segment is self._segments[0]:
-            self._seal()
-        self._give_up(self.dropped_full)
+    def _drop_oldest(self, parcel: Parcel) -> bool:
+        """Make room: the oldest segment in which nothing broke. Where something broke in each of them, the parcel itself
+        goes, or, where something broke in it too, the oldest. False when the parcel went."""
+        place = next((i for i, s in enumerate(self._segments) if not s.precious), None)
+        if place is None and not parcel.precious:
+            self.dropped_full[parcel.kind != Kind.BATCH] += parcel.amount
+            return False
+        self._give_up(place or 0, self.dropped_full)
+        return True
 
     def _finish_oldest(self) -> None:
-        self._give_up(self.dropped_damaged)  # nothing is left of it but what could not be read back
+        self._give_up(0, self.dropped_damaged)  # nothing is left of it but what could not be read back
 
-    def _give_up(self, counts: list[int]) -> None:
-        oldest = self._segments.pop(0)
-        counts[0] += oldest.open_records
-        counts[1] += oldest.open_maps
-        self._reading = None
-        oldest.path.unlink(missing_ok=True)
+    def _give_up(self, place: int, counts: list[int]) -> None:
+        segment = self._segments.pop(place)
+        if self._writer is not None and self._writer.segment is segment:
+            self._seal()
+        counts[0] += segment.open_records
+        counts[1] += segment.open_maps
+        if place == 0:
+            self._reading = None
+        segment.path.unlink(missing_ok=True)

@@ -163,8 +163,7 @@ class Committer:
             except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
                 self._settle([(waiting, e)])
                 continue
-            sent = waiting.batch.sent.values()
-            waiting.num_bytes = 4096 + waiting.batch.steps.nbytes + sum(c.nbytes for c in sent)
+            waiting.num_bytes = 4096 + waiting.batch.nbytes
             self._gate.take(waiting.num_bytes)
             self._decoded.put(waiting)
 

@@ -59,8 +59,7 @@ class _Cache:
             return got[0]
 
     def put(self, key: _Key, batch: Batch) -> None:
-        size = 1024 + batch.steps.nbytes + batch.step.nbytes + batch.site.nbytes
-        size += sum(column.nbytes for column in batch.sent.values())
+        size = 1024 + batch.nbytes
         with self._lock:
             if key in self._kept or size > self._max_bytes:
                 return

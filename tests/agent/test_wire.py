@@ -1,0 +1,137 @@
+"""What is packed comes out again, in a tenth of the bytes; what older agents send is read as ever."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from agent.freeze import FROZEN, described, sample
+from agent_support import make_ids, make_maps, make_rows, make_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8watch_agent import wire
+from fp8watch_agent.columns import SUM_BITS, round_sums, widen_sums
+from fp8watch_agent.record import FIELDS, HISTOGRAMS, ROW, empty_rows
+from fp8watch_server.load.stream import Plan, RankStream
+
+SUM_ERROR = 2.0 ** -(SUM_BITS - 11)
+
+
+def batch_of(rows, num_steps, ids=None):
+    """A batch whose steps have the same sites, unless `ids` says otherwise."""
+    each = len(rows) // num_steps
+    steps = np.array([make_step(s) for s in range(3, 3 + num_steps)])
+    ids = np.tile(make_ids(each), num_steps) if ids is None else ids
+    header = wire.Header(
+        run="r", session="s", rank=0, seq=0, step0=3, num_steps=num_steps, num_records=len(rows), health={}
+    )
+    return header, (steps, np.repeat(steps["step"], each), ids, rows)
+
+
+def assert_same(got, rows):
+    for f in FIELDS:
+        column, want = got.column(f.name), rows[f.name]
+        if f.name in HISTOGRAMS:
+            np.testing.assert_array_equal(column, wire.decode_histogram(wire.encode_histogram(want)), f.name)
+        elif f.dtype == "<f8":
+            np.testing.assert_array_equal(column, widen_sums(round_sums(want)), f.name)
+        else:
+            assert column.tobytes() == np.ascontiguousarray(want).tobytes(), f.name
+            assert column.dtype == want.dtype
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_bytes_of_every_version_say_what_they_said(version):
+    body = (FROZEN / f"batch-{version}").read_bytes()
+    assert json.loads(json.dumps(described(body))) == json.loads((FROZEN / f"batch-{version}.json").read_text())
+
+
+def test_frozen_tile_maps_are_read():
+    got = wire.decode_tile_maps((FROZEN / "maps-1").read_bytes())
+    for m, want in zip(got.maps, make_maps(2), strict=True):
+        assert m.scale_inv.tobytes() == want.scale_inv.tobytes()
+        assert m.amax.tobytes() == want.amax.tobytes()
+
+
+def test_both_versions_say_the_same_but_for_rounded_sums():
+    old, new = (wire.decode_batch((FROZEN / f"batch-{v}").read_bytes()) for v in (1, 2))
+    for f in FIELDS:
+        if f.dtype == "<f8":
+            np.testing.assert_allclose(new.column(f.name), old.column(f.name), rtol=SUM_ERROR, atol=0)
+        else:
+            assert new.column(f.name).tobytes() == old.column(f.name).tobytes(), f.name
+
+
+def test_an_unknown_version_is_refused_by_name():
+    header, arrays = sample()
+    raw = msgspec.msgpack.decode(wire.decompress(wire.encode_batch(header, *arrays)))
+    raw["header"]["version"] = 3
+    body = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(raw))
+    with pytest.raises(wire.UnsupportedVersion, match="version 3"):
+        wire.decode_batch(body)
+
+
+@given(seed=st.integers(0, 1 << 32), num_steps=st.integers(1, 5), each=st.integers(0, 12), mixed=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_any_bits_come_back(seed, num_steps, each, mixed):
+    rng = np.random.default_rng(seed)
+    n = num_steps * each
+    rows = np.frombuffer(rng.bytes(n * ROW.itemsize), ROW).copy() if seed % 2 else empty_rows(n)
+    for f in FIELDS:
+        if f.name in HISTOGRAMS:
+            rows[f.name] = rng.integers(0, 1 << int(rng.integers(1, 31)), rows[f.name].shape)
+        elif rng.random() < 0.3:
+            rows[f.name] = f.default
+        elif n and rng.random() < 0.3:
+            rows[f.name] = rows[f.name][0]
+    ids = rng.integers(0, 5, n).astype(np.uint64) if mixed else None
+    header, arrays = batch_of(rows, num_steps, ids)
+    got = wire.decode_batch(wire.encode_batch(header, *arrays))
+    assert_same(got, rows)
+    assert got.step.tolist() == arrays[1].tolist()
+    assert got.site.tolist() == arrays[2].tolist()
+
+
+@given(st.lists(st.floats(width=64), min_size=1, max_size=50))
+@settings(max_examples=200, deadline=None)
+def test_a_sum_keeps_its_class_its_sign_and_twelve_bits(values):
+    x = np.array(values)
+    got = widen_sums(round_sums(x))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(x))
+    normal = np.isfinite(x) & (np.abs(x) >= np.finfo(np.float64).tiny)
+    np.testing.assert_allclose(got[normal], x[normal], rtol=2 * SUM_ERROR, atol=0)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+    np.testing.assert_array_equal(round_sums(got), round_sums(x), "rounded twice is rounded once")
+
+
+def test_a_wrong_length_names_its_column():
+    header, arrays = batch_of(make_rows(6), 2)
+    raw = msgspec.msgpack.decode(wire.decompress(wire.encode_batch(header, *arrays)))
+    for part in ("columns", "constants"):
+        for name in raw[part]:
+            broken = {**raw, part: {**raw[part], name: raw[part][name] + b"\0"}}
+            with pytest.raises(wire.WireError) as e:
+                wire.decode_batch(msgspec.msgpack.encode(broken), compressed=False)
+            assert e.value.column == name
+
+
+def test_records_of_a_made_up_fleet_take_forty_bytes():
+    plan = Plan(num_ranks=1, num_sites=160, num_steps=16, steps_per_batch=8, seed=0, run="run")
+    bodies = list(RankStream(plan, 0))
+    assert sum(len(b.data) for b in bodies) / sum(b.num_records for b in bodies) < 41
+
+
+def test_what_was_not_measured_takes_nothing():
+    rows = make_rows(600)
+    light = rows.copy()
+    for f in FIELDS:
+        if f.group.name in ("ENERGIES", "MOMENTS", "DEPTH", "GEMM", "HASH"):
+            light[f.name] = f.default
+    header, arrays = batch_of(light, 1)
+    sent = wire.decode_batch(wire.encode_batch(header, *arrays)).sent
+    assert not {f.name for f in FIELDS if f.group.name in ("ENERGIES", "MOMENTS", "DEPTH", "GEMM", "HASH")} & set(sent)

@@ -1,0 +1,246 @@
+"""The agent's promises, each broken on purpose: what is put into the code, and the test that must see it."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+A = "agent/fp8watch_agent"
+NTH = "tests/faults/test_nth_call.py::test_every_so_many_calls_one_fails"
+POLITE = "tests/faults/test_polite.py"
+SPOOL = "tests/agent/test_spool.py"
+RING = "tests/agent/test_ring.py"
+DELIVERY = "tests/agent/test_delivery.py"
+
+BUGS = (
+    Bug(
+        "the guard swallows",
+        f"{A}/guard.py",
+        "            self.swallow(place, e)\n            return None\n",
+        "            self.swallow(place, e)\n            raise\n",
+        "tests/attach/test_observe.py::test_an_agent_that_raises_does_not_reach_training",
+    ),
+    Bug(
+        "each swallowed error is counted",
+        f"{A}/guard.py",
+        "        self.errors[place] = seen + 1\n",
+        "        self.errors[place] = 0\n",
+        "tests/agent/test_promises.py::test_an_internal_that_raises_is_swallowed_counted_and_logged_once",
+    ),
+    Bug(
+        "a frame that cannot be read is counted",
+        f"{A}/ring.py",
+        "                self.torn_records += slot.num_records\n",
+        "                pass\n",
+        f"{RING}::test_a_frame_that_is_overwritten_while_it_is_taken_is_counted_and_not_believed",
+    ),
+    Bug(
+        "what is delivered leaves the hand before it is entered as acknowledged",
+        f"{A}/sender.py",
+        "        release()\n        books.acknowledged += receipt.acknowledged\n",
+        "        books.acknowledged += receipt.acknowledged\n        release()\n",
+        "tests/faults/test_nth_call.py::test_each_call_fails_once[sender]",
+    ),
+    Bug(
+        "a hand-over sends nothing",
+        f"{A}/recorder.py",
+        "            self._num_steps += 1\n",
+        "            self._num_steps += 1\n            open('/dev/null').close()\n",
+        "tests/faults/test_training_thread.py::test_steps_are_quiet_in_all_six",
+    ),
+    Bug(
+        "a hand-over waits for nobody",
+        f"{A}/recorder.py",
+        "            self._num_steps += 1\n",
+        "            self._num_steps += 1\n            self._sender.wake.wait(0.001)\n",
+        "tests/faults/test_training_thread.py::test_steps_are_quiet_in_all_six",
+    ),
+    Bug(
+        "waits grow",
+        f"{A}/sender.py",
+        "MIN_BACKOFF_S * 2.0 ** min(self._num_failures, 16)",
+        "MIN_BACKOFF_S * 2.0 ** 0",
+        f"{POLITE}::test_it_waits_twice_as_long_each_time_at_random_and_for_ever",
+    ),
+    Bug(
+        "waits are random",
+        f"{A}/sender.py",
+        "random.uniform(0.0, min(MAX_BACKOFF_S",
+        "max(0.0, min(MAX_BACKOFF_S",
+        f"{POLITE}::test_it_waits_twice_as_long_each_time_at_random_and_for_ever",
+    ),
+    Bug(
+        "a success forgets the failures",
+        f"{A}/sender.py",
+        '        self.state, self._num_failures = "up", 0\n',
+        '        self.state = "up"\n',
+        f"{POLITE}::test_after_a_success_it_waits_shortly_again",
+    ),
+    Bug(
+        "Retry-After is obeyed",
+        f"{A}/sender.py",
+        "            delay_s = max(delay_s, answer.retry_after_s)\n",
+        "            pass\n",
+        f"{POLITE}::test_half_an_hour_of_retry_after_is_obeyed",
+    ),
+    Bug(
+        "waits are by the clock that does not jump",
+        f"{A}/sender.py",
+        "        self._away_until = time.monotonic() + delay_s\n",
+        "        self._away_until = time.time() + delay_s - (1.7e9 - 1000.0)\n",
+        f"{POLITE}::test_a_wall_clock_that_jumps_changes_no_wait",
+    ),
+    Bug(
+        "a bad batch does not block the next",
+        f"{A}/courier.py",
+        "        if verdict is Verdict.REFUSED:\n            receipt",
+        "        if verdict is Verdict.HOLD:\n            receipt",
+        f"{DELIVERY}::test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on",
+    ),
+    Bug(
+        "a wrong token warns once",
+        f"{A}/sender.py",
+        "            self._told.add(key)\n",
+        "            pass\n",
+        f"{POLITE}::test_a_refusal_of_the_agent_holds_and_warns_once",
+    ),
+    Bug(
+        "a 200 is believed when it names the batch",
+        f"{A}/transport.py",
+        "    return ack if ack.acked == seq else None\n",
+        "    return ack\n",
+        f"{DELIVERY}::test_a_200_that_does_not_acknowledge_is_not_believed",
+    ),
+    Bug(
+        "a body too large is halved",
+        f"{A}/courier.py",
+        "        if verdict is Verdict.SPLIT:\n            halves = split(parcel)\n",
+        "        if verdict is Verdict.SPLIT:\n            halves = None\n",
+        f"{DELIVERY}::test_a_body_too_large_is_split_by_steps_and_then_by_records",
+    ),
+    Bug(
+        "the oldest segment goes at the cap",
+        f"{A}/spool.py",
+        "        while self._segments and self.num_bytes + size > self._max_bytes:\n",
+        "        while self._segments and self.num_bytes + size > 2 * self._max_bytes:\n",
+        f"{SPOOL}::test_at_the_cap_the_oldest_go_and_are_counted",
+    ),
+    Bug(
+        "what broke goes last on disk",
+        f"{A}/spool.py",
+        "        self.segment.precious |= parcel.precious\n",
+        "        pass\n",
+        "tests/faults/test_bounded.py::test_on_disk_what_broke_goes_last",
+    ),
+    Bug(
+        "what broke goes last in the ring",
+        f"{A}/sender.py",
+        "            if frame.precious:\n",
+        "            if False:\n",
+        "tests/faults/test_bounded.py::test_in_the_ring_what_broke_goes_last",
+    ),
+    Bug(
+        "a full disk takes back what was begun",
+        f"{A}/spool.py",
+        "            os.ftruncate(self._fd, s.num_bytes)\n",
+        "            pass\n",
+        f"{SPOOL}::test_a_full_disk_takes_back_what_was_begun",
+    ),
+    Bug(
+        "a full disk is survived",
+        f"{A}/sender.py",
+        "        except OSError as e:\n            self._tell(\"spool\"",
+        "        except LookupError as e:\n            self._tell(\"spool\"",
+        "tests/faults/test_disk_full.py::test_training_goes_on_and_the_spool_drains_when_space_returns[limit]",
+    ),
+    Bug(
+        "a damaged payload is not believed",
+        f"{A}/spool.py",
+        "    if len(payload) != length or zlib.crc32(payload) != crc or kind",
+        "    if len(payload) != length or kind",
+        f"{SPOOL}::test_mutations_lose_only_what_they_hit tests/agent/test_sync.py::test_damage_is_counted_and_the_rest_arrives",
+    ),
+    Bug(
+        "a damaged header is not believed",
+        f"{A}/spool.py",
+        "    if magic != MAGIC or zlib.crc32(raw[at : at + FRAME.size]) != header_crc:\n",
+        "    if magic != MAGIC:\n",
+        f"{SPOOL}::test_every_header_bit_flipped",
+    ),
+    Bug(
+        "behind damage the next frame is found",
+        f"{A}/spool.py",
+        "            at = raw.find(MAGIC, at + 1)\n",
+        "            at = -1\n",
+        f"{SPOOL}::test_every_header_bit_flipped",
+    ),
+    Bug(
+        "a frame counts when it is whole",
+        f"{A}/ring_recovery.py",
+        "        if h.position < max(durable, floor) or not h.committed:\n",
+        "        if h.position < max(durable, floor):\n",
+        f"{RING}::test_a_frame_without_its_commit_word_is_not_believed",
+    ),
+    Bug(
+        "a body in flight keeps its bytes and its key",
+        f"{A}/sync.py",
+        "        if got.in_flight is not None:\n",
+        "        if got.in_flight is None:\n",
+        "tests/agent/test_sync.py::test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key",
+    ),
+    Bug(
+        "sync puts a ring into its segment under one rename",
+        f"{A}/sync.py",
+        '            writer = SegmentWriter(final.with_suffix(".tmp"))\n',
+        '            ring.unlink()\n            writer = SegmentWriter(final.with_suffix(".tmp"))\n',
+        "tests/faults/test_sync_killed.py::test_killed_at_each_point_and_run_again_it_delivers_the_same",
+    ),
+    Bug(
+        "exit is in time",
+        f"{A}/recorder.py",
+        "            sender.courier.transport.deadline = sender.deadline\n        sender.wake.set()\n        sender.thread.join(max(0.0, sender.deadline - time.monotonic()))\n",
+        "            pass\n        sender.wake.set()\n        sender.thread.join(60.0)\n",
+        "tests/agent/test_promises.py::test_exit_is_in_time_with_a_collector_that_swallows_everything",
+    ),
+    Bug(
+        "a forked child is inert",
+        f"{A}/recorder.py",
+        "os.register_at_fork(after_in_child=_inert_after_fork)\n",
+        "",
+        "tests/agent/test_promises.py::test_a_forked_child_is_inert",
+    ),
+    Bug(
+        "the step of an exception arrives",
+        "fp8watch/step_end.py",
+        "            _each(lambda w: w._on_death())\n        original(*args)\n",
+        "            pass\n        original(*args)\n",
+        "tests/faults/test_dying_step.py::test_every_step_arrives_with_the_dying_one",
+    ),
+    Bug(
+        "the step of a SIGTERM arrives",
+        "fp8watch/step_end.py",
+        "        _each(lambda w: w._on_death())\n        signal.signal",
+        "        signal.signal",
+        "tests/faults/test_dying_step.py::test_every_step_arrives_with_the_dying_one",
+    ),
+    Bug(
+        "the interpreter's lock is not kept for long",
+        f"{A}/sender.py",
+        "        self._ring.seal()\n        self._announce()\n",
+        "        self._ring.seal()\n        sum(range(3_000_000))\n        self._announce()\n",
+        "tests/faults/test_gil.py::test_no_hold_is_long",
+    ),
+    Bug(
+        "older bodies are read",
+        f"{A}/wire.py",
+        "READS = (1, 2)\n",
+        "READS = (2,)\n",
+        "tests/agent/test_wire.py::test_the_bytes_of_every_version_say_what_they_said",
+    ),
+    Bug(
+        "a NaN stays a NaN on the wire",
+        f"{A}/columns.py",
+        "        rounded = np.where(finite & ~overflown, rounded, cut)\n",
+        "        pass\n",
+        "tests/agent/test_wire.py::test_a_sum_keeps_its_class_its_sign_and_twelve_bits tests/agent/test_wire.py::test_any_bits_come_back",
+    ),
+)  # fmt: skip
