@@ -204,9 +204,9 @@ class Closing:
         everything = mode == "all" or (mode == "every" and left.step % n == 0)
         asked = self.recorder.wanted_captures()
         wanted = {row for row in left.tiles if everything or int(self._ids[row]) in asked}
-        for row in np.flatnonzero(~broken):
-            self._num_broken.pop(int(row), None)
-        triggered = [int(row) for row in np.flatnonzero(broken)] + sorted(suspects)
+        for row in np.flatnonzero(~broken).tolist():
+            self._num_broken.pop(row, None)
+        triggered: list[int] = [*np.flatnonzero(broken).tolist(), *sorted(suspects)]
         triggered.sort(key=lambda row: int(rows["order"][row]))
         for row in triggered:
             self._num_broken[row] = self._num_broken.get(row, 0) + 1

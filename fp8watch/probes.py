@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +31,7 @@ from .quantize.stats import Heavy, Invariant, PerTile, TileStats
 
 NORMS, ATTENTION = "norms", "attention"
 DEFAULT = (NORMS, ATTENTION)
+_NORM = re.compile(r"norm(?:\dd)?$")
 PROBE = "probe"
 """`gemm` of a probe on a module that is no Linear, and its recipe."""
 
@@ -48,8 +50,8 @@ class Probe:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """By the name of its class: LayerNorm, RMSNorm, LlamaRMSNorm, …"""
-    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear)
+    """By the name of its class: LayerNorm, LlamaRMSNorm, BatchNorm1d, …; a norm with a GEMM behind it is none."""
+    return _NORM.search(type(module).__name__.lower()) is not None
 
 
 def is_attention(module: nn.Module) -> bool:

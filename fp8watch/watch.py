@@ -77,6 +77,7 @@ class Watch:
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
         self._said_recompute = False
+        self._ending = False
         self._steps_without_loss = 0
         self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
@@ -199,6 +200,8 @@ class Watch:
     def _close_unfinished(self) -> None:
         """End a step that no optimizer will end any more."""
         plan = self._plan
+        if self._ending:  # a signal came while a step was being closed
+            return
         if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen):
             self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
 
@@ -223,10 +226,12 @@ class Watch:
         began = time.perf_counter()
         if step is not None:
             self._step = int(step)
+        self._ending = True
         try:
             values = self._values(plan)
             closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
         finally:  # whatever failed: what this step left must not be merged into the next
+            self._ending = False
             self._num_closed += 1
             self._step += 1
             self._logged.clear()
