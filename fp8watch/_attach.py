@@ -144,7 +144,8 @@ def attach(
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
     formats = _scaled_formats(gemm, linears, left_out, chosen, device)
-    plan, table = _plan(linears, te, probed, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
+    observe = settings.disabled != "stats"
+    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed)
     plan.keep_tiles = plan.slab is not None
     plan.unobserved = unobserved_rows(table, sites)
     recorder = None
@@ -272,12 +273,12 @@ def _place_probes(plan: ops.Plan, table: list[SiteTable], probed: list[Probe]) -
 def _plan(
     linears: list[tuple[str, nn.Linear]],
     te: list[TeModule],
-    probed: list[Probe],
     recipe: Recipe,
     backend: Backend,
     guard: Guard,
     *,
     observe: bool,
+    probed: Sequence[Probe] = (),
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[SiteQuantizer] = []
