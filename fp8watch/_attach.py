@@ -9,17 +9,11 @@ elsewhere, torch.compile, DDP and state_dict do not notice.
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import socket
 import sys
-import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import torch
 from torch import nn
@@ -28,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import site_id
 from fp8watch_agent.recorder import Recorder
-from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
 
 from . import ops
+from .arguments import check_arguments, check_url
 from .filter import FilterFn, LeftOut, named_modules, select_linears
 from .formats import fp8_format
 from .identity import Identity, identify
@@ -42,11 +36,15 @@ from .kernels import scaled_mm
 from .kernels.registry import Backend, resolve
 from .linear import take_over
 from .passes import ForwardEnd
+from .probes import LogitHook, Probe, ProbeHook, softmaxes
+from .probes import select as select_probes
 from .quantize.per_tensor import DelayedScale
 from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from .recipe import OPERANDS, Recipe, resolve_recipe
 from .scaled_linear import Formats
-from .sites import SiteTable
+from .schedule import HASH_EVERY_STEPS, Schedule, Window
+from .session_start import start_recorder
+from .sites import OUTPUT, SiteTable, unobserved_rows
 from .slab import Slab
 from .watch import Watch
 
@@ -68,6 +66,10 @@ def attach(
     collector: str | None = None,
     backend: str | None = None,
     gemm: str = "emulated",
+    probes: Sequence[str] | None = None,
+    sites: Sequence[str] | None = None,
+    windows: Sequence[Window] | None = None,
+    hash_every: int = HASH_EVERY_STEPS,
 ) -> Watch:
     """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
 
@@ -90,14 +92,23 @@ def attach(
         backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
         gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
             torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
+        probes: whose outputs are looked at: "norms", "attention", names and shell patterns of modules; None: the first
+            two; []: none.
+        sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
+            such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
+        windows: (first step, step after the last) pairs; outside of them only the scalars of a step are sent. None:
+            all steps. For steps that are not known beforehand there are `watch.pause()` and `watch.resume()`.
+        hash_every: each so many steps all bits of the weights are hashed, so that the collector can tell which replica
+            differs; 0: never.
 
     Raises:
         TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
-    maps = _check(every, tile_maps, overhead_budget, start_step, run, optimizer)
-    settings = AgentSettings.from_environ(collector=None if collector is None else _check_url(collector))
+    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run, optimizer)
+    schedule = Schedule.checked(windows, hash_every)
+    settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     chosen = resolve_recipe(recipe if recipe is not None else settings.recipe)
     guard = Guard()
     session = uuid.uuid4().hex
@@ -119,8 +130,8 @@ def attach(
             url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
         return Watch(
             model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
-            tile_maps=maps, overhead_budget=overhead_budget, optimizer=optimizer, start_step=start_step, url=url, say=say,
-            hooks=hooks, te=te,
+            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizer=optimizer,
+            start_step=start_step, url=url, say=say, hooks=hooks, te=te,
         )  # fmt: skip
 
     if settings.disabled == "1":
@@ -129,16 +140,19 @@ def attach(
 
     linears, left_out = select_linears(model, filter_fn)
     te = te_modules.find(named_modules(model))
+    probed = select_probes(named_modules(model), probes)
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
     formats = _scaled_formats(gemm, linears, left_out, chosen, device)
-    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=settings.disabled != "stats")
+    observe = settings.disabled != "stats"
+    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed)
     plan.keep_tiles = plan.slab is not None
+    plan.unobserved = unobserved_rows(table, sites)
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(
             "start",
-            _start_recorder,
+            start_recorder,
             guard,
             settings,
             identity,
@@ -148,6 +162,7 @@ def attach(
             chosen_backend.NAME,
             left_out,
             len(linears),
+            model,
         )
         if recorder is None:
             plan.slab = None
@@ -164,6 +179,8 @@ def attach(
         say(text)
     hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
     handles = [model.register_forward_hook(hook)] if hook is not None else []
+    if plan.slab is not None:
+        handles += guard.call("probes", lambda: _place_probes(plan, table, probed), [])
     return watch(plan, table, recorder, handles, observer)
 
 
@@ -215,36 +232,6 @@ def _scaled_formats(
     return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
 
 
-def _check(
-    every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None, optimizer: object
-) -> tuple[str, int]:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
-    if not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(f"start_step={start_step!r}: must be a whole number, 0 or more")
-    if budget is not None and not 0 <= budget <= 1:
-        raise ValueError(f"overhead_budget={budget!r}: must be a share of the step from 0 to 1, or None")
-    if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
-        raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer={type(optimizer).__name__}: must be a torch optimizer; call watch.step() for others"
-        )
-    if tile_maps in ("triggered", "all"):
-        return tile_maps, 0
-    got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None
-    if got is None:
-        raise ValueError(f"tile_maps={tile_maps!r}: must be 'triggered', 'all' or 'every:N' with N ≥ 1")
-    return "every", int(got[1])
-
-
-def _check_url(url: str) -> str:
-    parts = urlsplit(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"collector={url!r}: must be a URL such as http://127.0.0.1:8420")
-    return url
-
-
 def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], guard: Guard) -> TeObserver | None:
     """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
     if plan.slab is None or not te:
@@ -271,6 +258,18 @@ def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], gua
     return None
 
 
+def _place_probes(plan: ops.Plan, table: list[SiteTable], probed: list[Probe]) -> list[RemovableHandle]:
+    """Hooks on the probed modules, and on the softmax of attention. Rows of probes come last in the table."""
+    first = len(table) - len(probed)
+    handles: list[RemovableHandle] = []
+    for row, probe in enumerate(probed, first):
+        if row not in plan.unobserved:
+            handles.append(probe.module.register_forward_hook(ProbeHook(ops.site_tensor(plan, row))))
+    for fqn, module in softmaxes(probed):
+        handles.append(module.register_forward_hook(LogitHook(ops.site_tensor(plan, first), fqn)))
+    return handles
+
+
 def _plan(
     linears: list[tuple[str, nn.Linear]],
     te: list[TeModule],
@@ -279,6 +278,7 @@ def _plan(
     guard: Guard,
     *,
     observe: bool,
+    probed: Sequence[Probe] = (),
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[SiteQuantizer] = []
@@ -294,54 +294,14 @@ def _plan(
     for site in (site for found in te for site in found.sites):
         identity = site_id(site.fqn, site.operand, site.direction)
         table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
+    if table:
+        for p in probed:
+            table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
     slab = None
     if observe and table:
         parameters = [linears[0][1].weight] if linears else list(te[0].module.parameters())
         slab = guard.run("slab", Slab, len(table), parameters[0].device if parameters else torch.device("cpu"))
     return ops.Plan(quantizers, slab, guard, recipe, ops.rows_of(recipe)), table
-
-
-def _start_recorder(
-    guard: Guard,
-    settings: AgentSettings,
-    identity: Identity,
-    session: str,
-    run: str | None,
-    recipe: Recipe,
-    backend: str,
-    left_out: list[LeftOut],
-    num_linears: int,
-) -> Recorder:
-    from . import __version__
-
-    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
-    facts = recipe.session_facts()
-    facts["num_linears"] = num_linears
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    if restarts.isascii() and restarts.isdigit():
-        facts["restart_count"] = int(restarts)  # of the launcher: the same on all ranks
-    facts["left_out"] = "; ".join(f"{m.fqn} ({m.reason})" for m in left_out)[:2000]
-    versions = {"fp8watch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return Recorder(
-        settings,
-        Session(
-            run_id=identity.run_id,
-            run_name=run or f"{script}-{identity.run_id}",
-            session=session,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            mesh={},
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started_at=time.time(),
-            versions=versions,
-            recipe=recipe.name,
-            fingerprint=recipe.fingerprint(),
-            backend=backend,
-            facts=facts,
-        ),
-        guard,
-    )
 
 
 def _line(

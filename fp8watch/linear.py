@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .kernels import gemm
 from .once import once_only
-from .ops import GRAD_OUTPUT, INPUT, WEIGHT, observe, quantize_dequantize
+from .ops import GRAD_OUTPUT, INPUT, WEIGHT, look_at_output, observe, quantize_dequantize
 from .quantize.checks import OPERAND_DTYPES
 from .scaled_linear import Formats, ScaledLinear
 from .shadow import shadow_gemm
@@ -65,6 +65,8 @@ class _Fp8Linear(torch.autograd.Function):
             xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad and not shared[INPUT])
             wr, wc = quantize_dequantize(weight_NK, site, WEIGHT, count, True, dgrad and not shared[WEIGHT])
             y = gemm.fprop(xr, wr, bias_N, x_MK.dtype)
+            if count:
+                look_at_output(y, site, INPUT, False)
             if shadow:
                 shadow_gemm(y, xr, wr.t(), bias_N, site, INPUT, False)
             return y, (xr if shared[INPUT] and wgrad else xc), (wr if shared[WEIGHT] else wc)
@@ -91,10 +93,14 @@ class _Fp8Linear(torch.autograd.Function):
                 gc = gr if ctx.shared else gc
                 if dgrad:
                     dx = gemm.dgrad(gr, wc, x_dtype)
+                    if ctx.count:
+                        look_at_output(dx, site, GRAD_OUTPUT, False)
                     if ctx.shadow:
                         shadow_gemm(dx, gr, wc, None, site, GRAD_OUTPUT, False)
                 if wgrad:
                     dw = gemm.wgrad(gc, xc, weight_dtype)
+                    if ctx.count:
+                        look_at_output(dw, site, GRAD_OUTPUT, True)
                     if ctx.shadow:
                         shadow_gemm(dw, gc.t(), xc, None, site, GRAD_OUTPUT, True)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -225,6 +231,7 @@ class WatchedLinear(nn.Linear):
         wgrad = self.weight.requires_grad and grad
         observe(_rows(input.detach()), site, INPUT, True, wgrad)
         observe(self.weight.detach(), site, WEIGHT, True, False)
+        look_at_output(y.detach(), site, INPUT, False)
         if y.requires_grad:
             out: Tensor = _ObserveOutput.apply(y, site, input.requires_grad, wgrad)  # type: ignore[no-untyped-call]
             return out

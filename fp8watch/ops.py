@@ -1,6 +1,6 @@
 """Custom ops through which operands are quantised and observed: functional to the compiler, accumulating at run time.
 
-Upstream:   fp8watch.linear            Downstream: fp8watch.quantize, fp8watch.slab
+Upstream:   fp8watch.linear            Downstream: fp8watch.plan, fp8watch.quantize
 Shapes:     operand [M, K] -> dequantised [M, K] float32, and one slab row a direction
 Thread:     training, and autograd's
 
@@ -13,173 +13,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8watch_agent.guard import Guard
+from .plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan, rows_of
 
-from .passes import Passes
-from .quantize.stats import TileStats
-from .quantizers import SiteQuantizer, places, run_quantizers
-from .recipe import OPERANDS, Recipe
-from .slab import Slab
-
-INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
-BYTES_PER_TILE = 100
-"""What the statistics of one tile take while they are held: five int64 counts, five float64 sums, seven of 1–4 bytes."""
-
-MAX_LOSSES = 4096
-"""Losses held for one step: a loop whose steps never end must not fill the memory."""
-
-
-def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:
-    """Rows of a Linear in the slab, from its first: (operand, columnwise) -> row. See `quantizers.places`."""
-    return {(OPERANDS.index(p.operand), p.direction == "columnwise"): row for row, p in enumerate(places(recipe))}
-
-
-@dataclass
-class Plan:
-    """What one `attach` does at run time: a quantiser a row, and where its statistics go."""
-
-    quantizers: list[SiteQuantizer]
-    slab: Slab | None
-    guard: Guard
-    recipe: Recipe
-    rows: dict[tuple[int, bool], int]  # (operand, columnwise) -> row of the slab, from a Linear's first
-    warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
-    passes: Passes = field(default_factory=Passes)
-    sampled: bool = True  # full statistics in this step; else counts only
-    keep_tiles: bool = True
-    max_tile_bytes: int = 64 << 20
-    handle: int = 0
-    paused: bool = False
-    calibrating: bool = False  # this step also times the quantiser without statistics
-    observing_s: float = 0.0  # what statistics cost in the calibration step
-    calibration_s: float = 0.0  # what the calibration itself cost
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
-    calls: int = 0  # quantisations of this step, in order of execution
-    backward_seen: bool = False
-    forward_seen: bool = False
-    tiles: dict[int, list[tuple[int, TileStats]]] = field(default_factory=dict)
-    tile_bytes: int = 0
-    losses: list[Tensor] = field(default_factory=list)
-    modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
-    unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls of this step that left it out
-    on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
-
-    def row(self, first: int, operand: int, columnwise: bool) -> int:
-        """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
-        return first + self.rows.get((operand, columnwise), self.rows[operand, False])
-
-    def wanted(self, first: int, operand: int, rowwise: bool, columnwise: bool) -> tuple[int, ...]:
-        """Rows of the sites that are quantised when these directions are asked for."""
-        asked = [c for c, wanted in ((False, rowwise), (True, columnwise)) if wanted]
-        return tuple(dict.fromkeys(self.row(first, operand, c) for c in asked))
-
-    def quantize(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None, codes: bool = False) -> list[Any]:
-        """Quantise for the GEMM, one result a row; observe on the way where it counts.
-
-        Args:
-            rows: one or both directions of one operand.
-            x_MK: the operand.
-            number: of the pass; None where the call does not count: evaluation, recomputation.
-            codes: results are (codes, scale_inv) in place of dequantised operands.
-        """
-        count = number is not None
-        used = [self.quantizers[row] for row in rows]
-        if number is not None:
-            for quantizer in used:
-                quantizer.begin(number)
-        observe = count and self.slab is not None and not self.paused
-        if observe and self.calibrating:
-            results = self._calibrate(used, x_MK, codes)
-        else:
-            stats = observe or (count and any(q.stateful for q in used))
-            results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled, codes=codes)
-        for row, quantizer, (_, measured) in zip(rows, used, results, strict=True):
-            if measured is None:
-                continue
-            if count:
-                quantizer.end(measured)
-            if observe:
-                self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
-        return [out for out, _ in results]
-
-    def note_unasked(self, first: int, operand: int, columnwise: bool) -> None:
-        """A call that counts: remember it where it leaves out a direction that a recomputation may ask for."""
-        row = self.rows.get((operand, True))
-        if row is not None and not columnwise:
-            self.unasked[first + row] = self.unasked.get(first + row, 0) + 1
-
-    def count_unasked(self, first: int, operand: int, columnwise: bool) -> int | None:
-        """In a recomputation: the row that the first pass did not see, so that it counts now; None when it saw all.
-
-        Reentrant checkpointing runs the first pass without gradients, where nothing asks for the columnwise copy.
-        """
-        row = self.rows.get((operand, True))
-        if row is None or not columnwise or not self.unasked.get(first + row):
-            return None
-        self.unasked[first + row] -= 1
-        return first + row
-
-    def pass_through(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
-        """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
-        if number is not None and (self.slab is not None or any(self.quantizers[row].stateful for row in rows)):
-            self.quantize(rows, x_MK, number=number)
-        return [x_MK.to(torch.float32, copy=True) for _ in rows]
-
-    def settle(self) -> None:
-        """Roll what belongs to passes that are over, so that states can be read or used outside of training."""
-        numbers = {INPUT: self.passes.settle(), WEIGHT: self.passes.forward, GRAD_OUTPUT: -1}
-        for row, quantizer in enumerate(self.quantizers):
-            operand = next(o for (o, _), r in self.rows.items() if r == row % len(self.rows))
-            quantizer.settle(numbers[operand])
-
-    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor, codes: bool) -> list[tuple[Any, TileStats | None]]:
-        start = time.perf_counter()
-        run_quantizers(used, x_MK, stats=False, heavy=False, codes=codes)
-        bare = time.perf_counter() - start
-        results = run_quantizers(used, x_MK, stats=True, heavy=True, codes=codes)
-        self.observing_s += time.perf_counter() - start - 2 * bare
-        self.calibration_s += bare
-        return results
-
-    def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
-        self.record(row, (x_MK.shape[0], x_MK.shape[1]), stats)
-
-    def record(self, row: int, shape: tuple[int, int], stats: TileStats) -> None:
-        """Merge one call into its row, and keep its tiles until the step closes."""
-        if self.slab is None or self.paused:
-            return
-        self.shapes.setdefault(row, shape)
-        order, self.calls = self.calls, self.calls + 1
-        self.slab.accumulate(row, stats, order)
-        if self.keep_tiles:
-            # held by reference until the step closes; past the budget the older calls of this site go first
-            held = self.tiles.setdefault(row, [])
-            size = stats.amax.numel() * BYTES_PER_TILE
-            held.append((order, stats))
-            self.tile_bytes += size
-            while self.tile_bytes > self.max_tile_bytes and len(held) > 1:
-                self.tile_bytes -= held.pop(0)[1].amax.numel() * BYTES_PER_TILE
-
-    def begin_step(self, *, sampled: bool) -> None:
-        """Forget the step that has just been copied out."""
-        self.calls = 0
-        self.backward_seen = self.forward_seen = False
-        self.on_forward = None
-        self.unasked.clear()
-        self.tiles.clear()
-        self.tile_bytes = 0
-        self.losses.clear()
-        self.sampled = sampled
-
+__all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "Plan", "rows_of"]
 
 _plans: dict[int, Plan] = {}
 _handles = itertools.count(1)
@@ -260,6 +101,10 @@ def _run(
     late = _late(plan, first, operand, columnwise, number, count)
     if late is not None:
         plan.guard.run("recomputed", plan.quantize, (late,), x, number=plan.passes.forward)
+    if count and operand != GRAD_OUTPUT:
+        how = "codes" if codes else "high precision" if plan.warming else "fp8"
+        note = plan.recomputed.again if number is None else plan.recomputed.first_pass
+        plan.guard.run("recompute", note, plan.row(first, operand, False), x, how)
     if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
         for row in rows:  # evaluation reads the scales that training has left
             plan.quantizers[row].settle(plan.passes.settle())
@@ -341,6 +186,67 @@ def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) ->
     return x.new_empty((0,))
 
 
+def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    recomputed = operand == INPUT and torch._C._current_graph_task_id() != -1
+    if plan is not None and plan.checks_outputs and plan.observing and not recomputed:
+        plan.guard.run("output", plan.note_output, plan.row(first, operand, columnwise), y.detach())
+    return y.new_empty((0,))
+
+
+look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)
+
+
+@look_at_output_op.register_fake
+def _(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+    return y.new_empty((0,))
+
+
+def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> None:
+    """Count what is not finite in the output of the GEMM that reads this operand in this direction."""
+    if torch.compiler.is_compiling():
+        look_at_output_op(y, site, operand, columnwise)
+    elif not _is_virtual(y):
+        _look_at_output(y, site, operand, columnwise)
+
+
+def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
+    plan, row = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    if plan is not None and plan.observing and torch._C._current_graph_task_id() == -1:
+        plan.guard.run("probe", plan.note_probe, row, y)
+    return y.new_empty((0,))
+
+
+look_at_probe_op = torch.library.custom_op("fp8watch::look_at_probe", mutates_args=())(_look_at_probe)
+
+
+@look_at_probe_op.register_fake
+def _(y: Tensor, site: Tensor) -> Tensor:
+    return y.new_empty((0,))
+
+
+def look_at_probe(y: Tensor, site: Tensor) -> None:
+    """Look at what a probed module put out."""
+    if torch.compiler.is_compiling():
+        look_at_probe_op(y, site)
+    elif not _is_virtual(y):
+        _look_at_probe(y, site)
+
+
+def look_at_logits(x: Tensor, site: Tensor, fqn: str) -> None:
+    """Keep the largest attention logit of a module in this step."""
+    plan = _plans.get(int(site) >> 32)
+    if plan is None or not plan.observing or not plan.sampled or _is_virtual(x):
+        return
+    if torch._C._current_graph_task_id() == -1:
+        plan.guard.run("logits", plan.note_logits, fqn, x)
+
+
+def _is_virtual(y: Tensor) -> bool:
+    """Whether a tensor has no values of its own: inside torch.func's transforms, traced, or on device meta."""
+    return type(y) is not Tensor or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
+
+
 def _note_loss(loss: Tensor, site: Tensor) -> Tensor:
     plan = _plans.get(int(site) >> 32)
     if plan is not None and torch._C._current_graph_task_id() == -1 and len(plan.losses) < MAX_LOSSES:
@@ -379,6 +285,8 @@ def _keep_side_effects() -> None:
         ops.forward_ended.default,
         ops.quantize_dequantize.default,
         ops.quantize_codes.default,
+        ops.look_at_output.default,
+        ops.look_at_probe.default,
     ):
         torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
 

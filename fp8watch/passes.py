@@ -83,17 +83,25 @@ class Passes:
         return self._state is _Forward.RUNNING or (self._state is _Forward.WITHOUT_GRAD and self._recomputed)
 
 
+MAX_PARTS = 4096
+
+
 def first_tensor(output: Any) -> Tensor | None:
-    """Some tensor of a forward's output, so that what is called with it comes after the forward in every graph."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    if isinstance(output, (tuple, list)):
-        for part in output:
-            found = first_tensor(part)
-            if found is not None:
-                return found
+    """Some tensor of a forward's output, so that what is called with it comes after the forward in every graph.
+
+    An output may hold itself: after MAX_PARTS parts nothing more is looked for.
+    """
+    waiting: list[Any] = [output]
+    for _ in range(MAX_PARTS):
+        if not waiting:
+            return None
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return part
+        if isinstance(part, Mapping):
+            part = tuple(part.values())
+        if isinstance(part, (tuple, list)):
+            waiting.extend(reversed(part))
     return None
 
 

@@ -6,13 +6,19 @@ Shapes:     one row -> one Site     Thread: training
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from fp8watch_agent.record import Site
 
 from .integrations.transformer_engine import TeObserver
 from .ops import Plan
+from .probes import PROBE
 from .recipe import Recipe
+
+OUTPUT = "output"
+"""`operand` of a probe."""
 
 
 @dataclass
@@ -28,8 +34,14 @@ class SiteTable:
 
 def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | None, recipe: Recipe) -> Site:
     """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
-    recipe is."""
+    recipe is; a probe has no recipe: its tile is the output as it came first."""
     shape = plan.shapes[row]
+    if s.operand == OUTPUT:
+        return Site(
+            id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+            tile=shape, format="", power_2_scale=False, eps=0.0, recipe=PROBE, backend="torch",
+            evidence={"all": "exact"},
+        )  # fmt: skip
     if row >= len(plan.quantizers):
         assert te is not None
         facts = te.facts[row]
@@ -45,3 +57,29 @@ def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | No
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
         recipe=recipe.site_recipe(s.operand), backend=quantizer.backend.NAME, evidence={"all": "exact"},
     )  # fmt: skip
+
+
+def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) -> frozenset[int]:
+    """Rows that no pattern of `attach(sites=...)` names; none where there are no patterns.
+
+    Raises:
+        TypeError: not a sequence of patterns.
+        ValueError: a pattern that no site has.
+    """
+    if wanted is None:
+        return frozenset()
+    if isinstance(wanted, str) or not all(isinstance(p, str) and p for p in wanted):
+        raise TypeError(f"sites={wanted!r}: must be a list of patterns, such as ['layers.0.*', '*.grad_output.*']")
+    unused, rows = set(wanted), set()
+    for row, s in enumerate(table):
+        names = s.fqn, f"{s.fqn}.{s.operand}", f"{s.fqn}.{s.operand}.{s.direction}"
+        hits = {p for p in wanted if any(fnmatchcase(name, p) for name in names)}
+        unused -= hits
+        if not hits:
+            rows.add(row)
+    if unused and table:
+        raise ValueError(
+            f"sites={list(wanted)!r}: no site is called {sorted(unused)[0]!r}; give patterns of 'module', "
+            f"'module.operand' or 'module.operand.direction', such as {table[0].fqn!r}"
+        )
+    return frozenset(rows)

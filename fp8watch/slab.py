@@ -10,16 +10,19 @@ capture `accumulate`. A row has the layout of `fp8watch_agent.record.ROW`, and m
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fp8watch.formats import AMAX_BUCKET_OFFSET
 from fp8watch.quantize.fold import row_span, sections
-from fp8watch_agent.record import ROW, Measured, empty_rows
+from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, empty_rows
 
 if TYPE_CHECKING:
+    from fp8watch.probes import ProbeNumbers
     from fp8watch.quantize.stats import TileStats
     from fp8watch.shadow import GemmCheck
 
@@ -107,6 +110,49 @@ class Slab:
         torch.minimum(gain, check.gain, out=gain)
         row_span(mine, "output_num_nonfinite").add_(check.num_nonfinite)
         row_span(mine, "measured").bitwise_or_(int(Measured.GEMM))
+
+    def accumulate_probe(self, row: int, seen: ProbeNumbers, call_order: int) -> None:
+        """Merge one look at an output into the row of its probe; a slab on the CPU only. As `accumulate` of
+        `fp8watch.probes.probe_stats` in what is measured."""
+        self._check_row(row)
+        mine = self.buffer.numpy()[row].view(ROW)[0]
+        mine["num_elements"] += seen.num_elements
+        mine["num_nan"] += seen.num_nan
+        mine["num_inf"] += seen.num_inf
+        for name in ("num_tiles", "num_calls"):
+            mine[name] += 1
+        mine["num_zero_tiles"] += seen.amax == 0
+        mine["num_sentinel_tiles"] += seen.num_inf > 0
+        bucket = (
+            0 if seen.amax == 0 else 63 if seen.num_inf else math.frexp(seen.amax / 1.75)[1] - 1 + AMAX_BUCKET_OFFSET
+        )
+        mine["amax_hist"][bucket if seen.amax == 0 else min(max(bucket, 1), NUM_AMAX_BUCKETS - 1)] += 1
+        if seen.amax > mine["amax_max"]:
+            mine["amax_max"], mine["worst_tile"] = seen.amax, (0, 0)
+        if 0 < seen.amax < mine["amax_min_nonzero"]:
+            mine["amax_min_nonzero"] = seen.amax
+        if seen.energy is not None:
+            mine["signal_energy"] += seen.energy
+        if mine["first_nonfinite"][0] < 0 <= seen.first[0]:
+            mine["first_nonfinite"] = (*seen.first, call_order)
+        if mine["order"] < 0:
+            mine["order"] = call_order
+        energies = 0 if seen.energy is None else int(Measured.ENERGIES)
+        mine["measured"] |= int(Measured.COUNTS | Measured.AMAX) | energies
+
+    def count_outputs(self, row: int, count: torch.Tensor) -> None:
+        """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "output_num_nonfinite").add_(count)
+        row_span(mine, "measured").bitwise_or_((count > 0).to(torch.int32) * int(Measured.GEMM))
+
+    def keep_hash(self, row: int, value: torch.Tensor) -> None:
+        """Put the hash of a weight into its row. 0-d int64; the last one stays."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "weight_hash").copy_(value)
+        row_span(mine, "measured").bitwise_or_(int(Measured.HASH))
 
     def copy_rows(self) -> npt.NDArray[np.void]:
         """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""

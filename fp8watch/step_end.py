@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8watch_agent.record import StepStatus
-
 from . import ops
+from .closing import FOUND_INF
 
 if TYPE_CHECKING:
     from fp8watch_agent.recorder import Recorder
@@ -191,11 +190,21 @@ class StepOwner:
         return False
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer) -> tuple[float | None, StepStatus]:
-    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler."""
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
+    they are on a device, because reading them would wait for it."""
     lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    if isinstance(lr, torch.Tensor):
-        lr = float(lr) if lr.device.type == "cpu" else None
-    found_inf = getattr(optimizer, "found_inf", None)
-    skipped = isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
-    return (None if lr is None else float(lr)), StepStatus.SKIPPED if skipped else StepStatus.OK
+    return {"lr": _here(lr), FOUND_INF: _here(getattr(optimizer, "found_inf", None))}
+
+
+def _here(value: Any) -> Any:
+    """A number where it can be had at once; a tensor's value of this moment where it cannot."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" else value.detach().clone()
+    return None if value is None else float(value)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on this stream: then nothing runs, and no step ends. Each replay accumulates;
+    `watch.step()` after it ends the step."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,11 +1,13 @@
 """Tile statistics of one call as the tile map that travels.
 
-Upstream:   fp8watch.quantize          Downstream: fp8watch_agent.recorder
+Upstream:   fp8watch.closing           Downstream: fp8watch_agent.recorder
 Shapes:     TileStats [Mt, Kt] -> TileMap [Mt·Kt]
 Thread:     training, only for captured sites
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,20 +17,37 @@ from fp8watch_agent.record import TileMap
 from .quantize.stats import TileStats
 
 
+def tile_tensors(stats: TileStats) -> list[torch.Tensor]:
+    """What `tile_map_from` reads, on the device of the statistics; reads nothing back."""
+
+    def counts(t: torch.Tensor) -> torch.Tensor:
+        return t.to(torch.int32).clamp(max=65535).reshape(stats.amax.shape)
+
+    return [
+        stats.amax.bfloat16().view(torch.int16),
+        stats.scale_inv.float().reshape(stats.amax.shape),
+        stats.flags(),
+        counts(stats.num_nonfinite),
+        counts(stats.num_underflow),
+    ]
+
+
 def tile_map_of(site: int, step: int, stats: TileStats) -> TileMap:
-    """Every tile of one call. On a GPU this copies, so it is only called for sites that are captured."""
-    rows, columns = stats.amax.shape
+    """Every tile of one call, at once: on a GPU this waits."""
+    return tile_map_from(site, step, [t.cpu() for t in tile_tensors(stats)])
 
-    def counts(t: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-        return t.to(torch.int64).clamp(max=65535).cpu().numpy().astype(np.uint16).ravel()
 
+def tile_map_from(site: int, step: int, tensors: Sequence[torch.Tensor]) -> TileMap:
+    """Every tile of one call, from the tensors of `tile_tensors` on the host. The arrays are its own."""
+    amax, scale_inv, flags, num_nonfinite, num_underflow = (t.numpy() for t in tensors)
+    rows, columns = amax.shape
     return TileMap(
         site=site,
         step=step,
         shape=(rows, columns),
-        amax=stats.amax.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16).ravel(),
-        scale_inv=stats.scale_inv.float().cpu().numpy().ravel(),
-        flags=stats.flags().cpu().numpy().ravel(),
-        num_nonfinite=counts(stats.num_nonfinite),
-        num_underflow=counts(stats.num_underflow),
+        amax=amax.view(np.uint16).ravel().copy(),
+        scale_inv=scale_inv.ravel().copy(),
+        flags=flags.ravel().copy(),
+        num_nonfinite=num_nonfinite.ravel().astype(np.uint16),
+        num_underflow=num_underflow.ravel().astype(np.uint16),
     )

@@ -1,6 +1,6 @@
 """The handle that attach returns: closes steps, hands them to the agent, and takes itself away again.
 
-Upstream:   fp8watch.slab, fp8watch.step_end    Downstream: fp8watch_agent.recorder
+Upstream:   fp8watch.slab, fp8watch.step_end    Downstream: fp8watch.closing, fp8watch.schedule
 Shapes:     slab rows [sites] of ROW, once a step
 Thread:     training
 """
@@ -12,26 +12,28 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.record import STEP, STEP_SCALARS, StepStatus
+from fp8watch_agent.record import StepStatus
 from fp8watch_agent.recorder import Recorder
 
 from . import ops, step_end
+from .closing import FOUND_INF, Closing, Rows
 from .identity import Identity
 from .integrations.transformer_engine import TeObserver
 from .linear import SITE_KEY, release, switch_shadow
 from .overhead import Overhead
 from .passes import LossHook
+from .provenance import OUTPUTS_EVERY
 from .recipe import Recipe
+from .resume import resume_facts, resume_state
 from .scale_state import load_scale_state, scale_state
+from .schedule import Schedule
 from .sites import SiteTable, describe
-from .slab import Slab
-from .tiles import tile_map_of
+from .slab_copy import HostCopies
 
 LOSS_MISSING_STEPS = 20
 
@@ -55,6 +57,7 @@ class Watch:
         *,
         every: int,
         tile_maps: tuple[str, int],
+        schedule: Schedule,
         overhead_budget: float | None,
         optimizer: torch.optim.Optimizer | None,
         start_step: int,
@@ -66,17 +69,16 @@ class Watch:
         self.te = te  # what observes Transformer Engine's modules
         self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
         self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
-        self._tile_maps, self._say = tile_maps, say
+        self._schedule, self._say = schedule, say
         self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
         self._owner = step_end.StepOwner(self._parameter_ids, optimizer)
-        self._ids = np.array([s.site_id for s in table], dtype=np.uint64)
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
-        self._lr: float | None = None
-        self._loss_scale: float | None = None
+        self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
+        self._said_recompute = False
+        self._ending = False
         self._steps_without_loss = 0
-        self._pending = StepStatus.OK
         self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
         self._paused = False
@@ -86,8 +88,15 @@ class Watch:
             if table:
                 self._hooks.append(model.register_forward_hook(LossHook(self)))
             step_end.start(self)
-        if plan is not None and recorder is not None:
-            plan.begin_step(sampled=True)
+        self._closing: Closing | None = None
+        if plan is not None and plan.slab is not None and recorder is not None:
+            ids = [s.site_id for s in table]
+            plan.tiles.keeps_one = tile_maps[0] != "triggered"
+            self._closing = Closing(
+                plan, ids, recorder, guard, self._register, tile_maps, te, model, HostCopies(plan.slab.device)
+            )
+            self._begin_step(plan)
+            plan.sampled = not plan.outside  # the first step shows what there is
             self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -165,41 +174,50 @@ class Watch:
             ops.note_loss(loss.detach(), ops.site_tensor(self._plan, 0))
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._plan is None or self._detached:
+        if self._plan is None or self._detached or step_end.is_capturing():
             return
         if torch._C._current_graph_task_id() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
-                self._lr, self._pending = step_end.optimizer_facts(optimizer)
+                self._facts.update(step_end.optimizer_facts(optimizer))
                 self._plan.on_forward = self._close_pending
             return
         if self._owner.closes(optimizer, self._ran()):
-            self._lr, status = step_end.optimizer_facts(optimizer)
-            self._close(status)
+            self._facts.update(step_end.optimizer_facts(optimizer))
+            self._close(StepStatus.OK)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):
             return
-        if isinstance(scale, Tensor) and scale.device.type == "cpu":
-            self._loss_scale = float(scale)
+        if isinstance(scale, Tensor):
+            self._facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
         if self._ran():
             self._close(StepStatus.SKIPPED)
 
     def _close_pending(self) -> None:
         """End the step whose optimizers stepped during backward: at the next forward, or where training ends."""
-        self._close(self._pending)
+        self._close(StepStatus.OK)
+
+    def _close_unfinished(self) -> None:
+        """End a step that no optimizer will end any more."""
+        plan = self._plan
+        if self._ending:  # a signal came while a step was being closed
+            return
+        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen):
+            self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
 
     def _on_death(self) -> None:
-        """Training is over, one way or another: what the slab holds goes out now."""
-        if self._plan is not None and not self._detached and (self._plan.forward_seen or self._plan.backward_seen):
-            self._close(StepStatus.ABORTED if self._plan.on_forward is None else self._pending)
+        """Training is over, one way or another: what the slab holds, and what is on its way, goes out now."""
+        self.guard.run("death", self._close_unfinished)
+        if self._closing is not None:
+            self.guard.run("death", self._closing.settle, everything=True)
         if self._recorder is not None:
             self._recorder.close(timeout_s=2.0)
 
     def _close(self, status: StepStatus, step: int | None = None) -> None:
-        plan, recorder = self._plan, self._recorder
+        plan, recorder, closing = self._plan, self._recorder, self._closing
         if plan is None or self._detached:
             return
-        if plan.slab is None or recorder is None:
+        if plan.slab is None or recorder is None or closing is None:
             if plan.warming:  # nothing is sent, but the warm-up is part of what is computed
                 self._step = (self._step if step is None else int(step)) + 1
                 self._end_warmup(plan)
@@ -208,20 +226,33 @@ class Watch:
         began = time.perf_counter()
         if step is not None:
             self._step = int(step)
+        self._ending = True
         try:
-            self._send(plan, plan.slab, recorder, status)
+            values = self._values(plan)
+            closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
         finally:  # whatever failed: what this step left must not be merged into the next
+            self._ending = False
             self._num_closed += 1
             self._step += 1
             self._logged.clear()
+            self._facts.pop(FOUND_INF, None)
             self._batch_id = None
             plan.slab.clear()
             self._end_warmup(plan)
             self._overhead.step_closed(plan, recorder, began)
-            plan.begin_step(sampled=self._step % self._overhead.every == 0)
-            if self.te is not None:
-                self.te.sampled = plan.sampled
+            self._begin_step(plan)
             plan.calibrating = self._overhead.calibrates(self._num_closed)
+
+    def _begin_step(self, plan: ops.Plan) -> None:
+        """What the step that begins now will measure."""
+        plan.outside = not self._schedule.inside(self._step)
+        plan.begin_step(sampled=not plan.outside and self._step % self._overhead.every == 0)
+        plan.hashing = not plan.outside and self._schedule.hashes(self._step)
+        late = self._closing is not None and self._closing.copies.late
+        plan.checks_outputs = plan.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
+        plan.checks_outputs |= self._closing is not None and self._step <= self._closing.alert_until
+        if self.te is not None:
+            self.te.sampled = plan.sampled
 
     def _end_warmup(self, plan: ops.Plan) -> None:
         """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
@@ -229,68 +260,50 @@ class Watch:
             plan.warming = False
             self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
 
-    def _send(self, plan: ops.Plan, slab: Slab, recorder: Recorder, status: StepStatus) -> None:
-        rows = slab.copy_rows()[: len(self._table)]
-        if len(self._registered) < len(plan.shapes):  # at the first step, and when a site is called for the first time
-            self._register(recorder, rows)
-        header = self._header(status)
-        touched = rows["measured"] != 0
-        if not plan.sampled:  # between samples only what is broken leaves
-            touched &= (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
-        if not self._paused:
-            logs = {k: _number(v) for k, v in self._logged.items() if k not in STEP_SCALARS}
-            recorder.record_step(header, self._ids[touched], rows[touched], logs, self._batch_id)
-            self._send_tile_maps(plan, recorder, rows)
-
-    def _header(self, status: StepStatus) -> np.ndarray[Any, Any]:
-        assert self._plan is not None
-        given: dict[str, Any] = {"lr": self._lr, "loss_scale": self._loss_scale}
-        if self._plan.losses:
-            given["loss"] = torch.stack([x.float() for x in self._plan.losses]).mean()
-        given.update({k: v for k, v in self._logged.items() if k in STEP_SCALARS})
-        header = np.zeros((), dtype=STEP)
-        header["step"], header["status"], header["time"] = self._step, int(status), time.time()
-        for name, bit in STEP_SCALARS.items():
-            value = given.get(name)
-            if value is not None:
-                header[name] = _number(value)
-                header["present"] |= int(bit)
-        self._steps_without_loss = 0 if "loss" in given else self._steps_without_loss + 1
+    def _values(self, plan: ops.Plan) -> dict[str, Any]:
+        """Scalars of the step that ends, numbers or tensors: what training said wins over what was seen."""
+        values = {name: value for name, value in self._facts.items() if value is not None}
+        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
+        if plan.losses:
+            values["loss"] = torch.stack([x.float() for x in plan.losses]).mean()
+        values.update(self._logged)
+        self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:
             self._say("loss not seen for 20 steps: call watch.log(loss=...)")
-        return header
+        return values
 
-    def _register(self, recorder: Recorder, rows: np.ndarray[Any, Any]) -> None:
+    def _register(self, rows: Rows) -> None:
+        """Tell the agent of the sites that were called for the first time, and of what only running shows."""
         assert self._plan is not None
-        plan = self._plan
-        new = [row for row in range(len(self._table)) if row in plan.shapes and row not in self._registered]
-        sites = [describe(r, self._table[r], int(rows["order"][r]), plan, self.te, self._recipe) for r in new]
+        assert self._recorder is not None
+        plan, first = self._plan, not self._registered
+        if self._plan.recomputed.differs and not self._said_recompute:
+            self._said_recompute = True
+            self._tell_recompute(plan)
+        if len(self._registered) >= len(plan.shapes):
+            return
+        new = [r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0]
+        sites = [describe(r, self._table[r], int(rows["order"][r]), plan, self.te, self._recipe) for r in sorted(new)]
         if not sites:
             return
-        recorder.register_sites(sites)
-        first = not self._registered
-        self._registered.update(self._plan.shapes)
+        self._recorder.register_sites(sites)
+        self._registered.update(new)
         if not first:
             return
-        seen = {s.module for s in sites}
-        silent = sorted({s.fqn for s in self._table} - seen)
+        silent = sorted({s.fqn for s in self._table} - {s.module for s in sites})
         if silent:
             more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
             self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
 
-    def _send_tile_maps(self, plan: ops.Plan, recorder: Recorder, rows: np.ndarray[Any, Any]) -> None:
-        mode, n = self._tile_maps
-        everything = mode == "all" or (mode == "every" and self._step % n == 0)
-        broken = (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
-        wanted = recorder.wanted_captures()
-        suspects = self.te.take_suspects() if self.te is not None and plan.sampled else {}
-        maps = []
-        for row, calls in plan.tiles.items():
-            site = self._table[row].site_id
-            if everything or broken[row] or site in wanted or row in suspects:
-                maps.append(tile_map_of(site, self._step, _of_event(calls, rows[row])))
-        if maps:
-            recorder.record_tile_maps(maps)
+    def _tell_recompute(self, plan: ops.Plan) -> None:
+        assert self._recorder is not None
+        row, (before, now) = next(iter(plan.recomputed.differs.items()))
+        where = f"{self._table[row].fqn}.{self._table[row].operand}"
+        self._say(f"activation checkpointing recomputes {where} as {now}, the first pass was {before}")
+        fingerprint = plan.recomputed.fingerprint(self._recipe.fingerprint())
+        self._recorder.update_facts(
+            {"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"}
+        )
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
@@ -302,6 +315,8 @@ class Watch:
     def flush(self, timeout_s: float = 5) -> bool:
         """Wait until what was recorded has left the process; False when it had not in time."""
         recorder = self._recorder
+        if self._closing is not None:
+            self.guard.run("flush", self._closing.settle, everything=True)
         return bool(self.guard.run("flush", recorder.flush, timeout_s)) if recorder is not None else True
 
     def summary(self) -> dict[str, Any]:
@@ -326,7 +341,7 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
         known = {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
-        return known | scale_state(self._plan, self._table)
+        return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: its next step, and its delayed scales with their amax histories.
@@ -338,6 +353,9 @@ class Watch:
         self._step = int(state.get("step", self._step))
         if self._plan is not None:
             self._plan.warming = self._step < self._recipe.warmup_steps
+        if self._recorder is not None and self._plan is not None:
+            self.guard.run("resume", self._recorder.update_facts, resume_facts(state))
+            self._begin_step(self._plan)
 
     def detach(self) -> None:
         """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
@@ -348,7 +366,9 @@ class Watch:
     def _detach(self) -> None:
         assert self._plan is not None
         if self._plan.backward_seen:
-            self._close(StepStatus.ABORTED if self._plan.on_forward is None else self._pending)
+            self.guard.run("detach", self._close_unfinished)
+        if self._closing is not None:
+            self.guard.run("detach", self._closing.settle, everything=True)
         self._detached = True
         self._plan.settle()
         for hook in self._hooks:
@@ -372,16 +392,3 @@ class Watch:
         if error is not None:
             self.guard.run("death", self._on_death)
         self.detach()
-
-
-def _number(value: Any) -> float:
-    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
-
-
-def _of_event(calls: list[tuple[int, Any]], row: Any) -> Any:
-    """Statistics of the call that broke, else of the last one."""
-    call = int(row["first_nonfinite"][2])
-    for order, stats in calls:
-        if order == call:
-            return stats
-    return calls[-1][1]

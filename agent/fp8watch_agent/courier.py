@@ -58,12 +58,13 @@ class Courier:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._known: dict[str, int] = {}  # session -> registrations that the collector has taken
+        self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has taken
         self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
         self.refused_registrations: list[Answer] = []
 
     def register(self, registration: Registration) -> Answer | None:
         """Run, session, and the sites that are new. None when the collector knows all of them."""
-        session = registration.session
+        version, session = registration.version, registration.session
         run = f"/v1/runs/{quote(session.run_id, safe='')}"
         start = self._known.get(session.session, -1)
         if start < 0:
@@ -73,6 +74,12 @@ class Courier:
                 if failed is not None:
                     return failed
             start = self._known[session.session] = 0
+            self._versions[session.session] = version
+        elif self._versions.get(session.session, version) != version:
+            failed = self._put(f"{run}/sessions/{quote(session.session, safe='')}", session)
+            if failed is not None:
+                return failed
+            self._versions[session.session] = version
         count = len(registration)
         sites = registration.sites(start) if count > start else []
         for at in range(0, len(sites), SITES_PER_REQUEST):

@@ -92,6 +92,15 @@ class Recorder:
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("register_sites", e)
 
+    def update_facts(self, facts: Mapping[str, str | int | float | bool]) -> None:
+        """Add facts of the session that are known only while it runs. They travel with the next batch."""
+        if self._inert or self._closed:
+            return
+        try:
+            self._registration.update_facts(facts)
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("update_facts", e)
+
     def record_step(
         self,
         step: np.void | npt.NDArray[np.void],

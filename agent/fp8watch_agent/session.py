@@ -7,8 +7,8 @@ Thread:     made where attach runs, read by the sender
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -56,6 +56,7 @@ class Registration:
 
     def __init__(self, session: Session, sites: Iterable[Site] = ()) -> None:
         self.session = session
+        self.version = 0  # of the session's facts: a collector that took an older one is told again
         self._sites: list[Site] = []
         self._by_id: dict[int, Site] = {}
         self.add(sites)
@@ -70,6 +71,14 @@ class Registration:
             self._by_id[site.id] = site
             self._sites.append(site)
         return fresh
+
+    def update_facts(self, facts: Mapping[str, str | int | float | bool]) -> bool:
+        """Add facts of the session that are known only while it runs; False where all of it was known."""
+        if all(self.session.facts.get(name) == value for name, value in facts.items()):
+            return False
+        self.session = replace(self.session, facts={**self.session.facts, **facts})
+        self.version += 1
+        return True
 
     def sites(self, start: int = 0) -> list[Site]:
         """Registered sites from the `start`-th registration on, each once, in its newest form."""

@@ -159,11 +159,14 @@ class TeObserver:
 
     def take_suspects(self) -> dict[int, int]:
         """Rows with suspect tiles since the last call, and how many. Reads the device: for the end of a sampled step."""
+        rows, counts = self.pop_suspects()
+        return {} if counts is None else {row: n for row, n in zip(rows, counts.tolist(), strict=True) if n}
+
+    def pop_suspects(self) -> tuple[list[int], torch.Tensor | None]:
+        """Rows that were looked at since the last call, and the number of suspect tiles of each, on the device."""
         rows, counts = list(self._suspects), list(self._suspects.values())
         self._suspects.clear()
-        if not rows:
-            return {}
-        return {row: n for row, n in zip(rows, torch.stack(counts).tolist(), strict=True) if n}
+        return rows, torch.stack(counts) if counts else None
 
     def note_operand(self, operand: str, x: torch.Tensor) -> None:
         """Tell of an operand before its cast, from a quantiser of our own (see te_recipe)."""

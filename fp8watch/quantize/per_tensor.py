@@ -153,11 +153,20 @@ class DelayedScale:
         """Take over what `state_dict` gave.
 
         Raises:
-            ValueError: names or shapes differ; a history of another length is another recipe.
+            ValueError: names or shapes differ (a history of another length is another recipe), or the scale is not
+                finite and positive; nothing is loaded then.
         """
-        for name, mine in (("scale", self.scale), ("amax_history", self.amax_history)):
+        pairs = (("scale", self.scale), ("amax_history", self.amax_history))
+        for name, mine in pairs:
             given = state.get(name)
             if given is None or given.shape != mine.shape:
                 got = "nothing" if given is None else tuple(given.shape)
                 raise ValueError(f"{name} is {got}: must have shape {tuple(mine.shape)}, as this recipe keeps it")
-            mine.copy_(given)
+        scale = float(state["scale"])
+        if not 0 < scale < float("inf"):
+            raise ValueError(
+                f"scale is {scale}: must be finite and above 0; the checkpoint is damaged, or was written after training "
+                "broke: load an earlier one, or leave the scale states out to begin them anew"
+            )
+        for name, mine in pairs:
+            mine.copy_(state[name])

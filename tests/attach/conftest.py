@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fp8watch
-import fp8watch._attach as attach_module
+import fp8watch.session_start as start_module
 from fp8watch_agent.record import StepPresent
 
 
@@ -17,7 +17,7 @@ class Kept:
 
     def __init__(self, settings, session, *_, **__):
         self.settings, self.session = settings, session
-        self.sites, self.steps, self.maps, self.closed = [], [], [], 0
+        self.sites, self.steps, self.maps, self.closed, self.facts = [], [], [], 0, {}
 
     def register_sites(self, sites):
         self.sites += sites
@@ -30,6 +30,9 @@ class Kept:
 
     def wanted_captures(self):
         return frozenset()
+
+    def update_facts(self, facts):
+        self.facts.update(facts)
 
     def set_gauge(self, name, value):
         self.gauge = (name, value)
@@ -57,7 +60,7 @@ class Kept:
 def attach(monkeypatch, tmp_path):
     """`fp8watch.attach` with a kept recorder; every watch is detached at the end."""
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
-    monkeypatch.setattr(attach_module, "Recorder", Kept)
+    monkeypatch.setattr(start_module, "Recorder", Kept)
     made = []
 
     def run(model, *, keep=True, **kwargs):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from fp8watch import ops, slab
+from fp8watch import ops, slab, slab_copy
 
 
 def weights(model):
@@ -47,7 +47,7 @@ def test_the_kill_switch_leaves_the_model_untouched(attach, mlp, monkeypatch):
     assert watch.summary()["num_steps"] == 0
 
 
-@pytest.mark.parametrize("place", ["accumulate", "copy_rows", "clear"])
+@pytest.mark.parametrize("place", ["Slab.accumulate", "Slab.clear", "HostCopies.begin"])
 def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, train, monkeypatch, place):
     twin = copy.deepcopy(mlp)
     attach(twin)
@@ -57,7 +57,8 @@ def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, t
         raise OSError("planted")
 
     watch = attach(mlp)
-    monkeypatch.setattr(slab.Slab, place, broken)
+    cls, name = place.split(".")
+    monkeypatch.setattr({"Slab": slab.Slab, "HostCopies": slab_copy.HostCopies}[cls], name, broken)
     assert train(mlp, steps=4) == want
     assert sum(watch.guard.errors.values()) >= 4
 
@@ -84,7 +85,7 @@ def test_the_users_own_exceptions_pass(attach, mlp):
 def test_a_step_that_could_not_be_sent_is_not_merged_into_the_next(attach, mlp, train, monkeypatch):
     watch = attach(mlp)
     with monkeypatch.context() as m:
-        m.setattr(slab.Slab, "copy_rows", lambda self: 1 / 0)
+        m.setattr(slab_copy.HostCopies, "begin", lambda self, *_: 1 / 0)
         train(mlp, steps=2)
     train(mlp, steps=1)
     header, rows = watch._recorder.step(0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 import warnings
 
 import pytest
+from ranks_support import run_ranks
 
 from fp8watch.identity import identify
 
@@ -86,31 +83,6 @@ def test_two_ranks_are_one_run(tmp_path):
     assert {rank_a, rank_b} == {"0", "1"}
     assert steps_a == steps_b == "3"
     assert sum_a == sum_b
-
-
-def run_ranks(tmp_path, script, *arguments):
-    """What two processes of one gloo group printed."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("FP8WATCH", "TORCHELASTIC"))}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "FP8WATCH_SPOOL_DIR": str(tmp_path), "WORLD_SIZE": "2"}
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env["MASTER_PORT"] = str(s.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            env={**env, "RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in (0, 1)
-    ]
-    outputs = []
-    for p in ranks:
-        out, err = p.communicate(timeout=120)
-        assert p.returncode == 0, err
-        outputs.append(out)
-    return outputs
 
 
 def test_the_launchers_id_comes_first():

@@ -174,7 +174,7 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
     script = textwrap.dedent(
         """
         import os, signal, sys, torch, fp8watch
-        import fp8watch._attach as module
+        import fp8watch.session_start as module
         class Kept:
             def __init__(self, *a, **k): pass
             def register_sites(self, sites): pass
@@ -182,9 +182,9 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
             def record_tile_maps(self, maps): pass
             def wanted_captures(self): return frozenset()
             def close(self, timeout_s=2.0): print("closed", flush=True)
-        sys.modules["fp8watch._attach"].Recorder = Kept
+        module.Recorder = Kept
         model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-        watch = sys.modules["fp8watch._attach"].attach(model)
+        watch = fp8watch.attach(model)
         model(torch.randn(8, 32)).sum().backward()
         if sys.argv[1] == "raise":
             raise ValueError("mine")

@@ -11,15 +11,17 @@ from fp8watch.slab_copy import HostCopies
 from fp8watch_agent.record import ROW, empty_rows
 
 
-def test_on_the_cpu_a_copy_is_there_at_once() -> None:
+def test_on_the_cpu_nothing_is_copied_and_all_is_there_at_once() -> None:
     slab, copies = Slab(3), HostCopies("cpu")
     slab.buffer.fill_(7)
     copy = copies.begin(slab.buffer, torch.tensor(2.5))
-    slab.clear()
     assert copy.ready()
+    assert not copies.late
     rows, loss = copy.tensors()
+    assert rows.data_ptr() == slab.buffer.data_ptr()
     assert np.all(rows.numpy() == 7)
     assert float(loss) == 2.5
+    slab.clear()
     assert slab.copy_rows().tobytes() == empty_rows(3).tobytes()
     assert rows.numpy().reshape(-1).view(ROW).shape == (3,)
 

@@ -1,0 +1,222 @@
+"""What one attach does at run time: a quantiser a row of the slab, and where its statistics go.
+
+Upstream:   fp8watch.ops               Downstream: fp8watch.slab, fp8watch.tile_history, fp8watch.weight_hash
+Shapes:     operand [M, K] -> what a GEMM reads of it, and one slab row a direction
+Thread:     training, and autograd's
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch_agent.guard import Guard
+
+from .passes import Passes
+from .probes import probe_numbers, probe_stats
+from .provenance import nonfinite_outputs
+from .quantize.stats import TileStats
+from .quantizers import SiteQuantizer, places, run_quantizers
+from .recipe import OPERANDS, Recipe
+from .recompute import Recomputed
+from .slab import Slab
+from .tile_history import HeldTiles
+from .weight_hash import hash_bits
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+TILE_BYTES = 64 << 20
+"""Of tile statistics, held on the device: a quarter for the running step, for each of two on their way, for the history."""
+
+MAX_LOSSES = 4096
+"""Losses held for one step: a loop whose steps never end must not fill the memory."""
+
+
+def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:
+    """Rows of a Linear in the slab, from its first: (operand, columnwise) -> row. See `quantizers.places`."""
+    return {(OPERANDS.index(p.operand), p.direction == "columnwise"): row for row, p in enumerate(places(recipe))}
+
+
+@dataclass
+class Plan:
+    """What one `attach` does at run time: a quantiser a row, and where its statistics go."""
+
+    quantizers: list[SiteQuantizer]
+    slab: Slab | None
+    guard: Guard
+    recipe: Recipe
+    rows: dict[tuple[int, bool], int]  # (operand, columnwise) -> row of the slab, from a Linear's first
+    warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
+    passes: Passes = field(default_factory=Passes)
+    sampled: bool = True  # full statistics in this step; else counts only
+    hashing: bool = False  # in this step the weights are hashed
+    checks_outputs: bool = True  # in this step the outputs of GEMMs and the gradients of parameters are looked at
+    keep_tiles: bool = True
+    handle: int = 0
+    paused: bool = False  # by the user
+    outside: bool = False  # of the windows that attach was given
+    unobserved: frozenset[int] = frozenset()  # rows that attach was told to leave alone
+    calibrating: bool = False  # this step also times the quantiser without statistics
+    observing_s: float = 0.0  # what statistics cost in the calibration step
+    calibration_s: float = 0.0  # what the calibration itself cost
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
+    calls: int = 0  # quantisations of this step, in order of execution
+    backward_seen: bool = False
+    forward_seen: bool = False
+    tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
+    hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed in this step
+    recomputed: Recomputed = field(default_factory=Recomputed)
+    losses: list[Tensor] = field(default_factory=list)
+    logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit of this step
+    modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
+    unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls of this step that left it out
+    on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
+
+    @property
+    def observing(self) -> bool:
+        """Whether what runs now enters the statistics."""
+        return self.slab is not None and not self.paused and not self.outside
+
+    def row(self, first: int, operand: int, columnwise: bool) -> int:
+        """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
+        return first + self.rows.get((operand, columnwise), self.rows[operand, False])
+
+    def wanted(self, first: int, operand: int, rowwise: bool, columnwise: bool) -> tuple[int, ...]:
+        """Rows of the sites that are quantised when these directions are asked for."""
+        asked = [c for c, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+        return tuple(dict.fromkeys(self.row(first, operand, c) for c in asked))
+
+    def quantize(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None, codes: bool = False) -> list[Any]:
+        """Quantise for the GEMM, one result a row; observe on the way where it counts.
+
+        Args:
+            rows: one or both directions of one operand.
+            x_MK: the operand.
+            number: of the pass; None where the call does not count: evaluation, recomputation.
+            codes: results are (codes, scale_inv) in place of dequantised operands.
+        """
+        count = number is not None
+        used = [self.quantizers[row] for row in rows]
+        if number is not None:
+            for quantizer in used:
+                quantizer.begin(number)
+        observe = count and self.observing and (not self.unobserved or any(r not in self.unobserved for r in rows))
+        if observe and self.calibrating:
+            results = self._calibrate(used, x_MK, codes)
+        else:
+            stats = observe or (count and any(q.stateful for q in used))
+            results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled, codes=codes)
+        for row, quantizer, (_, measured) in zip(rows, used, results, strict=True):
+            if measured is None:
+                continue
+            if count:
+                quantizer.end(measured)
+            if observe:
+                self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
+        return [out for out, _ in results]
+
+    def note_unasked(self, first: int, operand: int, columnwise: bool) -> None:
+        """A call that counts: remember it where it leaves out a direction that a recomputation may ask for."""
+        row = self.rows.get((operand, True))
+        if row is not None and not columnwise:
+            self.unasked[first + row] = self.unasked.get(first + row, 0) + 1
+
+    def count_unasked(self, first: int, operand: int, columnwise: bool) -> int | None:
+        """In a recomputation: the row that the first pass did not see, so that it counts now; None when it saw all.
+
+        Reentrant checkpointing runs the first pass without gradients, where nothing asks for the columnwise copy.
+        """
+        row = self.rows.get((operand, True))
+        if row is None or not columnwise or not self.unasked.get(first + row):
+            return None
+        self.unasked[first + row] -= 1
+        return first + row
+
+    def pass_through(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
+        """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
+        if number is not None and (self.slab is not None or any(self.quantizers[row].stateful for row in rows)):
+            self.quantize(rows, x_MK, number=number)
+        return [x_MK.to(torch.float32, copy=True) for _ in rows]
+
+    def settle(self) -> None:
+        """Roll what belongs to passes that are over, so that states can be read or used outside of training."""
+        numbers = {INPUT: self.passes.settle(), WEIGHT: self.passes.forward, GRAD_OUTPUT: -1}
+        for row, quantizer in enumerate(self.quantizers):
+            operand = next(o for (o, _), r in self.rows.items() if r == row % len(self.rows))
+            quantizer.settle(numbers[operand])
+
+    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor, codes: bool) -> list[tuple[Any, TileStats | None]]:
+        start = time.perf_counter()
+        run_quantizers(used, x_MK, stats=False, heavy=False, codes=codes)
+        bare = time.perf_counter() - start
+        results = run_quantizers(used, x_MK, stats=True, heavy=True, codes=codes)
+        self.observing_s += time.perf_counter() - start - 2 * bare
+        self.calibration_s += bare
+        return results
+
+    def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
+        self.record(row, (x_MK.shape[0], x_MK.shape[1]), stats)
+        if self.hashing and row not in self.hashed and self.is_weight(row) and row not in self.unobserved:
+            assert self.slab is not None
+            self.hashed.add(row)
+            self.slab.keep_hash(row, hash_bits(x_MK))
+
+    def is_weight(self, row: int) -> bool:
+        """Whether a row is a Linear's weight, rowwise."""
+        return row < len(self.quantizers) and row % len(self.rows) == self.rows[WEIGHT, False]
+
+    def record(self, row: int, shape: tuple[int, int], stats: TileStats) -> None:
+        """Merge one call into its row, and keep its tiles until the step closes."""
+        if self.slab is None or not self.observing or row in self.unobserved:
+            return
+        self.shapes.setdefault(row, shape)
+        order, self.calls = self.calls, self.calls + 1
+        self.slab.accumulate(row, stats, order)
+        if self.keep_tiles:
+            self.tiles.add(row, order, stats)
+
+    def note_output(self, row: int, y: Tensor) -> None:
+        """Merge what is not finite in the output of a GEMM into the row of its operand."""
+        began = time.perf_counter()
+        count = nonfinite_outputs(y)
+        if count is not None and self.slab is not None and row not in self.unobserved:
+            self.slab.count_outputs(row, count)
+        if self.calibrating:
+            self.observing_s += time.perf_counter() - began
+
+    def note_probe(self, row: int, y: Tensor) -> None:
+        """Merge an output into the row of its probe."""
+        if self.slab is None or not y.numel() or not (y.is_cpu or self.checks_outputs):
+            return
+        began = time.perf_counter()
+        flat = y.reshape(-1, y.shape[-1]) if y.dim() else y.reshape(1, 1)
+        self.shapes.setdefault(row, (flat.shape[0], flat.shape[1]))
+        order, self.calls = self.calls, self.calls + 1
+        if self.slab.device.type == "cpu":
+            self.slab.accumulate_probe(row, probe_numbers(flat, heavy=self.sampled), order)
+        else:
+            self.slab.accumulate(row, probe_stats(flat, heavy=self.sampled), order)
+        if self.calibrating:
+            self.observing_s += time.perf_counter() - began
+
+    def note_logits(self, fqn: str, x: Tensor) -> None:
+        """Keep the largest logit of this step; −Inf is what masks are made of."""
+        largest, before = x.amax().float(), self.logits.get(fqn)
+        self.logits[fqn] = largest if before is None else torch.maximum(before, largest)
+
+    def begin_step(self, *, sampled: bool) -> None:
+        """Forget the step that has just been copied out."""
+        self.calls = 0
+        self.backward_seen = self.forward_seen = False
+        self.on_forward = None
+        self.unasked.clear()
+        self.tiles.take()
+        self.hashed.clear()
+        self.losses.clear()
+        self.logits.clear()
+        self.sampled = sampled

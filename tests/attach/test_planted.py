@@ -1,0 +1,70 @@
+"""The bugs that the tests of this room were seen to find."""
+
+from __future__ import annotations
+
+import pytest
+from planted import Bug, copy_of_tree, seen_to_fail, still_fits
+
+A = "tests/attach"
+BUGS = [
+    Bug("a step on its way is not read before it arrived", "fp8watch/closing.py",
+        "if not everything and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",
+        "if False:", f"{A}/test_arrival.py::test_a_step_is_consumed_a_step_later_and_nothing_is_waited_for"),
+    Bug("what is on its way goes out where training ends", "fp8watch/watch.py",
+        'self.guard.run("death", self._closing.settle, everything=True)', "pass",
+        f"{A}/test_arrival.py::test_what_is_on_its_way_goes_out_where_training_ends"),
+    Bug("a hang of the device does not keep the process", "fp8watch/slab_copy.py",
+        "if time.monotonic() >= until:", "if time.monotonic() >= until + 1e6:",
+        f"{A}/test_arrival.py::test_a_device_that_hangs_does_not_keep_the_process_from_ending"),
+    Bug("a signal while a step ends hands it over once", "fp8watch/watch.py",
+        "if self._ending:", "if False:", f"{A}/test_arrival.py::test_sigterm_in_the_middle_of_a_step_hands_it_over_once"),
+    Bug("no step ends while a graph is captured", "fp8watch/watch.py",
+        "or step_end.is_capturing()", "", f"{A}/test_arrival.py::test_nothing_ends_while_a_graph_is_captured"),
+    Bug("every bit of a weight is hashed", "fp8watch/weight_hash.py",
+        "torch.arange(1, 2 * CHUNK, 2,", "torch.arange(0, 2 * CHUNK, 2,",
+        f"{A}/test_weight_hash.py::test_a_thousand_flips_of_one_bit_are_all_seen"),
+    Bug("weights are hashed once a step", "fp8watch/plan.py",
+        "self.hashed.add(row)", "self.hashing = False",
+        f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),
+    Bug("the output of a GEMM is looked at", "fp8watch/linear.py",
+        "look_at_output(dw, site, GRAD_OUTPUT, True)", "pass",
+        f"{A}/test_provenance.py::test_the_gemm_that_makes_a_nan_of_finite_operands_is_named"),
+    Bug("an overflow of float16 is no fault", "fp8watch/provenance.py",
+        "if y.dtype == torch.float16:", "if False:",
+        f"{A}/test_provenance.py::test_finite_operands_may_overflow_float16_but_make_no_nan"),
+    Bug("a recomputation is the same", "fp8watch/recompute.py",
+        "before is not None and before != now", "False",
+        f"{A}/test_provenance.py::test_a_recomputation_in_another_precision_is_told"),
+    Bug("probes do not count evaluation", "fp8watch/probes.py",
+        "        if module.training:\n            y = first_tensor(output)", "        if True:\n            y = first_tensor(output)",
+        f"{A}/test_probes.py::test_evaluation_and_recomputation_are_not_counted"),
+    Bug("what led up to an event leaves with it", "fp8watch/closing.py",
+        "if self._num_broken[row] == 1:", "if False:",
+        f"{A}/test_lead_up.py::test_what_led_up_to_an_event_leaves_with_it_in_the_order_of_steps"),
+    Bug("held tiles stay within their bytes", "fp8watch/tile_history.py",
+        "if self._bytes + size <= limit or", "if True or", f"{A}/test_lead_up.py::test_held_tiles_stay_within_their_bytes"),
+    Bug("outside of windows nothing is measured", "fp8watch/plan.py",
+        "and not self.outside", "", f"{A}/test_schedule.py::test_windows_are_observed_and_the_scalars_of_all_steps_are_sent"),
+    Bug("a damaged scale is not loaded", "fp8watch/quantize/per_tensor.py",
+        'if not 0 < scale < float("inf"):', "if False:",
+        f"{A}/test_resume.py::test_a_scale_that_no_operand_can_have_is_not_loaded"),
+    Bug("a mesh that cannot be read costs the mesh only", "fp8watch/session_start.py",
+        'guard.call("mesh", lambda: mesh_coordinates(model), {})', "mesh_coordinates(model)",
+        f"{A}/test_mesh.py::test_a_mesh_that_cannot_be_read_costs_the_mesh_only"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_every_planted_bug_still_fits(bug):
+    still_fits(bug)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return copy_of_tree(tmp_path_factory.mktemp("tree"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_every_planted_bug_is_seen(tree, bug):
+    seen_to_fail(tree, bug)

@@ -1,0 +1,205 @@
+"""Outputs of modules that are no GEMM: norms, attention, and what the user names."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8watch.probes import probe_numbers, probe_stats
+from fp8watch.slab import Slab
+from fp8watch_agent.record import Measured
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv, self.proj, self.softmax = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Softmax(-1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.proj(self.softmax(scores.masked_fill(mask, -math.inf)) @ v), None
+
+
+class Block(nn.Module):
+    def __init__(self, dim=32):
+        super().__init__()
+        self.norm, self.attn, self.ln_f, self.mlp = (
+            RMSNorm(dim),
+            CausalSelfAttention(dim),
+            nn.LayerNorm(dim),
+            nn.Linear(dim, dim),
+        )
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))[0]
+        return self.mlp(self.ln_f(x)).square().mean()
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+def x(bad=None):
+    out = torch.randn(2, 16, 32)
+    if bad is not None:
+        out[1, 3, 5] = bad
+    return out
+
+
+def test_norms_and_attention_are_probed_and_an_unseen_error_place_is_named(attach, block):
+    watch = attach(block)
+    block(x()).backward()
+    watch.step()
+    sites = {s.module: s for s in watch._recorder.sites if s.operand == "output"}
+    assert set(sites) == {"norm", "attn", "ln_f"}
+    assert {(s.gemm, s.recipe, s.shape, s.tile) for s in sites.values()} == {("probe", "probe", (32, 32), (32, 32))}
+    _, rows = watch._recorder.step(0)
+    row = rows["ln_f", "output", "rowwise"]
+    assert int(row["measured"]) == Measured.COUNTS | Measured.AMAX | Measured.ENERGIES
+    assert int(row["num_elements"]) == 1024
+    assert math.sqrt(float(row["signal_energy"]) / 1024) == pytest.approx(1, rel=0.01)  # the RMS of a LayerNorm
+    order = [(m, o) for (m, o, d), r in sorted(rows.items(), key=lambda i: int(i[1]["order"])) if d == "rowwise"]
+    assert order.index(("norm", "output")) < order.index(("attn.qkv", "input")) < order.index(("attn", "output"))
+    assert order.index(("attn", "output")) < order.index(("ln_f", "output")) < order.index(("mlp", "input"))
+
+
+def test_a_nan_born_in_a_norm_is_seen_there_first(attach, block):
+    watch = attach(block)
+    block.norm.weight.data[7] = math.nan
+    block(x()).backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    broken = sorted((r for r in rows.items() if r[1]["num_nan"]), key=lambda i: int(i[1]["order"]))
+    site, row = broken[0]
+    assert site == ("norm", "output", "rowwise")
+    assert (int(row["num_nan"]), list(row["first_nonfinite"][:2])) == (32, [0, 7])
+
+
+def test_any_module_is_probed_by_name_or_pattern(attach, block):
+    watch = attach(block, probes=["ml*", "attn.proj"])
+    block(x()).backward()
+    watch.step()
+    assert {(s.module, s.gemm) for s in watch._recorder.sites if s.operand == "output"} == {
+        ("mlp", "fprop"),
+        ("attn.proj", "fprop"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("probes", "error", "text"),
+    [("norms", TypeError, "must be a list"), (["nowhere"], ValueError, "no module is called 'nowhere'")],
+)
+def test_what_cannot_be_probed_is_refused(attach, block, probes, error, text):
+    with pytest.raises(error, match=text):
+        attach(block, probes=probes)
+
+
+def test_attention_logits_are_seen_where_a_softmax_reads_them(attach, block):
+    watch = attach(block)
+    largest = []
+    block.attn.softmax.register_forward_pre_hook(lambda m, args: largest.append(float(args[0].detach().max())))
+    for _ in range(2):
+        block(x()).backward()
+    watch.step()
+    logs = watch._recorder.steps[0][3]
+    assert logs["max_attention_logit/attn"] == pytest.approx(max(largest))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+def test_probes_change_no_number_and_leave_with_the_watch(attach, block, recipe):
+    twin = copy.deepcopy(block)
+    watch, other = attach(block, recipe=recipe), attach(twin, recipe=recipe, probes=[])
+    for model in (block, twin):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x()).backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(block.parameters(), twin.parameters(), strict=True))
+    assert {s.operand for s in other._recorder.sites} == {"input", "weight", "grad_output"}
+    assert not watch.guard.errors
+    watch.detach()
+    assert not block.norm._forward_hooks
+    assert not block.attn.softmax._forward_hooks
+
+
+def test_evaluation_and_recomputation_are_not_counted(attach, block):
+    watch = attach(block)
+    block.eval()
+    block(x())
+    block.train()
+    torch.utils.checkpoint.checkpoint(block, x().requires_grad_(), use_reentrant=False).backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    assert {int(r["num_calls"]) for (_, o, _), r in rows.items() if o == "output"} == {1}
+
+
+def test_copies_and_pickles_of_a_probed_model_report_to_nobody(attach, block):
+    watch = attach(block)
+    twin = copy.deepcopy(block)
+    file = io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for model in (twin, loaded):
+        model(x()).backward()
+    block(x()).backward()
+    watch.step()
+    _, rows = watch._recorder.step(0)
+    assert {int(r["num_calls"]) for r in rows.values()} == {1}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("compiler", ["aot_eager"])
+def test_a_compiled_model_is_probed(attach, block, compiler):
+    watch = attach(block)
+    compiled = torch.compile(block, backend=compiler, fullgraph=False)
+    for _ in range(2):
+        compiled(x()).backward()
+        watch.step()
+    _, rows = watch._recorder.step(1)
+    assert {m for m, o, _ in rows if o == "output"} == {"norm", "attn", "ln_f"}
+    assert not watch.guard.errors
+
+
+values = st.sampled_from([0.0, 1.0, -2.5, 3e38, 1e-40, math.nan, math.inf, -math.inf])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(values, min_size=6, max_size=6), st.booleans())
+def test_the_look_on_the_cpu_is_the_look_on_a_device(numbers, heavy):
+    """Two ways to one row: numbers, and tensors that are never read."""
+    y = torch.tensor(numbers).view(2, 3)
+    one, other = Slab(1), Slab(1)
+    for order in (4, 7):
+        one.accumulate_probe(0, probe_numbers(y, heavy=heavy), order)
+        other.accumulate(0, probe_stats(y, heavy=heavy), order)
+    a, b = one.copy_rows()[0], other.copy_rows()[0]
+    for name in ("num_elements", "num_nan", "num_inf", "num_tiles", "num_calls", "num_zero_tiles", "num_sentinel_tiles",
+                 "amax_max", "amax_min_nonzero", "amax_hist", "first_nonfinite", "order", "measured", "worst_tile"):  # fmt: skip
+        assert np.array_equal(a[name], b[name]), name
+    assert float(a["signal_energy"]) == pytest.approx(float(b["signal_energy"]), rel=1e-5)

@@ -1,0 +1,84 @@
+"""Which steps and which sites are observed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+
+def observed(watch):
+    return [int(h["step"]) for h, ids, *_ in watch._recorder.steps if len(ids)]
+
+
+def test_windows_are_observed_and_the_scalars_of_all_steps_are_sent(attach, mlp, train):
+    twin = copy.deepcopy(mlp)
+    watch = attach(mlp, windows=[(2, 4), (6, None)])
+    losses = train(mlp, steps=8)
+    assert observed(watch) == [2, 3, 6, 7]
+    assert watch._recorder.losses() == pytest.approx(losses)
+    attach(twin)
+    assert train(twin, steps=8) == losses
+
+
+def test_every_samples_within_windows(attach, mlp, train):
+    watch = attach(mlp, windows=[(3, 20)], every=4)
+    train(mlp, steps=10)
+    assert observed(watch) == [4, 8]
+
+
+def test_between_samples_what_is_broken_leaves(attach, mlp):
+    watch = attach(mlp, every=4)
+    for step in range(6):
+        x = torch.randn(32, 64)
+        if step == 2:
+            x[0, 0] = float("inf")
+        mlp(x).backward()
+        watch.step()
+    assert 2 in observed(watch)
+    assert set(observed(watch)) <= {0, 2, 4}
+
+
+@pytest.mark.parametrize("windows", [[(4, 4)], [(5, 2)], [(-1, 3)], [(None, 3)], [3], [(1, 2, 3)], [(0.5, 2)]])
+def test_windows_without_a_step_are_refused(attach, mlp, windows):
+    with pytest.raises(ValueError, match="windows"):
+        attach(mlp, windows=windows)
+
+
+def test_pause_and_resume(attach, mlp, train):
+    watch = attach(mlp)
+    train(mlp, steps=1)
+    watch.pause()
+    train(mlp, steps=2)
+    watch.resume()
+    train(mlp, steps=1)
+    assert [int(h["step"]) for h, *_ in watch._recorder.steps] == [0, 3]
+    assert {int(r["num_calls"]) for r in watch._recorder.step(1)[1].values()} == {1}
+
+
+def test_sites_are_chosen_by_pattern(attach, mlp, train):
+    twin = copy.deepcopy(mlp)
+    watch = attach(mlp, sites=["up", "*.grad_output.columnwise"])
+    losses = train(mlp, steps=2)
+    assert set(watch._recorder.step(1)[1]) == {
+        ("up", "input", "rowwise"), ("up", "input", "columnwise"), ("up", "weight", "rowwise"),
+        ("up", "grad_output", "columnwise"), ("down", "grad_output", "columnwise"),
+    }  # fmt: skip
+    attach(twin)
+    assert train(twin, steps=2) == losses
+
+
+def test_delayed_scales_follow_operands_that_are_not_observed(attach, mlp, train):
+    twin = copy.deepcopy(mlp)
+    attach(mlp, recipe="delayed", sites=["up.input"])
+    attach(twin, recipe="delayed")
+    assert train(mlp, steps=4) == train(twin, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("sites", "error"), [("up", TypeError), (["nowhere"], ValueError), ([3], TypeError), (["up", ""], TypeError)]
+)
+def test_sites_that_are_none_are_refused(attach, mlp, sites, error):
+    with pytest.raises(error, match="sites="):
+        attach(mlp, sites=sites)

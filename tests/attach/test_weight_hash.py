@@ -1,0 +1,90 @@
+"""The hash of the weights: every bit, on every rank, in the same steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fp8watch.weight_hash import CHUNK, hash_bits
+from fp8watch_agent.record import Measured
+
+
+def reference(x):
+    bits = x.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]).tolist()
+    total = sum(b * (2 * i + 1) for i, b in enumerate(bits)) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_thousand_flips_of_one_bit_are_all_seen(dtype):
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    x = torch.randn(37, 129).to(dtype)
+    before, seen = int(hash_bits(x)), set()
+    ints = x.view(-1).view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    for _ in range(1000):
+        i, bit = rng.randrange(x.numel()), rng.randrange(8 * dtype.itemsize)
+        mask = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+        ints[i] ^= mask
+        flipped = int(hash_bits(x))
+        assert flipped != before, (i, bit)
+        seen.add(flipped)
+        ints[i] ^= mask
+    assert int(hash_bits(x)) == before
+    assert len(seen) > 950
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, CHUNK - 1), (CHUNK + 3, 2)])
+def test_the_hash_is_its_formula_in_pieces_too(shape):
+    torch.manual_seed(1)
+    x = torch.randn(shape)
+    assert int(hash_bits(x)) == reference(x)
+    t = torch.randn(5, 7).t()
+    assert int(hash_bits(t)) == reference(t)
+
+
+def test_nan_and_the_sign_of_zero_are_bits_as_well():
+    x = torch.zeros(4, 4)
+    y = x.clone()
+    y[1, 1] = -0.0
+    assert int(hash_bits(x)) != int(hash_bits(y))
+    assert int(hash_bits(torch.full((2, 2), float("nan")))) == int(hash_bits(torch.full((2, 2), float("nan"))))
+
+
+def hashed(watch, step):
+    _, rows = watch._recorder.step(step)
+    return {site: int(r["weight_hash"]) for site, r in rows.items() if int(r["measured"]) & Measured.HASH}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "observe"])
+def test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps(attach, mlp, train, recipe):
+    watch = attach(mlp, recipe=recipe, hash_every=3, start_step=2)
+    want = []
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    for _ in range(5):
+        want.append({m: int(hash_bits(getattr(mlp, m).weight)) for m in ("up", "down")})
+        for _ in range(2):  # micro-batches
+            mlp(torch.randn(32, 64)).backward()
+        optimizer.step()
+    for i, step in enumerate(range(2, 7)):
+        got = hashed(watch, i)
+        if step % 3:
+            assert got == {}
+        else:
+            assert got == {(m, "weight", "rowwise"): want[i][m] for m in ("up", "down")}
+
+
+def test_hashes_leave_between_samples_as_well(attach, mlp, train):
+    watch = attach(mlp, every=4, hash_every=3)
+    train(mlp, steps=7)
+    assert [bool(hashed(watch, i)) for i in range(7)] == [True, False, False, True, False, False, True]
+
+
+def test_hashing_is_switched_off_by_zero_and_refused_below(attach, mlp, train):
+    watch = attach(mlp, hash_every=0)
+    train(mlp, steps=2)
+    assert hashed(watch, 0) == {}
+    with pytest.raises(ValueError, match="hash_every=-1"):
+        attach(mlp, hash_every=-1)
