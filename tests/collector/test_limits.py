@@ -159,6 +159,7 @@ def test_a_bomb_is_refused_and_memory_stays_flat(serving: Any, name: str) -> Non
         )
         assert answer.status_code == status, answer.text
         assert answer.json()["remedy"]
+        assert "not a zstd frame" in answer.text or not name.startswith("a window"), "it was read"
         assert client.get("/api/v1/runs/run-1").json()["last_step"] == 1
     grown = rss_peak_bytes(pid) - before
     print(f"{len(body)} bytes on the wire, {grown >> 20} MiB more at the peak")
