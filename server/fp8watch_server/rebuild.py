@@ -1,7 +1,7 @@
 """After a restart an engine is built up again from what was looked at before.
 
-Upstream:   fp8watch_server.worker    Downstream: fp8watch_server.detect.engine, fp8watch_server.store.hot
-Shapes:     hot_batch rows that are detected -> one Engine, whose findings are known already and are dropped
+Upstream:   fp8watch_server.store.past    Downstream: fp8watch_server.worker, fp8watch_server.detect.engine
+Shapes:     batches that were detected -> one Engine, whose findings are known already and are dropped
 Thread:     detect worker
 
 An engine that can say what it remembers is saved now and then, and needs only what came since: that is exact. Otherwise
@@ -23,7 +23,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_agent.record import Site
 from fp8watch_agent.wire import Batch
 
-from .store import hot
+from .store import hot, past
 from .store import schema as t
 from .store.dialect import upsert
 
@@ -58,31 +58,58 @@ Registered = tuple[int, float, int, int]
 def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
     """Build the baselines up again from the newest batches of each rank that were looked at before.
 
-    Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps.
+    Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps. Where
+    they have become blocks, the blocks are read.
 
     Returns:
         How many batches were replayed.
     """
-    b = t.hot_batch.c
+    b, s = t.hot_batch.c, t.session.c
     seen = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED, b.arrival < before_arrival)
     rows = conn.execute(
-        sa.select(b.session, b.rank).where(*seen).group_by(b.rank, b.session, b.attempt).order_by(b.attempt)
+        sa.select(s.session, s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).order_by(s.attempt)
     ).all()
-    newest = {row.rank: row.session for row in rows}  # the last attempt stays
+    newest = {row.rank: row for row in rows}  # the last attempt stays
     arrivals: set[int] = set()
-    for rank, session in newest.items():
-        arrivals |= set(_newest_arrivals(conn, (*seen, b.rank == rank, b.session == session)))
-    if not arrivals:
-        return 0
+    from_step: dict[past.Source, int | None] = {}
+    known = past.cells(conn, run_id, tenant)
+    for rank, row in newest.items():
+        found = _newest_arrivals(conn, (*seen, b.rank == rank, b.session == row.session))
+        arrivals |= set(found.arrivals)
+        source = (row.attempt, rank)
+        from_step[source] = _first_block(conn, run_id, tenant, source, known, REPLAY_SAMPLES - found.num_samples)
+    where = (*seen, b.arrival >= min(arrivals, default=before_arrival))
     num = 0
-    for row, batch in _load(conn, (*seen, b.arrival >= min(arrivals)), b.arrival):
-        if row.arrival in arrivals:
-            engine.observe(batch, at=row.received_at)
+    for old in past.batches(conn, run_id, tenant, where=where, from_step=from_step.get):
+        if old.arrival is None or old.arrival in arrivals:
+            engine.observe(old.batch, at=old.at)
             num += 1
     return num
 
 
-def _newest_arrivals(conn: Connection, where: tuple[Any, ...]) -> Iterator[int]:
+def _first_block(
+    conn: Connection, run_id: str, tenant: str, source: past.Source, cells: Sequence[Any], num_samples: int
+) -> int | None:
+    """The first step of the blocks that hold so many samples of a source; None: no block is needed, or there is none."""
+    first = None
+    for cell in reversed(cells):
+        if num_samples <= 0:
+            break
+        if list(source) in cell.sources:
+            num_samples -= past.num_samples(conn, run_id, tenant, source, cell.step0)
+            first = cell.step0
+    return first
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """Hot batches of a session, and how many samples they hold."""
+
+    arrivals: list[int]
+    num_samples: int
+
+
+def _newest_arrivals(conn: Connection, where: tuple[Any, ...]) -> _Newest:
     """Arrivals of one session's batches, newest first, until they hold enough samples."""
     b = t.hot_batch.c
     rows = conn.execute(
@@ -91,14 +118,16 @@ def _newest_arrivals(conn: Connection, where: tuple[Any, ...]) -> Iterator[int]:
         .order_by(b.arrival.desc())
         .limit(MAX_REPLAY_BATCHES)
     ).all()
+    arrivals: list[int] = []
     num_samples = 0
     for row in rows:
-        yield row.arrival
+        arrivals.append(row.arrival)
         if row.num_records:
             batch = hot.load(conn, row)
             num_samples += 0 if batch is None else len(np.unique(batch.step))
         if num_samples >= REPLAY_SAMPLES:
-            return
+            break
+    return _Newest(arrivals, num_samples)
 
 
 def _load(conn: Connection, where: tuple[Any, ...], order: Any) -> Iterator[tuple[Any, Batch]]:

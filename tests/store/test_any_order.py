@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from database import KINDS, fresh_database
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from store.kit import SITES, Feed, made_up
 
@@ -15,6 +15,12 @@ from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import make_engine, writing
 
 STEPS, PER_BATCH = 290, 29
+HEAVY: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "phases": [Phase.generate],  # an example takes a second: what fails is not made smaller
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 def bodies(feed: Feed, run: str) -> list[bytes]:
@@ -46,14 +52,14 @@ def shared(request: pytest.FixtureRequest) -> Any:
         feed.engine.dispose()
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=3, **HEAVY)
 @given(data=st.data())
 def test_any_order_and_any_moment_of_compaction_give_the_same_answers(shared: Any, data: st.DataObject) -> None:
     in_some_order(shared, data)
 
 
 @pytest.mark.long
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, **HEAVY)
 @given(data=st.data())
 def test_any_of_many_orders_gives_the_same_answers(shared: Any, data: st.DataObject) -> None:
     in_some_order(shared, data)

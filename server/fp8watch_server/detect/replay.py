@@ -1,11 +1,11 @@
 """`fp8watch replay RUN`: the engine again over what is stored, with other thresholds; changes nothing.
 
-Upstream:   fp8watch_server.store.hot        Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold
-Shapes:     hot_batch rows of a run, in the order of their commit -> incidents in a database in memory
+Upstream:   fp8watch_server.store.past        Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold
+Shapes:     batches of a run, as the ranks took turns -> incidents in a database in memory
 Thread:     main
 
-Read are the bodies that are still as they came. Steps that have been compacted away are not replayed; the command
-says from which step on it could.
+Read are blocks, and bodies that are still as they came. Steps of which retention has left only the roll-up over ranks,
+or less, are not replayed; the command says how many those are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sqlalchemy.pool import StaticPool
 
 from fp8watch_server.rebuild import sites_of
 from fp8watch_server.settings import default_database_url
-from fp8watch_server.store import hot
+from fp8watch_server.store import past
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.dialect import DatabaseUrlError, engine_of
 
@@ -42,6 +42,7 @@ class Replayed:
     incidents: list[dict[str, Any]]
     num_batches: int
     first_step: int | None
+    num_cells_left_out: int  # of 256 steps, of which retention has left no rank's detail
 
 
 def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> Replayed:
@@ -61,28 +62,24 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
     registered: list[Any] = sites_of(conn, run_id, TENANT)
     sites = facts_of(registered)
     engine = Engine(sites, thresholds)
-    s, b = t.session.c, t.hot_batch.c
+    s = t.session.c
     engine.add_sessions(sessions_of(conn.execute(sa.select(t.session).where(s.run_id == run_id, s.tenant == TENANT))))
-    rows = conn.execute(
-        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.received_at, b.step_min)
-        .where(b.run_id == run_id, b.tenant == TENANT)
-        .order_by(b.arrival)
-    ).all()
-    for row in rows:
-        batch = hot.load(conn, row)
-        if batch is None:
-            continue
-        found = engine.observe(batch, at=row.received_at)
+    num_batches, first_step = 0, None
+    for old in past.batches(conn, run_id, TENANT):
+        num_batches += 1
+        if len(old.batch.steps):
+            step = int(old.batch.steps["step"][0])
+            first_step = step if first_step is None else min(first_step, step)
+        found = engine.observe(old.batch, at=old.at)
         with scratch.begin() as made:
-            where = (made, run_id, TENANT, row.attempt)
-            fold(*where, found, sites, row.received_at)
+            where = (made, run_id, TENANT, old.attempt)
+            fold(*where, found, sites, old.at)
             if engine.settled_step is not None:
-                close_quiet(*where, engine.settled_step, row.received_at, stride=engine.stride)
+                close_quiet(*where, engine.settled_step, old.at, stride=engine.stride)
     with scratch.begin() as made:
         got = [dict(r) for r in made.execute(sa.select(t.incident).order_by(t.incident.c.first_step)).mappings()]
     scratch.dispose()
-    steps = [row.step_min for row in rows if row.step_min is not None]
-    return Replayed(got, len(rows), min(steps) if steps else None)
+    return Replayed(got, num_batches, first_step, past.num_without_detail(conn, run_id, TENANT))
 
 
 def _say(text: object, to: TextIO | None = None) -> None:
@@ -110,9 +107,14 @@ def main(argv: list[str]) -> int:
         _say(e, sys.stderr)
         return 1
     if not got.num_batches:
-        _say(f"run {args.run!r}: no stored batches; give the id of a run that was compacted not yet", sys.stderr)
+        _say(
+            f"run {args.run!r}: no stored batches; give the id of a run whose ranks are still kept in detail",
+            sys.stderr,
+        )
         return 1
     _say(f"{got.num_batches} batches from step {got.first_step} on; {len(thresholds.changed())} thresholds changed")
+    if got.num_cells_left_out:
+        _say(f"{got.num_cells_left_out} × 256 steps are left out: of them the roll-up over ranks is kept, or less")
     _say("would be raised:")
     for i in got.incidents:
         _say(f"  {i['first_step']:>8} – {i['last_step']:<8} {i['severity']:<8} {i['mode']:<28} {i['title']}")

@@ -1,6 +1,6 @@
 """Reading records back out of the bodies that were stored as they came.
 
-Upstream:   fp8watch_server.store.write    Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
+Upstream:   fp8watch_server.store.write    Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact, fp8watch_server.store.past
 Shapes:     hot_batch rows -> wire.Batch -> records.Parts
 Thread:     query pool, detect worker, compactor
 

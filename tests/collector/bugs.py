@@ -1,0 +1,321 @@
+"""What is broken on purpose in the collector, and the test that sees it: a promise a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+S = "server/fp8watch_server"
+C = "tests/collector"
+T = "tests/store"
+
+INGEST = [
+    Bug(
+        "200 means committed",
+        f"{S}/committer.py",
+        "                answers = self._take(group)\n",
+        "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
+        "                answers = self._take(group)\n",
+        f"{C}/test_kill.py::test_kill_9_under_load[sqlite-few]",
+    ),
+    Bug(
+        "another body under a key is a 409",
+        f"{S}/store/commit.py",
+        "if there == item.sha256[: len(there)] else KeyReused()",
+        "if there else KeyReused()",
+        f"{C}/test_ingest_answers.py::test_another_body_under_a_key_that_is_taken_is_refused",
+    ),
+    Bug(
+        "a batch that was compacted is known when it comes again",
+        f"{S}/store/commit.py",
+        "if there is None and h.seq <= session.ledger_seq_max:",
+        "if there is None and h.seq < 0:",
+        f"{T}/test_compaction.py::test_a_batch_that_comes_late_goes_into_its_block",
+    ),
+    Bug(
+        "of a step sent twice the later batch counts in any order",
+        f"{S}/store/records.py",
+        "np.lexsort((parts.seq, parts.attempt, parts.rank, parts.step, parts.site))",
+        "np.lexsort((parts.attempt, parts.rank, parts.step, parts.site))",
+        f"{C}/test_queries.py::test_of_a_step_that_one_session_sends_twice_the_later_batch_counts_in_any_order",
+    ),
+    Bug(
+        "order does not matter",
+        f"{S}/store/commit.py",
+        'upsert(conn, t.scalar, scalars, newest_by="seq")',
+        "upsert(conn, t.scalar, scalars)",
+        f"{T}/test_any_order.py::test_any_order_and_any_moment_of_compaction_give_the_same_answers[sqlite]"
+        f" {C}/test_queries.py::test_of_a_step_that_one_session_sends_twice_the_later_batch_counts_in_any_order",
+    ),
+    Bug(
+        "a repeated step belongs to the newer attempt",
+        f"{S}/store/records.py",
+        "    if owner is None:\n        return parts\n",
+        "    return parts\n",
+        f"{C}/test_queries.py::test_steps_repeated_after_a_restart_belong_to_the_newer_attempt",
+    ),
+    Bug(
+        "nothing of a refused batch is stored",
+        f"{S}/store/commit.py",
+        '            outcomes[i] = Unknown("sites", missing)\n            continue\n',
+        '            outcomes[i] = Unknown("sites", missing)\n',
+        f"{C}/test_ingest_answers.py::test_an_unknown_run_session_or_site_asks_for_registration",
+    ),
+    Bug(
+        "a database that is away is a 503 within a second",
+        f"{S}/patience.py",
+        "WITHOUT_PROGRESS_S = 0.7",
+        "WITHOUT_PROGRESS_S = 60.0",
+        f"{C}/test_database_away.py::test_postgresql_away_is_a_503_soon_and_heals_by_itself[freeze]",
+    ),
+    Bug(
+        "a 503 says when to come back",
+        f"{S}/patience.py",
+        '        headers={"Retry-After": str(RETRY_AFTER_S)},\n',
+        "",
+        f"{C}/test_database_away.py::test_no_connection_left_is_a_503_and_heals",
+    ),
+    Bug(
+        "more in flight than 128 MiB is a 429",
+        f"{S}/ingest.py",
+        "if held.total_bytes > MAX_INFLIGHT_BYTES:",
+        "if held.total_bytes < 0:",
+        f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
+    ),
+    Bug(
+        "one body is stored once by two collectors",
+        f"{S}/store/commit.py",
+        "        if there is None and replays:\n",
+        "        if there is None and replays is None:\n",
+        f"{C}/test_rolling.py::test_one_body_sent_to_two_collectors_at_once_is_stored_once",
+    ),
+    Bug(
+        "SIGTERM drains",
+        f"{S}/command.py",
+        "DRAIN_S = 10\n",
+        "DRAIN_S = 0\n",
+        f"{C}/test_rolling.py::test_rolling_restarts_under_load_lose_nothing_and_drain[sqlite]",
+    ),
+]
+
+BOMBS = [
+    Bug(
+        "a frame that declares a gigabyte is refused unread",
+        "agent/fp8watch_agent/inflate.py",
+        "        if size > max_bytes:\n            raise",
+        "        if size < 0:\n            raise",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a stream of gzip is counted before it is kept",
+        "agent/fp8watch_agent/inflate.py",
+        "        if sum(map(len, _pieces(body, max_bytes))) > max_bytes:",
+        "        if len(b''.join([*_pieces(body, 4 * max_bytes)])) > max_bytes:",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a window has a limit",
+        "agent/fp8watch_agent/inflate.py",
+        "max_window_size=MAX_WINDOW_BYTES",
+        "max_window_size=1 << 30",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "maps stay closed until their size is known",
+        "agent/fp8watch_agent/wire.py",
+        "    columns: msgspec.Raw\n\n\nclass _TileMapHeader",
+        "    columns: dict[str, bytes]\n\n\nclass _TileMapHeader",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat"
+        f" {C}/test_ingest_answers.py::test_the_same_batch_twice_changes_nothing",
+    ),
+    Bug(
+        "limits are those that are promised",
+        "agent/fp8watch_agent/inflate.py",
+        "MAX_INFLATED_BYTES = 64 << 20",
+        "MAX_INFLATED_BYTES = 256 << 20",
+        f"{C}/test_limits.py::test_limits_are_those_that_are_promised",
+    ),
+]
+
+SECURITY = [
+    Bug(
+        "a foreign name is refused",
+        f"{S}/auth.py",
+        "            return self._misdirected(headers)\n",
+        "            return None\n",
+        f"{C}/test_auth.py::test_a_name_that_was_made_to_point_here_is_refused",
+    ),
+    Bug(
+        "scopes are asked for",
+        f"{S}/auth.py",
+        "        if needed not in granted:",
+        "        if not granted:",
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "changing anything needs admin",
+        f"{S}/auth.py",
+        'return "read" if method in ("GET", "HEAD", "OPTIONS") else "admin"',
+        'return "read"',
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "a revoked token opens nothing",
+        f"{S}/auth.py",
+        "for row in rows if row.revoked_at is None}",
+        "for row in rows}",
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "a new route has a line in the table",
+        f"{S}/app.py",
+        "    app.add_middleware(ingest.ShortWay)\n",
+        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.ShortWay)\n',
+        f"{C}/test_auth.py::test_every_route_is_in_the_table",
+    ),
+    Bug(
+        "listening for others needs a token",
+        f"{S}/auth.py",
+        "if settings.loopback or settings.insecure or read_tokens(engine).scopes:",
+        "if settings.host:",
+        f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
+    ),
+    Bug(
+        "a page of another site may not write",
+        f"{S}/auth.py",
+        'if needed != "read" and self._of_another_site(headers):',
+        'if needed == "nothing" and self._of_another_site(headers):',
+        f"{C}/test_auth.py::test_a_page_of_somebody_else_cannot_write",
+    ),
+    Bug(
+        "a token is kept as its hash",
+        f"{S}/auth.py",
+        '{"token_sha256": token_sha256(settings.token), "tenant"',
+        '{"token_sha256": settings.token, "tenant"',
+        f"{C}/test_auth.py::test_a_token_is_kept_as_its_hash_only",
+    ),
+    Bug(
+        "logs hold no secret",
+        f"{S}/logs.py",
+        'return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]',
+        "return text[:MAX_CHARS]",
+        f"{C}/test_limits.py::test_a_line_of_the_log_holds_no_secret_and_is_one_line",
+    ),
+    Bug(
+        "a table holds no formula",
+        f"{S}/api_csv.py",
+        "value.startswith(_FORMULA)",
+        "value.startswith(chr(0))",
+        f"{T}/test_api.py::test_csv_holds_every_value_and_no_formula",
+    ),
+    Bug(
+        "the role of the dashboards reads views only",
+        f"{S}/store/views.py",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA} TO",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA}, public TO",
+        f"{T}/test_views.py::test_the_role_of_the_dashboards_reads_the_views_and_nothing_else",
+    ),
+]
+
+STORE = [
+    Bug(
+        "two workers count a batch once",
+        f"{S}/worker.py",
+        "    if done.rowcount != len(arrivals):\n",
+        "    if done.rowcount < 0:\n",
+        f"{C}/test_worker.py::test_two_workers_on_one_database_count_a_batch_once",
+    ),
+    Bug(
+        "one collector leads",
+        f"{S}/store/leader.py",
+        "            if not mine:\n",
+        "            if False:\n",
+        f"{T}/test_rounds.py::test_one_leads_until_it_lets_go",
+    ),
+    Bug(
+        "who does not lead does nothing",
+        f"{S}/store/rounds.py",
+        "            if self._leader.held():\n",
+        "            if self._leader.held() or True:\n",
+        f"{T}/test_rounds.py::test_who_does_not_lead_forgets_and_does_nothing"
+        f" {T}/test_rounds.py::test_of_two_compactors_one_works_until_it_stops",
+    ),
+    Bug(
+        "compaction is crash-safe",
+        f"{S}/store/compact.py",
+        '    crash("compact.encoded")\n',
+        '    with writing(engine) as conn:\n        _let_go(conn, group, got)\n    crash("compact.encoded")\n',
+        f"{T}/test_kill.py::test_killed_anywhere_compaction_loses_nothing_and_doubles_nothing[sqlite]",
+    ),
+    Bug(
+        "a roll-up that was overtaken is not shown",
+        f"{S}/store/rollup.py",
+        "compacted_at=cell.compacted_at)).rowcount != 1:",
+        "compacted_at=cell.compacted_at)).rowcount < 0:",
+        f"{T}/test_compaction.py::test_a_roll_up_that_a_late_batch_overtakes_is_not_shown",
+    ),
+    Bug(
+        "retention keeps what an incident is about",
+        f"{S}/store/retention.py",
+        "if cell.shown_rank is None or _near(cell, spans):",
+        "if cell.shown_rank is None:",
+        f"{T}/test_retention.py::test_around_an_incident_detail_stays_for_good_and_so_do_the_ranks_that_one_names",
+    ),
+    Bug(
+        "retention keeps the ranks that an incident names",
+        f"{S}/store/retention.py",
+        "(keep == t.KEPT_ROLLUP and s[1] not in odd)",
+        "keep == t.KEPT_ROLLUP",
+        f"{T}/test_retention.py::test_around_an_incident_detail_stays_for_good_and_so_do_the_ranks_that_one_names",
+    ),
+    Bug(
+        "retention goes on where it was broken off",
+        f"{S}/store/retention.py",
+        "            if keep >= cell.kept and not unfinished:\n",
+        "            if keep >= cell.kept:\n",
+        f"{T}/test_kill.py::test_killed_anywhere_retention_keeps_the_sums_that_it_promises",
+    ),
+    Bug(
+        "an ETag is of what was asked",
+        f"{S}/api.py",
+        "request.url.path, request.url.query)",
+        "request.url.path)",
+        f"{T}/test_api.py::test_an_answer_that_is_as_it_was_is_a_304",
+    ),
+    Bug(
+        "an ETag is of what it rests on",
+        f"{S}/store/validity.py",
+        '    parts += [f"{row.arrival}:{row.step_min}" for row in found.hot]\n',
+        "",
+        f"{T}/test_api.py::test_an_answer_that_is_as_it_was_is_a_304",
+    ),
+    Bug(
+        "migrations keep data",
+        f"{S}/migrations/versions/0002_blocks.py",
+        "def upgrade() -> None:\n",
+        'def upgrade() -> None:\n    op.execute("DELETE FROM scalar")\n',
+        f"{T}/test_migrations.py::test_a_filled_database_of_the_first_release_keeps_its_data",
+    ),
+    Bug(
+        "NaN is data",
+        f"{S}/store/commit.py",
+        "kinds[np.isnan(values)] = 1",
+        "kinds[np.isnan(values)] = 2",
+        f"{C}/test_nonfinite.py::test_sql_tells_them_apart",
+    ),
+    Bug(
+        "no maximum takes a NaN in silence",
+        f"{S}/store/records.py",
+        "merged[name] = np.maximum.reduceat(values, starts)",
+        "merged[name] = np.fmax.reduceat(values, starts)",
+        f"{C}/test_nonfinite.py::test_a_nan_on_one_rank_is_not_averaged_away",
+    ),
+    Bug(
+        "metrics are bounded",
+        f"{S}/metrics.py",
+        "        if count > self.left:\n",
+        "        if count < 0:\n",
+        f"{C}/test_metrics.py::test_series_are_bounded_and_what_was_left_out_is_counted",
+    ),
+]
+
+BUGS = [*INGEST, *BOMBS, *SECURITY, *STORE]
