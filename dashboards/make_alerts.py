@@ -24,7 +24,13 @@ def grafana(rules: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": 1,
         "groups": [
-            {"orgId": 1, "name": g["name"], "folder": "fp8watch", "interval": "1m", "rules": [_rule(r) for r in g["rules"]]}
+            {
+                "orgId": 1,
+                "name": g["name"],
+                "folder": "fp8watch",
+                "interval": "1m",
+                "rules": [_rule(r) for r in g["rules"]],
+            }
             for g in rules["groups"]
         ],
     }
@@ -40,8 +46,18 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
         "title": rule["alert"],
         "condition": "B",
         "data": [
-            {"refId": "A", "relativeTimeRange": {"from": 600, "to": 0}, "datasourceUid": "$FP8WATCH_PROMETHEUS_UID", "model": found},
-            {"refId": "B", "relativeTimeRange": {"from": 600, "to": 0}, "datasourceUid": "__expr__", "model": threshold},
+            {
+                "refId": "A",
+                "relativeTimeRange": {"from": 600, "to": 0},
+                "datasourceUid": "$FP8WATCH_PROMETHEUS_UID",
+                "model": found,
+            },
+            {
+                "refId": "B",
+                "relativeTimeRange": {"from": 600, "to": 0},
+                "datasourceUid": "__expr__",
+                "model": threshold,
+            },
         ],
         "noDataState": "OK",
         "execErrState": "Error",
