@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import sqlalchemy as sa
 from detect.healthy_run import Run
 from incidents.store import RUN, TENANT, Store
 
-from fp8watch_server.incidents.fold import fold
+from fp8watch_server.incidents.fold import close_quiet, fold
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
@@ -215,10 +216,15 @@ def test_what_was_resolved_by_hand_is_not_opened_again_by_its_consequences(store
 
 
 def test_flapping_sends_four_messages_however_often(store: Store) -> None:
-    steps = range(5, 755, 25)
-    for first in range(0, 800, 10):
-        store.take(store.run.batch(range(first, first + 10), inf_at(store.run, *steps)))
-    assert len(store.incidents) == 30
+    [finding] = store.engine.observe(store.run.batch(range(6), inf_at(store.run, 5)))
+    for step in range(5, 2505, 25):
+        store.now += 10.0
+        with writing(store.db) as conn:
+            where = (conn, RUN, TENANT, 1)
+            fold(*where, [replace(finding, step=step)], store.run.facts, store.now)
+            close_quiet(*where, step + 21, store.now)
+    assert len(store.incidents) == 100
+    assert {i["status"] for i in store.incidents} == {"resolved"}
     assert store.messages == ["firing", "resolved", "firing", "resolved"]
 
 

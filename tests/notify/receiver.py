@@ -28,6 +28,7 @@ class Got:
     headers: dict[str, str]
     raw: bytes
     at: float
+    status: int  # that was answered; 0: cut off without an answer
 
     @property
     def body(self) -> dict[str, Any]:
@@ -40,11 +41,13 @@ class Got:
 
 @dataclass
 class Receiver:
-    """Answers `script` one by one, then 200. `hold` keeps each answer back until it is set."""
+    """Answers `script` one by one, then 200 (`always`: that). `hold` keeps each answer back until it is set."""
 
     script: list[Answer] = field(default_factory=list)
     got: list[Got] = field(default_factory=list)
     hold: threading.Event | None = None
+    always: Answer = OK
+    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         receiver = self
@@ -54,11 +57,16 @@ class Receiver:
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
                 with receiver._arrived:
-                    receiver.got.append(Got(self.path, dict(self.headers), raw, time.monotonic()))
-                    answer = receiver.script.pop(0) if receiver.script else OK
+                    answer = receiver.script.pop(0) if receiver.script else receiver.always
+                    receiver.got.append(Got(self.path, dict(self.headers), raw, time.monotonic(), answer[0]))
                     receiver._arrived.notify_all()
                 if receiver.hold is not None:
                     receiver.hold.wait(20)
+                if receiver.delay_s:
+                    time.sleep(receiver.delay_s)
+                if not answer[0]:
+                    self.close_connection = True
+                    return
                 try:
                     self.send_response_only(answer[0])
                     for name, value in {"Content-Length": str(len(answer[2])), **answer[1]}.items():

@@ -110,17 +110,27 @@ def test_slack_gets_one_message_a_second(outbox: Outbox, receiver_of: Receivers,
     assert second.at - first.at >= 0.95
 
 
-def test_a_poison_receiver_keeps_nobody_waiting(outbox: Outbox, receiver_of: Receivers, dispatch: Dispatch) -> None:
-    stuck, good = receiver_of(), receiver_of()
-    stuck.hold = threading.Event()
-    for _ in range(5):
-        outbox.put()
+def test_a_poison_receiver_among_five_keeps_nobody_waiting(
+    outbox: Outbox, receiver_of: Receivers, dispatch: Dispatch
+) -> None:
+    names = ("stuck", "broken", "gone", "limited", "good")
+    receivers = {name: receiver_of() for name in names}
+    receivers["stuck"].hold = threading.Event()
+    receivers["broken"].always = (500, {}, b"")
+    receivers["gone"].always = (410, {}, b"")
+    receivers["limited"].always = (429, {"Retry-After": "60"}, b"")
+    keys = sorted(outbox.put() for _ in range(5))
     started = time.monotonic()
-    dispatch(webhook(stuck, "stuck"), webhook(good, "good"))
-    assert good.wait_for(5)[-1].at - started < 2.0
-    assert len(stuck.got) == 1
-    stuck.hold.set()
-    outbox.wait_for(["sent"] * 10)
+    dispatch(*(webhook(receivers[name], name) for name in names))
+    assert receivers["good"].wait_for(5)[-1].at - started < 10.0
+    assert sorted(g.headers["Idempotency-Key"] for g in receivers["good"].got) == keys
+    assert len(receivers["stuck"].got) == 1
+    receivers["gone"].wait_for(5)
+    assert len(receivers["limited"].got) == 1  # the channel waits, not the message alone
+    assert len(receivers["broken"].got) > 0
+    assert len(receivers["gone"].got) == 5  # a refusal is not tried again
+    receivers["stuck"].hold.set()
+    receivers["stuck"].wait_for(5)
 
 
 def test_a_resolve_waits_for_its_firing(
