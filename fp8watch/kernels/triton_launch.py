@@ -22,8 +22,9 @@ from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
 REGION = 128
 """Rows and columns of what one program reads: one 128×128 block, or the 128 tiles of 128 in it."""
 
-STRIP = 16
-"""Rows that it reads at once: 16 elements a thread. At 32 the statistics no longer fit into registers."""
+STRIP, HEAVY_STRIP = 16, 8
+"""Rows that it reads at once, 16 and 8 elements a thread: with more, the statistics (with energies and moments) no
+longer fit into registers."""
 
 NUM_WARPS = 4
 
@@ -53,7 +54,7 @@ class How:
     def constants(self, x: torch.Tensor, given: bool, region: tuple[int, int]) -> dict[str, Any]:
         """The constants that kernels are compiled for. Fused multiply-add would round once where the rule rounds twice."""
         return {
-            "BM": region[0], "BK": region[1], "SUB": _strip(region), "E4M3": self.fmt.name == "E4M3",
+            "BM": region[0], "BK": region[1], "SUB": strip_of(region, self.heavy and self.stats), "E4M3": self.fmt.name == "E4M3",
             "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": self.power_2, "GUARD": self.guard, "GIVEN": given,
             "INVARIANT": self.invariant, "STATS": self.stats, "HEAVY": self.heavy and self.stats,
             "DEQUANTIZE": self.dequantize, "HARDWARE": self.hardware_cast,
@@ -120,7 +121,7 @@ def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None,
             extremes = torch.empty((num_programs, 2), dtype=torch.int32, device=x.device)
             triton_strip.amax_kernel[(num_programs,)](
                 x, extremes, rows, columns, *x.stride(), regions_k,
-                BM=rm, BK=rk, SUB=_strip(region), num_warps=NUM_WARPS,
+                BM=rm, BK=rk, SUB=strip_of(region, False), num_warps=NUM_WARPS,
             )  # fmt: skip
             amax = extremes.amax(0).view(torch.float32)  # of the bits, which for magnitudes is of the values
         triton_tiles.quantize_kernel[(num_programs,)](
@@ -174,5 +175,7 @@ def _region(x: torch.Tensor, tile: tuple[int, int], whole: bool) -> tuple[int, i
     return rows if tile[0] == 1 else tile[0], max(columns, tile[1])
 
 
-def _strip(region: tuple[int, int]) -> int:
-    return min(interpreted_strip if INTERPRETED else STRIP, region[0])
+def strip_of(region: tuple[int, int], heavy: bool) -> int:
+    """Rows of a region that a program reads at once."""
+    rows = HEAVY_STRIP if heavy else STRIP
+    return min(interpreted_strip if INTERPRETED else rows, region[0])

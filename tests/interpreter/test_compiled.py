@@ -23,7 +23,7 @@ _POINTERS = {"x": "*bf16", **{name + side: kind for name, kind in _OUTPUTS.items
 _POINTERS |= {"lines": "*i32", "buffer": "*u8", "given": "*fp32", "given_c": "*fp32"}
 _ALIGNED = {"M", "K", "stride_m", "stride_om", "stride_ck", "Mt", "Kt"}
 _QUANTIZE = {
-    "BM": 128, "BK": 128, "SUB": 16, "WHOLE": False, "E4M3": True, "LARGEST_INPUT": 3.4e38, "POWER_2": True,
+    "BM": 128, "BK": 128, "WHOLE": False, "E4M3": True, "LARGEST_INPUT": 3.4e38, "POWER_2": True,
     "GUARD": True, "GIVEN": False, "INVARIANT": True, "STATS": True, "HEAVY": False, "DEQUANTIZE": False,
     "HARDWARE": False, "amax_in": None, "given": None, "stride_k": 1, "stride_ok": 1,
 }  # fmt: skip
@@ -51,9 +51,11 @@ def compile_for(target: int, kernel: str, constants: dict[str, Any]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from fp8watch.kernels import triton_fold, triton_tiles
+    from fp8watch.kernels import triton_fold, triton_launch, triton_tiles
 
     function = getattr(triton_tiles, kernel, None) or getattr(triton_fold, kernel)
+    if "BM" in constants:
+        constants = {**constants, "SUB": triton_launch.strip_of((constants["BM"], constants["BK"]), constants["HEAVY"])}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
