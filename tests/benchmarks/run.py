@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FAMILIES = ("kernels", "linear", "agent", "store", "collector")
+FAMILIES = ("kernels", "linear", "agent", "steps", "store", "collector")
 
 
 def main() -> None:
