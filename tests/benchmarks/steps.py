@@ -65,7 +65,8 @@ def rounds(
     health: dict[str, dict[str, float]] = {}
     for turn in range(repetitions + 1):
         for name, process in children.items():
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(f"{ROUND}\n")
             process.stdin.flush()
             times, health[name] = json.loads(process.stdout.readline())
