@@ -9,6 +9,10 @@ BIN      := $(VENV)/bin
 .PHONY: demo test test-long test-gpu lint serve bench bench-gpu bench-detect screenshots clean
 .DEFAULT_GOAL := help
 
+# Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 help:
 	@grep -B1 -E '^[a-z-]+:' Makefile | grep -E '^# ' | sed 's/^# /  /'
 
@@ -29,11 +33,11 @@ demo: $(VENV)/.demo
 
 # make test         all tests of every change, ten minutes on two cores at most
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
-# make test-long    the full counts: every fault of the demo, 600 healthy steps
+# make test-long    the full counts: every fault of the demo, 600 healthy steps, every promise broken on purpose
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 # make test-gpu     what only a GPU can show; fails where there is none
 test-gpu: $(VENV)/.dev
