@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from agent_support import Collector, Reply, make_ids, make_maps, make_rows, make_session, make_sites, make_step, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,11 +89,12 @@ def play(recorder: Recorder, collector: Collector, events: list[tuple[str, Any]]
     return handed
 
 
-def test_the_books_balance_over_random_faults() -> None:
+@pytest.mark.parametrize("num_schedules", [30, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_the_books_balance_over_random_faults(num_schedules: int) -> None:
     seen: Counter[str] = Counter()
 
     @given(seed=st.integers(0, 1 << 32))
-    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_schedules, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def one(seed: int) -> None:
         rng = random.Random(seed)
         run_schedule(schedule(rng), rng.random() < 0.25, rng.random() < 0.1, seen)

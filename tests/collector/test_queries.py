@@ -66,7 +66,9 @@ def test_derived_fields_are_what_their_formulas_say(agent: Agent) -> None:
     agent.send([UP], [1], fields={**fields, "num_inf": 3, "signal_energy": 10.0, "noise_energy": 0.01})
     want = {"tile_sqnr_db": 30.0, "sqnr_db": 30.0, "underflow_ratio": 0.1, "num_nonfinite": 5}
     for name, value in want.items():
-        assert series(agent.client, name)["values"] == pytest.approx([value], abs=1e-3), name  # sums travel with 13 bits
+        assert series(agent.client, name)["values"] == pytest.approx([value], abs=1e-3), (
+            name
+        )  # sums travel with 13 bits
 
 
 def test_what_was_not_measured_is_null_and_never_zero(agent: Agent) -> None:

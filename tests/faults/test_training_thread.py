@@ -17,6 +17,9 @@ SWITCHES_PER_STEP = 2.0
 """Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. A single wait in each step
 makes 1 and is not seen here; reads, writes and calls are, exactly."""
 
+HARMLESS = {"builtins.id"}
+"""Audit events that ask nothing of the system: the address of an object."""
+
 FAULTS = {
     "up": Fault(),
     "blackholed": Fault(blackhole=True),
@@ -64,7 +67,7 @@ def check(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> N
             break
     for name, case in got.items():
         print(f"{name}: {case['switches']} waits, {case['io'] - alone['io']} reads and writes in {num_steps} steps")
-        assert not Counter(case["events"]) - Counter(alone["events"]), name
+        assert not {*(Counter(case["events"]) - Counter(alone["events"]))} - HARMLESS, name
         assert case["calls"] == {}, name
         assert case["io"] - alone["io"] <= 2, name  # /proc itself is read in pieces
         assert case["switches"] - alone["switches"] <= SWITCHES_PER_STEP * num_steps, name
