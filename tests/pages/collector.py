@@ -36,7 +36,7 @@ class _Quiet:
 def make_app(folder: Path) -> FastAPI:
     """A collector with a database of its own."""
     nothing = {f.name: lambda *args, **kwargs: [] for f in dataclasses.fields(Detection)}
-    quiet = Detection(**{**nothing, "make_facts": lambda sites: {}, "make_engine": lambda facts: _Quiet()})
+    quiet = Detection(**{**nothing, "make_facts": lambda sites: {}, "make_engine": lambda *args: _Quiet()})
     settings = Settings(database_url=f"sqlite:///{folder / 'fp8watch.db'}")
     return create_app(settings, detection=quiet, dispatcher=lambda engine, settings: None)
 

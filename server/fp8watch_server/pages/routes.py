@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, Response
 
-from fp8watch_server.pages import assets, lookup, runbooks, tables, view
+from fp8watch_server.pages import assets, coverage, health, lookup, runbooks, tables, view
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
 from fp8watch_server.pages.templating import page, problem_page
+from fp8watch_server.problem import JsonResponse, Problem
 from fp8watch_server.store import queries
 
 router = APIRouter(include_in_schema=False)
@@ -90,6 +91,26 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         )
 
 
+@router.get("/runs/{run_id:path}/health.json")
+def health_json(request: Request, run_id: str) -> Response:
+    """The health map of a run, as its page draws it."""
+    query = request.query_params
+    field = query.get("field", health.FIELDS[0])
+    if field not in health.FIELDS:
+        raise Problem(
+            422,
+            f"field={view.cut(field)}",
+            rule=f"one of {', '.join(health.FIELDS)}",
+            remedy="ask for one of them; the API has the others",
+        )
+    with _connect(request) as conn:
+        run = lookup.find_run(conn, run_id)
+        back = Link("The run", lookup.run_url(run["id"]))
+        low, high = (lookup.integer("step", query.get(name), back) for name in ("from", "to"))
+        points = lookup.integer("number of points", query.get("points"), back) or 400
+        return JsonResponse(health.health_map(conn, run["id"], field, query.get("operand", ""), low, high, points))
+
+
 @router.get("/runs/{run_id:path}")
 def run_page(request: Request, run_id: str) -> HTMLResponse:
     """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
@@ -98,6 +119,7 @@ def run_page(request: Request, run_id: str) -> HTMLResponse:
         if run["last_step"] is None:
             raise lookup.no_data(run)
         incidents = tables.incidents(conn, run["id"])
+        sites = queries.sites(conn, run["id"])
         return page(
             request,
             "run.html",
@@ -106,7 +128,10 @@ def run_page(request: Request, run_id: str) -> HTMLResponse:
             open_incidents=[i for i in incidents if i["status"] != "resolved"],
             resolved=[i for i in incidents if i["status"] == "resolved"],
             worst=tables.worst_sites(conn, run),
-            num_modules=len({s["module"] for s in queries.sites(conn, run["id"])}),
+            num_rows=len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
+            has_probes=any(s["operand"] == health.PROBE for s in sites),
+            coverage=coverage.coverage(run, sites),
+            agents=coverage.agents(run),
         )
 
 

@@ -26,6 +26,7 @@ NUM_FLAGGED = 24
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
 LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
+NOISELESS_MARGIN_DB = 99.0
 HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives away what it could hold
 
 
@@ -103,8 +104,8 @@ def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
             continue
         bad, sqnr = cells["num_nonfinite"], cells["tile_sqnr_db"]
         num_bad = bad[1] if bad and isinstance(bad[1], (int, float)) else 0
-        margin = 99.0
-        if sqnr:
+        margin = NOISELESS_MARGIN_DB
+        if sqnr and sqnr[1] != "inf":  # an SQNR of +Inf: nothing was lost; probes of high precision all have it
             margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
         step = max(cell[0] for cell in cells.values() if cell)
         rows.append(

@@ -1,4 +1,5 @@
 // What all charts share: plotly when it is there, colours of the theme, axes, non-finite values along the top edge.
+import { revision } from "./range.js";
 
 export const api = async (url, parameters = {}) => {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null && v !== undefined && v !== ""));
@@ -41,7 +42,7 @@ export function layout(extra = {}) {
     showlegend: false,
     hovermode: "x",
     hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 }, align: "left", namelength: -1 },
-    uirevision: "keep", // zoom survives live updates
+    uirevision: revision(), // zoom survives live updates
     dragmode: "zoom",
     ...rest,
     xaxis: { ...axis, title: { text: "step", standoff: 4 }, tickformat: "d", hoverformat: "d", ...xaxis },
@@ -181,6 +182,7 @@ export function keepDrawn(update) {
   };
   document.addEventListener("fp8watch:live", run);
   document.addEventListener("fp8watch:theme", run);
+  document.addEventListener("fp8watch:range", run);
   run();
   return run;
 }

@@ -1,0 +1,113 @@
+"""What of a run is in FP8 and on which backend, what is not and why; and how the agents of its ranks are.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
+Shapes:     sites and sessions of a run -> dicts for templates
+Thread:     any; pure functions
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8watch_server.store.queries import STALLED_AFTER_S
+
+Dict = dict[str, Any]
+PROBE = "output"
+NUM_LEFT_OUT = 40
+NUM_RANKS = 32
+OVERHEAD_BUDGET = 0.01
+"""The agent's own budget (attach: overhead_budget); above it the page says so."""
+_ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
+
+
+def _facts(sessions: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the newest session: sessions come newest attempt first, rank 0 first."""
+    facts: Mapping[str, Any] = (sessions[0]["facts"] if sessions else None) or {}
+    return facts
+
+
+def left_out(text: object) -> list[tuple[str, str]]:
+    """Module and reason of `a (reason); b (reason)`, as attach tells them. What cannot be read that way stays whole."""
+    if not isinstance(text, str) or not text.strip():
+        return []
+    found = [(m[1].strip(), m[2]) for m in _ITEM.finditer(text)]
+    return found or [(text[:200], "")]
+
+
+def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict:
+    """Groups of sites that are quantised alike, and what attach left in high precision."""
+    facts = _facts(run.get("sessions") or [])
+    groups: dict[tuple[Any, ...], set[str]] = {}
+    for site in sites:
+        if site["operand"] == PROBE:
+            continue
+        tile = "×".join(str(n) for n in site["tile"])
+        scales = "power of two" if site["power_2_scale"] else "FP32"
+        key = (site["operand"], site["format"], tile, scales, site["recipe"], site["backend"])
+        groups.setdefault(key, set()).add(site["module"])
+    names = ("operand", "format", "tile", "scales", "recipe", "backend")
+    rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
+    out = left_out(facts.get("left_out"))
+    quantised = {s["module"] for s in sites if s["operand"] != PROBE}
+    return {
+        "num_quantised": len(quantised),
+        "num_probes": len({s["module"] for s in sites if s["operand"] == PROBE}),
+        "observe_only": bool(facts.get("observe_only")),
+        "groups": rows[:24],
+        "left_out": out[:NUM_LEFT_OUT],
+        "num_more": max(0, len(out) - NUM_LEFT_OUT),
+        "warnings": [str(facts[k]) for k in ("configuration_warning", "declared_not_effective") if facts.get(k)],
+    }
+
+
+def _count(health: Mapping[str, Any], name: str) -> int:
+    value = health.get(name)
+    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e18 else 0
+
+
+def agents(run: Mapping[str, Any], now: float | None = None) -> Dict:
+    """The newest session of each rank with its agent's books; ranks that need somebody first."""
+    now = time.time() if now is None else now
+    newest: dict[int, Mapping[str, Any]] = {}
+    for session in run.get("sessions") or []:
+        if session["rank"] not in newest or session["attempt"] > newest[session["rank"]]["attempt"]:
+            newest[session["rank"]] = session
+    rows = [_agent(session, now) for session in newest.values()]
+    rows.sort(key=lambda r: (r["well"], r["rank"]))
+    return {
+        "rows": rows[:NUM_RANKS],
+        "num_more": max(0, len(rows) - NUM_RANKS),
+        "num_ranks": len(rows),
+        "num_missing": max(0, int(run.get("world_size") or 1) - len(rows)) if len(rows) < 1000 else 0,
+        "num_unwell": sum(not r["well"] for r in rows),
+    }
+
+
+def _agent(session: Mapping[str, Any], now: float) -> Dict:
+    health = session["health"] or {}
+    dropped = {k.removeprefix("dropped_"): _count(health, k) for k in health if k.startswith("dropped_")}
+    dropped = {reason: n for reason, n in sorted(dropped.items()) if n}
+    overhead = health.get("overhead_ratio")
+    status = "ended" if session["ended"] else "silent" if now - session["last_seen_at"] > STALLED_AFTER_S else "sending"
+    errors, spooled = _count(health, "internal_errors"), _count(health, "spooled")
+    late = isinstance(overhead, (int, float)) and overhead > 2 * OVERHEAD_BUDGET
+    return {
+        "rank": session["rank"],
+        "host": session["host"],
+        "attempt": session["attempt"],
+        "status": status,
+        "last_seen_at": session["last_seen_at"],
+        "acknowledged": _count(health, "acknowledged"),
+        "waiting": _count(health, "queued") + spooled,
+        "spooled": spooled,
+        "dropped": dropped,
+        "num_dropped": sum(dropped.values()),
+        "retries": _count(health, "retries"),
+        "internal_errors": errors,
+        "overhead": overhead,
+        "versions": session["versions"] or {},
+        "well": status != "silent" and not dropped and not errors and not spooled and not late,
+    }

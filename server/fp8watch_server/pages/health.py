@@ -1,0 +1,164 @@
+"""The health map of a run, made ready to draw: layers × steps, the worst of each, and where it is.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
+Shapes:     heatmaps of sites [S, T] -> rows [R ≤ MAX_ROWS, T] of layers, each cell with the site behind it
+Thread:     worker threads of the server
+
+A run may have 10,000 sites: what a browser is sent is bounded by rows and columns, not by sites. A site that was never
+quantised (a probe on the output of a module) has no quantisation noise; its exactness is not shown as a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection
+
+from fp8watch_server.store import queries
+from fp8watch_server.store.fields import SERIES_FIELDS
+
+Floats = npt.NDArray[np.float64]
+
+FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
+OF_QUANTISER = frozenset({"tile_sqnr_db", "underflow_ratio"})
+"""Fields that say something of a quantiser only: probes have no row there, unless they held a NaN or an Inf."""
+PROBE = "output"
+MAX_ROWS = 120
+MAX_MARKS = 4000
+NOISELESS_DB = 99.0
+"""Stands for a tile SQNR of +Inf: nothing was lost, which is the best that there is, and no mark."""
+NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the map: a module, or modules with the same beginning of their names."""
+
+    label: str
+    sites: tuple[int, ...]  # rows of the heatmap
+    num_modules: int
+
+
+def _names(modules: Sequence[str], depth: int) -> list[str]:
+    return list(dict.fromkeys(".".join(m.split(".")[:depth]) for m in modules))
+
+
+def rows_of(sites: Sequence[dict[str, Any]], max_rows: int = MAX_ROWS) -> list[Row]:
+    """Sites by module; where that is too many, by the deepest beginning of names that is not; else by neighbours."""
+    modules = list(dict.fromkeys(str(s["module"]) for s in sites))
+    names = {m: m for m in modules}
+    if len(modules) > max_rows:
+        deepest = max(m.count(".") for m in modules)
+        depth = next((d for d in range(deepest, 1, -1) if len(_names(modules, d)) <= max_rows), None)
+        if depth is not None:
+            names = {m: ".".join(m.split(".")[:depth]) for m in modules}
+        else:
+            width = -(-len(modules) // max_rows)
+            for first in range(0, len(modules), width):
+                part = modules[first : first + width]
+                names.update(dict.fromkeys(part, part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}"))
+    groups: dict[str, list[int]] = {}
+    for i, site in enumerate(sites):
+        groups.setdefault(names[str(site["module"])], []).append(i)
+    return [Row(label, tuple(i), len({sites[k]["module"] for k in i})) for label, i in groups.items()]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A heatmap as arrays."""
+
+    values: Floats  # [S, T], NaN where absent or not finite
+    special: dict[int, dict[int, str]]  # site -> column -> what it is instead of a number
+
+
+def _grid(found: dict[str, Any]) -> _Grid:
+    values = np.array(found["values"], dtype=np.float64).reshape(len(found["sites"]), len(found["steps"]))
+    special: dict[int, dict[int, str]] = {}
+    for i, j, what in found["nonfinite"]:
+        if what == "inf" and found["field"] == "tile_sqnr_db":
+            values[i, j] = NOISELESS_DB
+        else:
+            special.setdefault(i, {})[j] = NAMES[what]
+    return _Grid(values, special)
+
+
+def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
+    """Counts of non-finite elements in the rows and columns of another heatmap, 0 where it knows none. [S, T]"""
+    out = np.zeros((len(found["sites"]), len(found["steps"])))
+    counts = np.nan_to_num(_grid(bad).values)
+    row_of = {s["id"]: i for i, s in enumerate(bad["sites"])}
+    column_of = {step: j for j, step in enumerate(bad["steps"])}
+    columns = [(j, column_of[step]) for j, step in enumerate(found["steps"]) if step in column_of]
+    for i, site in enumerate(found["sites"]):
+        if columns and site["id"] in row_of:
+            to, of = zip(*columns, strict=True)
+            out[i, list(to)] = counts[row_of[site["id"]], list(of)]
+    return out
+
+
+def health_map(
+    conn: Connection,
+    run_id: str,
+    field: str,
+    operand: str = "",
+    from_step: int | None = None,
+    to_step: int | None = None,
+    points: int = 400,
+) -> dict[str, Any]:
+    """{field, stride, steps, rows: [{label, modules, values, sites}], sites: {id: [module, operand, direction]}, marks}.
+
+    `values[j]` is the worst value of a row in column j and `sites[j]` the site that had it. `marks` is
+    [[row, column, site, text]]: non-finite elements on every map, and values that are no numbers.
+    """
+    found = queries.heatmap(conn, run_id, field, from_step, to_step, points)
+    of_count = field == "num_nonfinite"
+    bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)
+    grid, num_bad = _grid(found), _aligned(found, bad)
+    shown = [
+        i
+        for i, s in enumerate(found["sites"])
+        if (not operand or s["operand"] == operand)
+        and (field not in OF_QUANTISER or s["operand"] != PROBE or num_bad[i].any())
+    ]
+    ids = [int(s["id"]) for s in found["sites"]]
+    sign = 1.0 if SERIES_FIELDS[field].worst == "min" else -1.0
+    rows: list[dict[str, Any]] = []
+    marks: list[list[Any]] = []
+    for r, row in enumerate(rows_of([found["sites"][i] for i in shown])):
+        of_row = np.array([shown[i] for i in row.sites])
+        values = grid.values[of_row]
+        worst = np.argmin(np.where(np.isnan(values), np.inf, sign * values), axis=0)
+        there = (~np.isnan(values)).any(axis=0).tolist()
+        at = of_row[worst].tolist()
+        cells = [float(grid.values[i, j]) if there[j] else None for j, i in enumerate(at)]
+        names = [ids[i] if there[j] else None for j, i in enumerate(at)]
+        rows.append({"label": row.label, "modules": row.num_modules, "values": cells, "sites": names})
+        marks += [[r, j, ids[i], text] for j, (i, text) in sorted(_marks(grid, num_bad, of_row).items())]
+    marks = marks[:MAX_MARKS]
+    named = {i for row_ in rows for i in row_["sites"]} | {mark[2] for mark in marks}
+    sites = {str(s["id"]): [s["module"], s["operand"], s["direction"]] for s in found["sites"] if s["id"] in named}
+    return {
+        "field": field,
+        "stride": found["stride"],
+        "steps": found["steps"],
+        "rows": rows,
+        "sites": sites,
+        "marks": marks,
+    }
+
+
+def _marks(grid: _Grid, num_bad: Floats, of_row: npt.NDArray[np.int64]) -> dict[int, tuple[int, str]]:
+    """Column -> site (as a row of the heatmap) and what is to be said of it."""
+    out: dict[int, tuple[int, str]] = {}
+    for i in of_row.tolist():
+        out |= {j: (i, text) for j, text in grid.special.get(i, {}).items() if j not in out}
+    counts = num_bad[of_row]
+    for j in np.flatnonzero(counts.any(axis=0)).tolist():
+        k = int(np.argmax(counts[:, j]))
+        n = int(counts[k, j])
+        out[j] = (int(of_row[k]), f"{n} non-finite element{'' if n == 1 else 's'}")
+    return out
