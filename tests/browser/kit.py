@@ -67,9 +67,9 @@ def point_of_tile(page: Page, row: int, column: int) -> tuple[float, float]:
     x, y = page.evaluate(
         """([r, c]) => {
             const view = document.querySelector("[data-tile-map]").tileMap;
-            const [x, y] = view.place(r * view.map.shape[1] + c);
+            const [x, y] = view.at.place(r * view.map.shape[1] + c);
             const box = view.canvas.getBoundingClientRect();
-            return [box.left + x + view.cellX / 2, box.top + y + view.cellY / 2];
+            return [box.left + x + view.at.cellX / 2, box.top + y + view.at.cellY / 2];
         }""",
         [row, column],
     )

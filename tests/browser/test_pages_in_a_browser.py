@@ -94,8 +94,8 @@ def test_broken_tile_is_drawn_in_the_colour_of_alarms(page: Page, collector: Col
             const view = document.querySelector("[data-tile-map]").tileMap, { width, height } = view.base;
             const pixels = view.base.getContext("2d").getImageData(0, 0, width, height).data;
             return tiles.map(([r, c]) => {
-                const [x, y] = view.place(r * view.map.shape[1] + c).map((v) => v * devicePixelRatio);
-                const at = 4 * (Math.round(y + 3) * width + Math.floor(x + view.cellX / 2));
+                const [x, y] = view.at.place(r * view.map.shape[1] + c).map((v) => v * devicePixelRatio);
+                const at = 4 * (Math.round(y + 3) * width + Math.floor(x + view.at.cellX / 2));
                 return [...pixels.slice(at, at + 3)];
             }); }""",
         [[131, 3], [100, 3]],
@@ -113,7 +113,7 @@ def test_step_slider_keyboard_and_next_flagged_tile(page: Page, collector: Colle
     until(page, f"document.querySelector('[data-tile-map]').dataset.loaded === '{FAULT_STEP}'")
     expect(page.locator("output[data-map-step]")).to_have_text(str(FAULT_STEP))
     expect(page.locator("[data-map-flagged] tr")).to_contain_text("(131, 3)")
-    page.keyboard.press("w")
+    page.keyboard.press("n")
     expect(page.locator("[data-readout]")).to_contain_text("Tile (131, 3)")
     until(page, "location.search === '?step=90&tile=131,3'")
     page.locator("[data-canvas-box] canvas").focus()

@@ -222,7 +222,7 @@ def test_an_incident_shows_what_bf16_said(tmp_path_factory: pytest.TempPathFacto
         assert "What BF16 said" not in page(client, f"/incidents/{INCIDENT_ID}")
         said.send(INCIDENT_ID, str(client.base_url))
         html = page(client, f"/incidents/{INCIDENT_ID}")
-        panel = re.search(r'<section class="panel" id="comparison">.*?</section>', html, re.S)
+        panel = re.search(r'<section class="panel" id="comparison"[^>]*>.*?</section>', html, re.S)
         assert panel is not None
         words = text_of(panel[0])
         for expected in ("What BF16 said", "2 steps of delayed", "from step 1 on the losses separate", "NaN", "0.99"):
