@@ -12,6 +12,7 @@ import argparse
 import errno
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -112,16 +113,21 @@ def build(settings: Settings) -> FastAPI:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """Says where it listens once it does, and ends the streams of open pages before it waits for answers."""
 
-    def __init__(self, config: uvicorn.Config, line: str) -> None:
+    def __init__(self, config: uvicorn.Config, line: str, close_streams: Callable[[], None]) -> None:
         super().__init__(config)
         self._line = line
+        self._close_streams = close_streams
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             print(self._line, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._close_streams()
+        await super().shutdown(sockets)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                 ssl_certfile=settings.tls_cert or None,
                 ssl_keyfile=settings.tls_key or None,
             )
-            server = _Server(config, f"fp8watch collector: {url} (database {database})")
+            server = _Server(config, f"fp8watch collector: {url} (database {database})", app.state.live.close)
             server.run(sockets=[sock])
             return 0 if server.started else 1
         finally:

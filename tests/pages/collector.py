@@ -61,5 +61,6 @@ def serving(app: FastAPI) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield client
     finally:
+        app.state.live.close()
         server.should_exit = True
         thread.join(10)

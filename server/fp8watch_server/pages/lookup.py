@@ -124,7 +124,7 @@ def complete(incident: Dict) -> Dict:
     return {**incident, "place": {key: place.get(key) for key in PLACE}, "evidence": evidence}
 
 
-def no_data(run: Dict) -> PageProblem:
+def no_data(run: Dict, watch: dict[str, str]) -> PageProblem:
     """A run that was registered and never sent a step."""
     return PageProblem(
         200,  # the run is there, and this is what is to be said of it
@@ -135,7 +135,8 @@ def no_data(run: Dict) -> PageProblem:
         "optimizer step or watch.step() was reached.",
         (Link("Look again", run_url(run["id"])), RUNS),
         code="watch = fp8watch.attach(model)",
-        poll=f"/api/v1{run_url(run['id'])}",
+        watch=watch["url"],
+        version=watch["version"],
     )
 
 

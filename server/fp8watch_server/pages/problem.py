@@ -28,7 +28,8 @@ class PageProblem(Exception):
         remedy: what to do about it.
         links: where to go from here.
         code: a line to copy, where the remedy is a command or a line of code.
-        poll: an address of the API; when its answer changes, the page looks again by itself.
+        watch: an address of live events; when one tells of another version, the page looks again by itself.
+        version: the version that the page is of.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class PageProblem(Exception):
         remedy: str,
         links: tuple[Link, ...] = (),
         code: str = "",
-        poll: str = "",
+        watch: str = "",
+        version: str = "",
     ) -> None:
         super().__init__(f"{title}: {detail}")
         self.status = status
@@ -48,4 +50,5 @@ class PageProblem(Exception):
         self.remedy = remedy
         self.links = links
         self.code = code
-        self.poll = poll
+        self.watch = watch
+        self.version = version

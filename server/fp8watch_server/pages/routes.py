@@ -7,12 +7,15 @@ Thread:     worker threads of the server: one database connection a request
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
+from sqlalchemy import Connection
 
-from fp8watch_server.pages import assets, coverage, health, lookup, runbooks, tables, view
+from fp8watch_server.incidents.silences import silences_of
+from fp8watch_server.pages import assets, coverage, health, live, lookup, runbooks, tables, view
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
@@ -27,11 +30,17 @@ def _connect(request: Request) -> Any:
     return request.app.state.engine.connect()
 
 
+def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
+    """Where a page hears of changes, and the version that it is of."""
+    return {"url": topic.url, "version": live.version(conn, topic)}
+
+
 @router.get("/")
 def runs_page(request: Request) -> HTMLResponse:
     """All runs, those that need somebody first."""
     with _connect(request) as conn:
-        return page(request, "runs.html", runs=tables.runs(conn))
+        watch = _watch(conn, live.Topic())  # before what is shown: a change in between is told of, not lost
+        return page(request, "runs.html", watch=watch, runs=tables.runs(conn))
 
 
 # A run id may hold slashes (it may be a path), so the longest pattern comes first.
@@ -40,6 +49,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
     """Every tile of one site in one step."""
     query = request.query_params
     with _connect(request) as conn:
+        watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
         found, sites = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
@@ -57,6 +67,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         return page(
             request,
             "tile_map.html",
+            watch=watch,
             run=run,
             site=found,
             siblings=[s for s in sites if s["module"] == found["module"]],
@@ -73,6 +84,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
 def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
     """One quantised operand over steps."""
     with _connect(request) as conn:
+        watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
         found, sites = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
@@ -80,6 +92,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         return page(
             request,
             "site.html",
+            watch=watch,
             run=run,
             site=found,
             step=lookup.integer("step", request.query_params.get("step"), back),
@@ -115,14 +128,16 @@ def health_json(request: Request, run_id: str) -> Response:
 def run_page(request: Request, run_id: str) -> HTMLResponse:
     """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
     with _connect(request) as conn:
+        watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
         if run["last_step"] is None:
-            raise lookup.no_data(run)
+            raise lookup.no_data(run, watch)
         incidents = tables.incidents(conn, run["id"])
         sites = queries.sites(conn, run["id"])
         return page(
             request,
             "run.html",
+            watch=watch,
             run=run,
             now=tables.scalars_now(conn, run),
             open_incidents=[i for i in incidents if i["status"] != "resolved"],
@@ -140,16 +155,20 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
     """One failure: what, where, since when, why, and what to change."""
     with _connect(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
+        watch = _watch(conn, live.Topic(incident["run_id"], incident["id"]))
+        incident = lookup.find_incident(conn, incident_id)
         run = lookup.find_run(conn, incident["run_id"])
         sites = queries.sites(conn, run["id"])
         site = lookup.site_of(incident, sites)
         place = incident["place"]
         rank = (place["ranks"] or [0])[0]
         maps = queries.steps_available(conn, run["id"], site["id"], rank) if site else []
+        silences = silences_of(conn, "default", run["id"], incident["mode"], place["module"] or "", time.time())
         step = incident["first_step"]
         return page(
             request,
             "incident.html",
+            watch=watch,
             run=run,
             incident=incident,
             place=place,
@@ -161,6 +180,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             tile=tuple(place["tile"]) if place["tile"] else None,
             charts=tables.evidence_charts(incident, site),
             comparison=tables.comparison(incident),
+            silences=silences,
             runbooks=runbooks.slugs(),
         )
 
@@ -189,6 +209,7 @@ def _problem(request: Request, problem: Exception) -> HTMLResponse:
 def install(app: FastAPI) -> None:
     """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
+    live.install(app)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_middleware(SecurityHeaders)

@@ -1,0 +1,135 @@
+"""Server-sent events: a word to every open page when what it shows has changed.
+
+Upstream:   fp8watch_server.store.schema   Downstream: fp8watch_server.pages.routes
+Shapes:     GET /live?run=…|incident=… -> text/event-stream of short versions; the page then asks for what it needs
+Thread:     event loop; the question to the database goes to a thread, once for all pages that look at the same
+
+An event carries no data, only that there is some: what is sent does not grow with the run, and nobody is told more than
+the page itself would tell. A stream ends when the collector does; browsers come back by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import StreamingResponse
+from sqlalchemy import Connection, Engine
+
+from fp8watch_server.pages.view import segment
+from fp8watch_server.store import schema as t
+from fp8watch_server.store.queries import STALLED_AFTER_S
+
+LOOK_EACH_S = 0.5
+COMMENT_EACH_S = 15.0  # a line that says nothing, so that proxies keep the connection and a dead one is noticed
+RETRY_MS = 2000
+MAX_STREAM_S = 900.0  # then the browser asks anew: tokens are looked at again
+
+router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What a page shows: one run, one incident of it, or (neither) the list of runs."""
+
+    run: str = ""
+    incident: str = ""
+
+    @property
+    def url(self) -> str:
+        """Address of its events."""
+        parts = [
+            f"{name}={segment(value)}" for name, value in (("run", self.run), ("incident", self.incident)) if value
+        ]
+        return f"/live{'?' if parts else ''}{'&'.join(parts)}"
+
+
+def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
+    """A short text that changes when the page of a topic would. Reads a handful of rows by their keys."""
+    now = time.time() if now is None else now
+    r, i, s, q = t.run.c, t.incident.c, t.session.c, t.silence.c
+    tenant = t.DEFAULT_TENANT
+    runs = sa.select(r.run_id, r.num_batches, r.attempt, r.last_step, r.last_seen_at, r.name).where(r.tenant == tenant)
+    incidents = sa.select(sa.func.count(), sa.func.max(i.updated_at)).where(i.tenant == tenant)
+    sessions = sa.select(sa.func.count(), sa.func.sum(sa.cast(s.ended, sa.Integer)), sa.func.max(s.attempt)).where(
+        s.tenant == tenant
+    )
+    silences = sa.select(q.id).where(q.tenant == tenant, q.expires_at > now).order_by(q.id)
+    if topic.run:
+        runs, incidents = runs.where(r.run_id == topic.run), incidents.where(i.run_id == topic.run)
+        sessions = sessions.where(s.run_id == topic.run)
+    if topic.incident:
+        incidents = incidents.where(i.id == topic.incident)
+    parts: list[Any] = []
+    for row in conn.execute(runs.order_by(r.run_id)):
+        parts.append([*row, now - row.last_seen_at > STALLED_AFTER_S])
+    parts += [list(conn.execute(sessions).one()), list(conn.execute(incidents).one())]
+    if topic.incident:
+        parts.append(list(conn.execute(silences).scalars()))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+class Live:
+    """Who looks at what. One question a topic and half second, however many pages are open."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[Topic, tuple[float, asyncio.Future[str]]] = {}
+        self.closed = False
+
+    def close(self) -> None:
+        """End all streams: a server that stops waits for its answers, and these have no end."""
+        self.closed = True
+
+    async def version(self, topic: Topic) -> str:
+        """The version now, at most LOOK_EACH_S old."""
+        now = time.monotonic()
+        found = self._known.get(topic)
+        if found is None or now - found[0] >= LOOK_EACH_S or found[1].get_loop() is not asyncio.get_running_loop():
+            self._known = {k: v for k, v in self._known.items() if now - v[0] < 10 * LOOK_EACH_S}
+            asking = asyncio.ensure_future(to_thread.run_sync(self._ask, topic))
+            asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+            found = self._known[topic] = (now, asking)
+        return await asyncio.shield(found[1])
+
+    def _ask(self, topic: Topic) -> str:
+        with self._engine.connect() as conn:
+            return version(conn, topic)
+
+    async def events(self, topic: Topic) -> AsyncIterator[str]:
+        """The stream of one page."""
+        last, sent_at, began = "", time.monotonic(), time.monotonic()
+        yield f"retry: {RETRY_MS}\n\n"
+        while not self.closed and time.monotonic() - began < MAX_STREAM_S:
+            try:
+                now = await self.version(topic)
+            except sa.exc.SQLAlchemyError:
+                return  # the page says that the collector cannot be reached, and comes back
+            if now != last:
+                last, sent_at = now, time.monotonic()
+                yield f"event: change\nid: {now}\ndata: {now}\n\n"
+            elif time.monotonic() - sent_at > COMMENT_EACH_S:
+                sent_at = time.monotonic()
+                yield ": nothing new\n\n"
+            await asyncio.sleep(LOOK_EACH_S)
+
+
+@router.get("/live")
+async def live_stream(request: Request, run: str = "", incident: str = "") -> StreamingResponse:
+    """Events of what a page shows."""
+    live: Live = request.app.state.live
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would keep them back
+    return StreamingResponse(live.events(Topic(run, incident)), media_type="text/event-stream", headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Add the stream. Whoever runs the server calls `app.state.live.close()` before it waits for open answers."""
+    app.state.live = Live(app.state.engine)
+    app.include_router(router)

@@ -1,0 +1,84 @@
+// Staying live without a reload: the collector tells of changes (server-sent events), the page is fetched and its
+// [data-live] parts are replaced, and charts are told to draw anew. A page that nobody sees holds no connection.
+
+const body = document.body;
+const LEAST_MS = 1000, AGAIN_MS = 2000;
+const badge = document.getElementById("live");
+let seen = body.dataset.version ?? null, source = null, timer = null, readyAt = 0, due = null;
+
+function say(state, text) {
+  badge.hidden = !text;
+  badge.className = `live ${state}`;
+  badge.textContent = text;
+}
+
+const status = () => document.querySelector("[data-status]")?.dataset.status ?? "running";
+const well = () => say(status() === "running" ? "on" : "ended", status() === "running" ? "live" : status());
+
+export async function refresh() {
+  const answer = await fetch(location.href, { headers: { accept: "text/html" } });
+  if (!answer.ok) return;
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"); // scripts in it do not run
+  for (const part of document.querySelectorAll("[data-live][id]")) {
+    const next = fresh.getElementById(part.id);
+    // What somebody is using stays until they are done with it: a list that is open, a field that has the focus.
+    if (!next || next.outerHTML === part.outerHTML || part.contains(document.activeElement?.closest("select, input") ?? null)) continue;
+    for (const open of part.querySelectorAll("details[open][id]")) next.querySelector(`#${CSS.escape(open.id)}`)?.setAttribute("open", "");
+    part.replaceWith(document.adoptNode(next));
+  }
+  document.dispatchEvent(new CustomEvent("fp8watch:live"));
+}
+
+// Many changes are one; and a page that takes long to fetch is fetched less often.
+function changed() {
+  if (due !== null) return;
+  due = setTimeout(async () => {
+    due = null;
+    if ("watchReload" in body.dataset) return location.reload();
+    const began = performance.now();
+    await refresh().catch(() => {});
+    readyAt = performance.now() + Math.max(LEAST_MS, 3 * (performance.now() - began));
+    well();
+  }, Math.max(0, readyAt - performance.now()));
+}
+
+function connect() {
+  clearTimeout(timer);
+  if (source !== null || document.hidden) return;
+  source = new EventSource(body.dataset.watch);
+  source.addEventListener("change", ({ data }) => {
+    if (seen !== null && data !== seen) changed();
+    seen = data;
+    well();
+  });
+  source.addEventListener("error", () => {
+    say("off", "collector not reachable, trying again");
+    if (source?.readyState !== EventSource.CLOSED) return; // the browser tries by itself
+    source = null;
+    timer = setTimeout(connect, AGAIN_MS);
+  });
+}
+
+function disconnect() {
+  clearTimeout(timer);
+  source?.close();
+  source = null;
+}
+
+// "3 min ago" is true for a minute.
+function age() {
+  const now = Date.now() / 1000;
+  for (const time of document.querySelectorAll("time[data-at]")) {
+    const s = Math.max(0, now - Number(time.dataset.at));
+    const [n, unit] = s >= 86400 ? [s / 86400, "d"] : s >= 3600 ? [s / 3600, "h"] : s >= 60 ? [s / 60, "min"] : [s, "s"];
+    time.textContent = s < 2 ? "just now" : `${Math.floor(n)} ${unit} ago`;
+  }
+}
+setInterval(age, 5000);
+
+if (body.dataset.watch) {
+  document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
+  addEventListener("pagehide", disconnect); // a page in the back/forward cache must not hold one either
+  addEventListener("pageshow", connect);
+  connect();
+}
