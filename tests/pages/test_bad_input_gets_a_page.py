@@ -57,7 +57,7 @@ def test_run_without_data_says_so_and_looks_again_by_itself(client: httpx.Client
     answer = client.get("/runs/demo-empty")
     assert answer.status_code == 200
     assert "no data yet" in answer.text
-    assert 'data-poll="/api/v1/runs/demo-empty" data-poll-reload' in answer.text
+    assert re.search(r'data-watch="/live\?run=demo-empty" data-version="\w{16}" data-watch-reload', answer.text)
 
 
 def test_a_mark_that_cannot_be_read_marks_nothing(client: httpx.Client) -> None:

@@ -89,6 +89,10 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         found, sites = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
         incidents = [i for i in tables.incidents(conn, run["id"]) if tables.concerns(i, found)]
+        siblings = [s for s in sites if s["module"] == found["module"]]
+        twin = next((s for s in siblings if s["operand"] == found["operand"] and s["id"] != found["id"]), None)
+        other = None if request.query_params.get("sides") == "one" else twin
+        num_maps = {s["id"]: len(queries.steps_available(conn, run["id"], s["id"])) for s in (found, other) if s}
         return page(
             request,
             "site.html",
@@ -96,11 +100,14 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             run=run,
             site=found,
             step=lookup.integer("step", request.query_params.get("step"), back),
-            siblings=[s for s in sites if s["module"] == found["module"]],
+            siblings=siblings,
+            twin=twin,
+            other=other,
+            chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
             now=tables.site_now(conn, run, found),
             incidents=incidents,
             marks=[(i["first_step"], i["severity"]) for i in incidents],
-            num_maps=len(queries.steps_available(conn, run["id"], found["id"])),
+            num_maps=num_maps[found["id"]],
         )
 
 

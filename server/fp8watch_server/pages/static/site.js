@@ -1,15 +1,21 @@
-// One site over steps: amax, scale_inv, SQNR, underflow, and the histogram of the tiles' amax.
-import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip, text } from "./charts.js";
+// One site over steps: amax, scale_inv, SQNR, underflow, clip depth with what was usual as a band; beside it the other
+// direction of the same operand, on the same scale. The histogram of the tiles' amax is in histogram.js.
+import { band, bandTraces, floorOf } from "./baseline.js";
+import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip } from "./charts.js";
+import { drawHistogram } from "./histogram.js";
+import { asked, followZoom, shownRange } from "./range.js";
 
-const { api: base, site, siteUrl, hasMaps, siteFormat, step } = document.body.dataset;
+const { api: base, run: runUrl, siteFormat, operand, step, sites } = document.body.dataset;
+const SITES = JSON.parse(sites); // one, or both directions: [{id, maps}]
 const POINTS = 800;
 const FLOOR_DB = { E4M3: 28, E5M2: 22 };
 
 const CHARTS = [
-  { id: "amax", scale: "log2", fields: [["amax_max", "largest", "series-1"], ["amax_min_nonzero", "smallest above 0", "series-2"]] },
-  { id: "scale_inv", scale: "log2", fields: [["scale_inv_max", "largest", "series-1"], ["scale_inv_min", "smallest", "series-2"]] },
-  { id: "sqnr", unit: "dB", fields: [["tile_sqnr_db", "tiles", "series-1"], ["sqnr_db", "tensor", "series-2"]], floor: FLOOR_DB[siteFormat] },
-  { id: "underflow", percent: true, fields: [["underflow_ratio", "underflow", "series-1"], ["saturated_ratio", "saturated", "series-2"]] },
+  { id: "amax", kind: "octaves", fields: [["amax_max", "largest", "series-1"], ["amax_min_nonzero", "smallest above 0", "series-2"]] },
+  { id: "scale_inv", kind: "octaves", fields: [["scale_inv_max", "largest", "series-1"], ["scale_inv_min", "smallest", "series-2"]] },
+  { id: "sqnr", kind: "dB", fields: [["tile_sqnr_db", "tiles", "series-1"], ["sqnr_db", "tensor", "series-2"]], floor: FLOOR_DB[siteFormat] },
+  { id: "underflow", kind: "percent", fields: [["underflow_ratio", "underflow", "series-1"], ["saturated_ratio", "saturated", "series-2"]] },
+  { id: "clip", kind: "octaves", fields: [["clip_depth", "clip depth", "series-1"]], limit: 0 },
 ];
 
 // The step that was asked for in the address, and the incidents of this site.
@@ -20,55 +26,46 @@ const marked = () => [
   ...(step === undefined || incidents.some(([at]) => at === Number(step)) ? [] : [upright(Number(step), colour("muted"), "solid")]),
 ];
 
-function goToMap(element) {
-  if (hasMaps) element.on("plotly_click", ({ points }) => location.assign(`${siteUrl}/tile-map?step=${Math.round(points[0].x)}`));
+export function goToMap(element, { id, maps }) {
+  if (maps) element.on("plotly_click", ({ points }) => location.assign(`${runUrl}/sites/${id}/tile-map?step=${Math.round(points[0].x)}`));
 }
 
-async function drawChart({ id, fields, scale, unit, percent, floor }) {
-  const element = document.getElementById(id);
+async function tracesOf({ fields, kind }, site) {
+  const series = await Promise.all(fields.map(([field]) => api(`${base}/series`, { site: site.id, field, points: POINTS, ...asked() })));
+  const measured = series.some((s) => s.values.some((v) => v !== null) || (s.nonfinite ?? []).length);
+  const scale = kind === "octaves" ? "log2" : null;
+  const lines = series.flatMap((s, i) => line(s, { name: fields[i][1], colour: colour(fields[i][2]), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
+  const drawn = lines[0] ? bandTraces(band(lines[0].x, lines[0].y, floorOf(kind, operand)), colour("usual")) : [];
+  return { traces: [...lines, ...drawn], steps: series[0].steps, measured };
+}
+
+function axis({ kind, floor, limit }, traces) {
+  const values = traces.flatMap((t) => (t.meta === "mark" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
+  if (kind === "octaves") return log2Axis(limit === undefined ? traces : [...traces, { y: [limit - 1, limit + 1] }]);
+  if (kind === "percent") return { ticksuffix: " %", range: [0, Math.max(0.5, Math.max(...values, 0) * 1.15)] };
+  const room = Math.max(...values, 0) - Math.min(...values, 0);
+  return { ticksuffix: " dB", range: [Math.min(floor ?? 28, ...values) - 3, Math.max(...values, 32) + Math.max(2, room * 0.08)] };
+}
+
+// Both directions at once, so that they are drawn on one scale.
+async function drawChart(chart) {
+  const elements = SITES.map((_, k) => document.getElementById(k ? `${chart.id}-other` : chart.id));
   try {
-    const series = await Promise.all(fields.map(([field]) => api(`${base}/series`, { site, field, points: POINTS })));
-    if (series.every((s) => s.values.every((v) => v === null) && !(s.nonfinite ?? []).length)) return nothing(element, "Not measured at this site.");
-    const traces = series.flatMap((s, i) => line(s, { name: fields[i][1], colour: colour(fields[i][2]), scale, unit, percent, dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
+    const found = await Promise.all(SITES.map((site) => tracesOf(chart, site)));
+    const yaxis = axis(chart, found.filter((f) => f.measured).flatMap((f) => f.traces));
     const shapes = marked().map((s) => ({ ...s, layer: "below" }));
-    if (floor) shapes.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: -100, y1: floor, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" });
-    const values = traces.flatMap((t) => (t.meta === "mark" ? [] : t.y)).filter((v) => v !== null);
-    const room = Math.max(...values, 0) - Math.min(...values, 0);
-    const yaxis = scale === "log2" ? log2Axis(traces)
-      : percent ? { ticksuffix: " %", range: [0, Math.max(0.5, Math.max(...values, 0) * 1.15)] }
-      : { ticksuffix: " dB", range: [Math.min(floor ?? 28, ...values) - 3, Math.max(...values, 32) + Math.max(2, room * 0.08)] };
-    const figure = layout({
-      shapes, yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 58, r: 14, t: 18, b: 40 },
-      showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 }, bgcolor: "transparent" },
-    });
-    if (await draw(element, traces, figure)) goToMap(element);
-  } catch (e) { fail(element, e); }
+    const region = { type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" };
+    if (chart.floor) shapes.push({ ...region, y0: -100, y1: chart.floor });
+    if (chart.limit !== undefined) shapes.push({ ...region, y0: chart.limit, y1: chart.limit + 200 });
+    await Promise.all(found.map(async ({ traces, steps, measured }, k) => {
+      if (!measured) return nothing(elements[k], "Not measured at this site.");
+      const figure = layout({
+        shapes, xaxis: shownRange(steps), yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 58, r: 14, t: 18, b: 40 },
+        showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 }, bgcolor: "transparent" },
+      });
+      if (await draw(elements[k], traces, figure)) { followZoom(elements[k]); goToMap(elements[k], SITES[k]); }
+    }));
+  } catch (e) { elements.forEach((element) => fail(element, e)); }
 }
 
-async function drawHistogram() {
-  const element = document.getElementById("histogram");
-  try {
-    const got = await api(`${base}/sites/${site}/histogram`, { points: 300 });
-    const used = got.buckets.map((_, k) => got.counts.some((row) => row && row[k] > 0));
-    const first = Math.max(0, used.indexOf(true) - 1), last = Math.min(used.length - 1, used.lastIndexOf(true) + 1);
-    if (!used.includes(true)) return nothing(element, "No histogram was measured at this site.");
-    const buckets = got.buckets.slice(first, last + 1);
-    const counts = buckets.map((_, k) => got.counts.map((row) => (row ? row[first + k] : null)));
-    const ramp = [0, 1, 2, 3, 4].map((k) => [k / 4, colour(`ramp-${k}`)]);
-    const every = Math.max(1, Math.ceil(buckets.length / 12));
-    const traces = [{
-      type: "heatmap", x: got.steps, y: buckets.map((_, k) => k), z: counts.map((row) => row.map((c) => (c ? Math.log2(1 + c) : null))), colorscale: ramp, hoverongaps: false, ygap: 1,
-      customdata: counts.map((row, k) => row.map((c) => [text(buckets[k]), c === null ? "–" : Math.round(c)])),
-      hovertemplate: "%{customdata[1]} tiles with amax from 1.75·%{customdata[0]}<br>at step %{x}<extra></extra>",
-      colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, x: 1.01, tickvals: [0, 2, 4, 6, 8, 10, 12, 14, 16], ticktext: ["0", "3", "15", "63", "255", "1k", "4k", "16k", "64k"], tickfont: { size: 10.5, color: colour("muted") } },
-    }];
-    const ticks = buckets.map((_, k) => k).filter((k) => k % every === 0);
-    const figure = layout({
-      shapes: marked(), hovermode: "closest", margin: { l: 70, r: 74, t: 8, b: 42 }, xaxis: { showgrid: false },
-      yaxis: { tickvals: ticks, ticktext: ticks.map((k) => text(buckets[k])), showgrid: false, title: { text: "tile amax ÷ 1.75", standoff: 8 } },
-    });
-    if (await draw(element, traces, figure)) goToMap(element);
-  } catch (e) { fail(element, e); }
-}
-
-keepDrawn(() => Promise.all([...CHARTS.map(drawChart), drawHistogram()]));
+keepDrawn(() => Promise.all([...CHARTS.map(drawChart), ...SITES.map((site, k) => drawHistogram(document.getElementById(k ? "histogram-other" : "histogram"), site, marked, goToMap))]));
