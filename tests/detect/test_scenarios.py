@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from detect.play import causes, place_is_right, play
-from detect.scenarios import SCENARIOS, Scenario, twin
+from detect.scenarios import DOWN, SCENARIOS, Case, Scenario, twin
+from detect.trace import healthy
 
 from fp8watch_server.detect.precedence import explains
 from fp8watch_server.incidents.explain import explain
@@ -47,25 +49,24 @@ def test_a_medium_fault_is_named_at_its_place(scenario: Scenario) -> None:
     check(scenario, 1, 1)
 
 
-MISSED = {
-    (
-        "delayed-clip",
-        "mild",
-    ): "one clip in nine steps, less than two octaves deep, never fills two of three; the scale's "
-    "recovery is then taken for a collapse",
-}
-"""What is not found, and why: docs/detection.md says so too. A test that begins to pass must leave this list."""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("level", [0, 2], ids=lambda n: LEVELS[n])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
-def test_mild_and_severe_faults_are_named_at_their_place(
-    scenario: Scenario, level: int, request: pytest.FixtureRequest
-) -> None:
-    if (scenario.name, LEVELS[level]) in MISSED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=MISSED[scenario.name, LEVELS[level]]))
+def test_mild_and_severe_faults_are_named_at_their_place(scenario: Scenario, level: int) -> None:
     check(scenario, 2, level)
+
+
+@pytest.mark.parametrize(
+    ("depth", "db", "said"),
+    [(1.6, 27.0, []), (1.6, 17.0, []), (1.4, 10.0, []), (1.6, 15.0, ["delayed-clip"]), (7.0, 27.0, ["delayed-clip"])],
+)
+def test_a_single_clip_is_told_by_its_depth_or_by_its_damage_too(depth: float, db: float, said: list[str]) -> None:
+    trace = healthy(3, 120, recipe="delayed", hybrid=True)
+    one = trace.mask(DOWN, "input")
+    for name in ("scale_ratio_max", "scale_ratio_min"):
+        trace.columns[name][100, one] = depth
+    trace.set_sqnr(one, np.where(np.arange(120) == 100, db, trace.sqnr(one)[:, 0]))
+    assert [f.mode for f in play(Case([trace], 100)) if f.severity != "info"] == said
 
 
 @pytest.mark.parametrize("name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement"])

@@ -6,8 +6,9 @@ Thread:     detect worker
 
 Under delayed scaling saturation is real: what the scale can carry is FP8_MAX·scale_inv, and the clip depth says how far
 the operand stands above it. The share of saturated elements says nothing (5e-5 of them cost 17 dB). One clip is the
-history being late; the same scale under continued clipping, or a scale that does not answer to a new highest amax, is a
-history that no longer moves: frozen by a NaN or an Inf, or fed by the wrong group.
+history being late, unless its depth, or depth and damage together, leave no doubt. The same scale under continued
+clipping, or a scale that does not answer to a new highest amax, is a history that no longer moves: frozen by a NaN or an
+Inf, or fed by the wrong group.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ FIRST_OBSERVATIONS = 3
 """A history begins empty: the scale of the first calls fits nothing."""
 CERTAIN_DEPTH = 4.0
 """Times the limit: two octaves above what clips are no accident, and are told at once."""
+CERTAIN_DAMAGE_DB = 8.0
+"""What a scale that is 2x too small costs. A clip whose SQNR is as far under the floor is told at once."""
 E5M2_DB = 6.0
 """One mantissa bit less: what E5M2 gives under E4M3."""
 SAME_WINDOW = 10
@@ -60,7 +63,6 @@ class Delayed:
         self._unanswered = np.zeros((num_sites, SAME_WINDOW), dtype=np.bool_)
         self._same_since = np.full(num_sites, -1, dtype=np.int64)
         self._clip = Latch(num_sites, 2, 3)
-        self._sure = Latch(num_sites, 1, 1)
         self._hurt = Latch(num_sites, 3, 4)  # gradients spike: one that was clipped is no news
         self._frozen = Latch(num_sites, 2, 3)
 
@@ -72,12 +74,12 @@ class Delayed:
         fresh = Delayed(more)
         for name in _STATE:
             setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
-        for latch in (self._clip, self._sure, self._hurt, self._frozen):
+        for latch in (self._clip, self._hurt, self._frozen):
             latch.grow(num_sites)
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._clip.open | self._sure.open | self._hurt.open | self._frozen.open
+        return self._clip.open | self._hurt.open | self._frozen.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -98,7 +100,9 @@ class Delayed:
             hit = settled & ctx.warm & ((depth > clip_limit) | (damaged & forward))
             hurt = settled & ctx.warm & damaged & ~forward & (depth > limit.clip_depth)
             sure = settled & forward & (depth > CERTAIN_DEPTH * clip_limit)
-        clip = self._clip.update(hit, delayed, now.step) | self._sure.update(sure, delayed, now.step)
+            both = (depth > clip_limit) & (now.sqnr_db < floor_db - CERTAIN_DAMAGE_DB)
+            sure |= settled & ctx.warm & forward & both
+        clip = self._clip.update(hit, delayed, now.step, certain=sure)
         clip |= self._hurt.update(hurt, delayed, now.step)
         found = []
         if frozen.any():
@@ -155,7 +159,7 @@ class Delayed:
         rows = now.in_flow(mask)
         row = int(rows[0])
         depth = float(now.clip_depth[row])
-        since = max(int(latch.since[row]) for latch in (self._clip, self._sure, self._hurt))
+        since = max(int(latch.since[row]) for latch in (self._clip, self._hurt))
         sqnr = now.sqnr_db[row]
         evidence = [
             Evidence("clip_depth", round(depth, 3), "1 or less", "ratio", since),

@@ -40,15 +40,16 @@ class Latch:
         """Begin anew."""
         self._bits[:], self._clean[:], self.open[:], self.since[:] = 0, 0, False, -1
 
-    def update(self, hit: Mask, seen: Mask, step: int) -> Mask:
+    def update(self, hit: Mask, seen: Mask, step: int, certain: Mask | None = None) -> Mask:
         """Take one observation in; returns where the alarm is open and was hit now.
 
         Args:
             hit: the test says so. [S]
             seen: what the test needs was measured. [S]
             step: number of the step; `since` remembers that of the first hit.
+            certain: hits that open an alarm alone. [S]
         """
-        hit = hit & seen
+        hit = hit & seen if certain is None else (hit | certain) & seen
         if not hit.any() and not self._bits.any() and not self.open.any():
             return hit
         mask = np.uint32((1 << self._n) - 1)
@@ -57,6 +58,8 @@ class Latch:
         self.since[fresh] = step
         self._clean = np.where(hit, 0, np.where(seen, self._clean + 1, self._clean))
         self.open |= _num_bits(self._bits) >= self._k
+        if certain is not None:
+            self.open |= certain & seen
         over = self.open & (self._clean >= self._close_after)
         self.open &= ~over
         self.since[over | (~self.open & (self._bits == 0))] = -1

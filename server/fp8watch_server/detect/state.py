@@ -47,7 +47,7 @@ from . import (
     underflow,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_STATE_BYTES = 256 << 20
 
 _CLASSES: dict[str, type] = {

@@ -1,9 +1,9 @@
 """Long healthy trainings, real ones, with everything that a healthy run may do: `python -m benchmarks.detection.long_runs FOLDER`. Needs torch.
 
-Each run is 2,000 steps of a small causal language model in FP8 on the CPU: LR warm-up, at step 700 a re-warm-up from a
-tenth, at 1100 twice the batch, half as long, at 1500 another domain, and a decay to the end. What the agent was handed
-goes into one file a run (some MiB: not part of the tree); `long_score.py FOLDER` replays them. Seeds below 100 are for
-choosing thresholds, seeds from 100 on are only for the score.
+Each run is 2,000 steps (those named after their length 5,000) of a small causal language model in FP8 on the CPU: LR
+warm-up, after 35 % a re-warm-up from a tenth, after 55 % twice the batch, half as long, after 75 % another domain, and a
+decay to the end. What the agent was handed goes into one file a run (some MiB: not part of the tree); `long_score.py
+FOLDER` replays them. Seeds below 100 are for choosing thresholds, seeds from 100 on are only for the score.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.wire import Header, encode_batch
 
 STEPS, PER_BATCH = 2000, 8
-REWARM, RESIZED, SWITCHED = 700, 1100, 1500
+REWARM, RESIZED, SWITCHED = 0.35, 0.55, 0.75
+"""Shares of the run."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "blockwise": {},
@@ -43,16 +44,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"recipe": "mxfp8"},
     "accumulate": {"accumulate": 2},
     "high-lr": {"lr": 4e-3},
+    "blockwise-5000": {"steps": 5000},
+    "delayed-5000": {"recipe": "delayed", "steps": 5000},
 }
 
 
-def learning_rate(step: int, peak: float) -> float:
+def learning_rate(step: int, peak: float, steps: int = STEPS) -> float:
     """Warm-up of 40 steps, re-warm-up of 80, cosine to a tenth."""
-    warm = min(1.0, (step + 1) / 40) if step < REWARM else min(1.0, 0.1 + (step - REWARM) / 80)
-    return peak * warm * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
+    again = round(REWARM * steps)
+    warm = min(1.0, (step + 1) / 40) if step < again else min(1.0, 0.1 + (step - again) / 80)
+    return peak * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def data(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def data(text: Tensor, seed: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of 4 × 64, then 8 × 32, then 2 × 64 of another domain: other files, in upper case."""
     half = len(text) // 2
     first, short = batches(text[:half], 4, 64, seed), batches(text[:half], 8, 32, seed)
@@ -61,7 +65,7 @@ def data(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     other[lower] -= 32
     last = batches(other, 2, 64, seed)
     for step in range(10**9):
-        yield next(first if step < RESIZED else short if step < SWITCHED else last)
+        yield next(first if step < RESIZED * steps else short if step < SWITCHED * steps else last)
 
 
 def train(kind: str, seed: int, out: BinaryIO) -> float:
@@ -69,7 +73,7 @@ def train(kind: str, seed: int, out: BinaryIO) -> float:
     given = dict(KINDS[kind])
     environ = given.pop("environ", {})
     accumulate, peak = given.pop("accumulate", 1), given.pop("lr", 2e-3)
-    recipe, num_layers = given.pop("recipe", "blockwise"), given.pop("num_layers", 1)
+    recipe, num_layers, steps = given.pop("recipe", "blockwise"), given.pop("num_layers", 1), given.pop("steps", STEPS)
     held: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     sites: dict[int, Site] = {}
 
@@ -85,12 +89,12 @@ def train(kind: str, seed: int, out: BinaryIO) -> float:
         torch.manual_seed(seed)
         model = ByteModel(dim=128, num_layers=num_layers, num_heads=2, hidden=320)
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak)
-        stream = data(load_text(), seed)
+        stream = data(load_text(), seed, steps)
         watch = fp8watch.attach(model, recipe=recipe, overhead_budget=None, optimizer=optimizer)
         began, written = time.time(), 0
-        for step in range(STEPS):
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, peak)
+                group["lr"] = learning_rate(step, peak, steps)
             optimizer.zero_grad()
             for _ in range(accumulate):
                 (model(*next(stream)) / accumulate).backward()
