@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from detect.healthy_run import Run
+from detect.scenarios import BY_NAME
 
+from fp8watch_agent.wire import Batch
 from fp8watch_server.detect.engine import Engine
 
 
@@ -30,6 +33,33 @@ def test_healthy_batches_in_any_order_raise_nothing() -> None:
     np.random.default_rng(0).shuffle(batches)
     engine = Engine(run.facts)
     assert [f for b in batches for f in engine.observe(b)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer-divergence", "frozen-scale", "outlier-growth", "chronic-quantization-noise"]
+)
+def test_batches_that_overtake_each_other_and_come_twice_change_no_verdict(name: str) -> None:
+    trace = BY_NAME[name].make(1, 1).traces[0]
+    batches = list(trace.batches())
+    pairs = range(1, len(batches) - 1, 2)
+    mixed = [batches[0], *(b for i in pairs for b in (batches[i + 1], batches[i], batches[i]))]
+    mixed += batches[1 + 2 * len(pairs) :]
+
+    def said(order: list[Batch]) -> list[tuple[str, int]]:
+        engine = Engine(trace.facts)
+        return [(f.mode, f.step) for b in order for f in engine.observe(b)]
+
+    assert said(batches)
+    assert said(mixed) == said(batches)
+
+
+def test_steps_that_never_come_open_nothing_and_hide_nothing() -> None:
+    trace = BY_NAME["optimizer-divergence"].make(1, 1).traces[0]
+    lost = [b for i, b in enumerate(trace.batches(4)) if i % 5 != 2]
+    engine = Engine(trace.facts)
+    found = [f for b in lost for f in engine.observe(b)]
+    assert {f.mode for f in found if f.severity == "critical"} == {"optimizer-divergence"}
+    assert [f for f in found if f.step < BY_NAME["optimizer-divergence"].make(1, 1).onset] == []
 
 
 def test_a_restart_from_step_0_begins_a_new_baseline() -> None:

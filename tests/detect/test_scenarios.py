@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from detect.play import causes, place_is_right, play
-from detect.scenarios import DOWN, SCENARIOS, Case, Scenario, twin
+from detect.scenarios import DOWN, GATE, SCENARIOS, Case, Scenario, twin
 from detect.trace import healthy
 
 from fp8watch_server.detect.precedence import explains
@@ -67,6 +67,35 @@ def test_a_single_clip_is_told_by_its_depth_or_by_its_damage_too(depth: float, d
         trace.columns[name][100, one] = depth
     trace.set_sqnr(one, np.where(np.arange(120) == 100, db, trace.sqnr(one)[:, 0]))
     assert [f.mode for f in play(Case([trace], 100)) if f.severity != "info"] == said
+
+
+def test_clips_that_come_again_are_told_though_none_of_them_did_harm() -> None:
+    trace = healthy(3, 120, recipe="delayed", hybrid=True)
+    one = trace.mask(DOWN, "input")
+    for name in ("scale_ratio_max", "scale_ratio_min"):
+        trace.columns[name][100:103, one] = 1.6
+    found = [f for f in play(Case([trace], 100)) if f.severity != "info"]
+    assert [(f.mode, f.step, f.severity) for f in found] == [("delayed-clip", s, "warning") for s in (101, 102)]
+
+
+def test_a_fault_that_lasts_does_not_become_the_new_normal() -> None:
+    """Eighty steps are more than a baseline holds: had it learned them, the alarm would be over."""
+    trace = healthy(3, 220)
+    one = trace.mask(DOWN, "input", "rowwise")
+    trace.set_sqnr(one, trace.sqnr(one)[:, 0] - 4.0 * (np.arange(220) >= 120))
+    steps = [f.step for f in play(Case([trace], 120)) if f.mode == "chronic-quantization-noise"]
+    assert steps[0] < 130
+    assert steps[-1] > 210
+
+
+def test_what_all_gradients_do_together_is_no_fault_of_one() -> None:
+    trace = healthy(3, 200)
+    falls = np.where(np.arange(200) >= 120, -5.0, 0.0)
+    trace.grow(trace.mask(operand="grad_output"), falls)
+    trace.grow(trace.mask(GATE, "input"), falls)
+    assert [f.mode for f in play(Case([trace], 120))] == []
+    trace.grow(trace.mask(GATE, "grad_output"), falls)  # this one's fall further than the others'
+    assert {f.mode for f in play(Case([trace], 120))} == {"dead-layer"}
 
 
 @pytest.mark.parametrize("name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement"])

@@ -9,7 +9,7 @@ from detect.play import play
 from detect.scenarios import BY_NAME, Case
 
 from fp8watch_server.detect.engine import Engine
-from fp8watch_server.detect.state import StateError
+from fp8watch_server.detect.state import VERSION, StateError
 
 
 @pytest.mark.parametrize("name", ["frozen-scale", "optimizer-divergence", "chronic-quantization-noise", "nan-in-loss"])
@@ -47,12 +47,12 @@ def test_a_batch_that_was_judged_before_the_restart_is_not_judged_again() -> Non
         zstandard.compress(msgspec.msgpack.encode([1])),
         zstandard.compress(msgspec.msgpack.encode({"version": 99, "parts": {}})),
         zstandard.compress(
-            msgspec.msgpack.encode({"version": 1, "parts": {"x": {"!": "object", "c": "Popen", "v": {}}}})
+            msgspec.msgpack.encode({"version": VERSION, "parts": {"x": {"!": "object", "c": "Popen", "v": {}}}})
         ),
-        zstandard.compress(msgspec.msgpack.encode({"version": 1, "parts": {"sites": []}})),
+        zstandard.compress(msgspec.msgpack.encode({"version": VERSION, "parts": {"sites": []}})),
         zstandard.compress(
             msgspec.msgpack.encode(
-                {"version": 1, "parts": {"x": {"!": "array", "d": "|O", "s": [1], "b": b"12345678"}}}
+                {"version": VERSION, "parts": {"x": {"!": "array", "d": "|O", "s": [1], "b": b"12345678"}}}
             )
         ),
     ],

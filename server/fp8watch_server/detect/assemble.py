@@ -165,6 +165,7 @@ class Assembly(Generic[D]):
         if self.last_step is None or not any(v.opens_batch for v in pending.views.values()):
             return False
         apart = step - self.last_step
-        if apart in (self._stride, self._apart) or step + apart in self._pending:
-            return False
+        later = [other for other in self._pending if other > step]
+        if apart in (self._stride, self._apart) or (later and min(later) - step == apart):
+            return False  # as far apart as those before, or those behind: the sampling
         return all(self._ranks[r].num_batches - n < GAP_BATCHES for r, n in pending.batches.items())

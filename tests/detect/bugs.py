@@ -1,0 +1,429 @@
+"""What is broken on purpose in detection, and the test that sees it: a mode, a report or a rule of the engine a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+D = "server/fp8watch_server/detect"
+T = "tests/detect"
+
+
+def _scenario(name: str) -> str:
+    return f"{T}/test_scenarios.py::test_a_medium_fault_is_named_at_its_place[{name}]"
+
+
+def _mild(name: str) -> str:
+    return f"{T}/test_scenarios.py::test_mild_and_severe_faults_are_named_at_their_place[{name}-mild]"
+
+
+MODES = [
+    Bug(
+        "nan-in-loss",
+        f"{D}/nonfinite.py",
+        "    if loss_broken and not len(forward):\n",
+        "    if loss_broken and not len(broken):\n",
+        _scenario("nan-in-loss"),
+    ),
+    Bug(
+        "zero-tile-eps",
+        f"{D}/degenerate.py",
+        "bad = scale & ((low <= 0) | ~np.isfinite(low) | ~np.isfinite(high))",
+        "bad = scale & (~np.isfinite(low) | ~np.isfinite(high))",
+        _scenario("zero-tile-eps"),
+    ),
+    Bug(
+        "dying-tile",
+        f"{D}/dying.py",
+        "slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands",
+        "slow = ctx.warm & (fallen > 100 * limit.dying_fall_octaves) & falling & stands",
+        _scenario("dying-tile"),
+    ),
+    Bug(
+        "dead-layer",
+        f"{D}/dead.py",
+        "fallen = change < -ctx.limit.dead_octaves",
+        "fallen = change > ctx.limit.dead_octaves",
+        _scenario("dead-layer"),
+    ),
+    Bug(
+        "delayed-clip",
+        f"{D}/delayed.py",
+        "hit = settled & ctx.warm & ((depth > clip_limit) | (damaged & forward))\n",
+        "hit = settled & ctx.warm & damaged & forward\n",
+        f"{T}/test_scenarios.py::test_clips_that_come_again_are_told_though_none_of_them_did_harm",
+    ),
+    Bug(
+        "a single clip that did harm",
+        f"{D}/delayed.py",
+        "            sure |= settled & ctx.warm & forward & both\n",
+        "",
+        _mild("delayed-clip"),
+    ),
+    Bug(
+        "frozen-scale",
+        f"{D}/delayed.py",
+        "        hit = settled & (num_same >= limit.frozen_steps) & (under_clip | deaf)\n",
+        "        hit = settled & (num_same > SAME_WINDOW) & (under_clip | deaf)\n",
+        _scenario("frozen-scale"),
+    ),
+    Bug(
+        "stale-weight-scale",
+        f"{D}/invariant.py",
+        "    weights = rest & (role == WEIGHT)\n",
+        "    weights = rest & (role == WEIGHT) & (view.values('scale_ratio_max') > 1.5)\n",
+        _scenario("stale-weight-scale"),
+    ),
+    Bug(
+        "gradient-underflow",
+        f"{D}/underflow.py",
+        '            harmed = dropped | (ctx.now.column("num_eps_tiles") > 0)\n',
+        "            harmed = dropped\n",
+        _scenario("gradient-underflow"),
+    ),
+    Bug(
+        "gradient-underflow by the invariant",
+        f"{D}/invariant.py",
+        "UNDERFLOW_RATIO = 0.25\n",
+        "UNDERFLOW_RATIO = 0.001\n",
+        f"{T}/test_modes.py::test_gradients_with_the_scale_of_something_larger_underflow",
+    ),
+    Bug(
+        "scale-rounding",
+        f"{D}/invariant.py",
+        "    if len(roles_up) >= 2:\n",
+        "    if len(roles_up) >= 9:\n",
+        _scenario("scale-rounding"),
+    ),
+    Bug(
+        "recipe-mismatch",
+        f"{D}/engine.py",
+        "        self._registry.add_sites(self._table.sites, news)\n",
+        "        self._registry.add_sites({}, news)\n",
+        _scenario("recipe-mismatch"),
+    ),
+    Bug(
+        "outlier-growth",
+        f"{D}/outlier.py",
+        "            grown = known & (over > need) & (monotone >= MONOTONE)\n",
+        "            grown = known & (over > 10 * need) & (monotone >= MONOTONE)\n",
+        _mild("outlier-growth"),
+    ),
+    Bug(
+        "attention-logit-growth",
+        f"{D}/attention.py",
+        "        over = value > limit.attention_logit_warning or rising\n",
+        "        over = value > limit.attention_logit_critical\n",
+        f"{_scenario('attention-logit-growth')} {_mild('attention-logit-growth')}",
+    ),
+    Bug(
+        "attention-logit-growth as a bound",
+        f"{D}/outlier.py",
+        "if len(parents[parent]) == 2]] = True",
+        "if len(parents[parent]) == 3]] = True",
+        _scenario("attention-logit-bound"),
+    ),
+    Bug(
+        "optimizer-divergence",
+        f"{D}/divergence.py",
+        "        over = np.count_nonzero(growing) >= limit.divergence_layers * np.count_nonzero(moving)\n",
+        "        over = np.count_nonzero(growing) > np.count_nonzero(moving)\n",
+        _scenario("optimizer-divergence"),
+    ),
+    Bug(
+        "bad-batch",
+        f"{D}/loss.py",
+        "        if not back and jump.num < ctx.limit.recover_steps:\n",
+        "        if not back or jump.num < ctx.limit.recover_steps:\n",
+        _scenario("bad-batch"),
+    ),
+    Bug(
+        "silent-data-corruption",
+        f"{D}/corruption.py",
+        "        few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))\n",
+        "        few = np.count_nonzero(leap) > 1\n",
+        _scenario("silent-data-corruption"),
+    ),
+    Bug(
+        "silent-data-corruption by the hash",
+        f"{D}/agreement.py",
+        "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n            if not differ.any():\n",
+        "            differ = both & (columns[at] != columns[at[0]]).all(axis=0)\n            if not differ.any():\n",
+        _scenario("corruption-by-hash"),
+    ),
+    Bug(
+        "accumulator-precision",
+        f"{D}/kernel_output.py",
+        "        noisy = has & ~scaled & (error > limit.gemm_error)\n",
+        "        noisy = has & scaled & (error > limit.gemm_error)\n",
+        _scenario("accumulator-precision"),
+    ),
+    Bug(
+        "inf-laundering",
+        f"{D}/nonfinite.py",
+        "    laundered = bool(view.infinite[first]) and not loss_broken and view.role[first] != OUTPUT\n",
+        "    laundered = False\n",
+        _scenario("inf-laundering"),
+    ),
+    Bug(
+        "sensitive-layer-quantized",
+        f"{D}/sessions.py",
+        "            if pattern.search(facts.module):\n",
+        "            if pattern.match(facts.module + '.'):\n",
+        _scenario("sensitive-layer-quantized"),
+    ),
+    Bug(
+        "kernel-output-fault",
+        f"{D}/kernel_output.py",
+        "        out[i] = view.facts(int(i)).gemm in READS and not",
+        "        out[i] = view.facts(int(i)).gemm not in READS and not",
+        _scenario("kernel-output-fault"),
+    ),
+    Bug(
+        "cross-rank-disagreement",
+        f"{D}/agreement.py",
+        "                both = has[at].all(axis=0)\n                differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
+        "                both = has[at].all(axis=0)\n                differ = both & (columns[at] > 2 * columns[at[0]]).any(axis=0)\n",
+        _scenario("cross-rank-disagreement"),
+    ),
+    Bug(
+        "chronic-quantization-noise",
+        f"{D}/noise.py",
+        "            noisy = self._lasting(now.sqnr_db < band, now)\n",
+        "            noisy = self._lasting(now.sqnr_db < band / 2, now)\n",
+        _scenario("chronic-quantization-noise"),
+    ),
+    Bug(
+        "scale-collapse",
+        f"{D}/collapse.py",
+        "        return np.where(enough & steady & ~leap, fallen, np.nan)\n",
+        "        return np.where(enough & steady & leap, fallen, np.nan)\n",
+        _scenario("scale-collapse"),
+    ),
+    Bug(
+        "scale-collapse of a GradScaler",
+        f"{D}/collapse.py",
+        "        if len(self._halvings) < ctx.limit.collapse_halvings:\n",
+        "        if len(self._halvings) < 10 * ctx.limit.collapse_halvings:\n",
+        _scenario("loss-scale-collapse"),
+    ),
+    Bug(
+        "nan-in-activation",
+        f"{D}/nonfinite.py",
+        "    named = weights if len(weights) else broken\n",
+        "    named = weights if len(weights) else broken[::-1]\n",
+        _scenario("nan-in-activation"),
+    ),
+]
+
+REPORTS = [
+    Bug(
+        "the eps of the operand is named",
+        "server/fp8watch_server/incidents/fixes_statistical.py",
+        '"grad_output": "FP8_QUANT_BWD_GRAD_AMAX_EPS"',
+        '"grad_output": "FP8_QUANT_FWD_WEIGHT_AMAX_EPS"',
+        f"{T}/test_reports.py::test_nan_gradients_at_once_with_eps_0",
+    ),
+    Bug(
+        "the tile of an Inf is named",
+        f"{D}/view.py",
+        "row // max(tile_rows, 1), column // max(tile_columns, 1))",
+        "row, column)",
+        f"{T}/test_reports.py::test_the_inf_rule_of_blockwise_scaling_launders_with_the_tile_named",
+    ),
+    Bug(
+        "outputs off by a factor are told",
+        f"{D}/kernel_output.py",
+        '        found.append(_wrong(view, view.in_flow(scaled), "kernel-output-fault", "critical"))\n',
+        "        pass\n",
+        f"{T}/test_reports.py::test_e5m2_bytes_read_as_e4m3_make_gradients_too_small_by_two_to_the_seven",
+    ),
+    Bug(
+        "modules that a filter left out are counted",
+        f"{D}/registry.py",
+        "        changes += s.coverage(facts, before)\n",
+        "",
+        f"{T}/test_reports.py::test_a_regex_left_three_of_477_modules_in_bf16"
+        f" {T}/test_reports.py::test_a_filter_that_leaves_out_too_much_is_told_against_the_checkpoint",
+    ),
+    Bug(
+        "scales that were forced are an event",
+        f"{D}/sessions.py",
+        '_SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")',
+        '_SITE_FACTS = ("tile", "format", "eps", "recipe")',
+        f"{T}/test_reports.py::test_power_of_two_scales_that_were_forced_are_an_event_at_that_step_and_show_in_the_sqnr",
+    ),
+    Bug(
+        "shards that were not reduced are told",
+        f"{D}/agreement.py",
+        'PER_TENSOR = ("delayed", "current")',
+        'PER_TENSOR = ("delayed",)',
+        f"{T}/test_reports.py::test_tensor_parallel_ranks_that_take_amax_of_their_shard_disagree_before_the_nan",
+    ),
+    Bug(
+        "recomputation is compared with the forward pass",
+        f"{D}/sessions.py",
+        '("recompute_fingerprint", "the recomputation")',
+        '("", "the recomputation")',
+        f"{T}/test_reports.py::test_recomputation_in_another_precision_is_told_by_its_fingerprint",
+    ),
+    Bug(
+        "the tokens of an expert are counted",
+        f"{D}/kernel_output.py",
+        "    if tokens is not None:\n",
+        "    if tokens:\n",
+        f"{T}/test_reports.py::test_uninitialised_rows_of_an_expert_without_tokens",
+    ),
+    Bug(
+        "a poisoned checkpoint is flagged",
+        f"{D}/engine.py",
+        "            found.append(poisoned_checkpoint)\n",
+        "            pass\n",
+        f"{T}/test_reports.py::test_one_nan_of_a_wgrad_poisons_a_checkpoint_that_is_flagged",
+    ),
+    Bug(
+        "scales go on after a resume",
+        f"{D}/engine.py",
+        "        self._scales.restart()\n",
+        "",
+        f"{T}/test_reports.py::test_a_resume_whose_scales_do_not_continue",
+    ),
+    Bug(
+        "the group that was not reduced over is named",
+        f"{D}/agreement.py",
+        "                blamed.append(axis)\n",
+        "                pass\n",
+        f"{T}/test_reports.py::test_amax_reduced_over_the_wrong_group_is_named_with_the_group",
+    ),
+    Bug(
+        "SwiGLU is named",
+        f"{D}/delayed.py",
+        'any(w in facts.module for w in ("down_proj",',
+        'any(w in facts.module for w in ("",) if not w and',
+        f"{T}/test_reports.py::test_delayed_scaling_and_swiglu_outliers_name_the_channel",
+    ),
+    Bug(
+        "FP8 is not accused of what it did not do",
+        f"{D}/nonfinite.py",
+        '        verdict="shared" if forward_seen else "unknown",\n',
+        '        verdict="fp8" if forward_seen else "unknown",\n',
+        f"{T}/test_reports.py::test_controls_hardware_compiler_and_initialisation_leave_fp8_innocent",
+    ),
+]
+
+ENGINE = [
+    Bug(
+        "a batch that comes twice is judged once",
+        f"{D}/engine.py",
+        "        if header.seq in stream.seqs:\n",
+        "        if header.seq in stream.seqs and header.seq < 0:\n",
+        f"{T}/test_order.py::test_a_batch_that_comes_twice_is_judged_once",
+    ),
+    Bug(
+        "steps are put back in order",
+        f"{D}/assemble.py",
+        "            step = min(self._pending)\n",
+        "            step = next(iter(self._pending))\n",
+        f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
+    ),
+    Bug(
+        "a gap is waited for",
+        f"{D}/assemble.py",
+        "GAP_BATCHES = 3\n",
+        "GAP_BATCHES = 0\n",
+        f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
+    ),
+    Bug(
+        "steps behind a gap are not taken for sampling",
+        f"{D}/assemble.py",
+        "(later and min(later) - step == apart)",
+        "step + apart in later",
+        f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
+    ),
+    Bug(
+        "a restart begins a new baseline",
+        f"{D}/engine.py",
+        "        self._statistics = Statistics(len(self._table), self.thresholds)\n        self._scales.restart()\n",
+        "        self._scales.restart()\n",
+        f"{T}/test_order.py::test_a_restart_from_step_0_begins_a_new_baseline",
+    ),
+    Bug(
+        "going back in place begins anew",
+        f"{D}/engine.py",
+        '        return int(batch.steps["step"][0]) < stream.last_step\n',
+        "        return False\n",
+        f"{T}/test_order.py::test_training_that_goes_back_within_a_session_begins_anew",
+    ),
+    Bug(
+        "the state keeps the baselines",
+        f"{D}/state.py",
+        '_SKIPPED = {"limit", "_pending", "_of_scalars"}',
+        '_SKIPPED = {"limit", "_pending", "_of_scalars", "_roots"}',
+        f"{T}/test_state.py::test_an_engine_that_was_read_back_says_what_the_first_would_have",
+    ),
+    Bug(
+        "the state makes nothing but data",
+        f"{D}/state.py",
+        '    made: Any = object.__new__(_CLASSES[value["c"]])\n',
+        '    made: Any = object.__new__(_CLASSES.get(value["c"], Exception))\n',
+        f"{T}/test_state.py::test_what_is_no_state_is_refused",
+    ),
+    Bug(
+        "a baseline is frozen while its alarm is on",
+        f"{D}/statistics.py",
+        "                take &= ~frozen\n",
+        "                pass\n",
+        f"{T}/test_scenarios.py::test_a_fault_that_lasts_does_not_become_the_new_normal",
+    ),
+    Bug(
+        "gradients are judged against each other",
+        f"{D}/context.py",
+        "            change[gradients] -= np.median(common)\n",
+        "            pass\n",
+        f"{T}/test_scenarios.py::test_what_all_gradients_do_together_is_no_fault_of_one",
+    ),
+    Bug(
+        "nothing statistical is said while a run is young",
+        f"{D}/schedule.py",
+        "        if self._first_step is None or step - self._first_step < self._warmup_steps:\n",
+        "        if self._first_step is None:\n",
+        f"{T}/test_divergence.py::test_nothing_is_judged_in_the_first_fifty_steps",
+    ),
+    Bug(
+        "not measured is not zero",
+        f"{D}/view.py",
+        "np.where(measured, self.raw(name).astype(np.float64), np.nan)",
+        "self.raw(name).astype(np.float64)",
+        f"{T}/test_modes.py::test_what_was_not_measured_is_never_read_as_zero"
+        f" {T}/test_healthy.py::test_a_run_sampled_each_tenth_step",
+    ),
+    Bug(
+        "a unit that is wrong is refused",
+        f"{D}/rules.py",
+        "        if given and _SAME_UNIT.get(given.lower(), given) != unit:\n",
+        "        if given and not unit:\n",
+        f"{T}/test_rules.py::test_what_cannot_be_meant_is_refused",
+    ),
+    Bug(
+        "a threshold that cannot be is refused",
+        f"{D}/rules.py",
+        "    if not math.isfinite(number) or not threshold.low <= number <= threshold.high:\n",
+        "    if not math.isfinite(number):\n",
+        f"{T}/test_rules.py::test_what_cannot_be_meant_is_refused",
+    ),
+    Bug(
+        "a threshold that is not known is refused",
+        f"{D}/rules.py",
+        '            problems.append(f"{where} {name}: unknown threshold{hint};',
+        '            str(f"{where} {name}: unknown threshold{hint};',
+        f"{T}/test_rules.py::test_what_cannot_be_meant_is_refused",
+    ),
+    Bug(
+        "thresholds of a file are used",
+        f"{D}/rules.py",
+        "                values |= section.values\n",
+        "                pass\n",
+        f"{T}/test_rules.py::test_every_section_that_matches_counts",
+    ),
+]
+
+BUGS = [*MODES, *REPORTS, *ENGINE]

@@ -1,0 +1,340 @@
+"""What is broken on purpose in incidents and messages, and the test that sees it: a promise a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+S = "server/fp8watch_server"
+I = "tests/incidents"  # noqa: E741
+N = "tests/notify"
+
+AT_LEAST_ONCE = [
+    Bug(
+        "a change of state and its message are one transaction",
+        f"{S}/incidents/messages.py",
+        "    name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()\n",
+        "    name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()\n"
+        '    conn.connection.driver_connection.execute("COMMIT")\n',
+        f"{I}/test_fold.py::test_a_batch_whose_transaction_was_undone_leaves_nothing",
+    ),
+    Bug(
+        "an incident that opens has its message",
+        f"{S}/incidents/fold.py",
+        "        reason = write_firing(conn, row, now, public_url)\n",
+        "        reason = None\n",
+        f"{I}/test_fold.py::test_a_batch_whose_transaction_was_undone_leaves_nothing",
+    ),
+    Bug(
+        "a message is done when it was taken and not before",
+        f"{S}/notify/lease.py",
+        'leased = {"state": "leased", "leased_by"',
+        'leased = {"state": "sent", "leased_by"',
+        f"{N}/test_promises.py::test_senders_that_are_killed_and_a_receiver_that_flaps_lose_nothing[3]",
+    ),
+    Bug(
+        "what a dead sender held is sent within ten seconds",
+        f"{S}/notify/lease.py",
+        "    dead = [h for h in holders if h and _is_dead(h)]\n",
+        "    dead: list[str] = []\n",
+        f"{N}/test_outbox.py::test_a_killed_sender_loses_nothing_and_repeats_under_the_same_key",
+    ),
+    Bug(
+        "a receiver that fails is asked again",
+        f"{S}/notify/outbox.py",
+        "if answer.status >= 500 or answer.status in _RETRIED:",
+        "if answer.status in _RETRIED:",
+        f"{N}/test_outbox.py::test_5xx_and_lost_answers_are_tried_again_until_they_are_taken",
+    ),
+    Bug(
+        "no answer is no delivery",
+        f"{S}/notify/outbox.py",
+        '            return Outcome("pending", self._back_off_s(leased), str(e))\n',
+        '            return Outcome("sent", error=str(e))\n',
+        f"{N}/test_promises.py::test_senders_that_are_killed_and_a_receiver_that_flaps_lose_nothing[3]",
+    ),
+    Bug(
+        "a receiver that recovers hears soon",
+        f"{S}/notify/outbox.py",
+        "return random.uniform(0.05, min(limit,",
+        "return random.uniform(60.0, 60.0 + min(limit,",
+        f"{N}/test_promises.py::test_senders_that_are_killed_and_a_receiver_that_flaps_lose_nothing[3]",
+    ),
+]
+
+NOT_TWICE = [
+    Bug(
+        "a living lease is not taken over",
+        f"{S}/notify/lease.py",
+        'sa.and_(t.state == "leased", t.leased_until <= now),',
+        't.state == "leased",',
+        f"{N}/test_outbox.py::test_a_lease_that_ran_out_is_taken_over_and_a_living_one_is_not",
+    ),
+    Bug(
+        "a repeat has the key of the first",
+        f"{S}/notify/lease.py",
+        "        idempotency_key=row.idempotency_key,\n",
+        '        idempotency_key=f"{row.idempotency_key}:{num_attempts}",\n',
+        f"{N}/test_outbox.py::test_a_killed_sender_loses_nothing_and_repeats_under_the_same_key",
+    ),
+    Bug(
+        "what was sent is over",
+        f"{S}/notify/settle.py",
+        'values |= {"state": state, "next_attempt_at": now + wait_s,',
+        'values |= {"state": "pending", "next_attempt_at": now + wait_s,',
+        f"{N}/test_outbox.py::test_a_message_goes_to_every_channel_once",
+    ),
+    Bug(
+        "a message is leased before it is sent",
+        f"{S}/notify/lease.py",
+        "    _take(conn, row, {**made, **leased}, due_again(now) if again is not None else None)\n",
+        "",
+        f"{N}/test_outbox.py::test_two_dispatchers_send_each_message_once",
+    ),
+]
+
+STORM = [
+    Bug(
+        "what follows from a cause opens nothing",
+        f"{S}/incidents/match.py",
+        "        if near(i) or here(i):\n            return i\n",
+        "        if i.row['first_step'] == finding.step:\n            return i\n",
+        f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
+    ),
+    Bug(
+        "ranks are one incident",
+        f"{S}/incidents/match.py",
+        '    same = [i for i in incidents if i.row["mode"] == finding.mode]\n',
+        '    same = [i for i in incidents if i.row["mode"] == finding.mode and i.origin_rank == finding.rank]\n',
+        f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
+    ),
+    Bug(
+        "an end is told once",
+        f"{S}/incidents/quiet.py",
+        'values(status="resolved", resolved_at=now, updated_at=now))',
+        "values(resolved_at=now, updated_at=now))",
+        f"{N}/test_promises.py::test_a_storm_is_one_firing_and_one_resolve",
+    ),
+    Bug(
+        "flapping is held down",
+        f"{S}/incidents/messages.py",
+        "FLAPPING_MESSAGES = 2\n",
+        "FLAPPING_MESSAGES = 200\n",
+        f"{I}/test_fold.py::test_flapping_sends_four_messages_however_often",
+    ),
+    Bug(
+        "notices of one run go together",
+        f"{S}/notify/group.py",
+        "            together = tuple(sorted(group, key=lambda r: r.urgency))\n",
+        "            together = tuple(sorted(group, key=lambda r: r.urgency))[:1]\n",
+        f"{N}/test_group.py::test_notices_of_one_run_within_the_wait_are_one_message",
+    ),
+    Bug(
+        "an hour has its limit",
+        f"{S}/notify/group.py",
+        "    if pace.max_per_hour and _num_sent(",
+        "    if pace.max_per_hour < 0 and _num_sent(",
+        f"{N}/test_group.py::test_past_the_hours_limit_one_summary_tells_the_rest",
+    ),
+    Bug(
+        "a warning waits while something worse is open at its place",
+        f"{S}/incidents/messages.py",
+        'state="inhibited" if by else "pending")',
+        'state="pending")',
+        f"{I}/test_inhibition.py::test_a_warning_waits_while_a_critical_incident_is_open_at_its_place",
+    ),
+    Bug(
+        "what was inhibited and is left is told",
+        f"{S}/incidents/messages.py",
+        "    release(conn, row, now)\n",
+        "",
+        f"{I}/test_inhibition.py::test_it_is_told_after_all_when_it_is_what_is_left",
+    ),
+    Bug(
+        "a silence is kept",
+        f"{S}/incidents/messages.py",
+        '    return str(found[0]["id"]) if found else None\n',
+        "    return None\n",
+        f"{I}/test_fold.py::test_a_silence_keeps_the_message_back_and_the_incident_on_the_pages",
+    ),
+    Bug(
+        "a failure that was here before says so",
+        f"{S}/incidents/fold.py",
+        "            _note_regression(conn, target)\n",
+        "",
+        f"{I}/test_roots.py::test_the_same_failure_again_says_that_it_was_here_before",
+    ),
+]
+
+SOON = [
+    Bug(
+        "a message leaves within two seconds",
+        f"{S}/notify/outbox.py",
+        "POLL_S = 0.5\n",
+        "POLL_S = 6.0\n",
+        f"{N}/test_outbox.py::test_an_incident_is_told_within_two_seconds_of_its_batch",
+    ),
+    Bug(
+        "a critical incident waits for no interval",
+        f"{S}/notify/group.py",
+        "        if not any(row.is_critical for row in group):\n",
+        "        if True:\n",
+        f"{N}/test_group.py::test_the_next_message_about_a_run_waits_for_the_interval_and_a_critical_one_does_not",
+    ),
+]
+
+POISON = [
+    Bug(
+        "every channel has a thread of its own",
+        f"{S}/notify/outbox.py",
+        "        for channel in self._channels:\n            thread = threading.Thread(\n",
+        "        one = threading.Lock()\n"
+        "        alone = self._attempt\n\n"
+        "        def together(channel: Channel, leased: Leased) -> Outcome:\n"
+        "            with one:\n"
+        "                return alone(channel, leased)\n\n"
+        "        self._attempt = together  # type: ignore[method-assign]\n"
+        "        for channel in self._channels:\n            thread = threading.Thread(\n",
+        f"{N}/test_outbox.py::test_a_poison_receiver_among_five_keeps_nobody_waiting",
+    ),
+    Bug(
+        "a refusal is not tried again",
+        f"{S}/notify/outbox.py",
+        '        return Outcome("dead", error=error)\n\n    def _back_off_s',
+        '        return Outcome("pending", 0.05, error)\n\n    def _back_off_s',
+        f"{N}/test_outbox.py::test_a_refusal_is_dead_at_once_and_says_why",
+    ),
+    Bug(
+        "a receiver that asks for patience gets it",
+        f"{S}/notify/outbox.py",
+        'return Outcome("pending", wait, error, pause_channel=True)',
+        'return Outcome("pending", 0.05, error)',
+        f"{N}/test_outbox.py::test_429_is_obeyed_for_the_whole_channel",
+    ),
+    Bug(
+        "dead letters say why",
+        f"{S}/notify/log.py",
+        '"state", "num_attempts", "last_error")',
+        '"state", "num_attempts")',
+        f"{N}/test_log.py::test_dead_letters_are_listed_with_the_reason",
+    ),
+    Bug(
+        "dead letters can be sent again",
+        f"{S}/notify/log.py",
+        'again = {"state": "pending", "num_attempts": 0,',
+        'again = {"state": "dead", "num_attempts": 0,',
+        f"{N}/test_log.py::test_a_dead_letter_is_sent_again_when_somebody_asks",
+    ),
+    Bug(
+        "one notice that is refused harms no other",
+        f"{S}/notify/outbox.py",
+        "        if answer.status in _TOGETHER_ONLY and leased.others:\n",
+        "        if answer.status in _TOGETHER_ONLY and not leased.others:\n",
+        f"{N}/test_group.py::test_one_notice_that_is_refused_harms_no_other_of_its_group",
+    ),
+    Bug(
+        "one notice that cannot be made stops nobody",
+        f"{S}/notify/outbox.py",
+        "        except Exception as e:  # noqa: BLE001  (a payload",
+        "        except MemoryError as e:  # noqa: BLE001  (a payload",
+        f"{N}/test_outbox.py::test_a_message_that_cannot_be_made_does_not_stop_those_behind_it",
+    ),
+]
+
+SILENCE = [
+    Bug(
+        "silence of a run is told",
+        f"{S}/notify/stalled.py",
+        "        new = [key for key in silent if key not in told]\n",
+        "        new: list[str] = []\n",
+        f"{N}/test_stalled.py::test_three_missing_heartbeats_are_told_once_and_so_is_the_return",
+    ),
+    Bug(
+        "silence is told once",
+        f"{S}/notify/stalled.py",
+        ":{run['last_seen_at']:.3f}\"",
+        ':{now:.3f}"',
+        f"{N}/test_stalled.py::test_three_missing_heartbeats_are_told_once_and_so_is_the_return",
+    ),
+    Bug(
+        "a run that ended is not silent",
+        f"{S}/notify/stalled.py",
+        'for run in runs if run["status"] == "stalled"}',
+        "for run in runs}",
+        f"{N}/test_stalled.py::test_a_run_that_said_that_it_ends_is_not_silent",
+    ),
+    Bug(
+        "the absence of the collector is not held against a run",
+        f"{S}/notify/stalled.py",
+        "{} if 0 <= now - self._began < self._after_s else self._silent(conn, now)",
+        "self._silent(conn, now)",
+        f"{N}/test_stalled.py::test_the_collectors_own_absence_is_not_held_against_a_run",
+    ),
+]
+
+SECRETS = [
+    Bug(
+        "no message goes inside",
+        f"{S}/notify/target.py",
+        "    if not ip.is_global or ip.is_multicast:\n",
+        "    if ip.is_multicast:\n",
+        f"{N}/test_target.py::test_what_is_neither_global_nor_loopback_is_refused_for_everyone",
+    ),
+    Bug(
+        "loopback in other clothes is loopback",
+        f"{S}/notify/target.py",
+        "        ip = ip.ipv4_mapped  # ::ffff:127.0.0.1 is 127.0.0.1\n",
+        "        return None\n",
+        f"{N}/test_target.py::test_what_is_neither_global_nor_loopback_is_refused_for_everyone",
+    ),
+    Bug(
+        "every address of a name is checked",
+        f"{S}/notify/target.py",
+        "        for text in addresses:\n",
+        "        for text in addresses[:1]:\n",
+        f"{N}/test_target.py::test_a_name_with_one_bad_address_among_good_ones_is_refused",
+    ),
+    Bug(
+        "the address that was checked is connected to",
+        f"{S}/notify/target.py",
+        "            pool = urllib3.HTTPConnectionPool(address, port,",
+        "            pool = urllib3.HTTPConnectionPool(host, port,",
+        f"{N}/test_target.py::test_the_checked_address_is_the_one_that_is_connected_to",
+    ),
+    Bug(
+        "no redirect is followed",
+        f"{S}/notify/target.py",
+        "                redirect=False,\n                preload_content=False,",
+        "                redirect=True,\n                preload_content=False,",
+        f"{N}/test_target.py::test_redirects_are_not_followed",
+    ),
+    Bug(
+        "a receiver that drips is left",
+        f"{S}/notify/target.py",
+        "            ending.after(min(TOTAL_S, 2 * timeout_s))\n",
+        "",
+        f"{N}/test_target.py::test_a_receiver_that_drips_is_left_in_time",
+    ),
+    Bug(
+        "a signature is of time and body",
+        f"{S}/notify/webhook.py",
+        'signed = str(timestamp).encode() + b"." + body',
+        "signed = body",
+        f"{N}/test_messages.py::test_a_signed_webhook_can_be_checked",
+    ),
+    Bug(
+        "names stay text in Slack",
+        f"{S}/notify/slack.py",
+        'return str(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")',
+        'return str(text).replace("&", "&amp;")',
+        f"{N}/test_messages.py::test_hostile_names_stay_text",
+    ),
+    Bug(
+        "an error shows no secret",
+        f"{S}/notify/target.py",
+        '            raise Unreachable(f"{self.masked}: {type(e).__name__}") from None',
+        '            raise Unreachable(f"{self.url}: {type(e).__name__}") from None',
+        f"{N}/test_target.py::test_nobody_there_is_unreachable_and_the_url_stays_secret",
+    ),
+]
+
+BUGS = [*AT_LEAST_ONCE, *NOT_TWICE, *STORM, *SOON, *POISON, *SILENCE, *SECRETS]
