@@ -132,8 +132,8 @@ MODES = [
     Bug(
         "bad-batch",
         f"{D}/loss.py",
-        "        if not back and jump.num < ctx.limit.recover_steps:\n",
-        "        if not back or jump.num < ctx.limit.recover_steps:\n",
+        "        if loss - usual <= max(ctx.limit.loss_jump_sigma",
+        "        if loss - usual <= 99 * max(ctx.limit.loss_jump_sigma",
         _scenario("bad-batch"),
     ),
     Bug(
@@ -297,8 +297,8 @@ REPORTS = [
     Bug(
         "SwiGLU is named",
         f"{D}/delayed.py",
-        'any(w in facts.module for w in ("down_proj",',
-        'any(w in facts.module for w in ("",) if not w and',
+        'swiglu=facts.operand == "input" and',
+        'swiglu=facts.operand == "weight" and',
         f"{T}/test_reports.py::test_delayed_scaling_and_swiglu_outliers_name_the_channel",
     ),
     Bug(
@@ -344,7 +344,7 @@ ENGINE = [
         f"{D}/engine.py",
         "        self._statistics = Statistics(len(self._table), self.thresholds)\n        self._scales.restart()\n",
         "        self._scales.restart()\n",
-        f"{T}/test_order.py::test_a_restart_from_step_0_begins_a_new_baseline",
+        f"{T}/test_order.py::test_a_restart_begins_a_new_baseline[120]",
     ),
     Bug(
         "going back in place begins anew",
@@ -361,10 +361,10 @@ ENGINE = [
         f"{T}/test_state.py::test_an_engine_that_was_read_back_says_what_the_first_would_have",
     ),
     Bug(
-        "the state makes nothing but data",
+        "a state of another version is refused",
         f"{D}/state.py",
-        '    made: Any = object.__new__(_CLASSES[value["c"]])\n',
-        '    made: Any = object.__new__(_CLASSES.get(value["c"], Exception))\n',
+        'if not isinstance(body, dict) or body.get("version") != VERSION:',
+        "if not isinstance(body, dict):",
         f"{T}/test_state.py::test_what_is_no_state_is_refused",
     ),
     Bug(
@@ -390,11 +390,10 @@ ENGINE = [
     ),
     Bug(
         "not measured is not zero",
-        f"{D}/view.py",
-        "np.where(measured, self.raw(name).astype(np.float64), np.nan)",
-        "self.raw(name).astype(np.float64)",
-        f"{T}/test_modes.py::test_what_was_not_measured_is_never_read_as_zero"
-        f" {T}/test_healthy.py::test_a_run_sampled_each_tenth_step",
+        f"{D}/degenerate.py",
+        '    scale = columns.has(Measured.SCALE) & (columns.raw("num_tiles") > 0)\n',
+        '    scale = columns.raw("num_tiles") > 0\n',
+        f"{T}/test_modes.py::test_what_was_not_measured_is_never_read_as_zero",
     ),
     Bug(
         "a unit that is wrong is refused",

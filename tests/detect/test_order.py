@@ -62,14 +62,15 @@ def test_steps_that_never_come_open_nothing_and_hide_nothing() -> None:
     assert [f for f in found if f.step < BY_NAME["optimizer-divergence"].make(1, 1).onset] == []
 
 
-def test_a_restart_from_step_0_begins_a_new_baseline() -> None:
+@pytest.mark.parametrize("step", [0, 120])
+def test_a_restart_begins_a_new_baseline(step: int) -> None:
     first, second = Run(seed=1, session="a" * 32), Run(seed=2, session="b" * 32)
     second._log2_weight += 3.0  # other weights: a jump of three octaves that is none
     engine = Engine(first.facts)
     batches = [first.batch(range(s, s + 8)) for s in range(0, 120, 8)]
-    batches += [second.batch(range(s, s + 8)) for s in range(0, 120, 8)]
+    batches += [second.batch(range(s, s + 8)) for s in range(step, step + 120, 8)]
     assert [f for b in batches for f in engine.observe(b)] == []
-    assert engine.settled_step == 119
+    assert engine.settled_step == step + 119
 
 
 def test_a_replay_in_a_new_engine_gives_the_same_findings() -> None:

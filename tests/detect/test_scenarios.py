@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from detect.play import causes, place_is_right, play
-from detect.scenarios import DOWN, GATE, SCENARIOS, Case, Scenario, twin
+from detect.scenarios import BY_NAME, DOWN, GATE, SCENARIOS, Case, Scenario, twin
 from detect.trace import healthy
 
 from fp8watch_server.detect.precedence import explains
@@ -79,13 +79,11 @@ def test_clips_that_come_again_are_told_though_none_of_them_did_harm() -> None:
 
 
 def test_a_fault_that_lasts_does_not_become_the_new_normal() -> None:
-    """Eighty steps are more than a baseline holds: had it learned them, the alarm would be over."""
-    trace = healthy(3, 220)
-    one = trace.mask(DOWN, "input", "rowwise")
-    trace.set_sqnr(one, trace.sqnr(one)[:, 0] - 4.0 * (np.arange(220) >= 120))
-    steps = [f.step for f in play(Case([trace], 120)) if f.mode == "chronic-quantization-noise"]
-    assert steps[0] < 130
-    assert steps[-1] > 210
+    """Had the baseline learned it, the alarm would be over after half of its window."""
+    case = BY_NAME["gradient-underflow"].make(3, 1)
+    steps = [f.step for f in play(case) if f.mode == "gradient-underflow"]
+    assert steps[0] < case.onset + 6
+    assert steps[-1] == case.traces[0].num_steps - 1
 
 
 def test_what_all_gradients_do_together_is_no_fault_of_one() -> None:

@@ -123,7 +123,7 @@ HEAD = '[channels.a]\nkind = "slack"\nurl_file = "oncall"\n'
         ('[channels."a b"]\nkind = "slack"', "a name has 1 to 40"),
         ("[channels]\na = 3", "[channels.a] is no table"),
         ('[channels.a]\nurl_file = "oncall"', "[channels.a] kind: is missing; must be one of slack, webhook"),
-        ('[channels.a]\nkind = "slak"\nurl_file = "oncall"', "'slak' must be one of slack, webhook, alertmanager; did you mean slack?"),
+        ('[channels.a]\nkind = "slak"\nurl_file = "oncall"', "'slak' must be one of slack, webhook, alertmanager, apprise; did you mean slack?"),
         ('[channels.a]\nkind = "slack"', "[channels.a] url: is missing; give url_file or url_env"),
         ('[channels.a]\nkind = "slack"\nurl = "https://h/hidden"', "url: is a secret and never stands in this file"),
         ('[channels.a]\nkind = "slack"\nurl_file = "https://h/hidden"', "holds an address, which is a secret"),

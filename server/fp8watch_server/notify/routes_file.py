@@ -5,7 +5,7 @@ Shapes:     text -> Routing
 Thread:     start of the process
 
     [channels.oncall]
-    kind = "slack"                       # slack | webhook | alertmanager
+    kind = "slack"                       # slack | webhook | alertmanager | apprise
     url_file = "secrets/slack-oncall"    # beside this file; or url_env = "ONCALL_URL"
     max_per_hour = 30
 
@@ -30,6 +30,7 @@ from typing import Any
 from fp8watch_server.incidents.playbook import SLUGS
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
+from .apprise_channel import AppriseChannel
 from .channels import AlertmanagerChannel, Channel, Pace, SlackChannel, WebhookChannel
 from .fields import NAMES, Fields, near
 from .message import SEVERITIES
@@ -38,7 +39,12 @@ from .stalled import STALLED
 from .target import Target, TargetError
 
 MAX_FILE_BYTES = 1 << 20
-KINDS: dict[str, Any] = {"slack": SlackChannel, "webhook": WebhookChannel, "alertmanager": AlertmanagerChannel}
+KINDS: dict[str, Any] = {
+    "slack": SlackChannel,
+    "webhook": WebhookChannel,
+    "alertmanager": AlertmanagerChannel,
+    "apprise": AppriseChannel,
+}
 MODES = (*SLUGS, STALLED)
 
 
@@ -156,11 +162,11 @@ def _channel(
     if len(problems) > before:
         return None
     try:
-        target = Target(url, from_operator=True)
+        target = url if kind == "apprise" else Target(url, from_operator=True)
+        made: Channel = KINDS[kind](target, name=name, pace=pace)
     except TargetError as e:
         problems.append(f"{where} url: {e}")
         return None
-    made: Channel = KINDS[kind](target, name=name, pace=pace)
     return replace(made, secret=secret) if isinstance(made, WebhookChannel) else made
 
 
