@@ -151,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
                 ssl_certfile=settings.tls_cert or None,
                 ssl_keyfile=settings.tls_key or None,
             )
-            server = _Server(config, f"fp8watch collector: {url} (database {database})", app.state.live.close)
+            live = getattr(app.state, "live", None)  # not there without pages
+            streams = live.close if live is not None else lambda: None
+            server = _Server(config, f"fp8watch collector: {url} (database {database})", streams)
             server.run(sockets=[sock])
             return 0 if server.started else 1
         finally:

@@ -94,7 +94,7 @@ def main() -> None:
             "1 B/s": Fault(bytes_per_s=1.0),
             "429": Fault(status=429, headers="Retry-After: 1\r\n"),
         }
-        with Serving(Path(name)) as served:
+        with Serving(Path(name), "--port", "0") as served:
             urls = {"collector up": served.url, "refused": f"http://127.0.0.1:{closed.getsockname()[1]}"}
             running = []
             for case, fault in proxies.items():
