@@ -11,6 +11,7 @@ ones. docs/wire.md says what the bytes mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,19 @@ _WIDE = tuple(f for f in FIELDS if f.dtype == "<i8" and f.name not in HISTOGRAMS
 _NARROW = tuple(f for f in FIELDS if f.dtype in ("<i4", "<f4") and f.name not in HISTOGRAMS)
 
 _GROUPS = ((_SUMS, 4, SUM_BITS), (_WIDE, 8, 64), (_NARROW, 4, 32))
+_GROUP_OF = {f.name: group for group in _GROUPS for f in group[0]}
+
+
+@lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> tuple[int, npt.NDArray[np.intp]]:
+    """Of fields side by side, that came in so many planes: how many words a record has, and where each plane goes."""
+    place: list[int] = []
+    row = 0
+    for size, planes in zip(sizes, num_planes, strict=True):
+        for _ in range(size):
+            place += range(row * width, row * width + planes // size)
+            row += 1
+    return row, np.array(place, dtype=np.intp)
 
 
 def _words(fields: tuple[Field, ...], width: int) -> npt.NDArray[np.intp]:
@@ -291,22 +305,21 @@ class Columns(Mapping[str, Array]):
 
     def _open_group(self, member: Field) -> None:
         """All number columns of one width: together they take hardly longer than one."""
-        fields, width, bits = next(g for g in _GROUPS if member in g[0])
-        fields = tuple(f for f in fields if f.name in self._columns)
-        n = self._n
-        bytes_ = np.zeros((sum(f.size for f in fields), n, width), "u1")
+        fields, width, bits = _GROUP_OF[member.name]
+        n, sent = self._n, self._columns
+        present = tuple(f for f in fields if f.name in sent)
+        raws = [sent[f.name] for f in present]
+        rows, place = _places(tuple(f.size for f in present), tuple(len(raw) // n for raw in raws), width)
+        planes = np.zeros((rows * width, n), "u1")
+        planes[place] = np.frombuffer(b"".join(raws), "u1").reshape(-1, n)
+        bytes_ = np.ascontiguousarray(planes.reshape(rows, width, n).transpose(0, 2, 1))
+        words = _unfold(bytes_.reshape(rows, n * width).view(f"<u{width}"), self._per_step, bits)
+        values = widen_sums(words) if bits == SUM_BITS else words
         at = 0
-        for f in fields:
-            planes = np.frombuffer(self._columns[f.name], "u1").reshape(f.size, -1, n)
-            bytes_[at : at + f.size, :, : planes.shape[1]] = planes.transpose(0, 2, 1)
+        for f in present:
+            numbers = values[at] if f.size == 1 else np.ascontiguousarray(values[at : at + f.size].T)
             at += f.size
-        words = _unfold(bytes_.reshape(len(bytes_), n * width).view(f"<u{width}"), self._per_step, bits)
-        at = 0
-        for f in fields:
-            numbers = words[at : at + f.size]
-            at += f.size
-            values = widen_sums(numbers) if f.dtype == "<f8" else numbers.view(f.dtype)
-            self._open[f.name] = values[0] if f.size == 1 else np.ascontiguousarray(values.T)
+            self._open[f.name] = numbers.view(f.dtype)
 
     def _open_histogram(self, codes: Array, stride: int) -> Array:
         if not 0 < stride < len(codes):
