@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -251,18 +251,15 @@ class Columns(Mapping[str, Array]):
         self._per_step, self._depth = per_step, depth
         self._open: dict[str, Array] = {}
         for name, raw in self._columns.items():
-            f = _known(name)
-            if name in HISTOGRAMS:
-                good, rule = len(raw) == num_records * f.size, f"{num_records} histograms of {f.size} codes"
-            else:
-                plane = num_records * f.size
-                width = 3 if f.dtype == "<f8" else int(f.dtype[2:])
-                good = bool(plane) and len(raw) % plane == 0 and 1 <= len(raw) // plane <= width
-                rule = f"{num_records} records of {f.dtype}×{f.size} take 1 to {width} planes of {plane}"
-            if not good:
+            size, most = _SHAPES.get(name) or _unknown(name)
+            plane = num_records * size
+            if not plane or not len(raw) or len(raw) % plane or len(raw) > most * plane:
+                if name in HISTOGRAMS and len(raw) == plane:  # of nothing
+                    continue
+                rule = f"{num_records} records take 1 to {most} planes of {num_records}×{size}"
                 raise WireError(name, f"{len(raw)} bytes; {rule}")
         for name, raw in self._constants.items():
-            f = _known(name)
+            f = FIELD_BY_NAME.get(name) or _unknown(name)
             want = (4 if f.dtype == "<f8" else int(f.dtype[2:])) * f.size
             if len(raw) != want or name in HISTOGRAMS or name in self._columns:
                 raise WireError(name, f"{len(raw)} bytes as a constant; {f.dtype}×{f.size} takes {want}, and no column")
@@ -333,11 +330,14 @@ class Columns(Mapping[str, Array]):
         return out
 
 
-def _known(name: str) -> Field:
-    f = FIELD_BY_NAME.get(name)
-    if f is None:
-        raise WireError(name, f"unknown column; known are {', '.join(FIELD_BY_NAME)}")
-    return f
+_SHAPES = {
+    f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS
+}
+"""Of each field its values a record, and of how many planes of bytes a column consists at most."""
+
+
+def _unknown(name: str) -> NoReturn:
+    raise WireError(name, f"unknown column; known are {', '.join(FIELD_BY_NAME)}")
 
 
 def new_compressor(level: int) -> Any:
