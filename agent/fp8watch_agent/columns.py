@@ -330,9 +330,7 @@ class Columns(Mapping[str, Array]):
         return out
 
 
-_SHAPES = {
-    f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS
-}
+_SHAPES = {f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS}
 """Of each field its values a record, and of how many planes of bytes a column consists at most."""
 
 
