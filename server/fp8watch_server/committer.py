@@ -207,9 +207,9 @@ class Committer:
                 answers = self._take(group)
             except BaseException as e:  # noqa: BLE001  nobody may wait for ever
                 answers = [e] * len(group)
+            took_s = time.monotonic() - began
             self._gate.give(sum(w.num_bytes for w in (*group, *gone) if w.gated))
             self._settle([*zip(group, answers, strict=True), *((w, None) for w in gone)])
-            took_s = time.monotonic() - began
             if answers and all(isinstance(a, AWAY) for a in answers):
                 self._refuse_all(answers[0])
             if last:

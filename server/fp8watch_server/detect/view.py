@@ -116,9 +116,9 @@ class BatchColumns:
             keep = np.arange(len(row))[keep]
             keep = keep[np.argsort(batch.step[keep], kind="stable")]
         self.batch, self.table, self._keep = batch, table, keep
-        self.row = row[keep]
-        self.step = batch.step[keep]
-        self.role = table.role[self.row]
+        self.row: npt.NDArray[np.int64] = row[keep]
+        self.step: npt.NDArray[np.int64] = batch.step[keep]
+        self.role: npt.NDArray[np.int8] = table.role[self.row]
         self._columns: dict[str, Array] = {}
         self._values: dict[str, npt.NDArray[np.float64]] = {}
         self._has: dict[Measured, Mask] = {}
