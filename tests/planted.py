@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "examples", "pyproject.toml", "README.md")
+COPIED += ("Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
 TESTS_FAILED = 1
 """Exit status of pytest when tests ran and failed; everything else means that they did not run."""
 _ticks = itertools.count(1)

@@ -11,7 +11,8 @@ ones. docs/wire.md says what the bytes mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,19 @@ _WIDE = tuple(f for f in FIELDS if f.dtype == "<i8" and f.name not in HISTOGRAMS
 _NARROW = tuple(f for f in FIELDS if f.dtype in ("<i4", "<f4") and f.name not in HISTOGRAMS)
 
 _GROUPS = ((_SUMS, 4, SUM_BITS), (_WIDE, 8, 64), (_NARROW, 4, 32))
+_GROUP_OF = {f.name: group for group in _GROUPS for f in group[0]}
+
+
+@lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> tuple[int, npt.NDArray[np.intp]]:
+    """Of fields side by side, that came in so many planes: how many words a record has, and where each plane goes."""
+    place: list[int] = []
+    row = 0
+    for size, planes in zip(sizes, num_planes, strict=True):
+        for _ in range(size):
+            place += range(row * width, row * width + planes // size)
+            row += 1
+    return row, np.array(place, dtype=np.intp)
 
 
 def _words(fields: tuple[Field, ...], width: int) -> npt.NDArray[np.intp]:
@@ -237,18 +251,15 @@ class Columns(Mapping[str, Array]):
         self._per_step, self._depth = per_step, depth
         self._open: dict[str, Array] = {}
         for name, raw in self._columns.items():
-            f = _known(name)
-            if name in HISTOGRAMS:
-                good, rule = len(raw) == num_records * f.size, f"{num_records} histograms of {f.size} codes"
-            else:
-                plane = num_records * f.size
-                width = 3 if f.dtype == "<f8" else int(f.dtype[2:])
-                good = bool(plane) and len(raw) % plane == 0 and 1 <= len(raw) // plane <= width
-                rule = f"{num_records} records of {f.dtype}×{f.size} take 1 to {width} planes of {plane}"
-            if not good:
+            size, most = _SHAPES.get(name) or _unknown(name)
+            plane = num_records * size
+            if not plane or not len(raw) or len(raw) % plane or len(raw) > most * plane:
+                if name in HISTOGRAMS and len(raw) == plane:  # of nothing
+                    continue
+                rule = f"{num_records} records take 1 to {most} planes of {num_records}×{size}"
                 raise WireError(name, f"{len(raw)} bytes; {rule}")
         for name, raw in self._constants.items():
-            f = _known(name)
+            f = FIELD_BY_NAME.get(name) or _unknown(name)
             want = (4 if f.dtype == "<f8" else int(f.dtype[2:])) * f.size
             if len(raw) != want or name in HISTOGRAMS or name in self._columns:
                 raise WireError(name, f"{len(raw)} bytes as a constant; {f.dtype}×{f.size} takes {want}, and no column")
@@ -291,22 +302,21 @@ class Columns(Mapping[str, Array]):
 
     def _open_group(self, member: Field) -> None:
         """All number columns of one width: together they take hardly longer than one."""
-        fields, width, bits = next(g for g in _GROUPS if member in g[0])
-        fields = tuple(f for f in fields if f.name in self._columns)
-        n = self._n
-        bytes_ = np.zeros((sum(f.size for f in fields), n, width), "u1")
+        fields, width, bits = _GROUP_OF[member.name]
+        n, sent = self._n, self._columns
+        present = tuple(f for f in fields if f.name in sent)
+        raws = [sent[f.name] for f in present]
+        rows, place = _places(tuple(f.size for f in present), tuple(len(raw) // n for raw in raws), width)
+        planes = np.zeros((rows * width, n), "u1")
+        planes[place] = np.frombuffer(b"".join(raws), "u1").reshape(-1, n)
+        bytes_ = np.ascontiguousarray(planes.reshape(rows, width, n).transpose(0, 2, 1))
+        words = _unfold(bytes_.reshape(rows, n * width).view(f"<u{width}"), self._per_step, bits)
+        values = widen_sums(words) if bits == SUM_BITS else words
         at = 0
-        for f in fields:
-            planes = np.frombuffer(self._columns[f.name], "u1").reshape(f.size, -1, n)
-            bytes_[at : at + f.size, :, : planes.shape[1]] = planes.transpose(0, 2, 1)
+        for f in present:
+            numbers = values[at] if f.size == 1 else np.ascontiguousarray(values[at : at + f.size].T)
             at += f.size
-        words = _unfold(bytes_.reshape(len(bytes_), n * width).view(f"<u{width}"), self._per_step, bits)
-        at = 0
-        for f in fields:
-            numbers = words[at : at + f.size]
-            at += f.size
-            values = widen_sums(numbers) if f.dtype == "<f8" else numbers.view(f.dtype)
-            self._open[f.name] = values[0] if f.size == 1 else np.ascontiguousarray(values.T)
+            self._open[f.name] = numbers.view(f.dtype)
 
     def _open_histogram(self, codes: Array, stride: int) -> Array:
         if not 0 < stride < len(codes):
@@ -320,11 +330,12 @@ class Columns(Mapping[str, Array]):
         return out
 
 
-def _known(name: str) -> Field:
-    f = FIELD_BY_NAME.get(name)
-    if f is None:
-        raise WireError(name, f"unknown column; known are {', '.join(FIELD_BY_NAME)}")
-    return f
+_SHAPES = {f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS}
+"""Of each field its values a record, and of how many planes of bytes a column consists at most."""
+
+
+def _unknown(name: str) -> NoReturn:
+    raise WireError(name, f"unknown column; known are {', '.join(FIELD_BY_NAME)}")
 
 
 def new_compressor(level: int) -> Any:

@@ -5,7 +5,7 @@ Shapes:     hot_batch rows that are pending -> findings -> incidents, in one tra
 Thread:     its own; of several collectors on one database, that of the leader
 
 Batches are marked in the transaction that writes their incidents, so a crash loses nothing and repeats nothing. All
-that wait of a run are taken together, PACE_S apart, because writing costs per transaction and looking per batch. Should
+that wait of a run are taken together, a pause apart, because writing costs per transaction and looking per batch. Should
 one of them break a detector or its incidents, those of its group are taken one by one.
 """
 
@@ -39,8 +39,9 @@ log = logging.getLogger("fp8watch.detect")
 MAX_ENGINES = 64
 BATCHES_AT_ONCE = 512
 SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
-PACE_S = 0.2
-"""Between groups; the first batch after a quiet time is taken at once."""
+PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
+"""Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
+the larger the next group: as long as REST_SHARE groups take, within these bounds."""
 IDLE_S = 1.0
 
 
@@ -162,8 +163,12 @@ class DetectWorker:
         self._rounds.stop(timeout_s)
 
     def _work(self) -> Rest:
-        if self.drain():
-            return Rest(PACE_S, wakes=False)
+        began = time.monotonic()
+        taken = self.drain()
+        if taken >= BATCHES_AT_ONCE:
+            return Rest(0.0, wakes=False)
+        if taken:
+            return Rest(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
         self.tick()
         return Rest(IDLE_S)
 

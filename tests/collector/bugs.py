@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collector.bugs_security import DEFENCES
 from planted import Bug
 
 S = "server/fp8watch_server"
@@ -93,125 +94,63 @@ INGEST = [
         f"{S}/command.py",
         "DRAIN_S = 10\n",
         "DRAIN_S = 0\n",
-        f"{C}/test_rolling.py::test_rolling_restarts_under_load_lose_nothing_and_drain[sqlite]",
-    ),
-]
-
-BOMBS = [
-    Bug(
-        "a frame that declares a gigabyte is refused unread",
-        "agent/fp8watch_agent/inflate.py",
-        "        if size > max_bytes:\n            raise",
-        "        if size < 0:\n            raise",
-        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+        f"{C}/test_rolling.py::test_rolling_restarts_under_load_lose_nothing_and_drain",
     ),
     Bug(
-        "a stream of gzip is counted before it is kept",
-        "agent/fp8watch_agent/inflate.py",
-        "        if sum(map(len, _pieces(body, max_bytes))) > max_bytes:",
-        "        if len(b''.join([*_pieces(body, 4 * max_bytes)])) > max_bytes:",
-        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+        "a session is part of the key",
+        f"{S}/store/commit.py",
+        '    _b.session == sa.bindparam("in_session"),\n',
+        "",
+        f"{C}/test_ingest_answers.py::test_the_same_seq_of_another_session_is_new_data",
     ),
     Bug(
-        "a window has a limit",
-        "agent/fp8watch_agent/inflate.py",
-        "max_window_size=MAX_WINDOW_BYTES",
-        "max_window_size=1 << 30",
-        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+        "a wrong column refuses the whole batch",
+        "agent/fp8watch_agent/columns.py",
+        '                raise WireError(name, f"{len(raw)} bytes; {rule}")\n',
+        "                self._columns[name] = bytes(plane)\n",
+        f"{C}/test_ingest_answers.py::test_one_bad_column_refuses_the_whole_batch_and_is_named",
     ),
     Bug(
-        "maps stay closed until their size is known",
-        "agent/fp8watch_agent/body.py",
-        "    if count > MAX_COLUMNS:\n",
-        "    if False:\n",
-        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+        "a body that was refused is not remembered as known",
+        f"{S}/store/commit.py",
+        "        if not bool(np.isin(ids, self._known).all()):\n            return False\n",
+        "",
+        f"{C}/test_ingest_answers.py::test_an_unknown_run_session_or_site_asks_for_registration",
     ),
     Bug(
-        "limits are those that are promised",
-        "agent/fp8watch_agent/inflate.py",
-        "MAX_INFLATED_BYTES = 64 << 20",
-        "MAX_INFLATED_BYTES = 256 << 20",
-        f"{C}/test_limits.py::test_limits_are_those_that_are_promised",
-    ),
-]
-
-SECURITY = [
-    Bug(
-        "a foreign name is refused",
-        f"{S}/auth.py",
-        "            return self._misdirected(headers)\n",
-        "            return None\n",
-        f"{C}/test_auth.py::test_a_name_that_was_made_to_point_here_is_refused",
+        "a clock that is set back changes no order",
+        f"{S}/worker.py",
+        ".order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)",
+        ".order_by(waiting.c.since, b.run_id, b.tenant, b.received_at)",
+        f"{C}/test_worker.py::test_a_clock_that_is_set_back_changes_no_order",
     ),
     Bug(
-        "scopes are asked for",
-        f"{S}/auth.py",
-        "        if needed not in granted:",
-        "        if not granted:",
-        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+        "after a restart from step 0 the newer attempt is looked at",
+        f"{S}/rebuild.py",
+        "newest = {row.rank: row for row in rows}",
+        "newest = {row.rank: row for row in reversed(rows)}",
+        f"{C}/test_worker.py::test_after_a_restart_from_step_0_the_engine_is_rebuilt_from_the_newer_attempt",
     ),
     Bug(
-        "changing anything needs admin",
-        f"{S}/auth.py",
-        'return "read" if method in ("GET", "HEAD", "OPTIONS") else "admin"',
-        'return "read"',
-        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+        "agents of an older release are understood",
+        "agent/fp8watch_agent/wire.py",
+        "READS = (1, 2)",
+        "READS = (2,)",
+        f"{C}/test_versions.py::test_a_batch_of_every_release_is_taken_kept_and_read",
     ),
     Bug(
-        "a revoked token opens nothing",
-        f"{S}/auth.py",
-        "for row in rows if row.revoked_at is None}",
-        "for row in rows}",
-        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+        "bytes of an older release mean what they meant",
+        "agent/fp8watch_agent/wire.py",
+        "if header.version == 1:\n",
+        "if header.version == 0:\n",
+        f"{C}/test_versions.py::test_a_batch_of_every_release_is_taken_kept_and_read",
     ),
     Bug(
-        "a new route has a line in the table",
-        f"{S}/app.py",
-        "    app.add_middleware(ingest.ShortWay)\n",
-        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.ShortWay)\n',
-        f"{C}/test_auth.py::test_every_route_is_in_the_table",
-    ),
-    Bug(
-        "listening for others needs a token",
-        f"{S}/auth.py",
-        "if settings.loopback or settings.insecure or read_tokens(engine).scopes:",
-        "if settings.host:",
-        f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
-    ),
-    Bug(
-        "a page of another site may not write",
-        f"{S}/auth.py",
-        'if needed != "read" and self._of_another_site(headers):',
-        'if needed == "nothing" and self._of_another_site(headers):',
-        f"{C}/test_auth.py::test_a_page_of_somebody_else_cannot_write",
-    ),
-    Bug(
-        "a token is kept as its hash",
-        f"{S}/auth.py",
-        '{"token_sha256": token_sha256(settings.token), "tenant"',
-        '{"token_sha256": settings.token, "tenant"',
-        f"{C}/test_auth.py::test_a_token_is_kept_as_its_hash_only",
-    ),
-    Bug(
-        "logs hold no secret",
-        f"{S}/logs.py",
-        'return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]',
-        "return text[:MAX_CHARS]",
-        f"{C}/test_limits.py::test_a_line_of_the_log_holds_no_secret_and_is_one_line",
-    ),
-    Bug(
-        "a table holds no formula",
-        f"{S}/api_csv.py",
-        "value.startswith(_FORMULA)",
-        "value.startswith(chr(0))",
-        f"{T}/test_api.py::test_csv_holds_every_value_and_no_formula",
-    ),
-    Bug(
-        "the role of the dashboards reads views only",
-        f"{S}/store/views.py",
-        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA} TO",
-        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA}, public TO",
-        f"{T}/test_views.py::test_the_role_of_the_dashboards_reads_the_views_and_nothing_else",
+        "health is answered while bodies are refused",
+        f"{S}/ingest.py",
+        "            if held.total_bytes > MAX_INFLIGHT_BYTES:\n",
+        "            while held.total_bytes > MAX_INFLIGHT_BYTES:\n                time.sleep(0.5)\n            if held.total_bytes < 0:\n",
+        f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
     ),
 ]
 
@@ -317,4 +256,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *BOMBS, *SECURITY, *STORE]
+BUGS = [*INGEST, *DEFENCES, *STORE]

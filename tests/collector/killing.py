@@ -219,7 +219,7 @@ class Store:
 
 def serve(tmp_path: Path, database_url: str, *args: str, **env: str) -> Serving:
     """A collector as a process, with its answers a little late after the commit, so that a kill can fall between."""
-    given = {"FP8WATCH_DATABASE_URL": database_url, "FP8WATCH_TEST_ANSWER_LATE_S": "0.02", **env}
+    given = {"FP8WATCH_DATABASE_URL": database_url, "FP8WATCH_TEST_ANSWER_LATE_S": "0.04", **env}
     return Serving(tmp_path, "--port", "0", *args, **given).start()
 
 

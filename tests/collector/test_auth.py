@@ -268,4 +268,4 @@ def test_names_from_outside_are_not_markup_and_not_lines(open_client: httpx.Clie
         answer = open_client.get(path)
         assert answer.status_code == 200
         assert hostile not in answer.text
-        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert "script-src 'self';" in answer.headers["content-security-policy"]

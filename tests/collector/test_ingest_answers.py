@@ -80,6 +80,9 @@ def test_the_same_seq_of_another_session_is_new_data(agent: Agent, app: Any) -> 
     other = Agent(agent.client, session="b" * 32).register(SITES)
     other.send(SITES, [1])
     assert sorted(r.attempt for r in rows(app, t.hot_batch)) == [1, 2]
+    for one in (agent, other):  # and each is known again by its own
+        assert one.post(one.body(SITES, [1], seq=1)).status_code == 200
+    assert len(rows(app, t.hot_batch)) == 2
 
 
 def test_an_unknown_run_session_or_site_asks_for_registration(client: Any, app: Any) -> None:

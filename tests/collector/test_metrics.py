@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ def filled(client: Any, app: Any) -> Agent:
     agent = Agent(client).register([UP_ROW, UP_COLUMN])
     health = {"dropped_ring_full": 3.0, "dropped_maps_queue_full": 1.0, "overhead_ratio": 0.004}
     fields = {"num_saturated": [1, 5, 2, 6], "num_underflow": 90, "amax_max": [1.0, 1.0, 2.0, 3.0]}
+    fields["tile_noise_ratio_sum"] = 2.0**-7  # of ten tiles
     scalars = {"loss": [2.5, 2.25], "grad_norm": [1.0, 0.5]}
     agent.send([UP_ROW, UP_COLUMN], [1, 2], health=health, fields=fields, scalars=scalars)
     with writing(app.state.engine) as conn:
@@ -84,7 +86,7 @@ def test_every_name_of_the_contract_is_there(filled: Agent) -> None:
     assert got["fp8watch_saturated_elements_total", site] == 11  # the direction that clips more
     assert got["fp8watch_amax_max", site] == 3.0
     assert got["fp8watch_underflow_ratio", site] == pytest.approx(0.1)
-    assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(30.0, abs=1e-3)
+    assert got["fp8watch_tile_sqnr_db", site] == pytest.approx(10 * math.log10(1280))
     incident = (("mode", "inf-laundering"), run, ("severity", "critical"))
     assert (got["fp8watch_incidents_open", incident], got["fp8watch_incidents_total", incident]) == (1, 2)
     assert got["fp8watch_agent_dropped_records_total", (("reason", "ring_full"), run)] == 3

@@ -62,9 +62,11 @@ def test_every_field_can_be_charted(agent: Agent) -> None:
 
 
 def test_derived_fields_are_what_their_formulas_say(agent: Agent) -> None:
-    fields = {"tile_noise_ratio_sum": 0.008, "num_tiles": 10, "num_zero_tiles": 2, "num_underflow": 90, "num_nan": 2}
-    agent.send([UP], [1], fields={**fields, "num_inf": 3, "signal_energy": 10.0, "noise_energy": 0.01})
-    want = {"tile_sqnr_db": 30.0, "sqnr_db": 30.0, "underflow_ratio": 0.1, "num_nonfinite": 5}
+    octaves = 2.0**-7  # a number of few bits, which the wire leaves as it is
+    fields = {"tile_noise_ratio_sum": octaves, "num_tiles": 10, "num_zero_tiles": 2, "num_underflow": 90, "num_nan": 2}
+    agent.send([UP], [1], fields={**fields, "num_inf": 3, "signal_energy": 8.0, "noise_energy": octaves})
+    decibels = 10 * math.log10(1024)
+    want = {"tile_sqnr_db": decibels, "sqnr_db": decibels, "underflow_ratio": 0.1, "num_nonfinite": 5}
     for name, value in want.items():
         assert series(agent.client, name)["values"] == pytest.approx([value], abs=1e-3), (
             name

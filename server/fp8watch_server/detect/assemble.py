@@ -58,6 +58,7 @@ class _Pending(Generic[D]):
     views: dict[int, D] = field(default_factory=dict)
     at: list[float] = field(default_factory=list)  # when each rank delivered, by the collector's clock
     batches: dict[int, int] = field(default_factory=dict)  # rank -> its num_batches then
+    awaited: int | None = None  # a rank that was still to come when it was last looked at
 
 
 class Assembly(Generic[D]):
@@ -71,6 +72,8 @@ class Assembly(Generic[D]):
         self._stride = 1
         self._apart = 1
         self._now: float | None = None
+        self._newest = -1  # step of any rank
+        self._unheard = False  # whether a rank may be there that has no time yet
 
     def restart(self) -> list[list[D]]:
         """A new attempt: hands out what is pending, whole or not, and forgets the ranks."""
@@ -78,20 +81,30 @@ class Assembly(Generic[D]):
         self._pending.clear()
         self._ranks.clear()
         self.last_step, self._stride, self._apart = None, 1, 1
+        self._newest = -1
         return rest
 
     def adopt(self) -> None:
         """Read back from a state: nothing is pending."""
         self._pending = {}
+        self._newest = max((s.last_step for s in self._ranks.values()), default=-1)
+        self._unheard = True
+
+    def _rank(self, rank: int) -> _Rank:
+        state = self._ranks.get(rank)
+        if state is None:
+            state = self._ranks[rank] = _Rank()
+            self._unheard = True
+        return state
 
     def expect(self, rank: int) -> None:
         """A rank has registered: its steps are waited for, as long as it may be silent."""
-        state = self._ranks.setdefault(rank, _Rank())
+        state = self._rank(rank)
         state.heard_at = self._now if state.heard_at is None else state.heard_at
 
     def heard(self, rank: int, at: float | None, *, ended: bool = False) -> None:
         """A batch of this rank came."""
-        state = self._ranks.setdefault(rank, _Rank())
+        state = self._rank(rank)
         state.heard_at = at if at is not None else state.heard_at
         state.num_batches += 1
         state.ended = ended
@@ -101,13 +114,17 @@ class Assembly(Generic[D]):
         """The collector's clock moved on."""
         if at is not None:
             self._now = at if self._now is None else max(self._now, at)
+            if not self._unheard:
+                return
+            self._unheard = False
             for state in self._ranks.values():
                 state.heard_at = self._now if state.heard_at is None else state.heard_at
 
     def add(self, view: D) -> bool:
         """Take one step of one rank in; False when it is late."""
-        rank = self._ranks.setdefault(view.rank, _Rank())
+        rank = self._rank(view.rank)
         rank.last_step = max(rank.last_step, view.step)
+        self._newest = max(self._newest, view.step)
         if self.last_step is not None and view.step <= self.last_step:
             return False
         pending = self._pending.setdefault(view.step, _Pending())
@@ -140,9 +157,10 @@ class Assembly(Generic[D]):
         pending = self._pending[step]
         if len(self._pending) > MAX_PENDING_STEPS:
             return True
-        waiting = [r for r, s in self._ranks.items() if r not in pending.views and s.last_step < step]
-        newest = max(s.last_step for s in self._ranks.values())
-        waiting = [r for r in waiting if self._is_live(self._ranks[r], newest)]
+        if self._is_awaited(pending.awaited, step, pending) and not self._is_old(pending):
+            return False  # of many ranks one that is missing is enough, and most often it is the same
+        waiting = [r for r in self._ranks if self._is_awaited(r, step, pending)]
+        pending.awaited = waiting[-1] if waiting else None
         if not waiting and not self._is_gap(step, pending):
             return True
         if self._now is None or not pending.at:
@@ -152,6 +170,16 @@ class Assembly(Generic[D]):
             return False
         median_at = sorted(pending.at)[max(0, (num_live + 1) // 2 - 1)]
         return self._now - median_at >= self._late_rank_s
+
+    def _is_awaited(self, rank: int | None, step: int, pending: _Pending[D]) -> bool:
+        if rank is None or rank in pending.views:
+            return False
+        state = self._ranks[rank]
+        return state.last_step < step and self._is_live(state, self._newest)
+
+    def _is_old(self, pending: _Pending[D]) -> bool:
+        """Whether the first rank delivered so long ago that the median may have, too."""
+        return self._now is not None and bool(pending.at) and self._now - pending.at[0] >= self._late_rank_s
 
     def _is_live(self, rank: _Rank, newest: int) -> bool:
         if rank.ended or (rank.last_step >= 0 and rank.last_step < newest - LIVE_RANK_STEPS * self._stride):

@@ -81,6 +81,7 @@ class Engine:
         self._scales = ScaleHistory()
         self._agreement = Agreement()
         self._streams: dict[str, Stream] = {}
+        self._newest: dict[int, str] = {}  # of each rank, the session that came last
         self._num_batches = 0
         self._restarted = 0  # _num_batches when a rank last came back with a new session
         self._statistics = Statistics(0, thresholds)
@@ -210,6 +211,7 @@ class Engine:
             setattr(engine, name, part)
         engine._statistics.adopt(thresholds)
         engine._assembly.adopt()
+        engine._newest = {stream.rank: name for name, stream in engine._streams.items()}
         engine.add_sites(sites)
         return engine
 
@@ -238,6 +240,8 @@ class Engine:
         found: list[Finding] = []
         if restarted:
             found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
+        if batch.header.session not in self._streams:
+            self._newest[batch.header.rank] = batch.header.session
         made = self._streams[batch.header.session] = Stream(
             rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seqs=seqs
         )
@@ -263,8 +267,7 @@ class Engine:
 
     def _belongs(self, stream: Stream, view: StepView) -> bool:
         """Whether a step is of the attempt that is on: not a late one of a session that was replaced."""
-        newest = [s for s in self._streams.values() if s.rank == stream.rank][-1]
-        if newest is not stream:
+        if self._streams[self._newest[stream.rank]] is not stream:
             return False
         last = self._assembly.last_step
         return last is None or not self._restarted or abs(view.step - last) <= LIVE_RANK_STEPS * self.stride

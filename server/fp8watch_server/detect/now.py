@@ -4,8 +4,8 @@ Upstream:   fp8watch_server.detect.view, fp8watch_server.detect.assemble    Down
 Shapes:     views of one step, one a rank -> columns [S] float64, NaN where nothing was measured
 Thread:     detect worker
 
-Ranks are rolled up as the fields say (`record.FIELDS`): counts are summed, extremes are kept. One rank costs one
-scatter a column.
+Ranks are rolled up as the fields say (`record.FIELDS`): counts are summed, extremes are kept. All ranks together cost
+one scatter a column.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .view import Mask, SiteTable, StepView
 
 Floats = npt.NDArray[np.float64]
 
+RANKS_AT_ONCE = 64
+
 
 class Now:
     """The columns of one step."""
@@ -34,6 +36,7 @@ class Now:
         self.step = views[0].step
         self.ranks = tuple(sorted({v.rank for v in views}))
         self._columns: dict[str, Floats] = {}
+        self._groups: dict[Measured, Mask] = {}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -42,19 +45,41 @@ class Now:
         """A scalar field over all ranks; NaN where it was not measured. [S]"""
         got = self._columns.get(name)
         if got is None:
-            merge = {"sum": np.add, "max": np.fmax, "min": np.fmin}.get(FIELD_BY_NAME[name].merge, np.fmax)
-            got = np.full(len(self), np.nan)
-            for view in self.views:
-                values = view.values(name)
-                if len(self.views) == 1:
-                    got[view.row] = values
-                    continue
-                dense = np.full(len(self), np.nan)
-                dense[view.row] = values
-                both = ~np.isnan(got) & ~np.isnan(dense)
-                merged = merge(got, dense, where=both, out=np.full(len(self), np.nan))
-                got = np.where(both, merged, np.where(np.isnan(got), dense, got))
-            self._columns[name] = got
+            got = self._columns[name] = self._rolled_up(name)
+        return got
+
+    def _rolled_up(self, name: str) -> Floats:
+        field, (_, row, place) = FIELD_BY_NAME[name], self._records
+        values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
+        values[~self._measured(field.group)] = np.nan
+        got = np.full(len(self), np.nan)
+        if len(self.views) == 1:
+            got[row] = values
+            return got
+        for start in range(0, len(self.views), RANKS_AT_ONCE):  # a large fleet does not take large matrices
+            num_ranks = min(RANKS_AT_ONCE, len(self.views) - start)
+            here = slice(*np.searchsorted(place, (start, start + num_ranks)))
+            dense = np.full((1 + num_ranks, len(self)), np.nan)
+            dense[0] = got
+            dense[1 + place[here] - start, row[here]] = values[here]
+            if field.merge == "sum":
+                known = ~np.isnan(dense)
+                got = np.where(known.any(axis=0), np.add.reduce(np.where(known, dense, 0.0), axis=0), np.nan)
+            else:
+                got = (np.fmin if field.merge == "min" else np.fmax).reduce(dense, axis=0)
+        return got
+
+    @cached_property
+    def _records(self) -> tuple[Mask, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""
+        measured = np.concatenate([view.raw("measured") for view in self.views])
+        row = np.concatenate([view.row for view in self.views])
+        return measured, row, np.repeat(np.arange(len(self.views)), [len(view) for view in self.views])
+
+    def _measured(self, group: Measured) -> Mask:
+        got = self._groups.get(group)
+        if got is None:
+            got = self._groups[group] = np.asarray((self._records[0] & int(group)) != 0)
         return got
 
     def scalar(self, name: str) -> float | None:
@@ -92,15 +117,16 @@ class Now:
         """Sites that saw a NaN or an Inf on some rank. [S]"""
         mask = np.zeros(len(self), dtype=np.bool_)
         for view in self.views:
-            mask[view.row[view.nonfinite]] = True
+            nonfinite = view.nonfinite
+            if nonfinite.any():
+                mask[view.row[nonfinite]] = True
         return mask
 
     @cached_property
     def seen(self) -> Mask:
         """Sites that sent anything. [S]"""
         mask = np.zeros(len(self), dtype=np.bool_)
-        for view in self.views:
-            mask[view.row] = True
+        mask[self._records[1]] = True
         return mask
 
     # ---- derived columns, [S], NaN where they are not known
@@ -233,6 +259,5 @@ _INF = (math.inf, -math.inf)
 def measured(now: Now, group: Measured) -> Mask:
     """Sites that hold this group on some rank. [S]"""
     mask = np.zeros(len(now), dtype=np.bool_)
-    for view in now.views:
-        mask[view.row[view.has(group)]] = True
+    mask[now._records[1][now._measured(group)]] = True
     return mask

@@ -56,6 +56,7 @@ class SiteTable:
         self.ids = np.array(list(self._row_of), dtype=np.uint64)
         self._by_id = np.argsort(self.ids, kind="stable").astype(np.int64)
         self._sorted = self.ids[self._by_id]
+        self._asked: tuple[Array, npt.NDArray[np.int64]] | None = None
         self.role = np.array([ROLES.index(f.operand) if f.operand in ROLES else -1 for f in facts], dtype=np.int8)
         self.order = np.array([f.order for f in facts], dtype=np.int64)
         self.power_2_scale = np.array([f.power_2_scale for f in facts], dtype=np.bool_)
@@ -95,8 +96,12 @@ class SiteTable:
         """Index of each site id in the table, −1 for those that are not registered."""
         if not len(self.ids):
             return np.full(len(site), -1, dtype=np.int64)
+        if self._asked is not None and np.array_equal(self._asked[0], site):  # batches are alike
+            return self._asked[1]
         at = np.minimum(np.searchsorted(self._sorted, site), len(self.ids) - 1)
-        return np.where(self._sorted[at] == site, self._by_id[at], -1)
+        row = np.where(self._sorted[at] == site, self._by_id[at], -1)
+        self._asked = site, row
+        return row
 
 
 class BatchColumns:
@@ -104,13 +109,16 @@ class BatchColumns:
 
     def __init__(self, batch: Batch, table: SiteTable) -> None:
         row = table.rows(batch.site)
-        keep = np.flatnonzero(row >= 0)
-        if np.any(np.diff(batch.step[keep]) < 0):
+        keep: Any = slice(None)  # most often all of them, as they are
+        if len(row) and row.min() < 0:
+            keep = np.flatnonzero(row >= 0)
+        if len(batch.steps) > 1 and np.any(np.diff(batch.step[keep]) < 0):
+            keep = np.arange(len(row))[keep]
             keep = keep[np.argsort(batch.step[keep], kind="stable")]
         self.batch, self.table, self._keep = batch, table, keep
-        self.row = row[keep]
-        self.step = batch.step[keep]
-        self.role = table.role[self.row]
+        self.row: npt.NDArray[np.int64] = row[keep]
+        self.step: npt.NDArray[np.int64] = batch.step[keep]
+        self.role: npt.NDArray[np.int8] = table.role[self.row]
         self._columns: dict[str, Array] = {}
         self._values: dict[str, npt.NDArray[np.float64]] = {}
         self._has: dict[Measured, Mask] = {}

@@ -35,6 +35,8 @@ CAPTURE_STEPS = 16
 """How many steps past an incident's last one its sites' full tile maps are asked for."""
 MAX_CAPTURE_SITES = 64
 MAX_KNOWN_RUNS = 256
+MAX_ALIKE, MAX_ALIKE_BYTES = 16, 1 << 13
+"""Sites of batches that were found to be known, of each run: how many, and how large."""
 
 _Seen = tuple[str, int, int]  # session, rank, seq
 
@@ -60,25 +62,49 @@ class Taken:
 Outcome = Taken | KeyReused | RankMismatch | Unknown
 
 
+class _SitesOfRun:
+    """What was registered when it was last asked."""
+
+    def __init__(self, created_at: float, known: npt.NDArray[np.uint64]) -> None:
+        self.created_at, self._known = created_at, known
+        self._alike: OrderedDict[tuple[int, int], npt.NDArray[np.uint64]] = OrderedDict()
+
+    def hold(self, ids: npt.NDArray[np.uint64]) -> bool:
+        """Whether all of these are among them. Batches are alike: most often it has been looked up."""
+        if not len(ids):
+            return True
+        looks = (len(ids), int(ids[0]))
+        before = self._alike.get(looks)
+        if before is not None and np.array_equal(before, ids):
+            return True
+        if not bool(np.isin(ids, self._known).all()):
+            return False
+        if ids.nbytes <= MAX_ALIKE_BYTES:
+            self._alike[looks] = ids
+            while len(self._alike) > MAX_ALIKE:
+                self._alike.popitem(last=False)
+        return True
+
+
 class KnownSites:
     """Which sites a run has, remembered between groups; a run that was deleted and came again is asked anew."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], tuple[float, npt.NDArray[np.uint64]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _SitesOfRun] = OrderedDict()
 
     def missing(self, conn: Connection, run: Any, ids: npt.NDArray[np.uint64]) -> list[int]:
         """Those of `ids` that are not registered."""
         key = (run.run_id, run.tenant)
         with self._lock:
-            created_at, known = self._kept.get(key, (None, None))
-        if known is not None and created_at == run.created_at and bool(np.isin(ids, known).all()):
+            kept = self._kept.get(key)
+        if kept is not None and kept.created_at == run.created_at and kept.hold(ids):
             return []
         c = t.site.c
         rows = conn.execute(sa.select(c.site).where(c.run_id == run.run_id, c.tenant == run.tenant)).scalars()
         known = np.array(list(rows), dtype=np.uint64)
         with self._lock:
-            self._kept[key] = (run.created_at, known)
+            self._kept[key] = _SitesOfRun(run.created_at, known)
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KNOWN_RUNS:
                 self._kept.popitem(last=False)

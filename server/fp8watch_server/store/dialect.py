@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,16 @@ def upsert(
     """
     if not rows:
         return
+    names = tuple(rows[0]) if update is None else tuple(update)
+    conn.execute(_upsert(conn.dialect.name, table, names, newest_by), list(rows))
+
+
+@lru_cache(maxsize=256)
+def _upsert(dialect_name: str, table: sa.Table, names: tuple[str, ...], newest_by: str | None) -> Any:
+    """The statement; making it costs more than running it."""
     keys = [c.name for c in table.primary_key.columns]
-    names = [n for n in rows[0] if n not in keys] if update is None else list(update)
-    dialect = postgresql if conn.dialect.name == "postgresql" else sqlite
+    names = tuple(n for n in names if n not in keys)
+    dialect = postgresql if dialect_name == "postgresql" else sqlite
     statement = dialect.insert(table)
     if names:
         not_older = None if newest_by is None else statement.excluded[newest_by] >= table.c[newest_by]
@@ -302,4 +310,4 @@ def upsert(
         )
     else:
         statement = statement.on_conflict_do_nothing(index_elements=keys)
-    conn.execute(statement, list(rows))
+    return statement

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -72,8 +73,14 @@ class _Cache:
 _CACHE = _Cache(CACHE_BYTES)
 
 
+_DATABASES: weakref.WeakKeyDictionary[sa.Dialect, str] = weakref.WeakKeyDictionary()
+
+
 def _key(conn: Connection, tenant: str, run: str, session: str, rank: int, seq: int, received_at: float) -> _Key:
-    return (str(conn.engine.url), tenant, run, session, rank, seq, received_at)
+    database = _DATABASES.get(conn.dialect)
+    if database is None:
+        database = _DATABASES[conn.dialect] = str(conn.engine.url)
+    return (database, tenant, run, session, rank, seq, received_at)
 
 
 def remember(conn: Connection, batch: Batch, received_at: float, *, tenant: str = t.DEFAULT_TENANT) -> None:

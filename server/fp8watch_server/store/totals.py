@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fp8watch_agent.record import FIELD_BY_NAME
 from fp8watch_agent.wire import Batch
 
 from . import schema as t
@@ -30,7 +32,7 @@ def add_totals(conn: Connection, run_id: str, tenant: str, batches: Sequence[tup
     if not batches:
         return
     needs = sorted({name for f in (*NEWEST_FIELDS, *TOTAL_FIELDS) for name in SERIES_FIELDS[f].needs} | {"measured"})
-    columns = {name: np.concatenate([batch.column(name) for batch, _ in batches]) for name in needs}
+    columns = {name: _side_by_side(name, [batch for batch, _ in batches]) for name in needs}
     site = np.concatenate([batch.site for batch, _ in batches])
     step = np.concatenate([batch.step for batch, _ in batches])
     attempt = np.concatenate([np.full(len(batch.site), attempt, dtype=np.int64) for batch, attempt in batches])
@@ -63,6 +65,13 @@ def add_totals(conn: Connection, run_id: str, tenant: str, batches: Sequence[tup
         for k, value in zip(of_site[newest].tolist(), of_step[newest].tolist(), strict=True):
             rows[k]["newest"][name] = value
     _add(conn, run_id, tenant, rows)
+
+
+def _side_by_side(name: str, batches: Sequence[Batch]) -> npt.NDArray[Any]:
+    if not any(name in batch.sent for batch in batches):
+        f = FIELD_BY_NAME[name]
+        return np.full(sum(len(batch.site) for batch in batches), f.default, f.dtype)
+    return np.concatenate([batch.column(name) for batch in batches])
 
 
 def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]]) -> None:

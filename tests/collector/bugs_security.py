@@ -1,0 +1,190 @@
+"""What is broken on purpose in the collector's defences, and the test that sees it: a promise a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+S = "server/fp8watch_server"
+C = "tests/collector"
+T = "tests/store"
+
+BOMBS = [
+    Bug(
+        "a frame that declares a gigabyte is refused unread",
+        "agent/fp8watch_agent/inflate.py",
+        "        if size > max_bytes:\n            raise",
+        "        if size < 0:\n            raise",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a stream of gzip is counted before it is kept",
+        "agent/fp8watch_agent/inflate.py",
+        "        if sum(map(len, _pieces(body, max_bytes))) > max_bytes:",
+        "        if len(b''.join([*_pieces(body, 4 * max_bytes)])) > max_bytes:",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "a window has a limit",
+        "agent/fp8watch_agent/inflate.py",
+        "max_window_size=MAX_WINDOW_BYTES",
+        "max_window_size=1 << 30",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "maps stay closed until their size is known",
+        "agent/fp8watch_agent/body.py",
+        "    if count > MAX_COLUMNS:\n",
+        "    if count < 0:\n",
+        f"{C}/test_limits.py::test_a_bomb_is_refused_and_memory_stays_flat",
+    ),
+    Bug(
+        "limits are those that are promised",
+        "agent/fp8watch_agent/inflate.py",
+        "MAX_INFLATED_BYTES = 64 << 20",
+        "MAX_INFLATED_BYTES = 256 << 20",
+        f"{C}/test_limits.py::test_limits_are_those_that_are_promised",
+    ),
+]
+
+SECURITY = [
+    Bug(
+        "a foreign name is refused",
+        f"{S}/auth.py",
+        "            return self._misdirected(headers)\n",
+        "            return None\n",
+        f"{C}/test_auth.py::test_a_name_that_was_made_to_point_here_is_refused",
+    ),
+    Bug(
+        "scopes are asked for",
+        f"{S}/auth.py",
+        "        if needed not in granted:",
+        "        if not granted:",
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "changing anything needs admin",
+        f"{S}/auth.py",
+        'return "read" if method in ("GET", "HEAD", "OPTIONS") else "admin"',
+        'return "read"',
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "a revoked token opens nothing",
+        f"{S}/auth.py",
+        "for row in rows if row.revoked_at is None}",
+        "for row in rows}",
+        f"{C}/test_auth.py::test_every_route_lets_in_who_has_its_scope",
+    ),
+    Bug(
+        "a new route has a line in the table",
+        f"{S}/app.py",
+        "    app.add_middleware(ingest.ShortWay)\n",
+        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.ShortWay)\n',
+        f"{C}/test_auth.py::test_every_route_is_in_the_table",
+    ),
+    Bug(
+        "listening for others needs a token",
+        f"{S}/auth.py",
+        "if settings.loopback or settings.insecure or read_tokens(engine).scopes:",
+        "if settings.host:",
+        f"{C}/test_auth.py::test_beyond_loopback_a_token_is_needed",
+    ),
+    Bug(
+        "a page of another site may not write",
+        f"{S}/auth.py",
+        'if needed != "read" and self._of_another_site(headers):',
+        'if needed == "nothing" and self._of_another_site(headers):',
+        f"{C}/test_auth.py::test_a_page_of_somebody_else_cannot_write",
+    ),
+    Bug(
+        "a token is kept as its hash",
+        f"{S}/auth.py",
+        '{"token_sha256": token_sha256(settings.token), "tenant"',
+        '{"token_sha256": settings.token, "tenant"',
+        f"{C}/test_auth.py::test_a_token_is_kept_as_its_hash_only",
+    ),
+    Bug(
+        "logs hold no secret",
+        f"{S}/logs.py",
+        'return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]',
+        "return text[:MAX_CHARS]",
+        f"{C}/test_limits.py::test_a_line_of_the_log_holds_no_secret_and_is_one_line",
+    ),
+    Bug(
+        "a table holds no formula",
+        f"{S}/api_csv.py",
+        "value.startswith(_FORMULA)",
+        "value.startswith(chr(0))",
+        f"{T}/test_api.py::test_csv_holds_every_value_and_no_formula",
+    ),
+    Bug(
+        "the role of the dashboards reads views only",
+        f"{S}/store/views.py",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA} TO",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA}, public TO",
+        f"{T}/test_views.py::test_the_role_of_the_dashboards_reads_the_views_and_nothing_else",
+    ),
+]
+
+PARSERS = [
+    Bug(
+        "whatever a body holds the answer is below 500",
+        f"{S}/ingest.py",
+        "    except WireError as e:\n        detail, column = str(e), e.column\n",
+        "    except MemoryError as e:\n        detail, column = str(e), 'body'\n",
+        f"{C}/test_hostile.py::test_mutated_bodies_never_get_a_5xx_and_leave_a_readable_run[sqlite]",
+    ),
+    Bug(
+        "whatever a query holds the answer is below 500",
+        f"{S}/app.py",
+        "    app.add_exception_handler(FieldError, _on_asked_wrongly)\n",
+        "",
+        f"{C}/test_hostile.py::test_queries_bear_hostile_parameters"
+        f" {C}/test_queries.py::test_a_question_that_makes_no_sense_is_a_422_problem",
+    ),
+    Bug(
+        "what the description allows is answered",
+        f"{S}/app.py",
+        "    app.add_exception_handler(CursorError, _on_asked_wrongly)\n",
+        "",
+        f"{C}/test_openapi.py::test_whatever_the_description_allows_and_forbids_is_answered"
+        f" {C}/test_hostile.py::test_queries_bear_hostile_parameters",
+    ),
+    Bug(
+        "nothing that executes what it reads",
+        f"{S}/rebuild.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\nimport pickle\n",
+        f"{C}/test_parsers.py::test_nothing_is_imported_that_executes_what_it_reads",
+    ),
+    Bug(
+        "sql is bound",
+        f"{S}/patience.py",
+        'sa.text("SELECT 1")',
+        'sa.text(f"SELECT {1}")',
+        f"{C}/test_parsers.py::test_sql_is_bound_or_built_and_never_put_together",
+    ),
+    Bug(
+        "a token has 256 bits",
+        f"{S}/auth.py",
+        "secrets.token_urlsafe(32)",
+        "secrets.token_urlsafe(16)",
+        f"{C}/test_tokens.py::test_a_token_is_256_random_bits_with_a_prefix_and_shown_once",
+    ),
+    Bug(
+        "a page loads no script of others",
+        f"{S}/pages/security.py",
+        "script-src 'self';",
+        "script-src 'self' 'unsafe-inline';",
+        f"{C}/test_auth.py::test_names_from_outside_are_not_markup_and_not_lines",
+    ),
+    Bug(
+        "containers run as a user",
+        "Dockerfile",
+        "USER 10001\n",
+        "",
+        "tests/house/test_operations.py::test_the_image_runs_as_a_user_and_is_checked",
+    ),
+]
+
+DEFENCES = [*BOMBS, *SECURITY, *PARSERS]
