@@ -85,10 +85,10 @@ def dashboard() -> dict[str, Any]:
         ),
         over_time(
             "Records that agents gave up",
-            "Per second, all runs, by reason.",
+            "All runs that were heard of within a day, since they began, by reason.",
             [
                 promql(
-                    f"sum by (reason) (max by (run, reason) ({_rate('fp8watch_agent_dropped_records_total')}))",
+                    f"sum by (reason) (max by (run, reason) (fp8watch_agent_dropped_records_total{OF}))",
                     "{{reason}}",
                 )
             ],

@@ -14,6 +14,8 @@ UID = "fp8watch-fleet"
 RUNS = """SELECT status, coalesce(nullif(name, ''), run_id) AS run, last_step, num_critical, num_open, num_incidents, num_sites,
 world_size, attempt, recipe, backend, created_at, last_seen_at, run_id FROM grafana.run_now
 ORDER BY num_critical > 0 DESC, status = 'ended', last_seen_at DESC LIMIT 500"""
+NEW_INCIDENTS = """SELECT $__timeGroup(time, $__interval) AS time, mode AS metric, count(*) AS incidents
+FROM grafana.incident_detail WHERE $__timeFilter(time) GROUP BY 1, 2 ORDER BY 1"""
 OF = '{run=~"$run"}'
 
 
@@ -108,9 +110,10 @@ def dashboard() -> dict[str, Any]:
             unit="short",
         ),
         over_time(
-            "New incidents per hour",
-            "By failure mode.",
-            [promql(f"sum by (run, mode) ({_largest(f'increase(fp8watch_incidents_total{OF}[1h])', 'mode', 'severity')})", "{{run}} {{mode}}")],
+            "Incidents that began",
+            "By failure mode, all runs. Out of the database: a counter that begins at 1 has no rate.",
+            [Sql(NEW_INCIDENTS, over_time=True)],
+            bars=True,
         ),
         over_time(
             "Overhead of the agents",
@@ -120,8 +123,8 @@ def dashboard() -> dict[str, Any]:
         ),
         over_time(
             "Records that agents gave up",
-            "Per second, by reason.",
-            [promql(_largest(_rate("fp8watch_agent_dropped_records_total"), "reason"), "{{run}} {{reason}}")],
+            "Since the run began, by reason.",
+            [promql(_largest(f"fp8watch_agent_dropped_records_total{OF}", "reason"), "{{run}} {{reason}}")],
             unit="short",
         ),
     ]  # fmt: skip

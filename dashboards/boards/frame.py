@@ -106,6 +106,7 @@ def _clean(made: dict[str, Any]) -> dict[str, Any]:
     """What the SDK leaves open, or says too much of."""
     made["schemaVersion"] = SCHEMA_VERSION
     made["version"] = 1
+    made["annotations"].setdefault("list", [])
     for i, panel in enumerate(made["panels"], 1):
         panel["id"] = i
     for v in made["templating"]["list"]:

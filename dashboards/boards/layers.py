@@ -39,7 +39,7 @@ def dashboard() -> dict[str, Any]:
             "Health of all sites",
             "The worst of the span shown, the sickest first: non-finite elements, tiles without a scale, then SQNR.",
             Sql(HEALTH),
-            [*looks, override("scale_inv_min", unit="sci")],
+            looks,
             height=11,
         ),
         cells(

@@ -29,7 +29,7 @@ def _scalar(*names: str) -> Sql:
 INCIDENTS = f"""SELECT severity, status, mode, title, module, operand, first_step, last_step, rank, verdict, fix, id
 FROM grafana.incident_detail WHERE run_id = {RUN}
 ORDER BY status = 'resolved', array_position(ARRAY['critical', 'warning', 'info'], severity), first_step LIMIT 200"""
-WORST = f"""SELECT label, last_step, tile_sqnr_db, underflow_ratio, clip_depth, amax_max, scale_inv_max, num_nonfinite,
+WORST = f"""SELECT label, last_step, tile_sqnr_db, underflow_ratio, amax_max, scale_inv_min, scale_inv_max, num_nonfinite,
 num_sentinel_tiles, num_saturated, site::text AS site FROM grafana.site_now WHERE run_id = {RUN}
 ORDER BY num_nonfinite > 0 DESC, num_sentinel_tiles > 0 DESC, tile_sqnr_db ASC NULLS LAST LIMIT 25"""
 RANKS = f"""SELECT rank, attempt, host, backend, last_seen_at, ended, overhead_ratio, produced, acknowledged, waiting, dropped,
@@ -51,6 +51,7 @@ HEALTH_LOOKS = [
     override("num_nonfinite", **colored((None, GREEN), (1, RED))),
     override("num_sentinel_tiles", **colored((None, GREEN), (1, RED))),
     override("amax_max", unit="sci"),
+    override("scale_inv_min", unit="sci"),
     override("scale_inv_max", unit="sci"),
     hidden("site"),
 ]
@@ -102,7 +103,7 @@ def dashboard() -> dict[str, Any]:
             "Worst sites now",
             "Newest step of each site, the worst first; counts since the run began. A name leads to the site's page.",
             Sql(WORST),
-            HEALTH_LOOKS,
+            [looks for looks in HEALTH_LOOKS if looks[0] != "clip_depth"],
         ),
         rows(
             "Ranks and their agents",

@@ -52,6 +52,7 @@ _OF_SPAN = "v.run_id = of_run AND v.step0 BETWEEN s.low - 255 AND s.high AND v.s
 _NEWEST = ", ".join(
     f"(t.newest ->> '{name}')::double precision AS {name}"
     for name in t.BLOCK_ARRAYS
+    if name != "clip_depth"  # is not among the totals
 )
 _OCTAVE_COLUMNS = ", ".join(f'"{octave_column(k)}" bigint' for k in OCTAVES)
 _OCTAVE_ZEROS = ", ".join(f'coalesce(c."{octave_column(k)}", 0)' for k in OCTAVES)
@@ -87,7 +88,7 @@ SELECT s.run_id, s.session, s.rank, s.attempt, s.host, s.recipe, s.backend, s.en
        (s.health ->> 'produced')::double precision AS produced,
        (s.health ->> 'acknowledged')::double precision AS acknowledged,
        (s.health ->> 'queued')::double precision + (s.health ->> 'spooled')::double precision AS waiting,
-       (SELECT coalesce(sum(e.value::double precision), 0) FROM jsonb_each_text(s.health) e
+       (SELECT coalesce(sum(e.value::double precision), 0) FROM jsonb_each_text(CASE WHEN jsonb_typeof(s.health) = 'object' THEN s.health END) e
         WHERE e.key LIKE 'dropped\\_%' AND e.key NOT LIKE 'dropped\\_maps\\_%') AS dropped,
        (s.health ->> 'internal_errors')::double precision AS internal_errors,
        (s.health ->> 'overhead_ratio')::double precision AS overhead_ratio
@@ -98,7 +99,7 @@ SELECT i.run_id, r.name AS run, i.id, i.attempt, i.mode, i.title, i.severity, i.
        i.place ->> 'module' AS module, i.place ->> 'gemm' AS gemm, i.place ->> 'operand' AS operand,
        i.place ->> 'direction' AS direction, (i.place -> 'ranks' ->> 0)::integer AS rank,
        (i.place -> 'tile' ->> 0)::bigint AS tile_row, (i.place -> 'tile' ->> 1)::bigint AS tile_column,
-       i.cause, (SELECT string_agg(f ->> 'text', ' · ') FROM jsonb_array_elements(i.fix) f) AS fix,
+       i.cause, (SELECT string_agg(f ->> 'text', ' · ') FROM jsonb_array_elements(CASE WHEN jsonb_typeof(i.fix) = 'array' THEN i.fix END) f) AS fix,
        coalesce(to_timestamp((
            SELECT min(c.time) FROM scalar c WHERE c.run_id = i.run_id AND c.tenant = i.tenant
            AND c.step = i.first_step AND c.attempt = i.attempt)), to_timestamp(i.opened_at)) AS time,
