@@ -37,7 +37,10 @@ def dashboard() -> dict[str, Any]:
         number(
             "Series of a scrape",
             "At most 10,000 and what the collector says of itself.",
-            promql(f"max(scrape_samples_scraped{OF} and on (instance, job) fp8watch_collector_inflight_bytes)", instant=True),
+            promql(
+                f"max(scrape_samples_scraped{OF} and on (instance, job) fp8watch_collector_inflight_bytes)",
+                instant=True,
+            ),
             bad=10_000,
             width=6,
         ),
@@ -97,13 +100,22 @@ def dashboard() -> dict[str, Any]:
         over_time(
             "Time of a scrape",
             "The text is made at most every 5 s; the rest are answered out of memory.",
-            [promql(f"scrape_duration_seconds{OF} and on (instance, job) fp8watch_collector_inflight_bytes", "{{instance}}")],
+            [
+                promql(
+                    f"scrape_duration_seconds{OF} and on (instance, job) fp8watch_collector_inflight_bytes",
+                    "{{instance}}",
+                )
+            ],
             unit="s",
             width=24,
         ),
     ]
     instances = query_variable(
-        "instance", "Collector", "label_values(fp8watch_collector_inflight_bytes, instance)", source=PROMETHEUS, many=True
+        "instance",
+        "Collector",
+        "label_values(fp8watch_collector_inflight_bytes, instance)",
+        source=PROMETHEUS,
+        many=True,
     )
     return board(
         UID,

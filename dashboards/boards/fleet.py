@@ -7,7 +7,21 @@ from typing import Any
 from . import run as run_board
 from .frame import board, query_variable
 from .kit import (
-    GREEN, PROMETHEUS, RED, STATUS, Sql, colored, field, hidden, inner, link, number, over_time, override, promql, rows,
+    GREEN,
+    PROMETHEUS,
+    RED,
+    STATUS,
+    Sql,
+    colored,
+    field,
+    hidden,
+    inner,
+    link,
+    number,
+    over_time,
+    override,
+    promql,
+    rows,
 )  # fmt: skip
 
 UID = "fp8watch-fleet"

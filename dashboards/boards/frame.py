@@ -27,7 +27,12 @@ def query_variable(
     name: str, label: str, query: str, *, source: Any = POSTGRES, many: bool = False, shown: bool = True
 ) -> dashboard.QueryVariable:
     """Values out of a data source; `many`: several or all of them."""
-    made = dashboard.QueryVariable(name).label(label).datasource(source).refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    made = (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(source)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
     made.query(" ".join(query.split()) if source is POSTGRES else {"query": query, "refId": "A"})
     made.hide(model.VariableHide.DONT_HIDE if shown else model.VariableHide.HIDE_VARIABLE)
     if many:
@@ -47,9 +52,9 @@ def choice(name: str, label: str, options: dict[str, str], default: str, *, many
     """A list that is written down here: text -> value."""
     made = dashboard.CustomVariable(name).label(label)
     made.values(", ".join(f"{text} : {value}" for text, value in options.items()))
-    made.options([
-        model.VariableOption(selected=text == default, text=text, value=value) for text, value in options.items()
-    ])
+    made.options(
+        [model.VariableOption(selected=text == default, text=text, value=value) for text, value in options.items()]
+    )
     if many:
         everything = model.VariableOption(selected=True, text=["All"], value=["$__all"])
         return made.multi(True).include_all(True).current(everything)

@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grafana_foundation_sdk.builders import barchart, common, dashboard, heatmap, stat, statushistory, table
+from grafana_foundation_sdk.builders import (
+    barchart,
+    common,
+    dashboard,
+    heatmap,
+    stat,
+    statushistory,
+    table,
+    timeseries,
+    trend,
+)
 from grafana_foundation_sdk.builders import prometheus as prometheus_query
-from grafana_foundation_sdk.builders import timeseries, trend
 from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model
@@ -78,12 +87,12 @@ def inner(title: str, uid: str, variables: str) -> dict[str, Any]:
 
 def field(name: str) -> str:
     """A value of the same row, inside an address."""
-    return "${__data.fields.%s:percentencode}" % name
+    return f"${{__data.fields.{name}:percentencode}}"
 
 
 def variable(name: str) -> str:
     """A variable, inside an address."""
-    return "${%s:percentencode}" % name
+    return f"${{{name}:percentencode}}"
 
 
 def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
@@ -123,7 +132,14 @@ def _filled(panel: Any, title: str, says: str, unit: str, queries: Sequence[Any]
 
 
 def number(
-    title: str, says: str, query: Any, *, unit: str = "none", text: bool = False, bad: float | None = None, width: int = 4
+    title: str,
+    says: str,
+    query: Any,
+    *,
+    unit: str = "none",
+    text: bool = False,
+    bad: float | None = None,
+    width: int = 4,
 ) -> stat.Panel:
     """One value, large; red from `bad` on."""
     made: stat.Panel = _filled(stat.Panel(), title, says, unit, [query], width, 4)
@@ -196,7 +212,14 @@ def histogram_over_steps(title: str, says: str, query: Sql, *, height: int = 12)
     color = heatmap_model.HeatmapColorMode.SCHEME
     scale = heatmap_model.HeatmapColorScale.EXPONENTIAL
     made.calculate(False).color(
-        heatmap.HeatmapColorOptions().mode(color).scheme("Viridis").fill("dark-orange").scale(scale).exponent(0.5).steps(64).reverse(False)
+        heatmap.HeatmapColorOptions()
+        .mode(color)
+        .scheme("Viridis")
+        .fill("dark-orange")
+        .scale(scale)
+        .exponent(0.5)
+        .steps(64)
+        .reverse(False)
     )
     return made
 

@@ -5,12 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from .frame import board, choice, query_variable, run_variable, span_variables
-from .kit import GREEN, ORANGE, RED, RUN, SPAN, Sql, cells, histogram_over_steps, inner, over_steps, override, rows, variable
+from .kit import (
+    GREEN,
+    ORANGE,
+    RED,
+    RUN,
+    SPAN,
+    Sql,
+    cells,
+    histogram_over_steps,
+    inner,
+    over_steps,
+    override,
+    rows,
+    variable,
+)
 from .run import HEALTH_LOOKS, SITE_PAGE, TILE_MAP
 
 UID = "fp8watch-layers"
 OPERANDS = {"every operand": "all", "input": "input", "weight": "weight", "grad_output": "grad_output"}
-SITES = f"SELECT label AS __text, site::text AS __value FROM grafana.site WHERE run_id = {RUN} ORDER BY flow_order, label"
+SITES = (
+    f"SELECT label AS __text, site::text AS __value FROM grafana.site WHERE run_id = {RUN} ORDER BY flow_order, label"
+)
 
 HEALTH = f"""SELECT label, first_bad_step, num_nonfinite, num_sentinel_tiles, num_saturated, tile_sqnr_db, underflow_ratio,
 clip_depth, amax_max, scale_inv_min, scale_inv_max, site::text AS site FROM grafana.site_health({SPAN})
@@ -68,7 +84,9 @@ def dashboard() -> dict[str, Any]:
             log=2,
             unit="sci",
         ),
-        over_steps("Tile SQNR of the site", "Mean over its tiles; lower is worse.", _of_site("tile_sqnr_db"), unit="dB"),
+        over_steps(
+            "Tile SQNR of the site", "Mean over its tiles; lower is worse.", _of_site("tile_sqnr_db"), unit="dB"
+        ),
         over_steps(
             "Underflow of the site", "Non-zero elements that became 0.", _of_site("underflow_ratio"), unit="percentunit"
         ),

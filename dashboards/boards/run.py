@@ -6,8 +6,25 @@ from typing import Any
 
 from .frame import board, run_variable, span_variables
 from .kit import (
-    GREEN, ORANGE, RED, RUN, SEVERITY, SPAN, STATUS, Sql, colored, field, hidden, inner, link, number, over_steps, over_time,
-    override, rows, variable,
+    GREEN,
+    ORANGE,
+    RED,
+    RUN,
+    SEVERITY,
+    SPAN,
+    STATUS,
+    Sql,
+    colored,
+    field,
+    hidden,
+    inner,
+    link,
+    number,
+    over_steps,
+    over_time,
+    override,
+    rows,
+    variable,
 )  # fmt: skip
 
 UID = "fp8watch-run"
@@ -38,7 +55,9 @@ LOSS_OVER_TIME = f"""SELECT time, loss FROM grafana.scalars({SPAN}, 1000) WHERE 
 ORDER BY time"""
 
 INCIDENT_LOOKS = [
-    override("severity", mappings=SEVERITY, custom_cellOptions={"type": "color-background", "mode": "basic"}, custom_width=90),
+    override(
+        "severity", mappings=SEVERITY, custom_cellOptions={"type": "color-background", "mode": "basic"}, custom_width=90
+    ),
     override("title", links=[INCIDENT_PAGE], custom_minWidth=300),
     override("mode", links=[RUNBOOK]),
     hidden("id"),

@@ -87,9 +87,7 @@ def sql(text: str, values: dict[str, str | list[str]], since: str, until: str) -
     """Macros and variables as the data source for PostgreSQL expands them."""
     text = interpolated(text, {**values, "__interval": "1m"})
     text = re.sub(r"\$__timeFilter\((\w+)\)", rf"\1 BETWEEN '{since}' AND '{until}'", text)
-    text = re.sub(
-        r"\$__timeGroup\((\w+), 1m\)", r"floor(extract(epoch from \1)/60)*60", text
-    )
+    text = re.sub(r"\$__timeGroup\((\w+), 1m\)", r"floor(extract(epoch from \1)/60)*60", text)
     assert "$" not in text, f"not expanded: {text}"
     return text
 

@@ -25,10 +25,10 @@ import sqlalchemy as sa
 import torch
 import yaml
 from collector.kit import Agent, Serving, make_site
-from dashboards.boards import ROOT
 from database import fresh_database
 
 import fp8watch
+from dashboards.boards import ROOT
 from fp8watch.demo.model import ByteModel
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.dialect import make_engine
@@ -88,7 +88,9 @@ def until(there: Callable[[], Any], what: str) -> Any:
 def _train(url: str) -> str:
     """A small transformer; one activation becomes Inf for one step, and one gradient for another."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains nothing by several, and on a busy machine they wait for each other
+    torch.set_num_threads(
+        1
+    )  # so small a model gains nothing by several, and on a busy machine they wait for each other
     torch.manual_seed(0)
     model = ByteModel(dim=64, num_layers=2, num_heads=2, hidden=128, max_tokens=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -155,10 +157,16 @@ def scraping(folder: Path, collector: str) -> Iterator[str]:
     job["static_configs"] = [{"targets": [urllib.parse.urlsplit(collector).netloc]}]
     (folder / "token").write_text(TOKEN)
     job["authorization"]["credentials_file"] = str(folder / "token")
-    config["rule_files"] = [str(ROOT / "dashboards" / "prometheus" / name.rpartition("/")[2]) for name in config["rule_files"]]
+    config["rule_files"] = [
+        str(ROOT / "dashboards" / "prometheus" / name.rpartition("/")[2]) for name in config["rule_files"]
+    ]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     url = f"http://127.0.0.1:{free_port()}"
-    command = [binary("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [
+        binary("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+    ]
     command += [f"--web.listen-address={url.removeprefix('http://')}", "--log.level=warn"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

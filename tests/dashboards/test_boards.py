@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
-from dashboards import boards
-from dashboards.boards import BUILT_IN, POSTGRES, PROMETHEUS, ROOT
 from fastapi import FastAPI
 from starlette.routing import Match
 
+from dashboards import boards
+from dashboards.boards import BUILT_IN, POSTGRES, PROMETHEUS, ROOT
 from fp8watch_server.pages import runbooks
 from fp8watch_server.pages.routes import router
 
 BOARDS = boards.load()
-TYPES = {"stat", "table", "trend", "timeseries", "statushistory", "heatmap", "barchart", "status-history"}
+TYPES = {"stat", "table", "trend", "timeseries", "status-history", "heatmap", "barchart"}
 WITHOUT_RATE = {"Records that agents gave up"}
 """Counters shown as they are: their series begin with the first loss, which a rate would not see."""
 panels = [pytest.param(b, p, id=f"{uid}: {p['title']}") for uid, b in BOARDS.items() for p in b["panels"]]
@@ -93,7 +93,9 @@ def test_a_panel_is_whole(board: dict[str, Any], panel: dict[str, Any]) -> None:
 
 
 def _overlap(a: dict[str, int], b: dict[str, int]) -> bool:
-    return a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"] and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]
+    return (
+        a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"] and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]
+    )
 
 
 def _lint_promql(title: str, expr: str) -> None:
@@ -132,7 +134,15 @@ def _urls(thing: Any) -> Iterator[str]:
 
 
 LINKS = sorted({(uid, url) for uid, board in BOARDS.items() for url in _urls(board)})
-EXAMPLES = {"run": "r/1", "run_id": "r/1", "site": "7", "id": "abc", "mode": "inf-laundering", "first_step": "3", "rank": "0"}
+EXAMPLES = {
+    "run": "r/1",
+    "run_id": "r/1",
+    "site": "7",
+    "id": "abc",
+    "mode": "inf-laundering",
+    "first_step": "3",
+    "rank": "0",
+}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from dashboards import boards
-from dashboards.boards import Query
 from dashboards.columns import COLUMNS, EMPTY
 from dashboards.real_run import FAULT_MODULE, FAULT_STEP, STEPS, RealRun, ask, binary, real_run, until
+
+from dashboards import boards
+from dashboards.boards import Query
 
 BOARDS = boards.load()
 SQL = boards.queries(BOARDS, boards.POSTGRES)
@@ -32,7 +34,9 @@ def chosen(run: RealRun) -> dict[str, str | list[str]]:
     """What a person would have chosen: the run, and the site that its incident names."""
     every = {"severity": ["critical", "warning", "info"], "status": ["open", "acknowledged", "resolved"]}
     with run.engine.connect() as conn:
-        site = conn.execute(sa.text("SELECT site FROM grafana.incident_detail WHERE run_id = :run"), {"run": run.run_id})
+        site = conn.execute(
+            sa.text("SELECT site FROM grafana.incident_detail WHERE run_id = :run"), {"run": run.run_id}
+        )
         return {"run": run.run_id, "until": "", "steps": "2000", "operand": "all", "site": str(site.scalar()), **every}
 
 
@@ -75,7 +79,7 @@ def test_an_sql_query_has_its_columns_and_something_in_them(
         assert steps == sorted(set(steps)), "x ascends"
         assert all(isinstance(v, int | float | None) for row in rows for v in row.values()), "one wide frame of numbers"
         if query.panel["type"] == "heatmap":
-            assert len({b - a for a, b in zip(steps, steps[1:], strict=False)}) == 1, "a uniform stride"
+            assert len({b - a for a, b in itertools.pairwise(steps)}) == 1, "a uniform stride"
             assert None not in {v for row in rows for v in row.values()}, "zeros are filled in"
 
 
@@ -93,7 +97,11 @@ def test_what_a_panel_refers_to_is_a_column(query: Query) -> None:
 
 def test_the_dashboards_show_the_injected_failure(run: RealRun, chosen: dict[str, str | list[str]]) -> None:
     (incident,) = answer(run, named("run: Incidents A"), chosen)
-    assert (incident["mode"], incident["module"], incident["first_step"]) == ("inf-laundering", FAULT_MODULE, FAULT_STEP)
+    assert (incident["mode"], incident["module"], incident["first_step"]) == (
+        "inf-laundering",
+        FAULT_MODULE,
+        FAULT_STEP,
+    )
     assert "filter_fn" in incident["fix"]
     (listed,) = answer(run, named("incidents: Incidents A"), chosen)
     assert listed["time"] == answer(run, named("run: annotation Incidents"), chosen)[0]["time"]
@@ -120,7 +128,9 @@ def test_the_dashboards_say_what_the_api_says(run: RealRun, chosen: dict[str, st
     rows = answer(run, named("run: Loss over steps A"), chosen)
     assert [r["step"] for r in rows] == loss["steps"]
     assert [r["loss"] for r in rows] == pytest.approx(loss["values"])
-    series = run.client.get(f"{path}/series?site={chosen['site']}&field=tile_sqnr_db&from=0&to={STEPS}&points=1000").json()
+    series = run.client.get(
+        f"{path}/series?site={chosen['site']}&field=tile_sqnr_db&from=0&to={STEPS}&points=1000"
+    ).json()
     rows = answer(run, named("layers: Tile SQNR of the site A"), chosen)
     assert [r["tile_sqnr_db"] for r in rows] == pytest.approx(series["values"], nan_ok=True)
     told = run.client.get(path).json()
@@ -131,7 +141,11 @@ def test_the_dashboards_say_what_the_api_says(run: RealRun, chosen: dict[str, st
 
 def test_a_span_that_is_chosen_is_the_span_that_is_shown(run: RealRun, chosen: dict[str, str | list[str]]) -> None:
     part = {**chosen, "until": "30", "steps": "10"}
-    for name in ("run: Loss over steps A", "layers: Clip depth of the site A", "layers: Largest amax of the sites over steps A"):
+    for name in (
+        "run: Loss over steps A",
+        "layers: Clip depth of the site A",
+        "layers: Largest amax of the sites over steps A",
+    ):
         assert [row["step"] for row in answer(run, named(name), part)] == list(range(21, 31)), name
     for strange in ({"run": "o'; DROP TABLE run; --"}, {"until": "999999"}, {"site": ""}, {"site": "-1"}):
         for q in SQL:
