@@ -52,8 +52,12 @@ def series(feed: Feed, field: str, low: int, high: int) -> dict[int, float | Non
     return {step: marks.get(i, v) for i, (step, v) in enumerate(zip(got["steps"], got["values"], strict=True))}
 
 
-@pytest.mark.parametrize(("until", "num_steps", "points"), [(None, 1000, 500), (None, 1000, 7), (250, 100, 9), (250, 100, 1)])
-def test_a_bucket_of_a_site_is_the_worst_of_its_steps(feed: Feed, until: int | None, num_steps: int, points: int) -> None:
+@pytest.mark.parametrize(
+    ("until", "num_steps", "points"), [(None, 1000, 500), (None, 1000, 7), (250, 100, 9), (250, 100, 1)]
+)
+def test_a_bucket_of_a_site_is_the_worst_of_its_steps(
+    feed: Feed, until: int | None, num_steps: int, points: int
+) -> None:
     fill(feed, 300, ranks=1)
     feed.compact(everything=True)
     high = 299 if until is None else until
@@ -96,7 +100,7 @@ def test_the_health_of_a_site_is_the_worst_of_the_span(feed: Feed) -> None:
 def test_octaves_count_every_record_once_and_fill_zeros_in(feed: Feed) -> None:
     rng = np.random.default_rng(3)
     agent = feed.agent()
-    steps = [*range(0, 40), *range(60, 100)]  # nothing in between
+    steps = [*range(40), *range(60, 100)]  # nothing in between
     exact = [0.0, 2.0**-40, 2.0**-39, 2.0, 3.999, 4.0, 2.0**24, 2.0**26, np.inf, np.nan]
     amax = np.resize(np.array(exact, dtype=np.float32), len(steps) * len(SITES))
     feed.send(agent, steps, fields={**made_up(rng, len(steps), len(SITES)), "amax_max": amax})
@@ -125,7 +129,9 @@ def test_scalars_are_of_the_newest_attempt_and_say_what_they_leave_out(feed: Fee
     assert [row.nonfinite_steps for row in rows] == [0] * 7 + [1, 0, 1]
     (all_of_it,) = ask(feed, "SELECT * FROM grafana.scalars('run-1', 9, 1000, 1)")
     assert (all_of_it.step, all_of_it.nonfinite_steps, all_of_it.grad_norm) == (0, 2, 1.0)
-    assert ask(feed, "SELECT * FROM grafana.scalars('run-1', NULL, 3, 10)")[-1].step == 7, "the newest attempt ends there"
+    assert ask(feed, "SELECT * FROM grafana.scalars('run-1', NULL, 3, 10)")[-1].step == 7, (
+        "the newest attempt ends there"
+    )
     assert ask(feed, "SELECT * FROM grafana.scalars('nobody', NULL, 3, 10)") == []
 
 
