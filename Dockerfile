@@ -7,6 +7,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY fp8watch ./fp8watch
 COPY agent ./agent
 COPY server ./server
+COPY dashboards ./dashboards
 RUN python -m venv /opt/fp8watch \
  && /opt/fp8watch/bin/pip install --no-cache-dir -c constraints.txt '.[server]' 'psycopg[binary]'
 

@@ -13,6 +13,7 @@ HELP = {
     "notify": "try the notification channels",
     "load": "send the statistics of a made-up run to a collector",
     "token": "make, list and revoke tokens of a collector",
+    "grafana": "push the dashboards into a Grafana",
 }
 
 
@@ -48,9 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        extra = {"serve": "server", "notify": "server", "load": "server", "token": "server", "demo": "demo"}.get(
-            args[0], "train"
-        )
+        extra = {
+            "serve": "server",
+            "notify": "server",
+            "load": "server",
+            "token": "server",
+            "demo": "demo",
+            "grafana": "grafana",
+        }.get(args[0], "train")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch[{extra}]'", file=sys.stderr)
         return 2
 

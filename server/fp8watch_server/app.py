@@ -28,6 +28,7 @@ from .patience import ReadPatience
 from .settings import Settings
 from .store.compactor import Compactor
 from .store.dialect import make_engine
+from .store.facts import PUBLIC_URL, tell
 from .store.fields import FieldError
 from .store.queries import CursorError
 from .store.retention import policy_of
@@ -110,6 +111,7 @@ def create_app(
     """
     engine = make_engine(settings.database_url)
     migrations.upgrade(engine)
+    tell(engine, PUBLIC_URL, settings.public_url.rstrip("/"))
     install_token(engine, settings)
     check_exposure(engine, settings)
     detection = detection or _detection(settings)

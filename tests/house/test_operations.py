@@ -89,6 +89,14 @@ def test_every_container_is_a_user_on_a_read_only_system_with_a_health_check(com
             assert port.startswith("127.0.0.1:"), f"{name}: {port} would be open to everyone"
 
 
+def _asked_by_mounted_files(service: dict[str, Any]) -> set[str]:
+    """Variables in the files that a container gets to read."""
+    mounts = [ROOT / v.split(":")[0] for v in service.get("volumes", []) if v.startswith("./")]
+    files = [f for m in mounts for f in ([m] if m.is_file() else sorted(m.rglob("*.yml")))]
+    lines = [line for f in files for line in f.read_text().splitlines() if not line.lstrip().startswith("#")]
+    return set(re.findall(r"\$\{?(FP8WATCH_[A-Z_]+)", "\n".join(lines)))
+
+
 def test_what_the_compose_file_refers_to_is_there(compose: dict[str, Any]) -> None:
     variables = {v for s in SETTINGS for v in s.variables}
     for name, service in compose["services"].items():
@@ -100,13 +108,21 @@ def test_what_the_compose_file_refers_to_is_there(compose: dict[str, Any]) -> No
         for network in service["networks"]:
             assert network in compose["networks"], name
         for volume in service.get("volumes", []):
-            assert volume.split(":")[0] in compose["volumes"], name
+            source, *_, mode = volume.split(":")
+            if source.startswith("./"):  # of this repository: a mistyped one docker would make as an empty folder
+                assert (ROOT / source).exists(), volume
+                assert mode == "ro", volume
+            else:
+                assert source in compose["volumes"], name
+        asked = variables if name == "collector" else _asked_by_mounted_files(service)
         for variable, value in service.get("environment", {}).items():
             assert not re.search("(?i)password=|fp8w_", str(value)), f"{name}: a secret in the open"
             if variable.startswith("FP8WATCH_"):
-                assert variable in variables
+                assert variable in asked
             if variable.endswith("_FILE"):
                 assert value.removeprefix("/run/secrets/") in service["secrets"]
+        if name != "collector":
+            assert asked <= set(service.get("environment", {})), f"{name}: {asked}"
     assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     grace_s = int(compose["services"]["collector"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > DRAIN_S

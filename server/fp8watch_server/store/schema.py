@@ -52,6 +52,7 @@ __all__ = [
     "block_meta",
     "cell",
     "detect_state",
+    "fact",
     "hot_batch",
     "incident",
     "incident_event",
@@ -329,4 +330,11 @@ token = sa.Table(
     sa.Column("scopes", sa.Text, nullable=False),  # comma-separated: ingest, read, admin
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("revoked_at", sa.Double),
+)
+
+fact = sa.Table(  # what the collector says of itself, for SQL: `public_url`
+    "fact",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
 )

@@ -1,0 +1,71 @@
+"""docs/grafana.md lists the dashboards and views that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from database import fresh_database
+
+from dashboards import boards
+from fp8watch_server.store.dialect import make_engine
+
+PAGE = Path(__file__).parents[2] / "docs" / "grafana.md"
+WRITE = "run python tests/dashboards/test_grafana_page.py"
+RELATIONS = """
+SELECT c.relname, string_agg(a.attname, ', ' ORDER BY a.attnum)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+WHERE n.nspname = 'grafana' AND c.relkind = 'v' GROUP BY c.relname ORDER BY c.relname"""
+FUNCTIONS = """
+SELECT p.proname || '(' || pg_get_function_identity_arguments(p.oid) || ')', pg_get_function_result(p.oid)
+FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'grafana' ORDER BY p.proname"""
+
+
+def dashboards() -> str:
+    """The rows of the first table."""
+    return "\n".join(
+        f"| {b['title'].removeprefix('fp8watch · ')} (`{uid}`) | {b['description']} |"
+        for uid, b in boards.load().items()
+    )
+
+
+def views() -> str:
+    """The rows of the last table, as a migrated database has them."""
+    with fresh_database("postgresql") as url:
+        engine = make_engine(url)
+        with engine.connect() as conn:
+            found = [(name, columns) for name, columns in conn.execute(sa.text(RELATIONS))]
+            for name, result in conn.execute(sa.text(FUNCTIONS)):
+                columns = re.findall(r'(?:TABLE\(|, )("[^"]+"|\w+) ', result)
+                octaves = [c for c in columns if c.startswith('"2^')]
+                plain = [c.strip('"') for c in columns if c not in octaves]
+                shown = [*plain, f"{octaves[0].strip(chr(34))} … {octaves[-1].strip(chr(34))}"] if octaves else plain
+                found.append((name, ", ".join(shown)))
+        engine.dispose()
+    return "\n".join(f"| `{name}` | {columns} |" for name, columns in found)
+
+
+@pytest.mark.parametrize(("mark", "rows"), [("dashboards", dashboards), ("views", views)])
+def test_a_table_is_what_there_is(mark: str, rows: object) -> None:
+    assert callable(rows)
+    written = PAGE.read_text().split(f"<!-- {mark} -->\n")[1].split(f"<!-- /{mark} -->")[0]
+    assert written.rstrip("\n") == rows(), WRITE
+
+
+def test_commands_and_variables_are_those_of_the_files() -> None:
+    text = PAGE.read_text()
+    folder = boards.ROOT / "dashboards"
+    files = [*(folder / "grafana").rglob("*.yml"), folder / "prometheus" / "prometheus.yml"]
+    asked = {v for f in files for v in re.findall(r"\$\{?(FP8WATCH_[A-Z_]+)", f.read_text())}
+    assert asked == set(re.findall(r"`(FP8WATCH_[A-Z_]+)`", text)) | (asked & {"FP8WATCH_PUBLIC_URL"})
+    assert "rendered in a Grafana" in text
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    for mark, rows in (("dashboards", dashboards()), ("views", views())):
+        pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
+        page = re.sub(pattern, lambda m, rows=rows: m[1] + rows + "\n" + m[2], page, flags=re.S)  # type: ignore[misc]
+    PAGE.write_text(page)
