@@ -1,7 +1,8 @@
 """Queries at one and at ten million records, beside other runs that grow tenfold; and commits while blocks are made.
 
-    python -m benchmarks.growth --folder /somewhere make       # once: databases of either kind, kept in the folder
-    python -m benchmarks.growth --folder /somewhere measure    # into docs/benchmarks.md
+    python -m benchmarks.growth                                # make databases of either kind, measure, write the page
+    python -m benchmarks.growth --folder /somewhere make       # or keep them: first the making,
+    python -m benchmarks.growth --folder /somewhere measure    # and the measuring when the machine is quiet
 
 Some records go the whole way, through ingest and compaction. The others are their blocks again, behind each other: six
 times for a run of a million, sixty times for one of ten.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -191,16 +193,18 @@ Commits of one body of 160 records each, median and 99th percentile in milliseco
 def main() -> None:
     """Make, or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="default: one that goes away again")
     parser.add_argument("--database", choices=KINDS, action="append")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("what", choices=("make", "measure"))
+    parser.add_argument("what", choices=("make", "measure", "both"), nargs="?", default="both")
     args = parser.parse_args()
-    if args.what == "make":
-        for kind in args.database or KINDS:
-            make(args.folder, kind)
-    else:
-        measure(args.folder, args.repetitions)
+    with tempfile.TemporaryDirectory(prefix="fp8grow-") as temporary:
+        folder = args.folder or Path(temporary)
+        if args.what != "measure":
+            for kind in args.database or KINDS:
+                make(folder, kind)
+        if args.what != "make":
+            measure(folder, args.repetitions)
 
 
 if __name__ == "__main__":
