@@ -269,7 +269,7 @@ def _number(text: str) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=_number, default=300_000, help="per database; 1m, 10m, 50000")
+    parser.add_argument("--records", type=_number, default=327_680, help="per database; 1m, 10m, 50000")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sites", type=int, default=160)
     parser.add_argument("--batch", type=int, default=16, help="steps in a body")

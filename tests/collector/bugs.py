@@ -104,10 +104,10 @@ INGEST = [
         f"{C}/test_ingest_answers.py::test_the_same_seq_of_another_session_is_new_data",
     ),
     Bug(
-        "a wrong column refuses the whole batch",
-        "agent/fp8watch_agent/columns.py",
-        '                raise WireError(name, f"{len(raw)} bytes; {rule}")\n',
-        "                self._columns[name] = bytes(plane)\n",
+        "a wrong column refuses the whole batch and is named",
+        "agent/fp8watch_agent/body.py",
+        "    if len(raw) != want:\n",
+        "    if len(raw) < 0:\n",
         f"{C}/test_ingest_answers.py::test_one_bad_column_refuses_the_whole_batch_and_is_named",
     ),
     Bug(
