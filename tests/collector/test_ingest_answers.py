@@ -117,6 +117,7 @@ def repacked(body: bytes, change: Any) -> bytes:
         (lambda b: b["columns"].pop("site"), "site"),
         (lambda b: b["steps"].pop("loss"), "steps.loss"),
         (lambda b: b["steps"].update(status=b"\x09\x00"), "steps.status"),
+        (lambda b: b["steps"].update(loss=b"123"), "steps.loss"),
         (lambda b: b["header"].update(version=99), "header"),
         (lambda b: b["header"].update(rank=1), "header"),
         (lambda b: b["header"].update(rank=1 << 40), "header"),
