@@ -166,7 +166,7 @@ def test_a_clock_that_is_set_back_changes_no_order(
 ) -> None:
     agent = Agent(client).register([UP])
     now = [2_000_000_000.0]
-    monkeypatch.setattr("fp8watch_server.ingest.time.time", lambda: now[0])
+    monkeypatch.setattr(app.state.ingest.committer, "_clock", lambda: now[0])
     for step in (1, 2, 3):
         now[0] -= 3600
         agent.send([UP], [step])

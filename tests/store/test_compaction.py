@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import sqlalchemy as sa
 from store.kit import DOWN, SITES, UP, Feed, made_up
 
@@ -167,3 +170,21 @@ def test_hot_steps_that_were_put_together_once_change_with_the_batches_that_come
     assert worst(70) == 2.0
     feed.send(feed.agent(rank=1, attempt=2), [70], fields={"amax_max": 0.5})
     assert worst(70) == 1.0
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])  # on SQLite nobody writes meanwhile
+def test_scalars_that_come_while_a_cell_is_packed_do_not_tear_it(feed: Feed) -> None:
+    agent = feed.agent()
+    feed.send(agent, list(range(200)))
+    late = [agent.body(SITES, [200])]
+
+    def in_between(conn: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if "FROM scalar" in statement and late:
+            feed.commit(late.pop())
+
+    sa.event.listen(feed.engine, "after_cursor_execute", in_between)
+    feed.compact(everything=True)
+    assert not late, "nothing came in between"
+    sa.event.remove(feed.engine, "after_cursor_execute", in_between)
+    with feed.engine.connect() as conn:
+        assert queries.scalars(conn, "run-1", "loss", points=1000)["steps"] == list(range(201))

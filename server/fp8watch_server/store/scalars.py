@@ -65,6 +65,17 @@ def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list
     return np.array([tuple(row) for row in rows], dtype=_FETCHED)
 
 
+def _fetch_all(conn: Connection, where: list[Any]) -> dict[str, Array]:
+    """All four in one statement: between two of them another batch may be committed."""
+    c = t.scalar.c
+    wanted = [c[column] for name in t.SCALAR_NAMES for column in (name, f"{name}_class")]
+    rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, *wanted).where(*where)).all()
+    return {
+        name: np.array([(*row[:4], row[at], row[at + 1]) for row in rows], dtype=_FETCHED)
+        for at, name in zip(range(4, 4 + 2 * len(t.SCALAR_NAMES), 2), t.SCALAR_NAMES, strict=True)
+    }
+
+
 def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -> Scalars:
     """One of the four scalars between two steps; of one rank, or over all."""
     c = t.scalar.c
@@ -128,8 +139,8 @@ def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> 
     c = t.scalar.c
     where = [c.run_id == run_id, c.tenant == tenant, c.step >= step0, c.step < step0 + t.BLOCK_STEPS]
     columns: dict[str, Array] = {}
-    for name in t.SCALAR_NAMES:
-        steps, values, present = _merged(_fetch(conn, t.scalar, name, f"{name}_class", where))
+    for name, fetched in _fetch_all(conn, where).items():
+        steps, values, present = _merged(fetched)
         if not len(steps):
             return
         gaps = np.diff(steps, prepend=steps[0])
