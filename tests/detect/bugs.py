@@ -35,8 +35,8 @@ MODES = [
     Bug(
         "dying-tile",
         f"{D}/dying.py",
-        "slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands",
-        "slow = ctx.warm & (fallen > 100 * limit.dying_fall_octaves) & falling & stands",
+        "slow = ctx.warm & (fallen > limit.dying_fall_octaves)",
+        "slow = ctx.warm & (fallen > 100 * limit.dying_fall_octaves)",
         _scenario("dying-tile"),
     ),
     Bug(

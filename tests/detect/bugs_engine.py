@@ -46,7 +46,7 @@ REPORTS = [
     ),
     Bug(
         "shards that were not reduced are told",
-        f"{D}/agreement.py",
+        f"{D}/view.py",
         'PER_TENSOR = ("delayed", "current")',
         'PER_TENSOR = ("delayed",)',
         f"{T}/test_reports.py::test_tensor_parallel_ranks_that_take_amax_of_their_shard_disagree_before_the_nan",

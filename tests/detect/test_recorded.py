@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from benchmarks.detection.long_score import HELD_OUT, RESULTS
 from benchmarks.detection.recorded import TRACES, Recorded, traces
 from detect.folded import fold
 
@@ -34,3 +37,12 @@ def test_a_fault_in_a_real_training_is_named(name: str) -> None:
 def test_the_traces_stay_small() -> None:
     assert len(RUNS) == 19
     assert sum(p.stat().st_size for p in TRACES.iterdir()) <= 2 << 20
+
+
+def test_the_long_healthy_trainings_that_were_kept_as_scores_paged_nobody() -> None:
+    """The runs are too large for the tree; `long_score` replays them, and this is what docs/detection.md shows."""
+    runs = json.loads(RESULTS.read_text())
+    held_out = [r for r in runs if r["seed"] >= HELD_OUT]
+    assert sum(r["num_steps"] for r in held_out) >= 30_000
+    assert {"blockwise-5000", "delayed-5000"} <= {r["kind"] for r in held_out}
+    assert [i for r in runs for i in r["said"] if i["severity"] == "critical"] == []

@@ -32,7 +32,6 @@ LEARN_STEPS = 8
 """Samples in which ranks must have agreed before they have to."""
 REDUCTION_FACT = "amax_reduction"
 """Fact of a session: mesh axes that amax is reduced over, as "dp,tp"."""
-PER_TENSOR = ("delayed", "current")
 
 
 class Agreement:
@@ -135,7 +134,7 @@ class Agreement:
     # ---- scales
 
     def _scales(self, now: Now, ranks: list[int]) -> Finding | None:
-        per_tensor = np.array([f.recipe in PER_TENSOR for f in now.table.facts], dtype=np.bool_)
+        per_tensor = now.table.per_tensor
         if not per_tensor.any():
             return None
         columns, has = _by_rank(now, "scale_inv_max", Measured.SCALE, np.float64)

@@ -63,9 +63,14 @@ class Baseline:
         at = np.flatnonzero(good)
         if not len(at):
             return
-        self._ring[at, self._next[at]] = values[at]
-        self._next[at] = (self._next[at] + 1) % self.window
-        self.count[at] += 1
+        if len(at) == len(good) and bool((self._next == self._next[0]).all()):  # as ever: one place for all of them
+            self._ring[:, self._next[0]] = values
+            self._next[:] = (self._next[0] + 1) % self.window
+            self.count += 1
+        else:
+            self._ring[at, self._next[at]] = values[at]
+            self._next[at] = (self._next[at] + 1) % self.window
+            self.count[at] += 1
         self._since += 1
 
     def forget(self, which: npt.NDArray[np.bool_] | None = None) -> None:
@@ -80,6 +85,10 @@ class Baseline:
         rows = np.arange(self.num_series) if which is None else np.flatnonzero(which)
         at = (self._next[rows, None] + np.arange(self.window)) % self.window
         return np.asarray(self._ring[rows[:, None], at])
+
+    def oldest(self) -> Floats:
+        """The first value of each full series; NaN of those that hold fewer. [S]"""
+        return self._ring[np.arange(self.num_series), self._next].astype(np.float64)
 
     def median(self) -> Floats:
         """Per series; NaN where nothing was measured. [S]"""
@@ -99,11 +108,17 @@ class Baseline:
         return nanmedian(np.diff(history, axis=1))
 
     def _refresh(self) -> None:
-        if self._since == 0 or (self._since < REFRESH_EACH and int(self.count.min(initial=1 << 30)) >= self.window):
+        if self._since == 0:
+            return
+        used = self.count > 0  # sites that this is not about have nothing to sort
+        if self._since < REFRESH_EACH and int(self.count[used].min(initial=1 << 30)) >= self.window:
             return
         self._since = 0
-        self._median = nanmedian(self._ring)
-        self._mad = nanmedian(np.abs(self._ring - self._median[:, None].astype(np.float32)))
+        ring = self._ring if bool(used.all()) else self._ring[used]
+        median = nanmedian(ring)
+        mad = nanmedian(np.abs(ring - median[:, None].astype(np.float32)))
+        self._median, self._mad = np.full(self.num_series, np.nan), np.full(self.num_series, np.nan)
+        self._median[used], self._mad[used] = median, mad
 
 
 def nanmedian(values: Array) -> Floats:

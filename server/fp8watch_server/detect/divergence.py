@@ -74,7 +74,9 @@ class Divergence:
     def _judge(self, ctx: Context) -> Finding | None:
         if len(self._steps) < 2:
             return None
-        history = self._amax.ordered().astype(np.float64)[:, -len(self._steps) :].T  # [steps, S]
+        weights = ctx.weights()
+        history = np.full((len(self._steps), len(weights)), np.nan)  # [steps, S]
+        history[:, weights] = self._amax.ordered(weights)[:, -len(self._steps) :].T
         total = history[-1] - history[0]  # [S] octaves
         rate = total / (self._steps[-1] - self._steps[0])
         moving = np.isfinite(total) & (np.nan_to_num(np.abs(np.diff(history, axis=0))).max(axis=0) > 0)

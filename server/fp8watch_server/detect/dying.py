@@ -56,14 +56,15 @@ class Dying:
         self._steps = [*self._steps, now.step][-WINDOW:]
         if not ctx.clean:
             return []
-        history = self._recent.ordered().astype(np.float64)
+        oldest = self._recent.oldest()
         with np.errstate(invalid="ignore"):
-            change = np.diff(history, axis=1)
-            falling = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
-            fallen = history[:, 0] - amin
+            fallen = oldest - amin
             rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
-            stands = ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)
-            slow = ctx.warm & (fallen > limit.dying_fall_octaves) & falling & stands
+            slow = ctx.warm & (fallen > limit.dying_fall_octaves)
+            if slow.any():
+                change = np.diff(self._recent.ordered(slow).astype(np.float64), axis=1)
+                slow[slow] = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
+                slow &= ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)  # the largest tile stands
             hit = now.table.of_channels((amin < limit.dying_log2_amax) | slow)
         hit = self._latch.update(hit, ~np.isnan(amin), now.step)
         if not hit.any():
@@ -72,9 +73,7 @@ class Dying:
         row = int(rows[0])
         since = int(self._latch.since[row])
         evidence = [
-            Evidence(
-                "amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(history[row, 0]), "x", since
-            ),
+            Evidence("amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(oldest[row]), "x", since),
             Evidence("eps", now.table.facts[row].eps, "1e-12", "x"),
         ]
         if np.isfinite(fallen[row]):

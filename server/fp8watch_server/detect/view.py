@@ -31,6 +31,10 @@ ROLES = ("input", "weight", "grad_output", "output")
 """`output` is a probe: what a module returned, never quantised."""
 
 
+PER_TENSOR = ("delayed", "current")
+"""Recipes with one scale a tensor."""
+
+
 class SiteTable:
     """The registered sites as arrays, found by id without a loop. Rows are only ever appended: a row is for life."""
 
@@ -62,6 +66,7 @@ class SiteTable:
         self.power_2_scale = np.array([f.power_2_scale for f in facts], dtype=np.bool_)
         # A delayed scale comes from history: its ratio is the clip depth, not an invariant.
         self.current_scaling = np.array([f.recipe != "delayed" for f in facts], dtype=np.bool_)
+        self.per_tensor = np.array([f.recipe in PER_TENSOR for f in facts], dtype=np.bool_)
         # MXFP8 rounds its scales up, so that it never clips.
         self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
