@@ -114,6 +114,8 @@ def _clean(made: dict[str, Any]) -> dict[str, Any]:
     made["annotations"].setdefault("list", [])
     for i, panel in enumerate(made["panels"], 1):
         panel["id"] = i
+        if panel["type"] == "table":
+            del panel["options"]["footer"]  # of fields by now, and shown nowhere here
     for v in made["templating"]["list"]:
         if v["type"] != "interval":
             for name in [n for n in v if n.startswith("auto")]:

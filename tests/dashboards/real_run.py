@@ -33,7 +33,7 @@ from fp8watch.demo.model import ByteModel
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.dialect import make_engine
 
-STEPS, FAULT_STEP = 40, 24
+STEPS, FAULT_STEP = 24, 14
 FAULT_MODULE = "layers.1.mlp.down_proj"
 TOKEN = "fp8w_" + "0" * 64
 PATIENCE_S = 60
