@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from dashboards.columns import COLUMNS
 from fastapi import FastAPI
 from starlette.routing import Match
 
 from dashboards import boards
-from dashboards.boards import BUILT_IN, POSTGRES, PROMETHEUS, ROOT
+from dashboards.boards import BUILT_IN, POSTGRES, PROMETHEUS, ROOT, Query
 from fp8watch_server.pages import runbooks
 from fp8watch_server.pages.routes import router
 
@@ -189,6 +190,18 @@ def test_a_link_leads_to_a_page(app: FastAPI, uid: str, url: str) -> None:
     filled = re.sub(r"\$\{(?:__data\.fields\.)?(\w+)[^}]*\}", lambda m: EXAMPLES[m[1]], path)
     assert leads_to(app, filled) == PAGES[pattern]
     assert {part.split("=")[0] for part in query.split("&") if part} <= {"step", "rank", "tile"}
+
+
+@pytest.mark.parametrize("query", [q for q in boards.queries(BOARDS, POSTGRES) if q.panel is not None], ids=str)
+def test_what_a_panel_refers_to_is_a_column(query: Query) -> None:
+    assert query.panel is not None
+    wanted = set(re.findall(r"__data\.fields\.(\w+)", str(query.panel["fieldConfig"])))
+    for o in query.panel["fieldConfig"]["overrides"]:
+        if o["matcher"]["id"] == "byName":
+            wanted.add(o["matcher"]["options"])
+    if x := query.panel["options"].get("xField"):
+        wanted.add(x)
+    assert wanted <= set(COLUMNS[str(query)]), wanted - set(COLUMNS[str(query)])
 
 
 def test_the_modes_that_link_to_runbooks_have_them() -> None:

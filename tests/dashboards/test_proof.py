@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,18 +85,6 @@ def test_an_sql_query_has_its_columns_and_something_in_them(
             assert None not in {v for row in rows for v in row.values()}, "zeros are filled in"
 
 
-@pytest.mark.parametrize("query", [q for q in SQL if q.panel is not None], ids=str)
-def test_what_a_panel_refers_to_is_a_column(query: Query) -> None:
-    assert query.panel is not None
-    wanted = set(re.findall(r"__data\.fields\.(\w+)", str(query.panel["fieldConfig"])))
-    for o in query.panel["fieldConfig"]["overrides"]:
-        if o["matcher"]["id"] == "byName":
-            wanted.add(o["matcher"]["options"])
-    if x := query.panel["options"].get("xField"):
-        wanted.add(x)
-    assert wanted <= set(COLUMNS[str(query)]), wanted - set(COLUMNS[str(query)])
-
-
 def test_the_dashboards_show_the_injected_failure(run: RealRun, chosen: dict[str, str | list[str]]) -> None:
     (incident,) = answer(run, named("run: Incidents A"), chosen)
     assert (incident["mode"], incident["module"], incident["first_step"]) == (
@@ -168,6 +157,15 @@ def test_a_promql_query_has_series_with_values(run: RealRun, query: Query) -> No
     for label in re.findall(r"\{\{(\w+)\}\}", legend):
         assert all(label in r["metric"] for r in found), f"the legend names {label}"
     assert len({tuple(sorted(r["metric"].items())) for r in found}) == len(found)
+
+
+def test_a_wrong_column_and_a_wrong_metric_would_be_seen(run: RealRun, chosen: dict[str, str | list[str]]) -> None:
+    loss = named("run: Loss over steps A")
+    with pytest.raises(sa.exc.ProgrammingError, match="does not exist"):
+        answer(run, replace(loss, text=loss.text.replace("loss", "lost")), chosen)
+    binary("prometheus")
+    for query in PROMQL:
+        assert _finite(run, boards.promql(query.text).replace("fp8watch_", "fp8watch_no_")) == [], str(query)
 
 
 def test_the_variables_of_prometheus_have_values(run: RealRun) -> None:
