@@ -61,11 +61,11 @@ def choice(name: str, label: str, options: dict[str, str], default: str, *, many
     return made.current(model.VariableOption(selected=True, text=default, value=options[default]))
 
 
-def span_variables() -> list[Any]:
+def span_variables(default: str = "2000 steps") -> list[Any]:
     """Which steps: how many, and up to which."""
     until = dashboard.TextBoxVariable("until").label("Up to step").default_value("")
     until.description("Empty: the newest step.")
-    return [choice("steps", "Steps", WINDOWS, "2000 steps"), until]
+    return [choice("steps", "Steps", WINDOWS, default), until]
 
 
 def collector_variable() -> dashboard.QueryVariable:
@@ -90,10 +90,11 @@ def board(
     *,
     since: str = "now-6h",
     annotated: str | None = f"run_id = {RUN}",
+    refresh: str = "30s",
 ) -> dict[str, Any]:
     """The dashboard as JSON; `annotated` says whose incidents are marked on panels over time."""
     made = dashboard.Dashboard(title).uid(uid).description(says).tags([TAG]).readonly()
-    made.time(since, "now").timezone("browser").refresh("30s").tooltip(model.DashboardCursorSync.CROSSHAIR)
+    made.time(since, "now").timezone("browser").refresh(refresh).tooltip(model.DashboardCursorSync.CROSSHAIR)
     for v in (*variables, collector_variable()):
         made.with_variable(v)
     if annotated:

@@ -103,7 +103,8 @@ def dashboard() -> dict[str, Any]:
         UID,
         "fp8watch · Layers",
         "The sites of one run: the sickest, all of them as a distribution, and one over steps.",
-        [run_variable(), *span_variables(), choice("operand", "Operand", OPERANDS, "every operand"), sites],
+        [run_variable(), *span_variables("500 steps"), choice("operand", "Operand", OPERANDS, "every operand"), sites],
         panels,
         since="now-24h",
+        refresh="5m",  # its panels read every site: thousands of sites over thousands of steps take seconds
     )

@@ -58,8 +58,11 @@ def series(feed: Feed, field: str, low: int, high: int) -> dict[int, float | Non
 def test_a_bucket_of_a_site_is_the_worst_of_its_steps(
     feed: Feed, until: int | None, num_steps: int, points: int
 ) -> None:
-    fill(feed, 300, ranks=1)
+    fields = made_up(np.random.default_rng(5), 300, len(SITES))
+    fields["tile_noise_ratio_sum"][:: 3 * 41] = np.nan  # of the first site: for min, NaN is the largest number of SQL
+    feed.send(feed.agent(), list(range(300)), fields=fields)
     feed.compact(everything=True)
+    assert any(v is not None and math.isnan(v) for v in series(feed, "tile_sqnr_db", 0, 299).values())
     high = 299 if until is None else until
     low = max(0, high - num_steps + 1)
     width = max(1, math.ceil((high - low + 1) / points))
