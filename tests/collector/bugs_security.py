@@ -129,9 +129,9 @@ SECURITY = [
 PARSERS = [
     Bug(
         "whatever a body holds the answer is below 500",
-        f"{S}/ingest.py",
-        "    except WireError as e:\n        detail, column = str(e), e.column\n",
-        "    except MemoryError as e:\n        detail, column = str(e), 'body'\n",
+        "agent/fp8watch_agent/body.py",
+        " or header.seq >= 1 << 63:",
+        " or header.seq < 0:",
         f"{C}/test_hostile.py::test_mutated_bodies_never_get_a_5xx_and_leave_a_readable_run[sqlite]",
     ),
     Bug(
