@@ -144,6 +144,7 @@ def test_views_bear_what_is_half_there(feed: Feed) -> None:
     whole = an_incident(place={"ranks": [], "module": None, "tile": None}, sites=[], fix=None)
     with writing(feed.engine) as conn:
         conn.execute(sa.insert(t.incident), [whole])
+        conn.execute(sa.update(t.session).values(health=None))  # JSON's null, which is not SQL's
     (rank,) = ask(feed, "SELECT * FROM grafana.rank")
     assert (rank.rank, rank.dropped, rank.produced) == (0, 0, None)
     (found,) = ask(feed, "SELECT * FROM grafana.incident_detail")
