@@ -30,6 +30,23 @@ def test_a_band_says_what_was_usual_and_the_fault_is_outside_of_it(page: Page, c
     assert page.evaluate("document.getElementById('clip').data[0].y.every((v) => v < 0.1)")
 
 
+def test_a_band_feeds_on_what_was_usual_only(page: Page, collector: Collector) -> None:
+    """As a function: a level, a fault of a few steps, the level again; and a new level, which is usual in the end."""
+    page.goto(collector.url(SITE))
+    found = page.evaluate(
+        """async () => {
+            const script = document.querySelector('script[src$="/site.js"]').src.replace("site.js", "baseline.js");
+            const { band } = await import(script);
+            const value = (i) => (i >= 40 && i < 60 ? 9 : i < 80 ? 1 : 5) + 0.01 * (i % 3);
+            const steps = Array.from({ length: 200 }, (_, i) => i);
+            const { x, low, high } = band(steps, steps.map(value), 0.1);
+            return [30, 59, 62, 85, 199].map((at) => { const k = x.indexOf(at); return [low[k], high[k]]; }); }"""
+    )
+    middles = [sum(edges) / 2 for edges in found]
+    assert middles == pytest.approx([1, 1, 1, 1, 5], abs=0.1)
+    assert max(high - low for low, high in found) < 1
+
+
 def test_both_directions_stand_side_by_side_on_one_scale(page: Page, collector: Collector) -> None:
     page.goto(collector.url(SITE))
     drawn(page)
