@@ -103,3 +103,56 @@ def test_page_says_when_the_collector_cannot_be_reached_and_recovers(
     expect(page.locator("#live")).to_have_text("live")
     assert all("net::ERR_FAILED" in e for e in watched.errors)
     watched.errors.clear()
+
+
+def test_an_incident_is_silenced_for_a_while_and_heard_again(page: Page, collector: Collector) -> None:
+    page.goto(collector.url(f"/incidents/{synthetic.INCIDENT_ID}"))
+    page.get_by_label("For how long").select_option("8 hours")
+    page.get_by_role("button", name="Silence", exact=True).click()
+    expect(page.locator("#head")).to_contain_text("Silenced until")
+    (silence,) = collector.client.get("/api/v1/silences").json()["items"]
+    assert (silence["run_id"], silence["mode"], silence["module"]) == (
+        "demo-inf",
+        "inf-laundering",
+        synthetic.FAULT_MODULE,
+    )
+    assert silence["expires_at"] - silence["created_at"] == pytest.approx(8 * 3600)
+    page.get_by_role("button", name="End silence").click()
+    expect(page.locator("#head")).not_to_contain_text("Silenced")
+    assert collector.client.get("/api/v1/silences").json()["items"] == []
+
+
+def test_what_the_collector_refuses_is_said_beside_the_buttons(
+    page: Page, collector: Collector, watched: Watched
+) -> None:
+    page.goto(collector.url(f"/incidents/{synthetic.INCIDENT_ID}"))
+    body = '{"detail": "the token\'s scopes are read", "remedy": "use a token with the scope admin"}'
+    refuse = re.compile(r"/api/v1/silences$")
+    page.route(refuse, lambda route: route.fulfill(status=403, body=body))
+    page.get_by_role("button", name="Silence", exact=True).click()
+    expect(page.get_by_role("alert")).to_have_text(
+        "Not done: the token's scopes are read; use a token with the scope admin"
+    )
+    page.unroute(refuse)
+    assert all("403" in e for e in watched.errors)
+    watched.errors.clear()
+
+
+def test_a_page_that_nobody_sees_holds_no_connection(page: Page, collector: Collector) -> None:
+    page.goto(collector.url("/runs/demo-inf"))
+    expect(page.locator("#live")).to_have_text("live")
+    hide = """(hidden) => { Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange")); }"""
+    streams = "() => performance.getEntriesByType('resource').filter((r) => r.name.includes('/live?')).length"
+    before = page.evaluate(streams)  # a stream is an entry when it has ended
+    page.evaluate(hide, True)
+    until(page, f"({streams})() === {before + 1}")
+    page.evaluate(hide, False)
+    expect(page.locator("#live")).to_have_text("live")
+
+
+def test_times_grow_old_without_a_word_from_the_collector(page: Page, collector: Collector) -> None:
+    page.goto(collector.url("/"))
+    first = page.locator("time[data-at]").first
+    first.evaluate("(e) => { e.dataset.at = String(Date.now() / 1000 - 7300); }")
+    expect(first).to_have_text("2 h ago", timeout=15_000)

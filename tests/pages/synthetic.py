@@ -90,7 +90,7 @@ def tile_shape(site: Site) -> tuple[int, int]:
 
 def level_of(site: Site, step: int) -> float:
     """log2 of the typical tile amax."""
-    base = {"input": 1.6, "weight": -3.2, "grad_output": -11.0}[site.operand]
+    base = {"input": 1.6, "weight": -3.2, "grad_output": -11.0, "output": 1.0}[site.operand]
     return base + 0.6 * np.sin(site.order * 0.7) + (0.5 if "down_proj" in site.module else 0.0) + 0.002 * step
 
 
@@ -100,7 +100,7 @@ def make_rows(sites: Sequence[Site], step: int, rng: np.random.Generator, *, fau
     for i, site in enumerate(sites):
         mt, kt = tile_shape(site)
         n, tiles_ = site.shape[0] * site.shape[1], mt * kt
-        spread = {"input": 0.09, "weight": 0.004, "grad_output": 0.5}[site.operand]
+        spread = {"input": 0.09, "weight": 0.004, "grad_output": 0.5, "output": 0.1}[site.operand]
         top = 2.0 ** (level_of(site, step) + 1.5 + spread * rng.standard_normal())
         low = top * 2.0 ** -(3.0 + rng.random())
         row = rows[i]

@@ -28,7 +28,12 @@ OF_QUANTISER = frozenset({"tile_sqnr_db", "underflow_ratio"})
 """Fields that say something of a quantiser only: probes have no row there, unless they held a NaN or an Inf."""
 PROBE = "output"
 MAX_ROWS = 120
+MAX_COLUMNS = 1000
 MAX_MARKS = 4000
+MAX_FINE_RECORDS = 400_000
+"""More records than these are answered from their summaries, in columns of whole bins: tens of milliseconds, not seconds."""
+SUMMARY_STEPS = 9
+"""Columns of so many steps and more are made of whole summaries (fp8watch_server.store.charts.FINE_STEPS)."""
 NOISELESS_DB = 99.0
 """Stands for a tile SQNR of +Inf: nothing was lost, which is the best that there is, and no mark."""
 NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
@@ -100,9 +105,18 @@ def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
     return out
 
 
+def _affordable(run: dict[str, Any], from_step: int | None, to_step: int | None) -> int:
+    """Columns that can be read quickly: any number of few records; of many only as many as summaries answer."""
+    last = int(run["last_step"] or 0)
+    num_steps = max(1, min(last, to_step if to_step is not None else last) - (from_step or 0) + 1)
+    if num_steps * int(run["num_sites"]) * int(run["world_size"] or 1) <= MAX_FINE_RECORDS:
+        return MAX_COLUMNS
+    return max(1, num_steps // SUMMARY_STEPS)
+
+
 def health_map(
     conn: Connection,
-    run_id: str,
+    run: dict[str, Any],
     field: str,
     operand: str = "",
     from_step: int | None = None,
@@ -114,6 +128,8 @@ def health_map(
     `values[j]` is the worst value of a row in column j and `sites[j]` the site that had it. `marks` is
     [[row, column, site, text]]: non-finite elements on every map, and values that are no numbers.
     """
+    run_id = run["id"]
+    points = min(points, _affordable(run, from_step, to_step))
     found = queries.heatmap(conn, run_id, field, from_step, to_step, points)
     of_count = field == "num_nonfinite"
     bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)

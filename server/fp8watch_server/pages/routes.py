@@ -128,7 +128,7 @@ def health_json(request: Request, run_id: str) -> Response:
         back = Link("The run", lookup.run_url(run["id"]))
         low, high = (lookup.integer("step", query.get(name), back) for name in ("from", "to"))
         points = lookup.integer("number of points", query.get("points"), back) or 400
-        return JsonResponse(health.health_map(conn, run["id"], field, query.get("operand", ""), low, high, points))
+        return JsonResponse(health.health_map(conn, run, field, query.get("operand", ""), low, high, points))
 
 
 @router.get("/runs/{run_id:path}")

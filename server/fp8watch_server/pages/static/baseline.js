@@ -22,8 +22,9 @@ export function band(steps, y, floor) {
       low.push(m - spread);
       high.push(m + spread);
       if (y[i] === null) return;
-      if (Math.abs(y[i] - m) > spread && outside < WINDOW) { outside += 1; return; } // after so many it is a new normal
-      outside = 0;
+      outside = Math.abs(y[i] - m) > spread ? outside + 1 : 0;
+      if (outside > WINDOW) { outside = 0; past.length = 0; } // so many in a row are a new normal: begin again
+      if (outside > 0) return;
     }
     if (y[i] !== null) past.push(y[i]);
     if (past.length > WINDOW) past.shift();

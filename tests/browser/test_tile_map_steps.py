@@ -1,0 +1,82 @@
+"""The steps of a tile map: what was kept, what was wrong, played, and the worst of all."""
+
+from __future__ import annotations
+
+import pytest
+from browser.kit import Collector, until
+from pages import synthetic
+from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+SITE = f"/runs/demo-inf/sites/{FAULT_SITE}"
+LOADED = "document.querySelector('[data-tile-map]').dataset.loaded"
+
+
+def test_worst_tile_is_found_from_any_step(page: Page, collector: Collector) -> None:
+    page.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP + 3}"))
+    until(page, f"{LOADED} === '{FAULT_STEP + 3}'")
+    until(page, "document.querySelector('[data-tile-map]').dataset.badSteps === '1'")
+    page.get_by_role("button", name="Worst tile").click()
+    expect(page.locator("[data-readout]")).to_contain_text("Tile (131, 3)")
+    expect(page.locator("output[data-map-step]")).to_have_text(str(FAULT_STEP))
+    assert page.url.endswith(f"step={FAULT_STEP}&tile=131,3")
+
+
+def test_play_goes_through_the_steps_and_stops_at_the_last(page: Page, collector: Collector) -> None:
+    last = FAULT_STEP + 4
+    page.goto(collector.url(f"{SITE}/tile-map?step={last - 2}"))
+    until(page, f"{LOADED} === '{last - 2}'")
+    page.get_by_role("button", name="Play").click()
+    expect(page.get_by_role("button", name="Pause")).to_have_attribute("aria-pressed", "true")
+    until(page, f"{LOADED} === '{last}'")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+    page.keyboard.press("p")  # at the end it begins anew
+    until(page, f"{LOADED} === '{FAULT_STEP - 6}'")
+    page.keyboard.press("p")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+def test_weights_are_blocks_with_their_values(page: Page, collector: Collector) -> None:
+    weight = collector.runs["faulty"].site(FAULT_MODULE, "weight")
+    page.goto(collector.url(f"/runs/demo-inf/sites/{weight.id}/tile-map?step={FAULT_STEP}&tile=1,2"))
+    until(page, f"{LOADED} !== undefined")
+    expect(page.locator(".title")).to_contain_text("2 × 6 blocks of 128 × 128")
+    expect(page.locator("[data-readout]")).to_contain_text("Block (1, 2)")
+    expect(page.locator("[data-readout]")).to_contain_text("rows 128–255, columns 256–383")
+    assert page.evaluate(
+        "(() => { const a = document.querySelector('[data-tile-map]').tileMap.at; return a.cellX > 46; })()"
+    )
+
+
+def test_what_is_off_scale_is_seen_on_any_colour(
+    page: Page, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dark and light side by side: a frame in one colour drowns in the ramp where the ramp has that colour."""
+    run = synthetic.Run(collector.client, "offscale", "off-scale", sites=synthetic.make_sites(1), session="7" * 32)
+    run.register()
+    run.send(range(3), fault=False)
+    weight = run.site("layers.0.mlp.up_proj", "weight")
+    made = synthetic.make_tile_map
+
+    def off_scale(site, step, rng, *, fault):  # type: ignore[no-untyped-def]
+        found = made(site, step, rng, fault=fault)
+        found.flags[:] = 32
+        return found
+
+    monkeypatch.setattr(synthetic, "make_tile_map", off_scale)
+    run.send_maps([2], [weight])
+    page.goto(collector.url(f"/runs/offscale/sites/{weight.id}/tile-map?step=2"))
+    until(page, f"{LOADED} === '2'")
+    seen = page.evaluate(
+        """() => { const view = document.querySelector("[data-tile-map]").tileMap, { width, height } = view.base;
+            const pixels = view.base.getContext("2d").getImageData(0, 0, width, height).data;
+            return view.flagged.map((i) => { const [x, y] = view.at.place(i).map((v) => v * devicePixelRatio);
+                const row = []; for (let k = 0; k < 9; k += 1) {
+                    const at = 4 * (Math.round(y + view.at.cellY / 2 + 12) * width + Math.floor(x) + k);
+                    row.push((pixels[at] + pixels[at + 1] + pixels[at + 2]) / 3); }
+                return [Math.min(...row), Math.max(...row)]; }); }"""
+    )
+    assert len(seen) == 12
+    assert all(dark < 60 and light > 200 for dark, light in seen)

@@ -1,0 +1,136 @@
+"""What of a run is in FP8 and what is not and why; and how the agents of its ranks are."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+from pages import synthetic
+from pages.collector import make_app, serving
+
+from fp8watch_server.pages.coverage import agents, left_out
+from fp8watch_server.pages.live import Topic, version
+
+
+def words(html: str, panel: str) -> str:
+    found = re.search(rf'<section class="panel" id="{panel}".*?</section>', html, re.S)
+    assert found is not None
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lm_head (output head)", [("lm_head", "output head")]),
+        (
+            "a.b (17 × 3: not a multiple of 16 (K)); c (embedding)",
+            [("a.b", "17 × 3: not a multiple of 16 (K)"), ("c", "embedding")],
+        ),
+        ("", []),
+        (None, []),
+        ("something else", [("something else", "")]),
+    ],
+)
+def test_left_out_is_read_module_by_module(text: object, expected: list[tuple[str, str]]) -> None:
+    assert left_out(text) == expected
+
+
+def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with serving(make_app(tmp_path_factory.mktemp("coverage"))) as client:
+        run = synthetic.Run(client, "cover", "cover", sites=synthetic.make_sites(1)).register()
+        facts = {"left_out": "lm_head (output head); <b>x (too small)", "configuration_warning": "E5M2 with <1,128>"}
+        session = {"rank": 0, "host": "node-1", "pid": 1, "recipe": "blockwise", "backend": "cpu", "facts": facts}
+        assert client.put(f"/v1/runs/cover/sessions/{run.session}", json=session).status_code == 200
+        run.send(range(3))
+        html = client.get("/runs/cover").text
+    said = words(html, "coverage")
+    for expected in ("7 modules", "input E4M3 1×128 power of two blockwise reference 7", "weight E4M3 128×128"):
+        assert expected in said
+    for expected in ("lm_head output head", "&lt;b&gt;x too small", "E5M2 with &lt;1,128&gt;"):
+        assert expected in said
+    assert "all well" in words(html, "agents")
+
+
+def session_of(rank: int, **changes: Any) -> dict[str, Any]:
+    """A session that is well."""
+    health = {"acknowledged": 100.0, "queued": 0.0, "spooled": 0.0, "retries": 0.0, "internal_errors": 0.0}
+    base: dict[str, Any] = {"rank": rank, "attempt": 1, "host": f"node-{rank}", "ended": False, "versions": {}}
+    return {**base, "last_seen_at": time.time(), **changes, "health": health | changes.get("health", {})}
+
+
+def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
+    sessions = [session_of(rank) for rank in range(64)]
+    sessions[40] = session_of(40, health={"dropped_ring_full": 17.0})
+    sessions[50] = session_of(50, last_seen_at=time.time() - 600)
+    sessions[51] = session_of(51, last_seen_at=time.time() - 600, ended=True)  # it is over, and that is well
+    sessions[52] = session_of(52, health={"overhead_ratio": 0.08})
+    sessions[53] = session_of(53, attempt=2)
+    sessions.append(session_of(53, last_seen_at=0.0))  # of the attempt before
+    got = agents({"sessions": sessions, "world_size": 66})
+    assert [r["rank"] for r in got["rows"][:3]] == [40, 50, 52]
+    assert (got["num_unwell"], got["num_ranks"], got["num_missing"], got["num_more"]) == (3, 64, 2, 32)
+    assert got["rows"][0]["dropped"] == {"ring_full": 17}
+    assert got["rows"][1]["status"] == "silent"
+
+
+def test_hostile_health_is_no_stack_trace() -> None:
+    odd = session_of(0, health={"acknowledged": float("nan"), "dropped_x": float("inf"), "overhead_ratio": "nan"})
+    got = agents({"sessions": [odd, {**session_of(1), "health": None}], "world_size": None})
+    assert got["num_ranks"] == 2
+
+
+def test_live_tells_of_what_changed_and_of_nothing_else(client: httpx.Client) -> None:
+    """A first event with the version of the page, so that nothing between the page and the stream is lost."""
+    html = client.get("/runs/demo-inf").text
+    url, shown = re.search(r'data-watch="([^"]*)" data-version="(\w+)"', html).groups()  # type: ignore[union-attr]
+    with client.stream("GET", url) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+        got = [next(lines) for _ in range(6)]
+    assert got[0] == "retry: 2000"
+    assert f"data: {shown}" in got
+
+
+def test_version_changes_with_steps_incidents_silences_and_silence_of_the_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    app = make_app(tmp_path_factory.mktemp("version"))
+    with serving(app) as client:
+        run = synthetic.Run(client, "v", "v", sites=synthetic.make_sites(1)).register()
+        other = synthetic.Run(client, "w", "w", sites=synthetic.make_sites(1), session="1" * 32).register()
+        of_run, of_incident, of_all = Topic("v"), Topic("v", synthetic.INCIDENT_ID), Topic()
+
+        def now(topic: Topic, at: float | None = None) -> str:
+            with app.state.engine.connect() as conn:
+                return version(conn, topic, at)
+
+        seen = {now(of_run)}
+
+        def changed(topic: Topic = of_run, at: float | None = None) -> bool:
+            fresh = now(topic, at)
+            known = fresh in seen
+            seen.add(fresh)
+            return not known
+
+        assert not changed()
+        before = now(of_all)
+        other.send(range(2))
+        assert not changed()  # another run is no business of this page
+        assert now(of_all) != before
+        run.send(range(2))
+        assert changed()
+        synthetic.add_incident(app.state.engine, "v", synthetic.INCIDENT_ID, sites=[], place={})
+        assert changed()
+        assert changed(of_run, time.time() + 1000)  # stalled: nothing came, and the page says so
+        assert changed(of_incident)
+        body = {"duration_s": 60, "run_id": "v"}
+        assert client.post("/api/v1/silences", json=body).status_code == 201
+        assert changed(of_incident)
+        assert client.post(f"/api/v1/incidents/{synthetic.INCIDENT_ID}/ack").status_code == 200
+        assert changed()
+        assert changed(of_incident)
