@@ -34,11 +34,12 @@ window.firstChart = null;
 document.addEventListener("DOMContentLoaded", () => {
   const look = () => {
     if (window.firstChart === null && document.querySelector("figure.chart.ready")) {
-      requestAnimationFrame(() => requestAnimationFrame(() => { window.firstChart ??= performance.now(); }));
+      window.firstChart = performance.now();
     }
     const open = [...document.querySelectorAll("figure.chart:not(.ready)")].filter((f) => !f.querySelector(".nothing"));
     if (!open.length) window.allCharts ??= performance.now();
   };
+  look(); // modules run before this event
   new MutationObserver(look).observe(document.body, {subtree: true, childList: true, attributes: true, attributeFilter: ["class"]});
 });
 """
