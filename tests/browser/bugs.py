@@ -101,11 +101,4 @@ BUGS = [
         "",
         f"{B}/test_site_and_ranges.py::test_a_zoom_is_of_all_charts_in_the_address_and_read_anew",
     ),
-    Bug(
-        "names are text where plotly reads markup",
-        f"{J}/charts.js",
-        '.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;")',
-        "",
-        f"{B}/test_pages_in_a_browser.py::test_hostile_names_are_text",
-    ),
 ]
