@@ -65,7 +65,9 @@ ROUTES = {
     "POST /api/v1/silences": "admin",
     "DELETE /api/v1/silences/{silence_id}": "admin",
     "GET /": "read",
+    "GET /live": "read",
     "GET /runs/{run_id:path}": "read",
+    "GET /runs/{run_id:path}/health.json": "read",
     "GET /runs/{run_id:path}/sites/{site}": "read",
     "GET /runs/{run_id:path}/sites/{site}/tile-map": "read",
     "GET /incidents/{incident_id}": "read",
@@ -141,6 +143,7 @@ def test_every_route_is_in_the_table(app: Any) -> None:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], int]:
     """The status that every identity gets on every route: one application for all of them."""
     made = make_app(Settings(database_url=f"sqlite:///{tmp_path_factory.mktemp('auth') / 'x.db'}"))
+    made.state.live.close()  # its streams end at once
     found = {}
     with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         for route in ROUTES:
