@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import json
 import os
 import shutil
@@ -48,6 +49,7 @@ class RealRun:
     run_id: str
     url: str
     client: httpx.Client
+    go_on: Callable[[], Any]  # one more batch comes in, of the second run
     prometheus: str | None = None
 
 
@@ -124,11 +126,13 @@ def _train(url: str) -> str:
         return str(watch.identity.run_id)
 
 
-def _lossy_agent(client: httpx.Client) -> None:
-    """A second run, whose agent had to give records up."""
-    site = make_site()
+def _lossy_agent(client: httpx.Client) -> Callable[[], Any]:
+    """A second run, whose agent had to give records up; another step of it."""
+    site, steps = make_site(), itertools.count(3)
     health = {"dropped_ring_full": 3.0, "overhead_ratio": 0.004, "produced": 9.0, "acknowledged": 6.0}
-    Agent(client, run="jobs/7 & 8").register([site], name="").send([site], [1, 2], health=health)
+    agent = Agent(client, run="jobs/7 & 8").register([site], name="")
+    agent.send([site], [1, 2], health=health)
+    return lambda: agent.send([site], [next(steps)], health=health)
 
 
 def free_port() -> int:
@@ -216,11 +220,11 @@ def real_run(folder: Path) -> Iterator[RealRun]:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-        _lossy_agent(client)
+        go_on = _lossy_agent(client)
         listed = f"/api/v1/runs/{run_id}/incidents"
         until(lambda: client.get(listed).json()["items"], "an incident")
         compactor = Compactor(engine, clock=lambda: time.time() + 1e6)
         while compactor.round().anything:
             pass
-        yield RealRun(engine, run_id, serving.url, client, prometheus)
+        yield RealRun(engine, run_id, serving.url, client, go_on, prometheus)
         serving.kill(15)
