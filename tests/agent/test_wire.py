@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8watch_agent import wire
+from fp8watch_agent.body import MAX_COLUMNS, WireError, open_map
 from fp8watch_agent.columns import SUM_BITS, round_sums, widen_sums
 from fp8watch_agent.record import FIELDS, HISTOGRAMS, ROW, empty_rows
 from fp8watch_server.load.stream import Plan, RankStream
@@ -135,3 +136,13 @@ def test_what_was_not_measured_takes_nothing():
     header, arrays = batch_of(light, 1)
     sent = wire.decode_batch(wire.encode_batch(header, *arrays)).sent
     assert not {f.name for f in FIELDS if f.group.name in ("ENERGIES", "MOMENTS", "DEPTH", "GEMM", "HASH")} & set(sent)
+
+
+def test_a_map_of_too_many_columns_is_refused_before_it_is_opened() -> None:
+    def raw(count: int) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.msgpack.encode({f"c{i}": b"" for i in range(count)}))
+
+    assert len(open_map("columns", raw(MAX_COLUMNS))) == MAX_COLUMNS
+    for count in (MAX_COLUMNS + 1, 1 << 17):  # heads of two lengths
+        with pytest.raises(WireError, match=f"{count} columns; at most {MAX_COLUMNS}"):
+            open_map("columns", raw(count))

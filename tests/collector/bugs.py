@@ -52,7 +52,7 @@ INGEST = [
         f"{S}/store/records.py",
         "    if owner is None:\n        return parts\n",
         "    return parts\n",
-        f"{C}/test_queries.py::test_steps_repeated_after_a_restart_belong_to_the_newer_attempt",
+        f"{C}/test_queries.py::test_nothing_of_a_repeated_step_is_left_of_the_older_attempt",
     ),
     Bug(
         "nothing of a refused batch is stored",

@@ -103,6 +103,14 @@ def test_steps_repeated_after_a_restart_belong_to_the_newer_attempt(agent: Agent
     assert [s["attempt"] for s in run["sessions"]] == [2, 1]
 
 
+def test_nothing_of_a_repeated_step_is_left_of_the_older_attempt(agent: Agent, client: Any) -> None:
+    agent.send(SITES, [1, 2], fields={"amax_max": 1.0})
+    again = Agent(client, session="b" * 32).register(SITES)
+    again.send([UP], [2], fields={"amax_max": 2.0})  # says nothing of the other site
+    assert series(client, "amax_max", UP)["values"] == [1.0, 2.0]
+    assert series(client, "amax_max", DOWN)["steps"] == [1]
+
+
 def test_of_a_step_that_one_session_sends_twice_the_later_batch_counts_in_any_order(agent: Agent) -> None:
     late = agent.body([UP], [1], fields={"amax_max": 2.0}, scalars={"loss": [2.0]}, seq=9)
     early = agent.body([UP], [1], fields={"amax_max": 1.0}, scalars={"loss": [1.0]}, seq=8)
