@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fp8watch_agent.ring import Ring
 
 WARM_STEPS = 5
 IO_TYPES = (_socket.socket, io.FileIO, io.BufferedWriter, io.BufferedReader, io.BufferedRandom)
+WAITS = ("wait", "wait_for", "join")  # of threading: events, conditions, threads
 IO_MODULES = ("posix", "mmap", "fcntl", "_socket", "select", "_ssl")
 
 
@@ -44,10 +46,12 @@ def calls_into_the_system(calls: collections.Counter[str]) -> Any:
     """A profile function: audit says nothing of `sock.send`, and /proc counts no sockets."""
 
     def hook(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name in WAITS and frame.f_code.co_filename == threading.__file__:
+            calls[f"{frame.f_code.co_name} for another thread"] += 1
         if event != "c_call":
             return
         owner = getattr(arg, "__self__", None)
-        if isinstance(owner, IO_TYPES) or getattr(arg, "__module__", None) in IO_MODULES:
+        if isinstance(owner, IO_TYPES) or getattr(arg, "__module__", None) in IO_MODULES or arg is time.sleep:
             calls[f"{arg.__name__} in {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
     return hook

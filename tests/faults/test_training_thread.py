@@ -14,8 +14,8 @@ from faults.proxy import UP, Fault, proxy
 from faults.zygote import Zygote
 
 SWITCHES_PER_STEP = 2.0
-"""Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. A single wait in each step
-makes 1 and is not seen here; reads, writes and calls are, exactly."""
+"""Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. Waiting for another
+thread by an event, a condition or a sleep is seen by the call itself; this sees what hides in C."""
 
 HARMLESS = {"builtins.id"}
 """Audit events that ask nothing of the system: the address of an object."""
