@@ -88,6 +88,7 @@ def test_a_full_disk_takes_back_what_was_begun(tmp_path: Path) -> None:
     with full_disk(spool.num_bytes + 500), pytest.raises(OSError, match="too large"):
         spool.append(parcel(2, size=1000))
     assert spool.num_records == 6
+    assert only_segment(tmp_path).stat().st_size == spool.num_bytes
     spool.append(parcel(2, size=1000))
     spool.close()
     got = read_segment(only_segment(tmp_path))
