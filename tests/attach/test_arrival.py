@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from fp8watch import step_end
-from fp8watch.closing import MAX_ON_THE_WAY
+from fp8watch.closing import ARRIVAL_TIMEOUT_S, MAX_ON_THE_WAY
 from fp8watch.slab_copy import MAX_PINNED_BYTES, HostCopies, HostCopy
 from fp8watch_agent.record import StepStatus
 
@@ -147,7 +148,9 @@ def test_what_is_on_its_way_goes_out_where_training_ends(late, mlp, train, how):
 def test_a_device_that_hangs_does_not_keep_the_process_from_ending(late, mlp, train):
     watch, _ = late(mlp)
     train(mlp, steps=2)
+    began = time.monotonic()
     watch._on_death()
+    assert time.monotonic() - began < 5 * ARRIVAL_TIMEOUT_S
     assert recorded(watch) == []
     assert watch.guard.errors["arrival"] == 1
     assert watch._recorder.closed == 1

@@ -14,7 +14,7 @@ BUGS = [
         'self.guard.run("death", self._closing.settle, everything=True)', "pass",
         f"{A}/test_arrival.py::test_what_is_on_its_way_goes_out_where_training_ends"),
     Bug("a hang of the device does not keep the process", "fp8watch/slab_copy.py",
-        "if time.monotonic() >= until:", "if time.monotonic() >= until + 1e6:",
+        "if time.monotonic() >= until:", "if time.monotonic() >= until + 15.0:",
         f"{A}/test_arrival.py::test_a_device_that_hangs_does_not_keep_the_process_from_ending"),
     Bug("a signal while a step ends hands it over once", "fp8watch/watch.py",
         "if self._ending:", "if False:", f"{A}/test_arrival.py::test_sigterm_in_the_middle_of_a_step_hands_it_over_once"),

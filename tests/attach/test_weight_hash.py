@@ -24,9 +24,11 @@ def test_a_thousand_flips_of_one_bit_are_all_seen(dtype):
     x = torch.randn(37, 129).to(dtype)
     before, seen = int(hash_bits(x)), set()
     ints = x.view(-1).view(torch.int16 if dtype.itemsize == 2 else torch.int32)
-    for _ in range(1000):
-        i, bit = rng.randrange(x.numel()), rng.randrange(8 * dtype.itemsize)
-        mask = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+    width = 8 * dtype.itemsize
+    places = [(i, bit) for i in (0, x.numel() - 1) for bit in range(width)]  # the ends, and anywhere
+    places += [(rng.randrange(x.numel()), rng.randrange(width)) for _ in range(1000)]
+    for i, bit in places:
+        mask = 1 << bit if bit < width - 1 else -(1 << bit)
         ints[i] ^= mask
         flipped = int(hash_bits(x))
         assert flipped != before, (i, bit)
