@@ -22,6 +22,17 @@ def test_windows_are_observed_and_the_scalars_of_all_steps_are_sent(attach, mlp,
     assert train(twin, steps=8) == losses
 
 
+def test_outside_of_windows_not_even_what_is_broken_is_measured(attach, mlp):
+    watch = attach(mlp, windows=[(2, 4)])
+    for step in range(3):
+        x = torch.randn(32, 64)
+        if step == 1:
+            x[0, 0] = float("inf")
+        mlp(x).backward()
+        watch.step()
+    assert observed(watch) == [2]
+
+
 def test_every_samples_within_windows(attach, mlp, train):
     watch = attach(mlp, windows=[(3, 20)], every=4)
     train(mlp, steps=10)
