@@ -31,7 +31,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	$(BIN)/fp8watch demo $(ARGS)
 
-# make test         all tests of every change, ten minutes on two cores at most
+# make test         all tests of every change; about eleven minutes on two cores
 test: $(VENV)/.dev
 	$(PYTEST) -m "not long" $(ARGS)
 

@@ -1,7 +1,7 @@
 """Time to the first chart: a real collector, a headless Chromium, and a run with 10 M records.
 
-    python -m benchmarks.pages --database /tmp/pages.db --build   # once: 10 M records, minutes
-    python -m benchmarks.pages --database /tmp/pages.db           # measure, written to docs/benchmarks.md
+    python -m benchmarks.pages --database pages.db --build   # once: 10 M records, minutes
+    python -m benchmarks.pages --database pages.db           # measure, written to docs/benchmarks.md
     python -m benchmarks.pages --records 1m                       # a smaller one, in a folder that goes away
 
 Cold is a browser that was never here (plotly.js is fetched and compiled), warm is every page after the first.
