@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import database
 import pytest
+from planted import copy_of_tree
 from sqlalchemy import Engine, event
 
 
@@ -36,3 +38,9 @@ def closed_databases():
     event.remove(Engine, "engine_connect", remember)
     for engine in engines:
         engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree in which bugs are planted, one at a time."""
+    return copy_of_tree(tmp_path_factory.mktemp("planted"))

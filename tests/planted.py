@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def still_fits(bug: Bug, root: Path = ROOT) -> None:
         path, _, name = node.partition("::")
         text = (root / path).read_text()
         assert f"def {name.partition('[')[0]}(" in text, f"{path} has no test {name!r}"
+
+
+def all_fit(bugs: Sequence[Bug]) -> None:
+    """Every bug of a room still fits, and no two are called the same."""
+    for bug in bugs:
+        still_fits(bug)
+    assert len({str(bug) for bug in bugs}) == len(bugs)
 
 
 def copy_of_tree(folder: Path) -> Path:
