@@ -31,6 +31,7 @@ from database import fresh_database
 import fp8watch
 from dashboards.boards import ROOT
 from fp8watch.demo.model import ByteModel
+from fp8watch_server.store import schema
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.dialect import make_engine
 
@@ -197,6 +198,15 @@ def ask(prometheus: str, path: str, **params: Any) -> Any:
         return json.load(answer)["data"]
 
 
+def _compacted(engine: sa.Engine, compactor: Compactor) -> bool:
+    """Whether no batch of records is left outside of the blocks; batches that the detectors have not seen stay there."""
+    compactor.round()
+    with engine.connect() as conn:
+        return not conn.scalar(
+            sa.select(sa.func.count()).select_from(schema.hot_batch).where(schema.hot_batch.c.step_min.is_not(None))
+        )
+
+
 @contextlib.contextmanager
 def real_run(folder: Path) -> Iterator[RealRun]:
     """Everything, running; the data compacted."""
@@ -224,7 +234,6 @@ def real_run(folder: Path) -> Iterator[RealRun]:
         listed = f"/api/v1/runs/{run_id}/incidents"
         until(lambda: client.get(listed).json()["items"], "an incident")
         compactor = Compactor(engine, clock=lambda: time.time() + 1e6)
-        while compactor.round().anything:
-            pass
+        until(lambda: _compacted(engine, compactor), "all batches seen by the detectors and put into blocks")
         yield RealRun(engine, run_id, serving.url, client, go_on, prometheus)
         serving.kill(15)
