@@ -23,6 +23,9 @@ MAX_EVERY = 64
 class Overhead:
     """Measures one step, the calibration step, in which each operand is quantised without statistics as well.
 
+    What stays in each step (amax, counts, probes, the end of the step) counts against the budget first; full statistics
+    get what it leaves.
+
     Args:
         every: full statistics each n-th optimizer step; raised here, never lowered.
         budget: share of a step that observing may cost, or None for whatever it costs.
@@ -42,14 +45,17 @@ class Overhead:
         """Take the time of a step whose closing began at `began`; after the calibration step, judge it."""
         now = time.perf_counter()
         if plan.calibrating and self._budget is not None:
-            step_s = max(began - self._closed_at - plan.calibration_s, 1e-9)
-            ratio = (max(plan.observing_s, 0.0) + now - began) / step_s
-            recorder.set_gauge("overhead_ratio", ratio)
-            every = min(MAX_EVERY, math.ceil(ratio / self._budget)) if self._budget > 0 else MAX_EVERY
+            light_s, sampling_s = max(plan.light_s, 0.0) + now - began, max(plan.sampling_s, 0.0)
+            step_s = now - self._closed_at - plan.calibration_s - light_s - sampling_s
+            light, sampling = light_s / max(step_s, 1e-9), sampling_s / max(step_s, 1e-9)
+            left = self._budget - light
+            every = max(1, min(MAX_EVERY, math.ceil(sampling / left))) if left > 0 else MAX_EVERY
             if every > self.every:
                 self._say(
-                    f"observing costs {ratio:.1%} of a step here, the budget is {self._budget:.1%}: full statistics now "
-                    f"each {every} steps, non-finite values still each step; overhead_budget=None keeps every={self.every}"
+                    f"observing costs {light + sampling:.1%} of a step here ({light:.1%} without full statistics), the "
+                    f"budget is {self._budget:.1%}: full statistics now each {every} steps, non-finite values still "
+                    f"each step; overhead_budget=None keeps every={self.every}"
                 )
                 self.every = every
+            recorder.set_gauge("overhead_ratio", light + sampling / self.every)
         self._closed_at = now

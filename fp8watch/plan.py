@@ -7,6 +7,7 @@ Thread:     training, and autograd's
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -61,8 +62,9 @@ class Plan:
     paused: bool = False  # by the user
     outside: bool = False  # of the windows that attach was given
     unobserved: frozenset[int] = frozenset()  # rows that attach was told to leave alone
-    calibrating: bool = False  # this step also times the quantiser without statistics
-    observing_s: float = 0.0  # what statistics cost in the calibration step
+    calibrating: bool = False  # this step also times the quantiser without statistics, and with the light ones
+    light_s: float = 0.0  # what observing costs in each step, as the calibration step saw it
+    sampling_s: float = 0.0  # what full statistics cost on top of that
     calibration_s: float = 0.0  # what the calibration itself cost
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
     calls: int = 0  # quantisations of this step, in order of execution
@@ -117,7 +119,10 @@ class Plan:
             if count:
                 quantizer.end(measured)
             if observe:
+                began = time.perf_counter() if self.calibrating else 0.0
                 self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
+                if self.calibrating:
+                    self.light_s += time.perf_counter() - began
         return [out for out, _ in results]
 
     def note_unasked(self, first: int, operand: int, columnwise: bool) -> None:
@@ -151,12 +156,14 @@ class Plan:
             quantizer.settle(numbers[operand])
 
     def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor, codes: bool) -> list[tuple[Any, TileStats | None]]:
-        start = time.perf_counter()
-        run_quantizers(used, x_MK, stats=False, heavy=False, codes=codes)
-        bare = time.perf_counter() - start
-        results = run_quantizers(used, x_MK, stats=True, heavy=True, codes=codes)
-        self.observing_s += time.perf_counter() - start - 2 * bare
-        self.calibration_s += bare
+        times = [time.perf_counter()]
+        for stats, heavy in ((False, False), (False, False), (True, False), (True, True)):  # the first warms the caches
+            results = run_quantizers(used, x_MK, stats=stats, heavy=heavy, codes=codes)
+            times.append(time.perf_counter())
+        _, bare, light, full = (after - before for before, after in itertools.pairwise(times))
+        self.light_s += light - bare
+        self.sampling_s += full - light
+        self.calibration_s += times[-2] - times[0]
         return results
 
     def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
@@ -177,6 +184,8 @@ class Plan:
         self.shapes.setdefault(row, shape)
         order, self.calls = self.calls, self.calls + 1
         self.slab.accumulate(row, stats, order)
+        if stats.folded is not None:
+            stats.folded.release()
         if self.keep_tiles:
             self.tiles.add(row, order, stats)
 
@@ -187,22 +196,22 @@ class Plan:
         if count is not None and self.slab is not None and row not in self.unobserved:
             self.slab.count_outputs(row, count)
         if self.calibrating:
-            self.observing_s += time.perf_counter() - began
+            self.sampling_s += time.perf_counter() - began
 
     def note_probe(self, row: int, y: Tensor) -> None:
         """Merge an output into the row of its probe."""
         if self.slab is None or not y.numel() or not (y.is_cpu or self.checks_outputs):
             return
         began = time.perf_counter()
-        flat = y.reshape(-1, y.shape[-1]) if y.dim() else y.reshape(1, 1)
-        self.shapes.setdefault(row, (flat.shape[0], flat.shape[1]))
         order, self.calls = self.calls, self.calls + 1
-        if self.slab.device.type == "cpu":
-            self.slab.accumulate_probe(row, probe_numbers(flat, heavy=self.sampled), order)
-        else:
-            self.slab.accumulate(row, probe_stats(flat, heavy=self.sampled), order)
+        if row not in self.shapes:
+            self.shapes[row] = (y.numel() // y.shape[-1], y.shape[-1]) if y.dim() else (1, 1)
+        if self.slab.device.type != "cpu":
+            self.slab.accumulate(row, probe_stats(_flat(y), heavy=self.sampled), order)
+        elif not self.slab.look(row, y, order, energy=self.sampled):
+            self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=self.sampled), order)
         if self.calibrating:
-            self.observing_s += time.perf_counter() - began
+            self.light_s += time.perf_counter() - began
 
     def note_logits(self, fqn: str, x: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of."""
@@ -220,3 +229,8 @@ class Plan:
         self.losses.clear()
         self.logits.clear()
         self.sampled = sampled
+
+
+def _flat(y: Tensor) -> Tensor:
+    """[..., N] as [M, N]."""
+    return y.reshape(-1, y.shape[-1]) if y.dim() else y.reshape(1, 1)

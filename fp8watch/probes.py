@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fp8watch_agent.record import Measured
 
+from .kernels.look import largest_magnitude
 from .passes import first_tensor
 from .quantize.stats import Heavy, Invariant, PerTile, TileStats
 
@@ -127,9 +128,9 @@ def probe_stats(y: Tensor, *, heavy: bool) -> TileStats:
         energy = y.float().masked_fill(nan | inf, 0.0).double().square().sum()
         sums = torch.cat((energy.view(1), torch.zeros(4, dtype=torch.float64, device=device)))
         noise = Heavy(sums, torch.zeros((1, 1), dtype=torch.float64, device=device), zero.expand(32).clone())
-    tiles = PerTile(one, one, Invariant(no, no, one * 0), counts, torch.where(bad.any(), place, -1), noise)
+    tiles = PerTile(amax, one, one, Invariant(no, no, one * 0), counts, torch.where(bad.any(), place, -1), noise)
     measured = int(Measured.COUNTS | Measured.AMAX) | (int(Measured.ENERGIES) if heavy else 0)
-    return TileStats((y.shape[0], y.shape[1]), (y.shape[0], y.shape[1]), True, 0.0, amax, one, measured, tiles=tiles)
+    return TileStats((y.shape[0], y.shape[1]), (y.shape[0], y.shape[1]), True, 0.0, one, measured, tiles=tiles)
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,14 @@ class ProbeNumbers:
 @torch.no_grad()
 def probe_numbers(y: Tensor, *, heavy: bool) -> ProbeNumbers:
     """Look at an output [M, N] on the CPU: one read where all of it is finite."""
-    low, high = (float(end) for end in torch.aminmax(y))
-    if math.isfinite(low) and math.isfinite(high):
+    amax = largest_magnitude(y)
+    if math.isfinite(amax):
         energy = None
         if heavy:
             flat = y.float().reshape(-1)
             energy = float(torch.dot(flat, flat))
             energy = energy if math.isfinite(energy) else float(flat.double().square().sum())
-        return ProbeNumbers(y.numel(), max(abs(low), abs(high)), energy=energy)
+        return ProbeNumbers(y.numel(), amax, energy=energy)
     nan, inf = y.isnan(), y.isinf()
     index = int((nan | inf).reshape(-1).to(torch.uint8).argmax())
     amax = float(y.abs().masked_fill(nan, 0.0).amax())

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from .kernels.look import largest_magnitude
+
 OUTPUTS_EVERY = 16
 ALERT_STEPS = 16
 MAX_NAMED = 4
@@ -37,24 +39,24 @@ def nonfinite_outputs(y: Tensor) -> Tensor | None:
     """
     if y.numel() == 0 or not y.is_floating_point():
         return None
+    if y.is_cpu:
+        largest = largest_magnitude(y)
+        if y.dtype == torch.float16:
+            count = int((y != y).sum()) if math.isnan(largest) else 0
+            return torch.tensor(count, dtype=torch.int64) if count else None
+        return None if math.isfinite(largest) else (~y.isfinite()).sum()
     if y.dtype == torch.float16:
-        if not y.is_cpu:
-            return (y != y).sum()
-        low, high = torch.aminmax(y)
-        count = int((y != y).sum()) if math.isnan(float(low)) or math.isnan(float(high)) else 0
-        return torch.tensor(count, dtype=torch.int64) if count else None
+        return (y != y).sum()
     low, high = torch.aminmax(y)
-    if not y.is_cpu:
-        return (~(low.isfinite() & high.isfinite())).to(torch.int64)
-    if math.isfinite(float(low)) and math.isfinite(float(high)):
-        return None
-    return (~y.isfinite()).sum()
+    return (~(low.isfinite() & high.isfinite())).to(torch.int64)
 
 
 def gradient_faults(gradients: Sequence[Tensor]) -> Tensor:
     """Of each gradient whether something in it is not finite, as 0 or 1: [n] float32. Does not wait for the device."""
     if gradients[0].is_cuda:
         ends = torch.stack([n.float() for n in torch._foreach_norm(list(gradients), math.inf)]).view(-1, 1)
+    elif gradients[0].is_cpu:
+        return torch.tensor([0.0 if math.isfinite(largest_magnitude(g)) else 1.0 for g in gradients])
     else:
         pairs = [torch.aminmax(g) for g in gradients]
         ends = torch.stack([end.float() for pair in pairs for end in pair]).view(-1, 2)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from fp8watch.formats import AMAX_BUCKET_OFFSET
+from fp8watch.kernels.look import look_into
 from fp8watch.quantize.fold import row_span, sections
 from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, empty_rows
 
@@ -139,6 +140,12 @@ class Slab:
             mine["order"] = call_order
         energies = 0 if seen.energy is None else int(Measured.ENERGIES)
         mine["measured"] |= int(Measured.COUNTS | Measured.AMAX) | energies
+
+    def look(self, row: int, y: torch.Tensor, call_order: int, *, energy: bool) -> bool:
+        """`accumulate_probe` of a look at an output in one pass, where that can be done and all of it is finite; else
+        nothing, and False. A slab on the CPU only."""
+        self._check_row(row)
+        return look_into(y, self.buffer.data_ptr() + row * ROW.itemsize, call_order, energy=energy)
 
     def count_outputs(self, row: int, count: torch.Tensor) -> None:
         """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""

@@ -19,14 +19,6 @@ Held = dict[int, list[tuple[int, TileStats]]]
 """Row -> (order of the call, its statistics), in the order of the calls."""
 
 HISTORY_STEPS = 4
-_FOLDED_NUMBERS = 8  # a backend that folds keeps eight integers a tile beside amax and scale_inv
-_PLAIN_BYTES = 100  # five int64 counts, five float64 sums, seven of 1–4 bytes
-
-
-def held_bytes(stats: TileStats) -> int:
-    """What the statistics of one call take, about."""
-    tiles = stats.amax.numel()
-    return tiles * (_PLAIN_BYTES if stats.folded is None else 8 + _FOLDED_NUMBERS * stats.counts.element_size())
 
 
 class HeldTiles:
@@ -45,10 +37,10 @@ class HeldTiles:
 
     def add(self, row: int, order: int, stats: TileStats) -> None:
         """Hold one call. Past the budget older calls of this site go first, then the call itself is let go."""
-        size, calls = held_bytes(stats), self._held.get(row, [])
+        size, calls = stats.num_bytes, self._held.get(row, [])
         limit = self.max_bytes if row in self.wanted else self.max_bytes // 2
         while calls and self._bytes + size > limit:
-            self._bytes -= held_bytes(calls.pop(0)[1])
+            self._bytes -= calls.pop(0)[1].num_bytes
         if self._bytes + size <= limit or (self.keeps_one and not calls):
             calls.append((order, stats))
             self._held[row] = calls
@@ -80,7 +72,7 @@ class TileHistory:
         if self._steps and step <= self._steps[-1][0]:
             self._steps.clear()
         last = {row: calls[-1][1] for row, calls in held.items() if calls and (rows is None or row in rows)}
-        self._steps.append((step, last, sum(held_bytes(stats) for stats in last.values())))
+        self._steps.append((step, last, sum([stats.num_bytes for stats in last.values()])))
         while len(self._steps) > 1 and sum(size for *_, size in self._steps) > self._max_bytes:
             self._steps.popleft()
         if self._steps[0][2] > self._max_bytes:

@@ -32,6 +32,10 @@ _THREADED_ELEMENTS = 1 << 19
 _JOB = struct.Struct("P5q6P9if")  # struct job in job.h
 _CODES, _VALUES = 0, 1
 _empty = functools.partial(torch.empty, device="cpu")  # torch's default device and dtype may be anything
+# a tensor that makes others like itself takes half as long as torch.empty
+_new_f32 = _empty(0, dtype=torch.float32).new_empty
+_new_u8 = _empty(0, dtype=torch.uint8).new_empty
+_LIGHT, _ALL = int(LIGHT), int(LIGHT | HEAVY)
 
 
 def probe(device: torch.device) -> str | None:
@@ -45,12 +49,29 @@ def probe(device: torch.device) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _FoldedRow:
-    """One call as a row, and eight small integers a tile."""
+@dataclass(slots=True)
+class _Folded:
+    """One call as a row, and of each tile its amax and eight small integers; in one piece of memory, because what is
+    made anew for each call costs more than what is computed for it."""
 
-    row: torch.Tensor  # uint8 [ROW.itemsize]
-    marks: torch.Tensor  # [Mt, Kt, 8]: non-zero, saturated, underflow, NaN, Inf, flags, 0, 0
+    piece: torch.Tensor  # uint8: ROW, marks, amax
+    num_tiles: tuple[int, int]
+    mark_type: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.nbytes
+
+    @property
+    def marks(self) -> torch.Tensor:
+        """[Mt, Kt, 8]: non-zero, saturated, underflow, NaN, Inf, flags, 0, 0."""
+        mt, kt = self.num_tiles
+        return self.piece[ROW.itemsize : -4 * mt * kt].view(self.mark_type).view(mt, kt, 8)
+
+    @property
+    def amax(self) -> torch.Tensor:
+        mt, kt = self.num_tiles
+        return self.piece[-4 * mt * kt :].view(torch.float32).view(mt, kt)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -60,9 +81,12 @@ class _FoldedRow:
     def flags(self) -> torch.Tensor:
         return self.marks[..., 5].to(torch.uint8)
 
+    def release(self) -> None:
+        """The row lies in one piece with what stays."""
+
     def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
         into = buffer.data_ptr() + row * ROW.itemsize
-        cpu_library.load().fp8watch_merge(into, self.row.data_ptr(), call_order)
+        cpu_library.load().fp8watch_merge(into, self.piece.data_ptr(), call_order)
 
 
 class _Call(NamedTuple):
@@ -165,6 +189,11 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def _wide(size: int) -> torch.dtype:
+    """The narrowest integers that can count the elements of a tile, where a byte cannot."""
+    return torch.int16 if size < 1 << 15 else torch.int32 if size < 1 << 31 else torch.int64
+
+
 def _prepare(
     x: torch.Tensor,
     tile_shape: tuple[int, int],
@@ -190,28 +219,20 @@ def _prepare(
     mt, kt = -(-rows // bm), -(-columns // bk)
     if given is not None:
         given = check_scale(given, (mt, kt), x).detach().contiguous()
-    out = _empty((rows, columns), dtype=torch.uint8 if kind == _CODES else torch.float32)
-    scale_inv = _empty((mt, kt), dtype=torch.float32)
+    out = _new_u8((rows, columns)) if kind == _CODES else _new_f32((rows, columns))
+    scale_inv = _new_f32((mt, kt))
     measured: TileStats | None = None
     amax_at = marks_at = row_at = mark_bytes = 0
     if stats:
         size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
-        dtype = (
-            torch.uint8
-            if size <= 255
-            else torch.int16
-            if size < 1 << 15
-            else torch.int32
-            if size < 1 << 31
-            else torch.int64
-        )
-        amax, marks = _empty((mt, kt), dtype=torch.float32), _empty((mt, kt, 8), dtype=dtype)
-        row = _empty(ROW.itemsize, dtype=torch.uint8)
-        amax_at, marks_at, row_at, mark_bytes = amax.data_ptr(), marks.data_ptr(), row.data_ptr(), marks.element_size()
-        bits = int(LIGHT | HEAVY) if heavy else int(LIGHT)
-        measured = TileStats(
-            (rows, columns), (bm, bk), power_2_scale, eps, amax, scale_inv, bits, folded=_FoldedRow(row, marks)
-        )
+        mark_type = torch.uint8 if size <= 255 else _wide(size)
+        mark_bytes, bits = mark_type.itemsize, _ALL if heavy else _LIGHT
+        piece = _new_u8(ROW.itemsize + (8 * mark_bytes + 4) * mt * kt)
+        row_at = piece.data_ptr()
+        marks_at = row_at + ROW.itemsize
+        amax_at = marks_at + 8 * mark_bytes * mt * kt
+        folded = _Folded(piece, (mt, kt), mark_type)
+        measured = TileStats((rows, columns), (bm, bk), power_2_scale, eps, scale_inv, bits, folded=folded)
     threads = torch.get_num_threads() if rows * columns >= _THREADED_ELEMENTS else 1
     job = _JOB.pack(
         x.data_ptr(), x.stride(0), rows, columns, bm, bk,

@@ -57,6 +57,8 @@ def row_header() -> str:
             f"static const struct row EMPTY_ROW = {{{', '.join(defaults)}}};",
             f"#define MEASURED_LIGHT {int(_LIGHT)}",
             f"#define MEASURED_ALL {int(_LIGHT | _HEAVY)}",
+            f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.AMAX)}",
+            f"#define MEASURED_ENERGIES {int(Measured.ENERGIES)}",
             f"#define AMAX_BUCKET_SHIFT {128 - AMAX_BUCKET_OFFSET}",
             "",
         ]

@@ -85,10 +85,9 @@ def measure(
         tile_shape,
         power_2_scale,
         eps,
-        amax,
         operand.scale_inv,
         int(LIGHT if heavy is None else LIGHT | HEAVY),
-        PerTile(operand.scale, ratio, invariant, counts, first, heavy),
+        PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy),
     )
 
 

@@ -278,11 +278,12 @@ def whole_marks_kernel(lines, marks, num_lines, CHUNK: tl.constexpr):
     tl.store(marks + column, value, mask=column < 8)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FoldedLines:
     """What the programs of one call left, as fp8watch.quantize.stats.Folded."""
 
-    lines: torch.Tensor  # int32 [programs, WORDS]
+    lines: torch.Tensor | None  # int32 [programs, WORDS]; None once they are merged and nothing else is in them
+    amax: torch.Tensor  # float32 [Mt, Kt]
     tile_marks: torch.Tensor | None  # uint8 or int16 [Mt, Kt, 8]; None: the operand is one tile
     num_elements: int
     num_tiles: int
@@ -296,10 +297,21 @@ class FoldedLines:
         """Eight integers a tile: non-zero, saturated, underflow, NaN, Inf, TileFlag bits, and two that are 0."""
         if self.tile_marks is not None:
             return self.tile_marks
+        assert self.lines is not None
         marks = torch.empty((1, 1, 8), dtype=torch.int64, device=self.lines.device)
         with on_device_of(marks):
             whole_marks_kernel[(1,)](self.lines, marks, self.lines.shape[0], CHUNK=CHUNK)
         return marks
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of the tiles."""
+        return sum(kept.nbytes for kept in (self.lines, self.amax, self.tile_marks) if kept is not None)
+
+    def release(self) -> None:
+        """The lines are as large as the marks of many tiles. Of an operand that is one tile they are its marks."""
+        if self.tile_marks is not None:
+            self.lines = None
 
     @property
     def counts(self) -> torch.Tensor:
@@ -313,6 +325,7 @@ class FoldedLines:
 
     def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
         """Fold the lines into `buffer[row]` (uint8 [capacity, ROW.itemsize]), in place, in one launch."""
+        assert self.lines is not None
         num_programs = 1 + (64 + (32 if self.heavy else 0)) // HIST_COLUMNS
         with on_device_of(buffer):
             fold_kernel[(num_programs,)](

@@ -92,11 +92,9 @@ class _Side:
         measured = int(LIGHT | HEAVY) if how.heavy else int(LIGHT)
         (rows, columns), (mt, kt) = self.shape, self.num_tiles
         folded = triton_fold.FoldedLines(
-            self.lines, self.marks, rows * columns, mt * kt, columns, kt, measured, how.heavy
+            self.lines, self.amax, self.marks, rows * columns, mt * kt, columns, kt, measured, how.heavy
         )
-        stats = TileStats(
-            self.shape, self.tile, how.power_2, how.eps, self.amax, self.scale_inv, measured, folded=folded
-        )
+        stats = TileStats(self.shape, self.tile, how.power_2, how.eps, self.scale_inv, measured, folded=folded)
         return out, self.scale_inv, stats
 
 

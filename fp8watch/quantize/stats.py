@@ -21,6 +21,7 @@ from fp8watch_agent.record import FIELDS, Measured, TileFlag
 INF = float("inf")
 LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+_PLAIN_BYTES = 100  # a tile in plain torch: five int64 counts, five float64 sums, seven of 1–4 bytes
 
 
 class Invariant(NamedTuple):
@@ -43,6 +44,7 @@ class Heavy:
 class PerTile(NamedTuple):
     """What a backend in plain torch leaves. Tensors are [Mt, Kt]."""
 
+    amax: torch.Tensor  # float32, NaN ignored, before eps; Inf where an element is
     scale: torch.Tensor  # float32
     scale_ratio: torch.Tensor  # float32: amax·scale/FP8_MAX
     invariant: Invariant | None  # None: every tile is included, has an amax above 0 and cannot be off-scale
@@ -53,6 +55,14 @@ class PerTile(NamedTuple):
 
 class Folded(Protocol):
     """What a backend leaves that folds while it quantises."""
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """float32 [Mt, Kt]: NaN ignored, before eps; Inf where an element is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of the tiles beside scale_inv."""
 
     @property
     def counts(self) -> torch.Tensor:
@@ -69,8 +79,11 @@ class Folded(Protocol):
         non-finite element.
         """
 
+    def release(self) -> None:
+        """Let go of what only merging needs. What the tiles say stays."""
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class TileStats:
     """What was seen while one operand was quantised. Tensors are [Mt, Kt] on the operand's device.
 
@@ -81,11 +94,25 @@ class TileStats:
     tile_shape: tuple[int, int]
     power_2_scale: bool
     eps: float
-    amax: torch.Tensor  # float32, NaN ignored, before eps; Inf where an element is
     scale_inv: torch.Tensor  # float32
     measured: int  # the groups of fields that this record holds, as bits of Measured
     tiles: PerTile | None = None
     folded: Folded | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept of the tiles, about."""
+        if self.folded is not None:
+            return self.folded.num_bytes + self.scale_inv.nbytes
+        return self.scale_inv.numel() * _PLAIN_BYTES
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """float32 [Mt, Kt], NaN ignored, before eps; Inf where an element is."""
+        if self.folded is not None:
+            return self.folded.amax
+        assert self.tiles is not None
+        return self.tiles.amax
 
     @property
     def counts(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from fp8watch import closing
 from fp8watch.quantize import quantize_blockwise
-from fp8watch.tile_history import HISTORY_STEPS, HeldTiles, TileHistory, held_bytes
+from fp8watch.tile_history import HISTORY_STEPS, HeldTiles, TileHistory
 
 
 def run(watch, model, inputs):
@@ -88,7 +88,7 @@ def test_one_step_triggers_no_more_bytes_than_it_may_and_the_first_to_break_goes
 
 def test_held_tiles_stay_within_their_bytes():
     stats = quantize_blockwise(torch.randn(64, 128)).stats
-    size = held_bytes(stats)
+    size = stats.num_bytes
     held = HeldTiles(6 * size)
     for order in range(10):
         held.add(0, order, stats)
@@ -108,7 +108,7 @@ def test_held_tiles_stay_within_their_bytes():
 
 def test_history_forgets_the_oldest_and_begins_anew_after_a_rewind():
     stats = quantize_blockwise(torch.randn(64, 128)).stats
-    size = held_bytes(stats)
+    size = stats.num_bytes
     history = TileHistory(2 * size, num_steps=4)
     for step in range(5):
         history.add(step, {0: [(0, stats)]})

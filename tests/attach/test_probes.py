@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fp8watch.kernels.look import largest_magnitude
 from fp8watch.probes import probe_numbers, probe_stats
 from fp8watch.slab import Slab
-from fp8watch_agent.record import Measured
+from fp8watch_agent.record import FIELDS, Measured
 
 
 class RMSNorm(nn.Module):
@@ -189,17 +190,40 @@ def test_a_compiled_model_is_probed(attach, block, compiler):
 values = st.sampled_from([0.0, 1.0, -2.5, 3e38, 1e-40, math.nan, math.inf, -math.inf])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(values, min_size=6, max_size=6), st.booleans())
-def test_the_look_on_the_cpu_is_the_look_on_a_device(numbers, heavy):
-    """Two ways to one row: numbers, and tensors that are never read."""
-    y = torch.tensor(numbers).view(2, 3)
-    one, other = Slab(1), Slab(1)
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(values, min_size=6, max_size=6),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([1, 50]),
+)
+def test_the_look_on_the_cpu_is_the_look_on_a_device(numbers, heavy, dtype, times):
+    """Three ways to one row: one pass of the C library, numbers, and tensors that are never read."""
+    y = torch.tensor(numbers).to(dtype).view(2, 3).repeat(1, times)
+    slabs = one, other, library = Slab(1), Slab(1), Slab(1)
     for order in (4, 7):
         one.accumulate_probe(0, probe_numbers(y, heavy=heavy), order)
         other.accumulate(0, probe_stats(y, heavy=heavy), order)
-    a, b = one.copy_rows()[0], other.copy_rows()[0]
+        if not library.look(0, y, order, energy=heavy):
+            assert not y.isfinite().all()
+            library.accumulate_probe(0, probe_numbers(y, heavy=heavy), order)
+    a, b, c = (slab.copy_rows()[0] for slab in slabs)
     for name in ("num_elements", "num_nan", "num_inf", "num_tiles", "num_calls", "num_zero_tiles", "num_sentinel_tiles",
                  "amax_max", "amax_min_nonzero", "amax_hist", "first_nonfinite", "order", "measured", "worst_tile"):  # fmt: skip
         assert np.array_equal(a[name], b[name]), name
+        assert np.array_equal(a[name], c[name]), name
     assert float(a["signal_energy"]) == pytest.approx(float(b["signal_energy"]), rel=1e-5)
+    assert float(a["signal_energy"]) == pytest.approx(float(c["signal_energy"]), rel=1e-5)
+    assert {f.name for f in FIELDS if not np.array_equal(a[f.name], c[f.name], equal_nan=True)} <= {"signal_energy"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num", [1, 3, 63, 64, 65, 1000])
+def test_the_largest_magnitude_is_that_of_torch(dtype, num):
+    y = torch.randn(num, dtype=torch.float64).to(dtype)
+    assert largest_magnitude(y) == float(y.abs().max())
+    assert largest_magnitude(torch.stack((y, y), 1)[:, 0]) == float(y.abs().max())
+    y[-1] = -math.inf
+    assert largest_magnitude(y) == math.inf
+    y[0] = math.nan
+    assert math.isnan(largest_magnitude(y))

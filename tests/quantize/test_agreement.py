@@ -144,6 +144,17 @@ def test_given_scales(
     )
 
 
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128)])
+def test_a_product_that_vanishes_under_an_infinite_scale_inv_adds_no_noise(name: str, tile: tuple[int, int]) -> None:
+    x, fmt = torch.full((128, 128), 1.7e32), FORMATS["E4M3"]
+    scale = torch.full((128 // tile[0], 128 // tile[1]), 1e-44)  # its reciprocal is Inf in float32
+    expected = reference.quantize(x, tile, fmt, False, 0.0, scale=scale)
+    assert expected[2] is not None
+    assert expected[2].summary()["noise_energy"] == 0
+    assert_same(resolve(name, "cpu").quantize(x, tile, fmt, False, 0.0, scale=scale), expected)
+
+
 @pytest.mark.parametrize("name", USABLE)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(

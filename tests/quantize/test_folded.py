@@ -17,6 +17,7 @@ from fp8watch.tiles import tile_map_of
 
 
 class Recorded(NamedTuple):
+    amax: torch.Tensor
     counts: torch.Tensor
     flags: torch.Tensor
     calls: list[tuple[int, int, int]]
@@ -30,8 +31,8 @@ def pair(kind: str) -> tuple[TileStats, TileStats]:
     x = operand(kind, "float32", (4, 200))
     plain = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-30)[2]
     assert plain is not None
-    shared = (plain.shape, plain.tile_shape, True, 1e-30, plain.amax, plain.scale_inv, plain.measured)
-    return plain, TileStats(*shared, folded=Recorded(plain.counts.to(torch.uint8), plain.flags(), []))
+    shared = (plain.shape, plain.tile_shape, True, 1e-30, plain.scale_inv, plain.measured)
+    return plain, TileStats(*shared, folded=Recorded(plain.amax, plain.counts.to(torch.uint8), plain.flags(), []))
 
 
 def test_the_slab_leaves_the_merging_to_it() -> None:

@@ -55,6 +55,36 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
 
 #endif
 
+/* Σ x² of finite elements: float32 lanes for a few hundred at a time, summed in float64. */
+static double NAME(run_energy)(const T *x, int64_t n) {
+    double sum = 0;
+    T rest[BLOCK];
+    for (int64_t i = 0; i < n;) {
+        vf part = splat_f(0);
+        for (int k = 0; k < 8 && i < n; k++, i += BLOCK) {
+            const T *p = x + i;
+            if (i + BLOCK > n) {
+                NAME(pad)(x + i, n - i, rest);
+                p = rest;
+            }
+            for (int v = 0; v < 4; v++) {
+                vf a = LOAD(p + v * VL);
+                part = mul_add(a, a, part);
+            }
+        }
+        sum += sum_of_lanes(part);
+    }
+    if (sum < INFINITY) return sum;
+    sum = 0; /* squares beyond float32 */
+    for (int64_t i = 0; i < n; i++) {
+        memset(rest, 0, sizeof rest);
+        rest[0] = x[i];
+        vf a = LOAD(rest);
+        sum += (double)a[0] * a[0];
+    }
+    return sum;
+}
+
 INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, int clip, vb *zero) {
     vf t[4], power;
     vi v[4];

@@ -164,6 +164,38 @@ int fp8watch_quantize_both(const struct job *rowwise, const struct job *columnwi
 
 void fp8watch_merge(struct row *into, const struct row *call, int32_t order) { row_merge(into, call, order); }
 
+/* Bits of the largest |x| as float32: above those of Inf where one is NaN. n contiguous elements. */
+int32_t fp8watch_magnitude(const void *x, int64_t n, int32_t dtype) {
+    return dtype == FLOAT32 ? run_amax_f32(x, n) : dtype == BFLOAT16 ? run_amax_bf16(x, n) : run_amax_f16(x, n);
+}
+
+/* One look at n contiguous elements as one tile with scale 1, merged into a slab's row: what `Slab.accumulate_probe`
+ * means. Returns 1 and changes nothing where an element is not finite. */
+int fp8watch_look(const void *x, int64_t n, int32_t dtype, int32_t energy, struct row *into, int32_t order) {
+    struct mode mode = enter();
+    const int32_t bits = fp8watch_magnitude(x, n, dtype);
+    struct row call = EMPTY_ROW;
+    if (bits < EXPONENT_MASK) {
+        int bucket = ((bits + (1 << 21)) >> 23) - AMAX_BUCKET_SHIFT;
+        call.num_elements = n;
+        call.num_tiles = call.num_calls = 1;
+        call.num_zero_tiles = bits == 0;
+        call.amax_hist[bits == 0 ? 0 : bucket < 1 ? 1 : bucket > 63 ? 63 : bucket] = 1;
+        call.measured = MEASURED_PROBE;
+        if (bits) {
+            call.amax_max = call.amax_min_nonzero = float_of(bits);
+            call.worst_tile[0] = call.worst_tile[1] = 0;
+        }
+        if (energy) {
+            call.signal_energy = dtype == FLOAT32 ? run_energy_f32(x, n) : dtype == BFLOAT16 ? run_energy_bf16(x, n) : run_energy_f16(x, n);
+            call.measured |= MEASURED_ENERGIES;
+        }
+        row_merge(into, &call, order);
+    }
+    leave(mode);
+    return bits >= EXPONENT_MASK;
+}
+
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
 void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *out, int64_t M, int64_t K, int64_t bm, int64_t bk, int32_t format) {
     struct mode mode = enter();

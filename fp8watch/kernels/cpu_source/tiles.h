@@ -5,10 +5,12 @@
  * the tile that has it.
  */
 
-/* Largest and smallest amax, and ratio to the scale, for which float32 sums in units of amax neither over- nor underflow. */
+/* Largest and smallest amax, and ratio to the scale, for which float32 sums in units of amax neither over- nor underflow;
+ * a scale_inv that is Inf makes NaN of a product that vanished. */
 INLINE int NAME(vector_energies)(const struct tile *t) {
     float ratio = t->amax * t->scale;
-    return t->amax >= 8.0779357e-28f && t->amax <= 1.329228e36f && ratio >= 9.094947e-13f && ratio <= 1.0995116e12f;
+    return t->amax >= 8.0779357e-28f && t->amax <= 1.329228e36f && ratio >= 9.094947e-13f && ratio <= 1.0995116e12f &&
+           is_finite(t->scale_inv);
 }
 
 INLINE float NAME(unit_of)(float amax) { return float_of((254 - (bits_of(amax) >> 23)) << 23); }
