@@ -37,6 +37,13 @@ def interleaved(
         repetitions: how often each is measured.
         clock: time.process_time where a wall clock would be noise.
     """
+    return {name: statistics.median(t) for name, t in taking_turns(cases, repetitions, clock).items()}
+
+
+def taking_turns(
+    cases: dict[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each case turn by turn; as `interleaved`."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for run in cases.values():
         run()
@@ -45,7 +52,7 @@ def interleaved(
             start = clock()
             run()
             times[name].append(clock() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
+    return times
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
