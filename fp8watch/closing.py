@@ -58,6 +58,7 @@ class Left:
     suspects: list[int]  # rows of Transformer Engine that may be broken
     parts: list[str]  # what the tensors of `copy` are
     tiles: Held
+    tile_bytes: int
     copy: HostCopy
     handed_over: bool = False
 
@@ -121,7 +122,7 @@ class Closing:
         self._num_begun += 1
         left = Left(
             step, status, time.time(), plan.sampled, recorded, batch_id, numbers, list(waiting), gradients, suspects,
-            list(parts), plan.tiles.take(), self.copies.begin(*parts.values()),
+            list(parts), *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
         self.settle()
@@ -203,9 +204,11 @@ class Closing:
         mode, n = self.tile_maps
         everything = mode == "all" or (mode == "every" and left.step % n == 0)
         asked = self.recorder.wanted_captures()
-        wanted = {row for row in left.tiles if everything or int(self._ids[row]) in asked}
-        for row in np.flatnonzero(~broken).tolist():
-            self._num_broken.pop(row, None)
+        wanted = (
+            {row for row in left.tiles if everything or int(self._ids[row]) in asked} if everything or asked else set()
+        )
+        for row in [row for row in self._num_broken if not broken[row]]:
+            del self._num_broken[row]
         triggered: list[int] = [*np.flatnonzero(broken).tolist(), *sorted(suspects)]
         triggered.sort(key=lambda row: int(rows["order"][row]))
         for row in triggered:
@@ -226,8 +229,9 @@ class Closing:
         alert = {row for row in triggered if self._num_broken[row] <= MAX_BROKEN_SAMPLES}
         alert |= {row for row, site in enumerate(self._ids.tolist()) if site in asked} if asked else set()
         self.plan.tiles.wanted = frozenset(alert)
-        self._history.add(left.step, left.tiles)
-        self._sent = {(row, step) for row, step in self._sent if step > left.step - 16}
+        self._history.add(left.step, left.tiles, left.tile_bytes)
+        if self._sent:
+            self._sent = {(row, step) for row, step in self._sent if step > left.step - 16}
 
     def _begin_map(self, row: int, step: int, stats: Any) -> None:
         if (row, step) not in self._sent:

@@ -167,7 +167,7 @@ class Plan:
         return results
 
     def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
-        self.record(row, (x_MK.shape[0], x_MK.shape[1]), stats)
+        self.record(row, stats.shape, stats)
         if self.hashing and row not in self.hashed and self.is_weight(row) and row not in self.unobserved:
             assert self.slab is not None
             self.hashed.add(row)

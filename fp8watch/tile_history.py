@@ -11,7 +11,7 @@ anyway, and live a little longer. A model with more tiles than the budget holds 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from .quantize.stats import TileStats
 
@@ -33,25 +33,27 @@ class HeldTiles:
         self.wanted: frozenset[int] = frozenset()
         self.keeps_one = False  # where every map is streamed: one call of each site, whatever it takes
         self._held: Held = {}
-        self._bytes = 0
+        self._bytes = self._last_bytes = 0
 
     def add(self, row: int, order: int, stats: TileStats) -> None:
         """Hold one call. Past the budget older calls of this site go first, then the call itself is let go."""
         size, calls = stats.num_bytes, self._held.get(row, [])
         limit = self.max_bytes if row in self.wanted else self.max_bytes // 2
+        self._last_bytes -= calls[-1][1].num_bytes if calls else 0
         while calls and self._bytes + size > limit:
             self._bytes -= calls.pop(0)[1].num_bytes
         if self._bytes + size <= limit or (self.keeps_one and not calls):
+            self._last_bytes += size
             calls.append((order, stats))
             self._held[row] = calls
             self._bytes += size
         elif not calls:
             self._held.pop(row, None)
 
-    def take(self) -> Held:
-        """What the step has left; from here on nothing is held."""
-        held, self._held, self._bytes = self._held, {}, 0
-        return held
+    def take(self) -> tuple[Held, int]:
+        """What the step has left, and what the last calls take of it; from here on nothing is held."""
+        held, size, self._held, self._bytes, self._last_bytes = self._held, self._last_bytes, {}, 0, 0
+        return held, size
 
 
 class TileHistory:
@@ -65,14 +67,12 @@ class TileHistory:
         self._max_bytes = max_bytes
         self._steps: deque[tuple[int, dict[int, TileStats], int]] = deque(maxlen=num_steps)
 
-    def add(
-        self, step: int, held: Mapping[int, list[tuple[int, TileStats]]], rows: Iterable[int] | None = None
-    ) -> None:
-        """Remember a step: of each row the last call. A step that went back makes the history begin anew."""
+    def add(self, step: int, held: Mapping[int, list[tuple[int, TileStats]]], num_bytes: int) -> None:
+        """Remember a step: of each row the last call, `num_bytes` together. A step that went back makes the history
+        begin anew."""
         if self._steps and step <= self._steps[-1][0]:
             self._steps.clear()
-        last = {row: calls[-1][1] for row, calls in held.items() if calls and (rows is None or row in rows)}
-        self._steps.append((step, last, sum([stats.num_bytes for stats in last.values()])))
+        self._steps.append((step, {row: calls[-1][1] for row, calls in held.items()}, num_bytes))
         while len(self._steps) > 1 and sum(size for *_, size in self._steps) > self._max_bytes:
             self._steps.popleft()
         if self._steps[0][2] > self._max_bytes:

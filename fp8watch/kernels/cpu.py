@@ -55,12 +55,10 @@ class _Folded:
     made anew for each call costs more than what is computed for it."""
 
     piece: torch.Tensor  # uint8: ROW, marks, amax
+    address: int  # of the piece
+    num_bytes: int
     num_tiles: tuple[int, int]
     mark_type: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.piece.nbytes
 
     @property
     def marks(self) -> torch.Tensor:
@@ -86,7 +84,7 @@ class _Folded:
 
     def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
         into = buffer.data_ptr() + row * ROW.itemsize
-        cpu_library.load().fp8watch_merge(into, self.piece.data_ptr(), call_order)
+        cpu_library.load().fp8watch_merge(into, self.address, call_order)
 
 
 class _Call(NamedTuple):
@@ -227,11 +225,12 @@ def _prepare(
         size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
         mark_type = torch.uint8 if size <= 255 else _wide(size)
         mark_bytes, bits = mark_type.itemsize, _ALL if heavy else _LIGHT
-        piece = _new_u8(ROW.itemsize + (8 * mark_bytes + 4) * mt * kt)
+        num_bytes = ROW.itemsize + (8 * mark_bytes + 4) * mt * kt
+        piece = _new_u8(num_bytes)
         row_at = piece.data_ptr()
         marks_at = row_at + ROW.itemsize
         amax_at = marks_at + 8 * mark_bytes * mt * kt
-        folded = _Folded(piece, (mt, kt), mark_type)
+        folded = _Folded(piece, row_at, num_bytes, (mt, kt), mark_type)
         measured = TileStats((rows, columns), (bm, bk), power_2_scale, eps, scale_inv, bits, folded=folded)
     threads = torch.get_num_threads() if rows * columns >= _THREADED_ELEMENTS else 1
     job = _JOB.pack(

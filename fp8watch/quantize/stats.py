@@ -62,7 +62,7 @@ class Folded(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What is kept of the tiles beside scale_inv."""
+        """What is kept of the tiles, about."""
 
     @property
     def counts(self) -> torch.Tensor:
@@ -103,7 +103,7 @@ class TileStats:
     def num_bytes(self) -> int:
         """What is kept of the tiles, about."""
         if self.folded is not None:
-            return self.folded.num_bytes + self.scale_inv.nbytes
+            return self.folded.num_bytes
         return self.scale_inv.numel() * _PLAIN_BYTES
 
     @property

@@ -95,15 +95,16 @@ def test_held_tiles_stay_within_their_bytes():
     held.add(1, 10, stats)  # no room but for what is wanted
     held.wanted = frozenset([2])
     held.add(2, 11, stats)
-    taken = held.take()
+    taken, num_bytes = held.take()
+    assert num_bytes == 2 * size  # of the last call of each
     assert {row: [o for o, _ in calls] for row, calls in taken.items()} == {0: [7, 8, 9], 2: [11]}
-    assert held.take() == {}
+    assert held.take() == ({}, 0)
     held.keeps_one = True
     big = HeldTiles(size // 2)
     big.keeps_one = True
     for order in range(3):
         big.add(5, order, stats)
-    assert [o for o, _ in big.take()[5]] == [2]
+    assert [o for o, _ in big.take()[0][5]] == [2]
 
 
 def test_history_forgets_the_oldest_and_begins_anew_after_a_rewind():
@@ -111,10 +112,10 @@ def test_history_forgets_the_oldest_and_begins_anew_after_a_rewind():
     size = stats.num_bytes
     history = TileHistory(2 * size, num_steps=4)
     for step in range(5):
-        history.add(step, {0: [(0, stats)]})
+        history.add(step, {0: [(0, stats)]}, size)
     assert [s for s, _ in history.before(5, 0)] == [3, 4]
     assert history.before(5, 1) == []
-    history.add(2, {0: [(0, stats)]})
+    history.add(2, {0: [(0, stats)]}, size)
     assert [s for s, _ in history.before(5, 0)] == [2]
-    history.add(3, {row: [(0, stats)] for row in range(4)})
+    history.add(3, {row: [(0, stats)] for row in range(4)}, 4 * size)
     assert history.before(9, 0) == []

@@ -6,6 +6,8 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
@@ -17,7 +19,10 @@ from torch import nn
 import fp8watch
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
+from fp8watch.kernels import cpu
 from fp8watch.kernels.registry import available
+from fp8watch.plan import Plan
+from fp8watch.watch import Watch
 
 
 def attached(model: nn.Module, *, observe: bool, **how: object) -> fp8watch.Watch:
@@ -112,6 +117,81 @@ def training(shape: dict[str, int], turns: int) -> str:
     return table.table(("", "ms", "against float32", "against no observer"), rows)
 
 
+def parts(shape: dict[str, int], steps: int) -> str:
+    """Where the time of an observed step goes that an unobserved one does not spend: timers around the few functions
+    through which all of it passes."""
+    text = load_text()
+    spent: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}  # in the running step
+    kept: dict[bool, list[Counter[str]]] = {False: [], True: []}
+    calls: Counter[str] = Counter()
+    runs = {}
+    for observe in (False, True):
+        torch.manual_seed(0)
+        model, data = ByteModel(**shape), batches(text, 16, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        watch = attached(model, observe=observe, overhead_budget=None, every=1 << 30)
+        runs[observe] = (model, data, optimizer, watch)
+
+    def step(observe: bool) -> None:
+        model, data, optimizer, _ = runs[observe]
+        began = time.perf_counter()
+        loss = model(*next(data))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        spent[observe]["step"] = time.perf_counter() - began
+        kept[observe].append(spent[observe])
+        spent[observe] = Counter()
+
+    now = False
+
+    def timed(owner: object, name: str, part: str) -> Callable[[], None]:
+        original = getattr(owner, name)
+
+        def wrapper(*args: object, **kwargs: object) -> object:
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[now][part] += time.perf_counter() - began
+                calls[part] += now
+
+        setattr(owner, name, wrapper)
+        return lambda: setattr(owner, name, original)
+
+    undo = [
+        timed(Plan, "quantize", "quantising"),
+        timed(cpu, "_prepare", "memory for the results"),
+        timed(Plan, "_accumulate", "merging into the slab, keeping the tiles"),
+        timed(Plan, "note_probe", "probes of norms and attention"),
+        timed(Watch, "_close", "end of the step"),
+    ]
+    for i in range(6 + steps):
+        if i == 6:  # past the registration
+            kept[False].clear(), kept[True].clear(), calls.clear()
+        for now in (False, True):
+            step(now)
+    for back in undo:
+        back()
+    for *_, watch in runs.values():
+        watch.detach()
+    names = dict.fromkeys(name for counter in kept[True] for name in counter)
+    more = {
+        n: statistics.median(on[n] - off[n] for off, on in zip(kept[False], kept[True], strict=True)) for n in names
+    }
+    bare = statistics.median(off["step"] for off in kept[False])
+    del more["step"]
+    inside = "memory for the results", "merging into the slab, keeping the tiles"
+    more["statistics in the kernel"] = more.pop("quantising") - sum(more[name] for name in inside)
+    calls["statistics in the kernel"] = calls.pop("quantising")
+    more["together"] = sum(more.values())
+    rows = [
+        (name, f"{calls[name] / steps:.0f}" if calls[name] else "", f"{t * 1e3:.2f}", f"{t / bare:.2%}")
+        for name, t in more.items()
+    ]
+    return table.table(("what observing adds to a step", "calls", "ms", "of the step"), rows)
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,6 +216,8 @@ between two samples is a few calls of Python for each operand, whatever its size
 The demo's model: 256 wide, 2 layers, 1.8 M parameters.
 
 {training(NARROW, args.repetitions * 12)}
+
+{parts(NARROW, args.repetitions * 10)}
 
 1024 wide, 1 layer, 13 M parameters.
 
