@@ -39,13 +39,13 @@ def nonfinite_outputs(y: Tensor) -> Tensor | None:
     """
     if y.numel() == 0 or not y.is_floating_point():
         return None
+    overflows = y.dtype == torch.float16
     if y.is_cpu:
-        largest = largest_magnitude(y)
-        if y.dtype == torch.float16:
-            count = int((y != y).sum()) if math.isnan(largest) else 0
-            return torch.tensor(count, dtype=torch.int64) if count else None
-        return None if math.isfinite(largest) else (~y.isfinite()).sum()
-    if y.dtype == torch.float16:
+        if math.isfinite(largest_magnitude(y)):
+            return None
+        count = (y != y if overflows else ~y.isfinite()).sum()
+        return count if count else None
+    if overflows:
         return (y != y).sum()
     low, high = torch.aminmax(y)
     return (~(low.isfinite() & high.isfinite())).to(torch.int64)
@@ -56,7 +56,8 @@ def gradient_faults(gradients: Sequence[Tensor]) -> Tensor:
     if gradients[0].is_cuda:
         ends = torch.stack([n.float() for n in torch._foreach_norm(list(gradients), math.inf)]).view(-1, 1)
     elif gradients[0].is_cpu:
-        return torch.tensor([0.0 if math.isfinite(largest_magnitude(g)) else 1.0 for g in gradients])
+        bad = [not math.isfinite(largest_magnitude(g)) for g in gradients]
+        return torch.tensor(bad, dtype=torch.float32, device="cpu")
     else:
         pairs = [torch.aminmax(g) for g in gradients]
         ends = torch.stack([end.float() for pair in pairs for end in pair]).view(-1, 2)
