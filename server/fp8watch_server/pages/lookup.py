@@ -25,6 +25,11 @@ def run_url(run_id: str) -> str:
     return f"/runs/{view.segment(run_id)}"
 
 
+def shown_step(text: str | None) -> int | None:
+    """A step of the range that charts show: from static/range.js; what is none there is none here."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 15 else None
+
+
 def site_url(run_id: str, site: int) -> str:
     """Address of a site's page."""
     return f"{run_url(run_id)}/sites/{site}"

@@ -15,13 +15,16 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
 
 from fp8watch_server.incidents.silences import silences_of
-from fp8watch_server.pages import assets, coverage, health, live, lookup, runbooks, tables, view
+from fp8watch_server.pages import assets, coverage, first_chart, health, live, lookup, runbooks, tables, view
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
-from fp8watch_server.pages.templating import page, problem_page
+from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.problem import JsonResponse, Problem
 from fp8watch_server.store import queries
+
+FIRST_POINTS = 600
+"""Points of a curve of the first chart: more than that is more than its width."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -132,29 +135,43 @@ def health_json(request: Request, run_id: str) -> Response:
 
 
 @router.get("/runs/{run_id:path}")
-def run_page(request: Request, run_id: str) -> HTMLResponse:
+def run_page(request: Request, run_id: str) -> Response:
     """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
         if run["last_step"] is None:
             raise lookup.no_data(run, watch)
+        low, high = (lookup.shown_step(request.query_params.get(name)) for name in ("from", "to"))
+        if low is not None and high is not None and low > high:
+            low, high = high, low
+        now = tables.scalars_now(conn, run)
         incidents = tables.incidents(conn, run["id"])
-        sites = queries.sites(conn, run["id"])
-        return page(
-            request,
-            "run.html",
-            watch=watch,
-            run=run,
-            now=tables.scalars_now(conn, run),
-            open_incidents=[i for i in incidents if i["status"] != "resolved"],
-            resolved=[i for i in incidents if i["status"] == "resolved"],
-            worst=tables.worst_sites(conn, run),
-            num_rows=len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
-            has_probes=any(s["operand"] == health.PROBE for s in sites),
-            coverage=coverage.coverage(run, sites),
-            agents=coverage.agents(run),
-        )
+        charts = queries.several_scalars(conn, run["id"], tables.SCALARS, low, high, FIRST_POINTS)
+
+    def below() -> dict[str, Any]:
+        """What lies below the first chart and takes longer: it is asked for when that has been sent."""
+        with _connect(request) as conn:
+            sites = queries.sites(conn, run["id"])
+            return {
+                "worst": tables.worst_sites(conn, run, sites),
+                "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
+                "has_probes": any(s["operand"] == health.PROBE for s in sites),
+                "coverage": coverage.coverage(run, sites),
+            }
+
+    return page_in_parts(
+        request,
+        "run.html",
+        watch=watch,
+        run=run,
+        now=now,
+        open_incidents=[i for i in incidents if i["status"] != "resolved"],
+        resolved=[i for i in incidents if i["status"] == "resolved"],
+        chart=first_chart.training_chart(charts, incidents, low, high),
+        agents=coverage.agents(run),
+        below=below,
+    )
 
 
 @router.get("/incidents/{incident_id}")

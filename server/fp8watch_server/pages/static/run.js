@@ -1,7 +1,6 @@
 // One run: loss, gradient norm and learning rate over steps, with incidents marked.
 import { api, colour, draw, fail, incidentMarks, keepDrawn, layout, line, strip } from "./charts.js";
 import { asked, followZoom, shownRange } from "./range.js";
-import "./health.js";
 
 const base = document.body.dataset.api;
 const training = document.getElementById("training");
@@ -18,7 +17,7 @@ const logged = (series) => series.values.some((v) => v !== null) || (series.nonf
 async function drawTraining() {
   const [incidents, ...series] = await Promise.all([
     api(`${base}/incidents`), ...PANELS.map(({ field }) => api(`${base}/series`, { field, points: POINTS, ...asked() })),
-  ]);
+  ]).finally(() => import("./health.js")); // dearer to make, and lower on the page: asked for when this has come
   const { from, to } = asked();
   const marks = incidentMarks(incidents.items.filter((i) => (from === null || i.last_step >= from) && (to === null || i.first_step <= to)));
   // What was never logged has no panel: the page says below how to log it. The loss keeps its place for the incidents.
