@@ -12,6 +12,7 @@ import pytest
 from pages import synthetic
 
 from fp8watch_server.pages.first_chart import CURVE_WIDTH, Chart, round_ticks, training_chart
+from fp8watch_server.pages.first_site_chart import amax_charts
 from fp8watch_server.pages.templating import environment
 from fp8watch_server.store.series import _chart
 
@@ -29,7 +30,7 @@ def series(values: list[float | None], steps: list[int] | None = None, points: i
 
 def curve(chart: Chart, panel: int = 0) -> list[list[tuple[float, float]]]:
     """The strokes of a panel: [(share of the width, pixels from its top)]."""
-    path = chart.panels[panel].path
+    path = chart.panels[panel].curves[0].path
     assert re.fullmatch(r"([ML]-?\d+ -?\d+(\.\d+)?)*", path), path
     strokes = [re.findall(r"(-?\d+) (-?[\d.]+)", part) for part in path.split("M")[1:]]
     return [[(int(x) / CURVE_WIDTH, float(y)) for x, y in stroke] for stroke in strokes]
@@ -66,7 +67,7 @@ def test_of_a_million_steps_the_extremes_are_kept_and_the_rest_is_bounded() -> N
     assert (top[0], bottom[0]) == pytest.approx((0.123456, 0.765432), abs=1e-4)
     assert (value_at(chart, top[1]), value_at(chart, bottom[1])) == pytest.approx((11.0, 1.0), abs=0.05)
     assert "largest 11 at step 123456" in chart.description
-    assert len(chart.panels[0].path) < 15_000
+    assert len(chart.panels[0].curves[0].path) < 15_000
 
 
 def test_what_is_no_number_breaks_the_line_and_has_a_mark_of_its_own() -> None:
@@ -86,7 +87,7 @@ def test_what_was_not_logged_is_a_gap_and_a_point_alone_a_dot() -> None:
     steps = [*range(50), 100, *range(150, 200)]
     chart = training_chart({"loss": series([2.0 + 0.01 * s for s in steps], steps)}, [])
     assert [len(stroke) for stroke in curve(chart)] == [50, 50]
-    assert (chart.panels[0].dots[50][0], chart.panels[0].dots[50][2]) == (
+    assert (chart.panels[0].curves[0].dots[50][0], chart.panels[0].curves[0].dots[50][2]) == (
         pytest.approx(100 * 100 / 199, abs=0.01),
         "3 at step 100",
     )
@@ -109,7 +110,7 @@ def test_every_tenth_step_is_one_line() -> None:
 def test_strange_numbers_have_a_place(values: list[float | None]) -> None:
     chart = training_chart({"loss": series(values), "lr": series(values)}, [incident(0)])
     for panel in chart.panels:
-        heights = [y for _, y, _ in panel.dots] + [y for y, _ in panel.ticks]
+        heights = [y for c in panel.curves for _, y, _ in c.dots] + [y for y, _ in panel.ticks]
         assert all(-1 <= y <= panel.height + 1 for y in heights)
     html(chart)
 
@@ -191,3 +192,57 @@ def test_what_takes_long_is_sent_after_the_first_chart(client: httpx.Client, mon
     first = next(i for i, c in enumerate(chunks) if b'id="training"' in c)
     later = next(i for i, c in enumerate(chunks) if b"Worst sites now" in c)
     assert first < later, "in one piece the chart waits for all the rest"
+
+
+def test_the_page_of_a_site_holds_its_first_chart_on_one_scale(client: httpx.Client) -> None:
+    site = synthetic.FAULT_SITE
+    html_text = client.get(f"/runs/demo-inf/sites/{site}").text
+    figures = re.findall(
+        r'<figure class="chart" id="(amax[\w-]*)".*?(<svg class="first".*?</svg>)\n?</figure>', html_text, re.S
+    )
+    assert [name for name, _ in figures] == ["amax", "amax-other"]
+    assert f"largest amax is +Inf at step {synthetic.FAULT_STEP}" in figures[0][1]
+    assert "Inf" not in figures[1][1]
+    axes = [re.findall(r'class="tick y"[^>]*y="([\d.]+)">(2\^[−\d]+)<', figure) for _, figure in figures]
+    assert axes[0] == axes[1]
+    assert len(axes[0]) >= 2
+
+
+def test_a_site_has_octaves_gaps_and_zeros() -> None:
+    values: list[float | None] = [2.0 ** (i % 5) for i in range(60)]
+    values[10], values[20], values[30] = 0.0, float("nan"), None
+    of = {"amax_max": series(values), "amax_min_nonzero": series([0.25] * 60)}
+    (chart,) = amax_charts([of], [(40, "critical")])
+    largest, smallest = chart.panels[0].curves
+    heights = {label: y for y, label in chart.panels[0].ticks}
+    points = [float(y) for _, y in re.findall(r"(\d+) (-?[\d.]+)", largest.path)]
+    assert points[0] == pytest.approx(heights["2^0"])
+    assert points[4] == pytest.approx(heights["2^4"])
+    assert largest.path.count("M") == 4, "a zero and a NaN end a line, and so does what was not measured"
+    assert [said for _, said in largest.zeros] == ["0 at step 10"]
+    assert [what for _, what, _ in chart.panels[0].marks] == ["nan"]
+    assert smallest.path.count("M") == 1
+    assert [i.severity for i in chart.incidents] == ["critical"]
+    html(chart)
+
+
+def test_what_was_never_measured_at_a_site_has_no_chart() -> None:
+    nothing = series([None, None])
+    (chart,) = amax_charts([{"amax_max": nothing, "amax_min_nonzero": nothing}], [])
+    assert chart.panels[0].is_empty
+
+
+def test_one_answer_has_all_that_a_page_draws(client: httpx.Client) -> None:
+    got = client.get("/runs/demo-nan/training.json?from=5&to=14").json()
+    alone = client.get("/api/v1/runs/demo-nan/series?field=loss&from=5&to=14").json()
+    assert got["series"]["loss"] == alone
+    assert got["incidents"] == []
+    (incident,) = client.get("/runs/demo-inf/training.json").json()["incidents"]
+    assert (incident["id"], incident["first_step"]) == (synthetic.INCIDENT_ID, synthetic.FAULT_STEP)
+    of_site = client.get(f"/runs/demo-inf/sites/{synthetic.FAULT_SITE}/charts.json?points=50").json()
+    for field in ("amax_max", "tile_sqnr_db", "clip_depth"):
+        url = f"/api/v1/runs/demo-inf/series?site={synthetic.FAULT_SITE}&field={field}&points=50"
+        assert of_site[field] == client.get(url).json()
+    for path in ("/runs/none/training.json", "/runs/demo-inf/sites/1/charts.json"):
+        assert client.get(path).status_code == 404
+    assert client.get("/runs/demo-inf/training.json?from=x").status_code == 400

@@ -12,7 +12,7 @@ is stretched to the width. What is not a number has a mark above its panel, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
@@ -46,6 +46,16 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True)
+class Curve:
+    """One series: a line where it has neighbours, dots where it has none."""
+
+    field: str
+    path: str
+    dots: tuple[tuple[float, float, str], ...]  # x, y, what it says
+    zeros: tuple[tuple[float, str], ...] = ()  # x, what it says: 0 has no place on an axis of octaves
+
+
+@dataclass(frozen=True)
 class Panel:
     """One quantity over steps."""
 
@@ -53,10 +63,14 @@ class Panel:
     title: str
     top: float
     height: float
-    path: str
-    dots: tuple[tuple[float, float, str], ...]  # x, y, what it says
+    curves: tuple[Curve, ...]
     marks: tuple[tuple[float, str, str], ...]  # x, nan | inf | -inf, what it says
     ticks: tuple[tuple[float, str], ...]  # y, label
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return not self.marks and not any(c.path or c.dots or c.zeros for c in self.curves)
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,14 @@ class Chart:
     panels: tuple[Panel, ...]
     ticks: tuple[tuple[float, str], ...]  # x, step
     incidents: tuple[Mark, ...]
+    title: str
     description: str
     top: float
     bottom: float
-    height: int = HEIGHT
+    height: int
+    left: int  # pixels beside the plot
+    right: int
+    key: str  # of the names in it: there are several of them on one page
     curve_width: int = CURVE_WIDTH
 
 
@@ -106,11 +124,11 @@ def is_logged(series: Mapping[str, Any]) -> bool:
     return bool(_special(series)) or any(v is not None for v in series["values"])
 
 
-def strokes(series: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
+def strokes(series: Mapping[str, Any], no_line: Collection[int] = ()) -> tuple[list[list[int]], bool]:
     """Indices of points that a line joins, and whether each has a dot besides: the rules of `joined` in static/charts.js.
 
     A line joins neighbours only. What lies further apart than is usual in the series was not measured in between; what
-    is no number ends a line.
+    is no number ends a line, and so does a point of `no_line`.
     """
     steps, values, special = series["steps"], series["values"], _special(series)
     stride = int(series.get("stride") or 1)
@@ -127,7 +145,7 @@ def strokes(series: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
         gap = before is not None and steps[i] - before > reach
         num_gaps += gap
         before = steps[i]
-        if i in special:
+        if i in special or i in no_line:
             broken = True
             continue
         if gap or broken:
@@ -149,23 +167,16 @@ def _range(values: Sequence[float], to_zero: bool) -> tuple[float, float]:
     return (low if to_zero and low == 0 else low - room), (high if to_zero and high == 0 else high + room)
 
 
-def _panel(q: Quantity, series: Mapping[str, Any], x_of: Any, top: float, height: float) -> Panel:
-    steps, values, special = series["steps"], series["values"], _special(series)
-    marks = tuple(
-        (x_of(steps[i]), what, f"{view.field_label(q.field)} is {view.nonfinite(what) or what} at step {steps[i]}")
-        for i, what in sorted(special.items())
-    )
-    finite = [float(v) for i, v in enumerate(values) if v is not None and i not in special]
-    if not finite:
-        return Panel(q.field, q.title, top, height, "", (), marks, ())
-    largest = max(map(abs, finite))
-    unit = largest if largest > HUGE else 1.0
-    low, high = _range([v / unit for v in finite], q.to_zero)
-
-    def y_of(value: float) -> float:
-        return round(height * (high - value / unit) / (high - low), 1)
-
-    lines, dotted = strokes(series)
+def curve_of(
+    field: str,
+    series: Mapping[str, Any],
+    x_of: Callable[[int], float],
+    y_of: Callable[[float], float],
+    no_line: Collection[int] = (),
+) -> Curve:
+    """The strokes and dots of a series. Points of `no_line` are neither."""
+    steps, values = series["steps"], series["values"]
+    lines, dotted = strokes(series, no_line)
     width = CURVE_WIDTH / 100
     path = "".join(
         f"{'L' if k else 'M'}{x_of(steps[i]) * width:.0f} {y_of(float(values[i]))}"
@@ -179,22 +190,50 @@ def _panel(q: Quantity, series: Mapping[str, Any], x_of: Any, top: float, height
         for i in line
         if dotted or len(line) == 1
     )
-    ticks = [(y_of(k * unit), view.number(k * unit, 3)) for k in round_ticks(low, high, q.num_ticks)]
-    return Panel(q.field, q.title, top, height, path, dots, marks, tuple(ticks))
+    return Curve(field, path, dots)
 
 
-def _said(q: Quantity, series: Mapping[str, Any]) -> str:
+def marks_of(name: str, series: Mapping[str, Any], x_of: Callable[[int], float]) -> tuple[tuple[float, str, str], ...]:
+    """What is no number, above the plot."""
+    steps = series["steps"]
+    return tuple(
+        (x_of(steps[i]), what, f"{name} is {view.nonfinite(what) or what} at step {steps[i]}")
+        for i, what in sorted(_special(series).items())
+    )
+
+
+def finite(series: Mapping[str, Any]) -> list[tuple[float, int]]:
+    """(value, step) of what is a number."""
+    special = _special(series)
+    pairs = zip(series["steps"], series["values"], strict=True)
+    return [(float(v), s) for i, (s, v) in enumerate(pairs) if v is not None and i not in special]
+
+
+def _panel(q: Quantity, series: Mapping[str, Any], x_of: Callable[[int], float], top: float, height: float) -> Panel:
+    marks = marks_of(view.field_label(q.field), series, x_of)
+    values = [v for v, _ in finite(series)]
+    if not values:
+        return Panel(q.field, q.title, top, height, (), marks, ())
+    largest = max(map(abs, values))
+    unit = largest if largest > HUGE else 1.0
+    low, high = _range([v / unit for v in values], q.to_zero)
+
+    def y_of(value: float) -> float:
+        return round(height * (high - value / unit) / (high - low), 1)
+
+    ticks = tuple((y_of(k * unit), view.number(k * unit, 3)) for k in round_ticks(low, high, q.num_ticks))
+    return Panel(q.field, q.title, top, height, (curve_of(q.field, series, x_of, y_of),), marks, ticks)
+
+
+def said(name: str, series: Mapping[str, Any], say: Callable[[float], str] = view.number) -> str:
     """A series in a sentence, for those who do not see it."""
-    special, name = _special(series), view.field_label(q.field)
-    finite = [(float(v), s) for i, (s, v) in enumerate(zip(series["steps"], series["values"], strict=True))
-              if v is not None and i not in special]  # fmt: skip
+    special, numbers = _special(series), finite(series)
     parts = []
-    if finite:
-        (first, start), (last, end) = finite[0], finite[-1]
-        low, high = min(finite), max(finite)
+    if numbers:
+        (first, start), (last, end), low, high = numbers[0], numbers[-1], min(numbers), max(numbers)
         parts.append(
-            f"{name} from {view.number(first)} at step {start} to {view.number(last)} at step {end}, smallest "
-            f"{view.number(low[0])} at step {low[1]}, largest {view.number(high[0])} at step {high[1]}"
+            f"{name} from {say(first)} at step {start} to {say(last)} at step {end}, smallest {say(low[0])} at step "
+            f"{low[1]}, largest {say(high[0])} at step {high[1]}"
         )
     if special:
         first_bad = min(special)
@@ -203,6 +242,21 @@ def _said(q: Quantity, series: Mapping[str, Any]) -> str:
             f"{name} not a finite number {len(special)} times, first {word} at step {series['steps'][first_bad]}"
         )
     return "; ".join(parts)
+
+
+def scale_of_steps(
+    steps: Sequence[int], from_step: int | None, to_step: int | None
+) -> tuple[Callable[[int], float], tuple[float, float], tuple[tuple[float, str], ...]]:
+    """Where a step lies in percent of the width, the ends, and the ticks."""
+    low = from_step if from_step is not None else min(steps, default=0)
+    high = to_step if to_step is not None else max(steps, default=low)
+    pad = 0.5 if from_step is not None or to_step is not None or high <= low else 0.0
+    left, right = low - pad, max(high, low) + pad
+
+    def x_of(step: int) -> float:
+        return round(100 * (step - left) / (right - left), 3)
+
+    return x_of, (left, right), tuple((x_of(round(k)), f"{round(k)}") for k in round_ticks(left, right, 9, 1.0))
 
 
 def training_chart(
@@ -226,31 +280,24 @@ def training_chart(
         if (from_step is None or i["last_step"] >= from_step) and (to_step is None or i["first_step"] <= to_step)
     ][:MAX_INCIDENTS]
     steps += [int(i["first_step"]) for i in shown]
-    low = from_step if from_step is not None else min(steps, default=0)
-    high = to_step if to_step is not None else max(steps, default=low)
-    pad = 0.5 if from_step is not None or to_step is not None or high <= low else 0.0
-    left, right = low - pad, max(high, low) + pad
-
-    def x_of(step: int) -> float:
-        return round(100 * (step - left) / (right - left), 3)
-
+    x_of, (left, right), ticks = scale_of_steps(steps, from_step, to_step)
     quantities = [q for q in QUANTITIES if q.field in charts and (q.field == "loss" or is_logged(charts[q.field]))]
     plot = HEIGHT - ABOVE - BELOW
     room = 1 - STRIP - len(quantities) * (MARKS + 0.01) - (len(quantities) - 1) * GAP
-    panels, y, said = [], ABOVE + STRIP * plot, []
+    panels, y, words = [], ABOVE + STRIP * plot, []
     for q in quantities:
         y += (MARKS + 0.01) * plot
         height = room * plot * q.weight / sum(other.weight for other in quantities)
         panels.append(_panel(q, charts[q.field], x_of, round(y, 1), round(height, 1)))
         y += height + GAP * plot
-        said.append(_said(q, charts[q.field]))
+        words.append(said(view.field_label(q.field), charts[q.field]))
     marks = tuple(
         Mark(x_of(i["first_step"]), i["severity"], i["id"], f"{i['mode']}, {i['severity']}, since step {i['first_step']}: {view.cut(i['title'])}")
         for i in shown
         if left <= i["first_step"] <= right
     )  # fmt: skip
     if marks:
-        said.append(f"{len(marks)} incident{'' if len(marks) == 1 else 's'}, each a link")
-    ticks = tuple((x_of(round(k)), f"{round(k)}") for k in round_ticks(left, right, 9, 1.0))
-    what = "; ".join(part for part in said if part) or "nothing was logged in these steps"
-    return Chart(tuple(panels), ticks, marks, what, ABOVE, HEIGHT - BELOW)
+        words.append(f"{len(marks)} incident{'' if len(marks) == 1 else 's'}, each a link")
+    what = "; ".join(part for part in words if part) or "nothing was logged in these steps"
+    title = "Loss, gradient norm and learning rate over steps"
+    return Chart(tuple(panels), ticks, marks, title, what, ABOVE, HEIGHT - BELOW, HEIGHT, 70, 18, "training")

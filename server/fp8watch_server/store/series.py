@@ -127,6 +127,30 @@ def several_scalars(
     return {name: {"site": None, "field": name, "unit": "", **_chart(*found[name], points)} for name in names}
 
 
+def several_series(
+    conn: Connection,
+    run_id: str,
+    site: int,
+    fields: Sequence[str],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    points: int = 1000,
+) -> dict[str, dict[str, Any]]:
+    """Some fields of one site over steps and ranks: what `series` gives, by name, from one reading.
+
+    Raises:
+        FieldError: a field that nobody knows.
+    """
+    known = [series_field(name) for name in fields]
+    needs = {column for f in known for column in f.needs}
+    records = gather(conn, run_id, needs, sites=[site], from_step=from_step, to_step=to_step)
+    return {
+        f.name: {"site": site, "field": f.name, "unit": f.unit}
+        | _chart(records.step, *evaluate(f, records.columns), points)
+        for f in known
+    }
+
+
 def newest(
     conn: Connection,
     run_id: str,
