@@ -101,4 +101,70 @@ BUGS = [
         "",
         f"{B}/test_site_and_ranges.py::test_a_zoom_is_of_all_charts_in_the_address_and_read_anew",
     ),
+    Bug(
+        "no line goes through what is no number",
+        f"{P}/first_chart.py",
+        "            broken = True\n            continue",
+        "            continue",
+        f"{T}/test_first_chart.py::test_what_is_no_number_breaks_the_line_and_has_a_mark_of_its_own",
+    ),
+    Bug(
+        "no line goes over what was not measured",
+        f"{P}/first_chart.py",
+        "gap = before is not None and steps[i] - before > reach",
+        "gap = False",
+        f"{T}/test_first_chart.py::test_what_was_not_logged_is_a_gap_and_a_point_alone_a_dot",
+    ),
+    Bug(
+        "the extremes of a million steps are kept",
+        "server/fp8watch_server/store/series.py",
+        "keep = [lowest[any_number], highest[any_number], first_nan[first_nan < n]]",
+        "keep = [lowest[any_number], first_nan[first_nan < n]]",
+        f"{T}/test_first_chart.py::test_of_a_million_steps_the_extremes_are_kept_and_the_rest_is_bounded",
+    ),
+    Bug(
+        "a value stands at its height",
+        f"{P}/first_chart.py",
+        "return round(height * (high - value / unit) / (high - low), 1)",
+        "return round(height * (value / unit - low) / (high - low), 1)",
+        f"{T}/test_first_chart.py::test_strange_numbers_have_a_place "
+        f"{B}/test_first_chart.py::test_plotly_takes_its_place_and_the_chart_does_not_jump "
+        f"{T}/test_first_chart.py::test_of_a_million_steps_the_extremes_are_kept_and_the_rest_is_bounded",
+    ),
+    Bug(
+        "what takes long does not hold back the first chart",
+        f"{P}/templates/run.html",
+        "{{ part() }}",
+        "",
+        f"{T}/test_first_chart.py::test_what_takes_long_is_sent_after_the_first_chart",
+    ),
+    Bug(
+        "what plotly has drawn lies on nothing",
+        f"{J}/charts.js",
+        "byServer?.remove();",
+        "",
+        f"{B}/test_first_chart.py::test_plotly_takes_its_place_and_the_chart_does_not_jump",
+    ),
+    Bug(
+        "names in charts are text",
+        f"{J}/charts.js",
+        'String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");',
+        "String(value);",
+        f"{B}/test_hostile_charts.py::test_where_the_mouse_rests "
+        f"{B}/test_hostile_charts.py::test_on_the_axis_of_the_health_map",
+    ),
+    Bug(
+        "a lost collector is told of",
+        f"{J}/live.js",
+        'say("off", "collector not reachable, trying again");',
+        "",
+        f"{B}/test_collector_lost.py::test_open_pages_say_so_and_are_right_again_without_a_reload",
+    ),
+    Bug(
+        "what was said while a page was open appears on it",
+        f"{P}/templates/incident.html",
+        'id="comparison" data-live{% if',
+        'id="comparison"{% if',
+        f"{B}/test_comparison_panel.py::test_it_appears_with_steps_layers_and_verdict_without_a_reload",
+    ),
 ]

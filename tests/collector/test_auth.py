@@ -68,6 +68,8 @@ ROUTES = {
     "GET /live": "read",
     "GET /runs/{run_id:path}": "read",
     "GET /runs/{run_id:path}/health.json": "read",
+    "GET /runs/{run_id:path}/training.json": "read",
+    "GET /runs/{run_id:path}/sites/{site}/charts.json": "read",
     "GET /runs/{run_id:path}/sites/{site}": "read",
     "GET /runs/{run_id:path}/sites/{site}/tile-map": "read",
     "GET /incidents/{incident_id}": "read",

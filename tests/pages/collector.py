@@ -25,12 +25,22 @@ class _Quiet:
     """Detectors that find nothing."""
 
     settled_step = None
+    stride = 1
 
-    def observe(self, batch: Any) -> list[Any]:
+    def observe(self, batch: Any, at: float | None = None) -> list[Any]:
         return []
 
     def add_sites(self, sites: Any) -> None:
         pass
+
+    def add_sessions(self, sessions: Any) -> None:
+        pass
+
+    def take_notices(self) -> list[Any]:
+        return []
+
+    def tick(self, now: float) -> list[Any]:
+        return []
 
 
 def make_app(folder: Path) -> FastAPI:
@@ -42,9 +52,9 @@ def make_app(folder: Path) -> FastAPI:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[httpx.Client]:
-    """The collector on a free port, and a client of it."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
+def serving(app: FastAPI, port: int = 0) -> Iterator[httpx.Client]:
+    """The collector on a port, a free one where none is named, and a client of it."""
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", ws="none"))
     ready = threading.Event()
     startup = server.startup
 

@@ -66,10 +66,11 @@ def test_files_are_immutable_and_their_address_is_their_content(client: httpx.Cl
     assert client.get(old).headers["cache-control"] == "no-cache"
 
 
-def test_plotly_is_deferred_and_compressed_once(client: httpx.Client) -> None:
+def test_plotly_comes_after_the_page_and_compressed(client: httpx.Client) -> None:
     html = client.get("/runs/demo-inf").text
-    tag = re.search(r'<script defer data-plotly src="([^"]+)"', html)
+    tag = re.search(r'<script type="module" src="[^"]+" data-plotly="([^"]+)"', html)
     assert tag is not None
+    assert html.count(tag[1]) == 1, "no tag that a browser would follow before it has painted"
     with client.stream("GET", tag[1], headers={"accept-encoding": "gzip"}) as answer:
         raw = b"".join(answer.iter_raw())
     assert len(raw) < 1_700_000

@@ -7,6 +7,7 @@ Thread:     any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Connection
@@ -23,6 +24,13 @@ RUNS = Link("All runs", "/")
 def run_url(run_id: str) -> str:
     """Address of a run's page."""
     return f"/runs/{view.segment(run_id)}"
+
+
+def shown_steps(query: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """The range of steps that charts show. What is no step to static/range.js is none here: it is open."""
+    texts = (query.get("from", ""), query.get("to", ""))
+    low, high = (int(s) if s.isascii() and s.isdigit() and len(s) <= 15 else None for s in texts)
+    return (high, low) if low is not None and high is not None and low > high else (low, high)
 
 
 def site_url(run_id: str, site: int) -> str:

@@ -1,7 +1,7 @@
 """The collector's own pages: server-rendered first, charts after, live without a reload.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.app
-Shapes:     GET -> HTML; charts fetch the JSON of /api/v1 by themselves
+Shapes:     GET -> HTML; charts fetch JSON by themselves, of fp8watch_server.pages.data and of /api/v1
 Thread:     worker threads of the server: one database connection a request
 """
 
@@ -15,13 +15,27 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
 
 from fp8watch_server.incidents.silences import silences_of
-from fp8watch_server.pages import assets, coverage, health, live, lookup, runbooks, tables, view
+from fp8watch_server.pages import (
+    assets,
+    coverage,
+    data,
+    first_chart,
+    first_site_chart,
+    health,
+    live,
+    lookup,
+    runbooks,
+    tables,
+    view,
+)
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.pages.security import SecurityHeaders
-from fp8watch_server.pages.templating import page, problem_page
-from fp8watch_server.problem import JsonResponse, Problem
+from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.store import queries
+
+FIRST_POINTS = 600
+"""Points of a curve of the first chart: more than that is more than its width."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -92,6 +106,13 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         siblings = [s for s in sites if s["module"] == found["module"]]
         twin = next((s for s in siblings if s["operand"] == found["operand"] and s["id"] != found["id"]), None)
         other = None if request.query_params.get("sides") == "one" else twin
+        low, high = lookup.shown_steps(request.query_params)
+        marks = [(i["first_step"], i["severity"]) for i in incidents]
+        amax = [
+            queries.several_series(conn, run["id"], s["id"], first_site_chart.FIELDS, low, high, FIRST_POINTS)
+            for s in (found, other)
+            if s
+        ]
         num_maps = {s["id"]: len(queries.steps_available(conn, run["id"], s["id"])) for s in (found, other) if s}
         return page(
             request,
@@ -106,55 +127,48 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
             now=tables.site_now(conn, run, found),
             incidents=incidents,
-            marks=[(i["first_step"], i["severity"]) for i in incidents],
+            marks=marks,
+            amax=first_site_chart.amax_charts(amax, marks, low, high),
             num_maps=num_maps[found["id"]],
         )
 
 
-@router.get("/runs/{run_id:path}/health.json")
-def health_json(request: Request, run_id: str) -> Response:
-    """The health map of a run, as its page draws it."""
-    query = request.query_params
-    field = query.get("field", health.FIELDS[0])
-    if field not in health.FIELDS:
-        raise Problem(
-            422,
-            f"field={view.cut(field)}",
-            rule=f"one of {', '.join(health.FIELDS)}",
-            remedy="ask for one of them; the API has the others",
-        )
-    with _connect(request) as conn:
-        run = lookup.find_run(conn, run_id)
-        back = Link("The run", lookup.run_url(run["id"]))
-        low, high = (lookup.integer("step", query.get(name), back) for name in ("from", "to"))
-        points = lookup.integer("number of points", query.get("points"), back) or 400
-        return JsonResponse(health.health_map(conn, run, field, query.get("operand", ""), low, high, points))
-
-
 @router.get("/runs/{run_id:path}")
-def run_page(request: Request, run_id: str) -> HTMLResponse:
+def run_page(request: Request, run_id: str) -> Response:
     """One run: what is wrong, loss with incidents marked, health of layers × steps, worst sites."""
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
         if run["last_step"] is None:
             raise lookup.no_data(run, watch)
+        low, high = lookup.shown_steps(request.query_params)
+        now = tables.scalars_now(conn, run)
         incidents = tables.incidents(conn, run["id"])
-        sites = queries.sites(conn, run["id"])
-        return page(
-            request,
-            "run.html",
-            watch=watch,
-            run=run,
-            now=tables.scalars_now(conn, run),
-            open_incidents=[i for i in incidents if i["status"] != "resolved"],
-            resolved=[i for i in incidents if i["status"] == "resolved"],
-            worst=tables.worst_sites(conn, run),
-            num_rows=len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
-            has_probes=any(s["operand"] == health.PROBE for s in sites),
-            coverage=coverage.coverage(run, sites),
-            agents=coverage.agents(run),
-        )
+        charts = queries.several_scalars(conn, run["id"], tables.SCALARS, low, high, FIRST_POINTS)
+
+    def below() -> dict[str, Any]:
+        """What lies below the first chart and takes longer: it is asked for when that has been sent."""
+        with _connect(request) as conn:
+            sites = queries.sites(conn, run["id"])
+            return {
+                "worst": tables.worst_sites(conn, run, sites),
+                "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
+                "has_probes": any(s["operand"] == health.PROBE for s in sites),
+                "coverage": coverage.coverage(run, sites),
+            }
+
+    return page_in_parts(
+        request,
+        "run.html",
+        watch=watch,
+        run=run,
+        now=now,
+        open_incidents=[i for i in incidents if i["status"] != "resolved"],
+        resolved=[i for i in incidents if i["status"] == "resolved"],
+        chart=first_chart.training_chart(charts, incidents, low, high),
+        agents=coverage.agents(run),
+        below=below,
+    )
 
 
 @router.get("/incidents/{incident_id}")
@@ -217,6 +231,7 @@ def install(app: FastAPI) -> None:
     """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
     live.install(app)
+    app.include_router(data.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_middleware(SecurityHeaders)

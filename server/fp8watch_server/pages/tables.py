@@ -20,6 +20,7 @@ SEVERITIES = ("critical", "warning", "info")
 SCALARS = ("loss", "grad_norm", "lr")
 NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
 NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are missing
+NOW_POINTS = 4096  # of what lies nearby every step, so that the newest is the newest
 NUM_WORST = 12
 NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
 NUM_FLAGGED = 24
@@ -62,13 +63,20 @@ def runs(conn: Connection) -> list[Dict]:
 def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
     """The newest loss, gradient norm and learning rate, each with its step.
 
-    After a restart from an earlier step the attempt before holds later steps: those are not now.
+    After a restart from an earlier step the attempt before holds later steps: those are not now. What was logged at no
+    step nearby is sought further back.
     """
-    out = []
-    for name in SCALARS:
-        step, value = view.latest(queries.scalars(conn, run["id"], name, to_step=run["last_step"], points=120))
-        out.append({"name": name, "step": step, "value": value})
-    return out
+    found: dict[str, tuple[int | None, object]] = {}
+    high = int(run["last_step"])
+    for window in NOW_WINDOWS:
+        missing = [name for name in SCALARS if found.get(name, (None, None))[0] is None]
+        if high < 0 or not missing:
+            break
+        low = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        got = queries.several_scalars(conn, run["id"], missing, low, high, NOW_POINTS)
+        found |= {name: view.latest(series) for name, series in got.items()}
+        high = low - 1
+    return [{"name": name, "step": step, "value": value} for name in SCALARS for step, value in [found[name]]]
 
 
 def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
@@ -93,9 +101,8 @@ def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int])
 WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 
 
-def worst_sites(conn: Connection, run: Dict) -> list[Dict]:
+def worst_sites(conn: Connection, run: Dict, sites: list[Dict]) -> list[Dict]:
     """Sites by damage where each was measured last: non-finite elements first, then the lowest tile SQNR against its format."""
-    sites = queries.sites(conn, run["id"])
     now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})
     rows: list[Dict] = []
     for site in sites:

@@ -7,17 +7,22 @@ Thread:     any
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import HTMLResponse
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from fp8watch_server.pages import assets, fixes, markdown, view
 from fp8watch_server.pages.problem import PageProblem
 
 THEMES = ("dark", "light")
+PART = Markup("<!-- -->")
+"""Where a page that is sent in parts may be cut; on others a comment."""
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +52,7 @@ def environment() -> Environment:
         segment=view.segment,
         inline=markdown.inline,
     )
-    env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url)
+    env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url, part=lambda: PART)
     return env
 
 
@@ -57,6 +62,25 @@ def page(request: Request, template: str, status_code: int = 200, **values: Any)
     html = environment().get_template(template).render(theme=theme if theme in THEMES else "", **values)
     # A page shows what is in the store now: going back to it must not show an older truth.
     return HTMLResponse(html, status_code=status_code, headers={"cache-control": "no-store"})
+
+
+def page_in_parts(request: Request, template: str, **values: Any) -> Response:
+    """One page that is sent as it is made: up to each `{{ part() }}` of its template at once.
+
+    What fails while the first part is made is answered as on any other page; later, the page ends there.
+    """
+    theme = request.query_params.get("theme")
+    pieces = environment().get_template(template).generate(theme=theme if theme in THEMES else "", **values)
+
+    def parts() -> Iterator[str]:
+        while piece := "".join(iter(lambda: next(pieces, PART), PART)):
+            yield piece
+
+    sent = parts()
+    first = next(sent, "")
+    return StreamingResponse(
+        itertools.chain([first], sent), media_type="text/html", headers={"cache-control": "no-store"}
+    )
 
 
 def problem_page(request: Request, problem: PageProblem) -> HTMLResponse:

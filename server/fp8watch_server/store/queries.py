@@ -23,7 +23,7 @@ from . import schema as t
 from .charts import heatmap, top
 from .fields import SERIES_FIELDS, FieldError
 from .hot import MAX_STEP
-from .series import histogram, newest, scalars, series
+from .series import histogram, newest, scalars, series, several_scalars, several_series
 from .tiles import steps_available, tile_map
 
 __all__ = [
@@ -43,6 +43,8 @@ __all__ = [
     "scalars",
     "series",
     "sessions_page",
+    "several_scalars",
+    "several_series",
     "silences",
     "sites",
     "steps_available",

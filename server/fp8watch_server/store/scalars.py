@@ -9,6 +9,7 @@ Over ranks a scalar is the mean of the ranks that gave one; a NaN on any rank ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,38 +66,44 @@ def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list
     return np.array([tuple(row) for row in rows], dtype=_FETCHED)
 
 
-def _fetch_all(conn: Connection, where: list[Any]) -> dict[str, Array]:
-    """All four in one statement: between two of them another batch may be committed."""
+def _fetch_several(conn: Connection, names: Sequence[str], where: list[Any]) -> dict[str, Array]:
+    """Several in one statement: between two of them another batch may be committed."""
     c = t.scalar.c
-    wanted = [c[column] for name in t.SCALAR_NAMES for column in (name, f"{name}_class")]
+    wanted = [c[column] for name in names for column in (name, f"{name}_class")]
     rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, *wanted).where(*where)).all()
     return {
         name: np.array([(*row[:4], row[at], row[at + 1]) for row in rows], dtype=_FETCHED)
-        for at, name in zip(range(4, 4 + 2 * len(t.SCALAR_NAMES), 2), t.SCALAR_NAMES, strict=True)
+        for at, name in zip(range(4, 4 + 2 * len(names), 2), names, strict=True)
     }
 
 
 def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -> Scalars:
     """One of the four scalars between two steps; of one rank, or over all."""
+    return read_several(conn, found, [name], rank)[name]
+
+
+def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: int | None) -> dict[str, Scalars]:
+    """Some of the four scalars, what lies in blocks unpacked once for all of them."""
     c = t.scalar.c
     where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step >= found.from_step, c.step <= found.to_step]
     if rank is not None:
-        return _merged(_fetch(conn, t.scalar, name, f"{name}_class", [*where, c.rank == rank]))
+        of_rank = _fetch_several(conn, names, [*where, c.rank == rank])
+        return {name: _merged(rows) for name, rows in of_rank.items()}
     closed = sorted(cell.step0 for cells in found.closed.values() for cell in cells)
-    packed = _packed(conn, found, name, closed)
-    if packed:
-        done = np.array(sorted(packed), dtype=np.int64)
-        prefix = _end_of_prefix(done)
-        if done[0] <= found.from_step or not _any_before(conn, found, int(done[0])):
-            where.append(c.step >= prefix)
-    loose = _fetch(conn, t.scalar, name, f"{name}_class", where)
-    if packed and len(loose):
-        loose = loose[~np.isin(loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
-    parts = [*packed.values(), _merged(loose)]
-    step, values, present = (np.concatenate([p[i] for p in parts]) for i in range(3))
-    order = np.argsort(step, kind="stable")
-    order = order[(step[order] >= found.from_step) & (step[order] <= found.to_step)]
-    return step[order], values[order], present[order]
+    packed = _packed(conn, found, names, closed)
+    done = np.array(sorted(packed), dtype=np.int64)
+    if packed and (done[0] <= found.from_step or not _any_before(conn, found, int(done[0]))):
+        where.append(c.step >= _end_of_prefix(done))
+    out = {}
+    for name, loose in _fetch_several(conn, names, where).items():
+        if packed and len(loose):
+            loose = loose[~np.isin(loose["step"] // t.BLOCK_STEPS * t.BLOCK_STEPS, done)]
+        parts = [*(of_cell[name] for of_cell in packed.values()), _merged(loose)]
+        step, values, present = (np.concatenate([p[i] for p in parts]) for i in range(3))
+        order = np.argsort(step, kind="stable")
+        order = order[(step[order] >= found.from_step) & (step[order] <= found.to_step)]
+        out[name] = step[order], values[order], present[order]
+    return out
 
 
 def _end_of_prefix(done: npt.NDArray[np.int64]) -> int:
@@ -113,7 +120,7 @@ def _any_before(conn: Connection, found: Extent, step: int) -> bool:
     return conn.execute(query.limit(1)).first() is not None
 
 
-def _packed(conn: Connection, found: Extent, name: str, closed: list[int]) -> dict[int, Scalars]:
+def _packed(conn: Connection, found: Extent, names: Sequence[str], closed: list[int]) -> dict[int, dict[str, Scalars]]:
     if not closed:
         return {}
     c = t.scalar_block.c
@@ -123,15 +130,18 @@ def _packed(conn: Connection, found: Extent, name: str, closed: list[int]) -> di
             c.run_id == found.run_id, c.tenant == found.tenant, c.step0 >= closed[0], c.step0 <= closed[-1]
         )
     )
-    return {step0: _unpack(bytes(body), step0, name) for step0, body in rows if step0 in wanted}
+    return {step0: _unpack(bytes(body), step0, names) for step0, body in rows if step0 in wanted}
 
 
-def _unpack(body: bytes, step0: int, name: str) -> Scalars:
+def _unpack(body: bytes, step0: int, names: Sequence[str]) -> dict[str, Scalars]:
     block = Packed(body, TABLE)
     gaps = block.column("gap").copy()
     gaps[0] = block.column("first")[0]
-    present = block.column(f"{name}_present").astype(bool)
-    return np.cumsum(gaps) + step0, block.column(name).astype(np.float64), present
+    steps = np.cumsum(gaps) + step0
+    return {
+        name: (steps, block.column(name).astype(np.float64), block.column(f"{name}_present").astype(bool))
+        for name in names
+    }
 
 
 def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> None:
@@ -139,7 +149,7 @@ def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> 
     c = t.scalar.c
     where = [c.run_id == run_id, c.tenant == tenant, c.step >= step0, c.step < step0 + t.BLOCK_STEPS]
     columns: dict[str, Array] = {}
-    for name, fetched in _fetch_all(conn, where).items():
+    for name, fetched in _fetch_several(conn, t.SCALAR_NAMES, where).items():
         steps, values, present = _merged(fetched)
         if not len(steps):
             return

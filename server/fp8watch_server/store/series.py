@@ -22,7 +22,7 @@ from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUC
 from . import schema as t
 from .fields import FieldError, as_data, badness, evaluate, series_field
 from .reading import extent, gather
-from .scalars import read_logged, read_scalars
+from .scalars import read_logged, read_scalars, read_several
 from .summary import worst_of_each
 
 MAX_POINTS = 10_000
@@ -112,6 +112,43 @@ def scalars(
         found = read_logged(conn, run_id, name, from_step, to_step, rank)
     steps, values, present = found
     return {"site": None, "field": name, "unit": "", **_chart(steps, values, present, points)}
+
+
+def several_scalars(
+    conn: Connection,
+    run_id: str,
+    names: Sequence[str],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    points: int = 1000,
+) -> dict[str, dict[str, Any]]:
+    """Some of loss, grad_norm, lr, loss_scale over steps and ranks: what `scalars` gives, by name, from one reading."""
+    found = read_several(conn, extent(conn, run_id, from_step, to_step), names, None)
+    return {name: {"site": None, "field": name, "unit": "", **_chart(*found[name], points)} for name in names}
+
+
+def several_series(
+    conn: Connection,
+    run_id: str,
+    site: int,
+    fields: Sequence[str],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    points: int = 1000,
+) -> dict[str, dict[str, Any]]:
+    """Some fields of one site over steps and ranks: what `series` gives, by name, from one reading.
+
+    Raises:
+        FieldError: a field that nobody knows.
+    """
+    known = [series_field(name) for name in fields]
+    needs = {column for f in known for column in f.needs}
+    records = gather(conn, run_id, needs, sites=[site], from_step=from_step, to_step=to_step)
+    return {
+        f.name: {"site": site, "field": f.name, "unit": f.unit}
+        | _chart(records.step, *evaluate(f, records.columns), points)
+        for f in known
+    }
 
 
 def newest(

@@ -8,13 +8,20 @@ export const api = async (url, parameters = {}) => {
   return answer.json();
 };
 
-// plotly.js is large and comes last: data is fetched meanwhile.
-export const plotly = new Promise((resolve, reject) => {
-  const script = document.querySelector("script[data-plotly]");
-  if (window.Plotly) resolve(window.Plotly);
-  script?.addEventListener("load", () => resolve(window.Plotly));
-  script?.addEventListener("error", () => reject(new Error("plotly.js did not load")));
+// plotly.js is large, and to compile it takes longer than to paint the page: it is asked for when that has been done.
+// A tab in the background paints nothing, and does not wait for it.
+const painted = new Promise((resolve) => {
+  requestAnimationFrame(() => requestAnimationFrame(resolve));
+  setTimeout(resolve, 250);
 });
+export const plotly = painted.then(() => new Promise((resolve, reject) => {
+  const script = document.createElement("script");
+  script.src = document.querySelector("script[data-plotly]").dataset.plotly;
+  script.addEventListener("load", () => resolve(window.Plotly));
+  script.addEventListener("error", () => reject(new Error("plotly.js did not load")));
+  document.head.append(script);
+}));
+plotly.catch(() => {}); // each chart says so by itself
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const NAMES = { nan: "NaN", inf: "+Inf", "-inf": "−Inf" };
@@ -154,14 +161,17 @@ export async function draw(element, traces, figureLayout) {
   const Plotly = await plotly;
   const first = !element.classList.contains("js-plotly-plot");
   element.querySelector(":scope > .nothing")?.remove();
+  const byServer = element.querySelector(":scope > svg.first"); // lies below until the same is drawn on top of it
   await Plotly.react(element, traces, figureLayout, CONFIG);
+  if (byServer?.contains(document.activeElement)) element.focus();
+  byServer?.remove();
   element.dataset.drawn = String(Number(element.dataset.drawn ?? 0) + 1);
   if (first) element.classList.add("ready");
   return first;
 }
 
 export function fail(element, problem) {
-  if (element.classList.contains("js-plotly-plot")) return; // what was drawn stays; the next update tries again
+  if (element.matches(".js-plotly-plot, :has(> svg.first)")) return; // what was drawn stays; the next update tries again
   element.replaceChildren(Object.assign(document.createElement("p"), { className: "nothing", textContent: `No data for this chart (${problem.message}).` }));
 }
 

@@ -5,7 +5,7 @@ import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothi
 import { drawHistogram } from "./histogram.js";
 import { asked, followZoom, shownRange } from "./range.js";
 
-const { api: base, run: runUrl, siteFormat, operand, step, sites } = document.body.dataset;
+const { run: runUrl, siteFormat, operand, step, sites } = document.body.dataset;
 const SITES = JSON.parse(sites); // one, or both directions: [{id, maps}]
 const POINTS = 800;
 const FLOOR_DB = { E4M3: 28, E5M2: 22 };
@@ -30,8 +30,12 @@ export function goToMap(element, { id, maps }) {
   if (maps) element.on("plotly_click", ({ points }) => location.assign(`${runUrl}/sites/${id}/tile-map?step=${Math.round(points[0].x)}`));
 }
 
-async function tracesOf({ fields, kind }, site) {
-  const series = await Promise.all(fields.map(([field]) => api(`${base}/series`, { site: site.id, field, points: POINTS, ...asked() })));
+// All series of a site come in one answer, which its charts share.
+const askFor = (site) => api(`${runUrl}/sites/${site.id}/charts.json`, { points: POINTS, ...asked() });
+
+async function tracesOf({ fields, kind }, asking) {
+  const got = await asking;
+  const series = fields.map(([field]) => got[field]);
   const measured = series.some((s) => s.values.some((v) => v !== null) || (s.nonfinite ?? []).length);
   const scale = kind === "octaves" ? "log2" : null;
   const lines = series.flatMap((s, i) => line(s, { name: fields[i][1], colour: colour(fields[i][2]), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
@@ -48,10 +52,10 @@ function axis({ kind, floor, limit }, traces) {
 }
 
 // Both directions at once, so that they are drawn on one scale.
-async function drawChart(chart) {
+async function drawChart(chart, asking) {
   const elements = SITES.map((_, k) => document.getElementById(k ? `${chart.id}-other` : chart.id));
   try {
-    const found = await Promise.all(SITES.map((site) => tracesOf(chart, site)));
+    const found = await Promise.all(asking.map((of) => tracesOf(chart, of)));
     const yaxis = axis(chart, found.filter((f) => f.measured).flatMap((f) => f.traces));
     const shapes = marked().map((s) => ({ ...s, layer: "below" }));
     const region = { type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" };
@@ -68,4 +72,7 @@ async function drawChart(chart) {
   } catch (e) { elements.forEach((element) => fail(element, e)); }
 }
 
-keepDrawn(() => Promise.all([...CHARTS.map(drawChart), ...SITES.map((site, k) => drawHistogram(document.getElementById(k ? "histogram-other" : "histogram"), site, marked, goToMap))]));
+keepDrawn(() => {
+  const asking = SITES.map(askFor);
+  return Promise.all([...CHARTS.map((chart) => drawChart(chart, asking)), ...SITES.map((site, k) => drawHistogram(document.getElementById(k ? "histogram-other" : "histogram"), site, marked, goToMap))]);
+});
