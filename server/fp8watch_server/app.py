@@ -142,7 +142,7 @@ def create_app(
     app.state.detection = detection
     app.state.worker = worker
     app.state.on_change = on_change
-    app.state.ingest = ingest.Ingest(app, worker.wake)
+    app.state.ingest = ingest.Ingest(app, worker.wake, worker.hurry)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
     problem.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)

@@ -1,6 +1,6 @@
 """Group commit: bodies that wait are decoded, checked and written together, and each is answered after the commit.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.commit
+Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.commit, fp8watch_server.urgent
 Shapes:     one body -> Taken, or the exception that says why not
 Thread:     a few decoders, one committer; futures are settled on the event loop
 
@@ -33,6 +33,8 @@ from fp8watch_agent.wire import Batch
 from .store import hot
 from .store.commit import Incoming, KnownSites, Outcome, Taken, commit_group
 from .store.dialect import WriterBusy, writing
+from .store.schema import DEFAULT_TENANT
+from .urgent import is_urgent
 
 log = logging.getLogger("fp8watch.collector")
 
@@ -92,6 +94,7 @@ class Committer:
         engine: the database.
         decode: bytes to a checked batch; may raise anything, which is the answer to that body alone.
         observe_commit: is told the seconds of each commit, once for every batch in it.
+        hurry: is told the run and the tenant of what was committed and cannot wait for the next round of the detectors.
     """
 
     def __init__(
@@ -100,11 +103,13 @@ class Committer:
         decode: Callable[[bytes], Batch],
         *,
         observe_commit: Callable[[float], None] = lambda seconds: None,
+        hurry: Callable[[str, str], None] = lambda run_id, tenant: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
         self._decode = decode
         self._observe_commit = observe_commit
+        self._hurry = hurry
         self._clock = clock
         self._known = KnownSites()
         self._bodies: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -245,11 +250,17 @@ class Committer:
             if len(items) == 1 or e.connection_invalidated:
                 return [e] * len(items)
             log.warning("the database refused a group of %d batches; trying each by itself", len(items))
-            return [self._alone(item) for item in items]
-        for outcome in outcomes:
-            if isinstance(outcome, Taken):
-                self._observe_commit(time.perf_counter() - began)
+            outcomes = [self._alone(item) for item in items]
+        self._tell(items, outcomes, time.perf_counter() - began)
         return outcomes
+
+    def _tell(self, items: Sequence[Incoming], outcomes: Sequence[Outcome | BaseException], seconds: float) -> None:
+        """Whoever wants to know what was committed."""
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Taken):
+                self._observe_commit(seconds)
+                if outcome.stored and is_urgent(item.batch):
+                    self._hurry(item.batch.header.run, DEFAULT_TENANT)
 
     def _alone(self, item: Incoming) -> Outcome | BaseException:
         try:

@@ -59,13 +59,13 @@ router = APIRouter(prefix="/v1", include_in_schema=True, tags=["ingest"])
 class Ingest:
     """What the routes share. One per app."""
 
-    def __init__(self, app: FastAPI, wake: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, wake: Callable[[], None], hurry: Callable[[str, str], None]) -> None:
         self.engine = app.state.engine
         self.wake = wake
         self.stats = IngestStats()
         self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
         self.patience = Patience()
-        self.committer = Committer(self.engine, _batch, observe_commit=self._committed)
+        self.committer = Committer(self.engine, _batch, observe_commit=self._committed, hurry=hurry)
         self.num_tile_map_bodies = 0
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -1,12 +1,13 @@
 """The detect worker: every committed batch is looked at once, in the order in which it was committed.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.rebuild
+Upstream:   fp8watch_server.store.pending, fp8watch_server.urgent    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.rebuild
 Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with their marks
 Thread:     its own; of several collectors on one database, that of the leader
 
 Batches are marked in the transaction that writes their incidents, so a crash loses nothing and repeats nothing. All
-that wait of a run are taken together, a pause apart, because writing costs per transaction and looking per batch. Should
-one of them break a detector or its incidents, those of its group are taken one by one.
+that wait of a run are taken together, a pause apart, because writing costs per transaction and looking per batch. A run
+with something urgent ends the pause, and is taken before the others. Should a batch break a detector or its incidents,
+those of its group are taken one by one.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from .store import hot
 from .store import schema as t
 from .store.dialect import writing
 from .store.leader import Leader
+from .store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
 from .store.rounds import Rest, Rounds
 from .store.totals import add_totals
+from .urgent import Urgent
 
 log = logging.getLogger("fp8watch.detect")
 
 MAX_ENGINES = 64
-BATCHES_AT_ONCE = 512
 SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
 PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
 """Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
@@ -123,10 +125,6 @@ class _Idle:
     attempt: int
 
 
-class _Overtaken(Exception):
-    """Somebody else has marked a batch that we were about to mark: two collectors took it."""
-
-
 class DetectWorker:
     """Takes pending batches until it is stopped."""
 
@@ -145,8 +143,10 @@ class DetectWorker:
         self._clock = clock
         self._on_change = on_change
         self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
+        self._urgent = Urgent()
+        self._taken_to: dict[tuple[str, str], int] = {}  # the last arrival of each run that this round has judged
         self._rounds = Rounds(
-            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._running.clear
+            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._forget
         )
         self.num_failed_batches = 0
 
@@ -157,6 +157,11 @@ class DetectWorker:
     def wake(self) -> None:
         """There may be something new."""
         self._rounds.wake()
+
+    def hurry(self, run_id: str, tenant: str) -> None:
+        """A batch of this run was committed that cannot wait for its turn."""
+        if self._urgent.add((run_id, tenant)):
+            self._rounds.hurry()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the group in hand and end."""
@@ -172,15 +177,33 @@ class DetectWorker:
         self.tick()
         return Rest(IDLE_S)
 
+    def _forget(self) -> None:
+        self._running.clear()
+        self._urgent.clear()
+
     def drain(self) -> int:
-        """Take what is pending now; returns how many batches that was."""
+        """Take what is pending now, the urgent first; returns how many batches that was."""
+        self._taken_to.clear()
+        taken = self._take_urgent()
         with self._db.connect() as conn:
-            pending = _pending(conn)
-        for _, rows in groupby(pending, key=lambda row: (row.run_id, row.tenant)):
-            if self._rounds.stopping:
-                break
-            self._take(list(rows))
-        return len(pending)
+            rows = pending(conn)
+        for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
+            waiting = list(of_run)
+            while rest := [row for row in waiting if row.arrival > self._taken_to.get(key, 0)]:
+                if self._rounds.stopping:
+                    break
+                waiting = rest[self._take(rest, give_way=True) :]
+                self._take_urgent()
+        return taken + len(rows)
+
+    def _take_urgent(self) -> int:
+        num = 0
+        while not self._rounds.stopping and (run := self._urgent.take()) is not None:
+            with self._db.connect() as conn:
+                rows = pending(conn, run)
+            if rows:
+                num += self._take(list(rows))
+        return num
 
     def tick(self) -> None:
         """Nothing came: tell the engines what time it is."""
@@ -195,37 +218,44 @@ class DetectWorker:
             if changed:
                 self._on_change()
 
-    def _take(self, rows: list[Any]) -> None:
-        """Batches of one run."""
+    def _take(self, rows: list[Any], give_way: bool = False) -> int:
+        """Batches of one run; returns how many it took, which are all unless something urgent came meanwhile."""
         key = (rows[0].run_id, rows[0].tenant)
+        num = len(rows)
         try:
-            judged = self._judge(key, rows)
+            num, judged = self._judge(key, rows, give_way)
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
             raise  # the database: later
-        except _Overtaken:
+        except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
             self._running.pop(key, None)
-            return
+            return len(rows)
         except Exception as e:
             self._running.pop(key, None)  # it has seen what is not committed
             if len(rows) > 1:
                 for row in rows:
                     self._take([row])
-                return
+                return len(rows)
             log.exception("batch %s of run %r could not be looked at; going on without it", rows[0].seq, key[0])
             self.num_failed_batches += 1
             changed = self._give_up(rows[0], e)
+        self._taken_to[key] = rows[num - 1].arrival
         if changed:
             self._on_change()
+        return num
 
-    def _judge(self, key: tuple[str, str], rows: list[Any]) -> list[_Judged]:
+    def _judge(self, key: tuple[str, str], rows: list[Any], give_way: bool) -> tuple[int, list[_Judged]]:
         out: list[_Judged] = []
+        num = 0
         running = self._engine_of(key, rows[0].arrival)
         engine = running.engine
         with self._db.connect() as conn:
             unresolved = _has_unresolved(conn, key)
             for row in rows:
+                if num and give_way and self._urgent:
+                    break  # the rest of this run after it
+                num += 1
                 try:
                     batch = hot.load(conn, row)
                 except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait
@@ -239,7 +269,7 @@ class DetectWorker:
                 out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
         for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
-        return out
+        return num, out
 
     def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
         if not judged:
@@ -250,8 +280,8 @@ class DetectWorker:
                 if j.error:
                     log.error("batch %s of run %r cannot be read (%s); going on without it", j.row.seq, key[0], j.error)
                     self.num_failed_batches += 1
-                    _mark(conn, key, [j.row.arrival], t.BATCH_FAILED, j.error[:2000])
-            _mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
+                    mark(conn, key, [j.row.arrival], t.BATCH_FAILED, j.error[:2000])
+            mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
             changed = self._write_incidents(conn, key, judged, running)
             add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
             self._save(conn, key, running, judged)
@@ -270,7 +300,7 @@ class DetectWorker:
         with self._db.connect() as conn:
             batch = hot.load(conn, row)
         with writing(self._db) as conn:
-            _mark(conn, (row.run_id, row.tenant), [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+            mark(conn, (row.run_id, row.tenant), [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
             if batch is not None:
                 add_totals(conn, row.run_id, row.tenant, [(batch, row.attempt)])
         return False
@@ -338,36 +368,6 @@ class DetectWorker:
         rebuild.replay(conn, made, *key, before_arrival)
         made.take_notices()
         return made
-
-
-def _pending(conn: Connection) -> Sequence[Any]:
-    """The batches to take next: runs by their oldest, and within a run in the order of commit.
-
-    The order within a run is not that of the clock, which may be set back.
-    """
-    b = t.hot_batch.c
-    waiting = (
-        sa.select(b.run_id, b.tenant, sa.func.min(b.received_at).label("since"))
-        .where(b.detected == t.BATCH_PENDING)
-        .group_by(b.run_id, b.tenant)
-        .subquery("waiting")
-    )
-    of_run = sa.and_(b.run_id == waiting.c.run_id, b.tenant == waiting.c.tenant)
-    return conn.execute(
-        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at)
-        .join(waiting, of_run)
-        .where(b.detected == t.BATCH_PENDING)
-        .order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)
-        .limit(BATCHES_AT_ONCE)
-    ).all()
-
-
-def _mark(conn: Connection, key: tuple[str, str], arrivals: list[int], state: int, error: str | None) -> None:
-    b = t.hot_batch.c
-    these = (b.run_id == key[0], b.tenant == key[1], b.arrival.in_(arrivals), b.detected == t.BATCH_PENDING)
-    done = conn.execute(sa.update(t.hot_batch).where(*these).values(detected=state, detect_error=error))
-    if done.rowcount != len(arrivals):
-        raise _Overtaken
 
 
 def _has_unresolved(conn: Connection, key: tuple[str, str]) -> bool:

@@ -112,7 +112,7 @@ INGEST = [
     ),
     Bug(
         "a clock that is set back changes no order",
-        f"{S}/worker.py",
+        f"{S}/store/pending.py",
         ".order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)",
         ".order_by(waiting.c.since, b.run_id, b.tenant, b.received_at)",
         f"{C}/test_worker.py::test_a_clock_that_is_set_back_changes_no_order",
@@ -157,7 +157,7 @@ STORE = [
     ),
     Bug(
         "two workers count a batch once",
-        f"{S}/worker.py",
+        f"{S}/store/pending.py",
         "    if done.rowcount != len(arrivals):\n",
         "    if done.rowcount < 0:\n",
         f"{C}/test_worker.py::test_two_workers_on_one_database_count_a_batch_once",

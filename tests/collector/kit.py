@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -34,9 +34,9 @@ ZSTD = {"Content-Encoding": "zstd"}
 
 
 @contextmanager
-def served(app: Any) -> Iterator[str]:
-    """The application behind uvicorn in a thread; gives its URL."""
-    config = uvicorn.Config(app, port=0, lifespan="off", access_log=False, log_config=None)
+def served(app: Any, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
+    """The application behind uvicorn in a thread, without its own threads unless told; gives its URL."""
+    config = uvicorn.Config(app, port=0, lifespan=lifespan, access_log=False, log_config=None)
     server = uvicorn.Server(config)
     with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from notify.bugs_soon import SOON
 from planted import Bug
 
 S = "server/fp8watch_server"
@@ -169,23 +170,6 @@ STORM = [
         "            _note_regression(conn, target)\n",
         "",
         f"{I}/test_roots.py::test_the_same_failure_again_says_that_it_was_here_before",
-    ),
-]
-
-SOON = [
-    Bug(
-        "a message leaves within two seconds",
-        f"{S}/notify/outbox.py",
-        "POLL_S = 0.5\n",
-        "POLL_S = 6.0\n",
-        f"{N}/test_outbox.py::test_an_incident_is_told_within_two_seconds_of_its_batch",
-    ),
-    Bug(
-        "a critical incident waits for no interval",
-        f"{S}/notify/group.py",
-        "        if not any(row.is_critical for row in group):\n",
-        "        if True:\n",
-        f"{N}/test_group.py::test_the_next_message_about_a_run_waits_for_the_interval_and_a_critical_one_does_not",
     ),
 ]
 

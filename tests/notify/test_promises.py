@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -118,49 +117,48 @@ def test_a_storm_of_a_thousand_ranks_is_one_firing_and_one_resolve(
 
 
 SERVE = "import sys; from fp8watch_server.command import main; sys.exit(main(sys.argv[1:]))"
-BATCHES_PER_S, BUSY_AGENTS, NUM_BROKEN = 200, 4, 30
+FLEET = Path(__file__).with_name("fleet.py")
+BATCHES_PER_S, NUM_RUNS, NUM_RANKS, NUM_SITES, NUM_BROKEN = 200, 8, 200, 20, 32
 
 
 @pytest.mark.long
 def test_a_non_finite_batch_is_told_soon_while_two_hundred_batches_a_second_come_in(
     tmp_path: Path, receiver_of: Receivers
 ) -> None:
+    """Each fourth breaks in one of the fleet's own runs, the others in runs that have just begun."""
     receiver, sites = receiver_of(), [make_site("up", order=0), make_site("down", order=1)]
-    stop, sent = threading.Event(), [0] * BUSY_AGENTS
-
-    def work(number: int, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
-            agent = Agent(client, run=f"busy-{number}", session=f"{number:032x}").register(sites)
-            began = time.monotonic()
-            while not stop.is_set():
-                agent.send(sites, [sent[number]])
-                sent[number] += 1
-                stop.wait(max(0.0, began + sent[number] * BUSY_AGENTS / BATCHES_PER_S - time.monotonic()))
-
     command = [sys.executable, "-c", SERVE, "--port", "0"]
+    told_apart = [f"busy-{i // 4}" if i % 4 == 0 else f"broken-{i}" for i in range(NUM_BROKEN)]
     posted: dict[str, float] = {}
+    answered: list[float] = []
     with Serving(tmp_path, command=command, FP8WATCH_WEBHOOK_URL=receiver.url) as collector:
-        threads = [threading.Thread(target=work, args=(i, collector.url)) for i in range(BUSY_AGENTS)]
-        for thread in threads:
-            thread.start()
-        began = time.monotonic()
-        with httpx.Client(base_url=collector.url, timeout=20, trust_env=False) as client:
-            for i in range(NUM_BROKEN):
-                agent = Agent(client, run=f"broken-{i}", session=f"{1000 + i:032x}").register(sites)
-                infinite = [0] * 8 + [1, 0]
-                agent.send(sites, list(range(5)), fields={"num_inf": infinite, "num_sentinel_tiles": infinite})
-                posted[agent.run] = time.monotonic()
-                stop.wait(0.2)
-        got = receiver.wait_for(NUM_BROKEN, 60.0)
-        rate = sum(sent) / (time.monotonic() - began)
-        stop.set()
-        for thread in threads:
-            thread.join(20)
+        load = [collector.url, str(BATCHES_PER_S), str(NUM_RUNS), str(NUM_RANKS), str(NUM_SITES)]
+        fleet = subprocess.Popen(
+            [sys.executable, str(FLEET), *load], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert fleet.stdout is not None
+            assert fleet.stdout.readline() == "ready\n"
+            time.sleep(3.0)  # until the collector is as busy as it stays
+            with httpx.Client(base_url=collector.url, timeout=20, trust_env=False) as client:
+                for i, run in enumerate(told_apart):
+                    agent = Agent(client, run=run, session=f"{1000 + i:032x}", rank=NUM_RANKS).register(sites)
+                    infinite = [0] * 8 + [1, 0]
+                    posted[run] = time.monotonic()
+                    agent.send(sites, list(range(5)), fields={"num_inf": infinite, "num_sentinel_tiles": infinite})
+                    answered.append(time.monotonic() - posted[run])
+                    time.sleep(0.2)
+            got = receiver.wait_for(NUM_BROKEN, 60.0)
+        finally:
+            acked, seconds, cpu_s, num_refused = map(float, fleet.communicate(timeout=60)[0].split())
         collector.kill(signal.SIGTERM)
     told = {g.body["alerts"][0]["labels"]["run"]: g.at for g in got}
     assert len(got) == len(told) == NUM_BROKEN
-    waits = [max(0.0, told[run] - at) for run, at in posted.items()]
-    p99 = statistics.quantiles(waits, n=100)[98]
-    print(f"at {rate:.0f} batches/s: median {statistics.median(waits):.2f} s, p99 {p99:.2f} s")
-    assert rate > BATCHES_PER_S / 8, "the machine is too slow to show anything"
-    assert p99 < 10.0  # promised: 2 s; a loaded machine may take five times as long
+    waits = [told[run] - at for run, at in posted.items()]
+    rate, p99 = acked / seconds, statistics.quantiles(waits, n=100)[98]
+    print(
+        f"at {rate:.0f} batches/s ({cpu_s / seconds:.0%} of a core made them; {num_refused:.0f} refused for a while): "
+        f"told after {statistics.median(waits):.2f} s, p99 {p99:.2f} s; answered after {statistics.median(answered):.3f} s"
+    )
+    assert rate > BATCHES_PER_S / 4, "the machine is too slow to show anything"
+    assert p99 < 4.0  # promised: 2 s; measured: 0.8 s, and a loaded machine may take five times as long

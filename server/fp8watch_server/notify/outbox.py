@@ -132,14 +132,15 @@ class Dispatcher:
     def _run(self, channel: Channel) -> None:
         wake = self._wakes[channel.name]
         while not self._stop.is_set():
+            sent = False
             try:
                 sent = self.deliver_one(channel)
             except DBAPIError as e:
                 _log.warning("outbox: database not available (%s); trying again", type(e.orig).__name__)
-                sent = False
+                self._wait_s[channel.name] = self._poll_s
             except Exception:  # noqa: BLE001  (the thread must outlive whatever one row does)
                 _log.exception("outbox: unexpected error on channel %s; trying again", channel.name)
-                sent = False
+                self._wait_s[channel.name] = self._poll_s
             if not sent:
                 wake.wait(max(MIN_WAIT_S, min(self._poll_s, self._wait_s[channel.name])))
                 wake.clear()
@@ -147,7 +148,10 @@ class Dispatcher:
     def deliver_one(self, channel: Channel) -> bool:
         """Send the next message that is due on a channel. False where there is none."""
         now = self._clock()
-        if time.monotonic() < self._not_before[channel.name] or not self._anything_due(channel, now):
+        if (left_s := self._not_before[channel.name] - time.monotonic()) > 0:
+            self._wait_s[channel.name] = left_s
+            return False
+        if not self._anything_due(channel, now):
             return False
         try:
             with writing(self._engine) as conn:
@@ -155,7 +159,9 @@ class Dispatcher:
                 leased = lease(conn, channel, self._name, now, self._lease_s)
         except Raced:
             return False
-        if leased is None:
+        if leased is None:  # what was fanned out waits for company, and no longer than it must
+            with self._reading.connect() as conn:
+                self._wait_s[channel.name] = _wait_s(conn, channel, self._clock())
             return False
         outcome = self._attempt(channel, leased)
         after = self._clock()
@@ -206,9 +212,8 @@ class Dispatcher:
                 return False
             if conn.execute(wanted.where(due_again(now))).first() is not None:
                 return True
-            pick = choose(conn, channel, now)
-            self._wait_s[channel.name] = pick.wait_s
-            return bool(pick.rows)
+            self._wait_s[channel.name] = _wait_s(conn, channel, now)
+            return self._wait_s[channel.name] <= 0
 
     def _settle(self, channel: Channel, leased: Leased, outcome: Outcome, now: float) -> None:
         """Write what became of it. A busy database is waited for: giving up here would send the message again."""
@@ -225,6 +230,12 @@ class Dispatcher:
             except DBAPIError:
                 if self._stop.wait(0.2):
                     raise
+
+
+def _wait_s(conn: sa.Connection, channel: Channel, now: float) -> float:
+    """Until a message is due among those that were never tried."""
+    pick = choose(conn, channel, now)
+    return 0.0 if pick.rows else pick.wait_s
 
 
 def counts(conn: sa.Connection) -> dict[tuple[str, str], int]:

@@ -26,7 +26,7 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Rest:
-    """The pause after a round; `wake` ends it early where it may."""
+    """The pause after a round; `wake` ends it early where it may, `hurry` in any case."""
 
     seconds: float
     wakes: bool = True
@@ -59,6 +59,7 @@ class Rounds:
         self._name, self._what, self._leader, self._work = name, what, leader, work
         self._log, self._forget, self._retry_s = log, forget, retry_s
         self._wake = threading.Event()
+        self._hurry = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.num_failures = 0
@@ -77,18 +78,25 @@ class Rounds:
         """There may be something new."""
         self._wake.set()
 
+    def hurry(self) -> None:
+        """There is something new that cannot wait for the end of a pause."""
+        self._hurry.set()
+        self._wake.set()
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish what is in hand and end."""
         self._stop.set()
-        self._wake.set()
+        self.hurry()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             self._wake.clear()
+            self._hurry.clear()
             rest = self._one()
-            (self._wake if rest.wakes else self._stop).wait(rest.seconds)
+            if not self._stop.is_set():
+                (self._wake if rest.wakes else self._hurry).wait(rest.seconds)
         self._leader.release()
 
     def _one(self) -> Rest:
