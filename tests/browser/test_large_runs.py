@@ -36,7 +36,7 @@ class Size:
 
 
 SMALL = Size(640, 3_000)
-FULL = Size(10_000, 1_000_000)
+FULL = Size(10_000, 100_000)
 
 
 def filled(path: Path, size: Size) -> None:
