@@ -37,17 +37,33 @@ def _bucket(name: str) -> str:
     return f"(CASE WHEN bool_or(v.{name} = 'NaN') THEN 'NaN' ELSE {end}(v.{name}) END)::double precision AS {name}"
 
 
-def _counted(exponent: int) -> str:
-    above = f"v.amax_max >= power(2::double precision, {exponent})" if exponent > OCTAVES[0] else ""
-    below = f"v.amax_max < power(2::double precision, {exponent + 2})" if exponent < OCTAVES[-1] else ""
-    where = " AND ".join(part for part in ("v.amax_max IS NOT NULL", above, below) if part)
-    return f'count(*) FILTER (WHERE {where}) AS "{octave_column(exponent)}"'
+def _of_block(name: str) -> str:
+    """Worst of a field over `v`, the rows of one block and bucket: in PostgreSQL NaN is larger than any number."""
+    if name in t.BLOCK_COUNTS:
+        return f"CASE WHEN b.{name} IS NULL THEN 0 ELSE sum(v.{name}) END AS {name}"
+    if name in SMALLEST_IS_WORST:
+        return f"CASE WHEN max(v.{name}) = 'NaN' THEN 'NaN' ELSE min(v.{name}) END AS {name}"
+    return f"max(v.{name}) AS {name}"
 
 
+def _counted(place: int, exponent: int) -> str:
+    return f'sum(o.num) FILTER (WHERE o.octave = {place})::bigint AS "{octave_column(exponent)}"'
+
+
+_BOUNDS = ", ".join(f"power(2::double precision, {k})" for k in OCTAVES[1:])
+_OCTAVE = f"width_bucket(v.amax_max::double precision, ARRAY[{_BOUNDS}])"
 _WIDE = ", ".join(_bucket(f) for f in FIELDS)
 _WIDE_COLUMNS = ", ".join(f"{f} double precision" for f in FIELDS)
-_PICK = " ".join(f"WHEN '{f}' THEN v.{f}::double precision" for f in FIELDS)
 _SMALLEST = ", ".join(f"'{f}'" for f in SMALLEST_IS_WORST)
+_ARRAYS = ", ".join(f"b.{f}" for f in FIELDS)
+_NAMES = ", ".join(FIELDS)
+_PICK_ARRAY = " ".join(f"WHEN '{f}' THEN b.{f}::double precision[]" for f in FIELDS)
+_COUNTS = ", ".join(f"'{f}'" for f in t.BLOCK_COUNTS)
+_STEP = "coalesce(v.step, b.first_step + (v.i - 1) * b.step_gap)"
+_BLOCKS = f"""{SCHEMA}.span(of_run, until_step, num_steps, {{points}}) s
+JOIN {SCHEMA}.shown_block b ON b.run_id = of_run AND b.step0 BETWEEN s.low - 255 AND s.high"""
+# Of a block only the arrays that are asked for are unnested, and its rows are put into buckets before those of other
+# blocks come in: what is sorted and joined is a row a block and bucket, not one a record.
 _OF_SPAN = "v.run_id = of_run AND v.step0 BETWEEN s.low - 255 AND s.high AND v.step BETWEEN s.low AND s.high"
 _NEWEST = ", ".join(
     f"(t.newest ->> '{name}')::double precision AS {name}"
@@ -77,6 +93,10 @@ CROSS JOIN LATERAL (
     SELECT count(*) AS num_incidents, count(*) FILTER (WHERE n.status <> 'resolved') AS num_open,
            count(*) FILTER (WHERE n.status <> 'resolved' AND n.severity = 'critical') AS num_critical
     FROM incident n WHERE n.run_id = r.run_id AND n.tenant = r.tenant) i""",
+    "shown_block": f"""
+SELECT b.run_id, b.site, b.step0, b.first_step, b.step_gap, b.steps, {_ARRAYS}
+FROM cell c JOIN block b ON b.run_id = c.run_id AND b.tenant = c.tenant AND b.step0 = c.step0
+    AND b.attempt = c.shown_attempt AND b.rank = c.shown_rank""",
     "site_now": f"""
 SELECT s.run_id, s.site, s.module, s.operand, s.direction, s.gemm, s.flow_order, s.format, s.backend,
        s.module || ' ' || s.operand || ' ' || s.direction AS label, t.last_step,
@@ -109,7 +129,7 @@ FROM incident i JOIN run r ON r.run_id = i.run_id AND r.tenant = i.tenant""",
 
 FUNCTIONS = {
     f"span({_SPAN}, points integer)": f"""
-RETURNS TABLE (low bigint, high bigint, width bigint) LANGUAGE sql STABLE AS $$
+RETURNS TABLE (low bigint, high bigint, width bigint) LANGUAGE sql STABLE PARALLEL SAFE AS $$
 SELECT e.low, e.high, greatest(1, ceil((e.high - e.low + 1)::numeric / greatest(points, 1)))::bigint
 FROM (SELECT greatest(0, h.high - greatest(num_steps, 1) + 1) AS low, h.high FROM (
           SELECT coalesce(until_step, r.last_step) AS high FROM {SCHEMA}.run r WHERE r.run_id = of_run) h) e
@@ -118,7 +138,7 @@ $$""",
     f"scalars({_SPAN}, points integer DEFAULT 500)": f"""
 RETURNS TABLE (step bigint, "time" timestamptz, loss double precision, grad_norm double precision,
                lr double precision, loss_scale double precision, nonfinite_steps bigint, skipped_steps bigint)
-LANGUAGE sql STABLE AS $$
+LANGUAGE sql STABLE PARALLEL SAFE AS $$
 WITH s AS (SELECT * FROM {SCHEMA}.span(of_run, until_step, num_steps, points)),
 taken AS (
     SELECT c.*, max(c.attempt) OVER (PARTITION BY c.step) AS newest
@@ -133,7 +153,7 @@ SELECT w.step / s.width * s.width, min(w.time), avg(w.loss), max(w.grad_norm), m
 FROM whole w CROSS JOIN s GROUP BY 1 ORDER BY 1
 $$""",
     f"site_series(of_run text, of_site bigint, {_SPAN.partition(', ')[2]}, points integer DEFAULT 500)": f"""
-RETURNS TABLE (step bigint, {_WIDE_COLUMNS}) LANGUAGE sql STABLE AS $$
+RETURNS TABLE (step bigint, {_WIDE_COLUMNS}) LANGUAGE sql STABLE PARALLEL SAFE AS $$
 SELECT v.step / s.width * s.width, {_WIDE}
 FROM {SCHEMA}.span(of_run, until_step, num_steps, points) s JOIN {SCHEMA}.value v ON {_OF_SPAN}
 WHERE v.site = of_site
@@ -141,25 +161,34 @@ GROUP BY 1 ORDER BY 1
 $$""",
     f"site_health({_SPAN})": f"""
 RETURNS TABLE (site bigint, label text, module text, operand text, direction text, gemm text, {_WIDE_COLUMNS},
-               first_bad_step bigint) LANGUAGE sql STABLE AS $$
+               first_bad_step bigint) LANGUAGE sql STABLE PARALLEL SAFE AS $$
 SELECT l.site, l.label, l.module, l.operand, l.direction, l.gemm, w.*
 FROM {SCHEMA}.site l JOIN (
-    SELECT v.site AS of_site, {_WIDE},
-           min(v.step) FILTER (WHERE v.num_nonfinite > 0 OR v.num_sentinel_tiles > 0) AS first_bad_step
-    FROM {SCHEMA}.span(of_run, until_step, num_steps, 1) s JOIN {SCHEMA}.value v ON {_OF_SPAN}
-    GROUP BY v.site) w ON w.of_site = l.site
+    SELECT b.site AS of_site, {_WIDE}, min(v.first_bad_step) AS first_bad_step
+    FROM {_BLOCKS.format(points=1)}
+    CROSS JOIN LATERAL (
+        SELECT {", ".join(_of_block(f) for f in FIELDS)},
+               min({_STEP}) FILTER (WHERE v.num_nonfinite > 0 OR v.num_sentinel_tiles > 0) AS first_bad_step
+        FROM unnest(b.steps, {_ARRAYS}) WITH ORDINALITY AS v(step, {_NAMES}, i)
+        WHERE {_STEP} BETWEEN s.low AND s.high HAVING count(*) > 0) v
+    GROUP BY b.site) w ON w.of_site = l.site
 WHERE l.run_id = of_run
 ORDER BY w.num_nonfinite DESC NULLS LAST, w.num_sentinel_tiles DESC NULLS LAST, w.tile_sqnr_db NULLS LAST, l.flow_order
 $$""".replace("w.*", ", ".join(f"w.{f}" for f in (*FIELDS, "first_bad_step"))),
     f"worst_over_time({_SPAN}, field text, points integer DEFAULT 60, num_sites integer DEFAULT 30)": f"""
-RETURNS TABLE ("time" timestamptz, metric text, value double precision) LANGUAGE sql STABLE AS $$
+RETURNS TABLE ("time" timestamptz, metric text, value double precision) LANGUAGE sql STABLE PARALLEL SAFE AS $$
 WITH s AS (SELECT * FROM {SCHEMA}.span(of_run, until_step, num_steps, points)),
 picked AS (
-    SELECT v.site, v.step / s.width * s.width AS step, CASE field {_PICK} END AS x
-    FROM s JOIN {SCHEMA}.value v ON {_OF_SPAN}),
+    SELECT b.site, v.step, v.smallest, v.largest
+    FROM {_BLOCKS.format(points="points")}
+    CROSS JOIN LATERAL (
+        SELECT {_STEP} / s.width * s.width AS step, min(x.x) AS smallest, max(x.x) AS largest
+        FROM unnest(b.steps, b.amax_max, CASE field {_PICK_ARRAY} END) WITH ORDINALITY AS v(step, every, x, i)
+        CROSS JOIN LATERAL (SELECT CASE WHEN v.x IS NULL AND field IN ({_COUNTS}) THEN 0 ELSE v.x END AS x) x
+        WHERE {_STEP} BETWEEN s.low AND s.high GROUP BY 1) v),
 cells AS (
-    SELECT p.site, p.step, CASE WHEN bool_or(p.x = 'NaN') THEN 'NaN'
-        WHEN field IN ({_SMALLEST}) THEN min(p.x) ELSE max(p.x) END AS x
+    SELECT p.site, p.step, CASE WHEN max(p.largest) = 'NaN' THEN 'NaN'
+        WHEN field IN ({_SMALLEST}) THEN min(p.smallest) ELSE max(p.largest) END AS x
     FROM picked p GROUP BY 1, 2),
 worst AS (
     SELECT c.site FROM cells c GROUP BY c.site
@@ -173,13 +202,18 @@ WHERE t.time IS NOT NULL
 ORDER BY t.time, l.flow_order
 $$""",
     f"octaves({_SPAN}, of_operand text, points integer DEFAULT 120)": f"""
-RETURNS TABLE (step bigint, {_OCTAVE_COLUMNS}) LANGUAGE sql STABLE AS $$
+RETURNS TABLE (step bigint, {_OCTAVE_COLUMNS}) LANGUAGE sql STABLE PARALLEL SAFE AS $$
 WITH s AS (SELECT * FROM {SCHEMA}.span(of_run, until_step, num_steps, points)),
-counted AS (
-    SELECT v.step / s.width * s.width AS step, {", ".join(_counted(k) for k in OCTAVES)}
-    FROM s JOIN {SCHEMA}.value v ON {_OF_SPAN}
-    JOIN {SCHEMA}.site l ON l.run_id = of_run AND l.site = v.site AND of_operand IN ('all', l.operand)
-    GROUP BY 1)
+octave AS (
+    SELECT v.step, v.octave, sum(v.num) AS num
+    FROM {_BLOCKS.format(points="points")}
+    JOIN {SCHEMA}.site l ON l.run_id = of_run AND l.site = b.site AND of_operand IN ('all', l.operand)
+    CROSS JOIN LATERAL (
+        SELECT {_STEP} / s.width * s.width AS step, {_OCTAVE} AS octave, count(*) AS num
+        FROM unnest(b.steps, b.amax_max) WITH ORDINALITY AS v(step, amax_max, i)
+        WHERE {_STEP} BETWEEN s.low AND s.high AND v.amax_max IS NOT NULL GROUP BY 1, 2) v
+    GROUP BY 1, 2),
+counted AS (SELECT o.step, {", ".join(_counted(i, k) for i, k in enumerate(OCTAVES))} FROM octave o GROUP BY 1)
 SELECT g.step, {_OCTAVE_ZEROS}
 FROM s CROSS JOIN LATERAL generate_series(s.low / s.width * s.width, s.high, s.width) AS g(step)
 LEFT JOIN counted c ON c.step = g.step

@@ -176,7 +176,11 @@ hot_batch = sa.Table(
     of_session(),
 )
 sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.arrival, unique=True)
-sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.step_min, hot_batch.c.step_max)
+sa.Index(  # all that hot.rows_between asks for: in SQLite what comes after a body is found by reading the body
+    "ix_hot_batch_span",
+    *(hot_batch.c[name] for name in ("run_id", "tenant", "step_min", "step_max")),
+    *(hot_batch.c[name] for name in ("session", "rank", "seq", "attempt", "arrival", "received_at")),
+)
 sa.Index(
     "ix_hot_batch_pending",
     hot_batch.c.received_at,
