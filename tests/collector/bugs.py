@@ -16,7 +16,7 @@ INGEST = [
         "                answers = self._take(group)\n",
         "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
         "                answers = self._take(group)\n",
-        f"{C}/test_kill.py::test_kill_9_under_load[sqlite-few]",
+        f"{C}/test_kill.py::test_kill_9_under_load[sqlite-0]",
     ),
     Bug(
         "another body under a key is a 409",

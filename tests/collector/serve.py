@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collector.kit import Recorder
 
-from fp8watch_server import command, committer
+from fp8watch_server import command, committer, rebuild
 from fp8watch_server.app import create_app
 
 
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
         settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False
     )
     answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
+    rebuild.REPLAY_SAMPLES = int(os.environ.get("FP8WATCH_TEST_REPLAY_SAMPLES", rebuild.REPLAY_SAMPLES))
     return command.main(argv)
 
 
