@@ -157,6 +157,11 @@ def _rehearse() -> None:
     import uvicorn.lifespan.on  # noqa: F401
     from collector.kit import Agent, Recorder, make_site, served
 
+    import fp8watch_server.detect.rules
+    import fp8watch_server.detect.sessions
+    import fp8watch_server.incidents.messages
+    import fp8watch_server.notify.sending
+    import fp8watch_server.pages.routes  # noqa: F401  of a whole collector
     from fp8watch_server.app import create_app
     from fp8watch_server.settings import Settings
     from fp8watch_server.store.dialect import make_engine
