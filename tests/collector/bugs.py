@@ -16,7 +16,7 @@ INGEST = [
         "                answers = self._take(group)\n",
         "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
         "                answers = self._take(group)\n",
-        f"{C}/test_kill.py::test_kill_9_under_load[sqlite-few]",
+        f"{C}/test_kill.py::test_kill_9_under_load[sqlite-0]",
     ),
     Bug(
         "another body under a key is a 409",
@@ -151,8 +151,8 @@ STORE = [
     Bug(
         "scalars of a cell are of one moment",
         f"{S}/store/scalars.py",
-        "    for name, fetched in _fetch_all(conn, where).items():\n",
-        "    for name in t.SCALAR_NAMES:\n        fetched = _fetch_all(conn, where)[name]\n",
+        "    for name, fetched in _fetch_several(conn, t.SCALAR_NAMES, where).items():\n",
+        "    for name in t.SCALAR_NAMES:\n        fetched = _fetch_several(conn, [name], where)[name]\n",
         f"{T}/test_compaction.py::test_scalars_that_come_while_a_cell_is_packed_do_not_tear_it",
     ),
     Bug(

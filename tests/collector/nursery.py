@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import lru_cache
@@ -150,6 +151,34 @@ def _live(args: list[str], env: dict[str, str], fds: list[int]) -> None:
     os._exit(status)
 
 
+def _rehearse() -> None:
+    """A short life, so that children know from birth what it takes a tenth of a second to learn: imports, routes, SQL."""
+    import httpx
+    import uvicorn.lifespan.on  # noqa: F401
+    from collector.kit import Agent, Recorder, make_site, served
+
+    import fp8watch_server.detect.rules
+    import fp8watch_server.detect.sessions
+    import fp8watch_server.incidents.messages
+    import fp8watch_server.notify.sending
+    import fp8watch_server.pages.routes  # noqa: F401  of a whole collector
+    from fp8watch_server.app import create_app
+    from fp8watch_server.settings import Settings
+    from fp8watch_server.store.dialect import make_engine
+
+    make_engine("postgresql+psycopg://nobody@127.0.0.1/nothing").dispose()  # the driver; nothing is opened
+    with tempfile.TemporaryDirectory() as folder:
+        settings, detection = Settings(database_url=f"sqlite:///{folder}/first.db"), Recorder().detection()
+        app = create_app(settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False)
+        with served(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+            agent, sites = Agent(client), [make_site()]
+            agent.register(sites).send(sites, [1])
+        app.state.worker.drain()
+        app.state.ingest.stop()
+        app.state.engine.dispose()
+    assert threading.active_count() == 1, "who forks has one thread"
+
+
 def _tend(sock: socket.socket) -> None:
     """Fork for everyone who asks, until nobody can ask any more."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -158,6 +187,7 @@ def _tend(sock: socket.socket) -> None:
     from fp8watch_server import migrations
 
     migrations.head()
+    _rehearse()
     gc.freeze()
     born: dict[int, socket.socket] = {}
     woken, wake = socket.socketpair()

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collector.kit import Recorder
 
-from fp8watch_server import command, committer
+from fp8watch_server import command, committer, rebuild
 from fp8watch_server.app import create_app
 
 
@@ -27,12 +27,15 @@ def answer_late(seconds: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop."""
+    """Serve until told to stop; with FP8WATCH_TEST_WHOLE nothing is a fake."""
+    if os.environ.get("FP8WATCH_TEST_WHOLE"):
+        return command.main(argv)
     detection = Recorder().detection()
     command.create_app = lambda settings: create_app(
         settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False
     )
     answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
+    rebuild.REPLAY_SAMPLES = int(os.environ.get("FP8WATCH_TEST_REPLAY_SAMPLES", rebuild.REPLAY_SAMPLES))
     return command.main(argv)
 
 

@@ -312,8 +312,8 @@ def test_two_workers_on_one_database_count_a_batch_once(client: Any, app: Any) -
     first, second = (DetectWorker(app.state.engine, Recorder().detection()) for _ in range(2))
     judge = second._judge
 
-    def slow(key: Any, rows: Any) -> Any:
-        judged = judge(key, rows)
+    def slow(*args: Any) -> Any:
+        judged = judge(*args)
         first.drain()  # meanwhile the other one is done with it
         return judged
 
@@ -321,6 +321,7 @@ def test_two_workers_on_one_database_count_a_batch_once(client: Any, app: Any) -
     second.drain()
     with app.state.engine.connect() as conn:
         assert conn.execute(sa.select(t.site_total.c.num_saturated)).scalar_one() == 5
+    assert (first.num_failed_batches, second.num_failed_batches) == (0, 0)
 
 
 @pytest.mark.parametrize("database_kind", ["postgresql"])

@@ -79,4 +79,11 @@ SOON = [
         "        if True:\n",
         f"{N}/test_group.py::test_the_next_message_about_a_run_waits_for_the_interval_and_a_critical_one_does_not",
     ),
+    Bug(
+        "what was taken in before a crash is looked at after it",
+        f"{S}/worker.py",
+        "            rows = pending(conn)\n",
+        "            rows = [row for row in pending(conn) if (row.run_id, row.tenant) in self._running]\n",
+        f"{N}/test_killed_collector.py::test_what_was_acknowledged_is_told_whenever_the_collector_is_killed[sqlite-3]",
+    ),
 ]
