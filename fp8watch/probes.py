@@ -129,7 +129,7 @@ def probe_stats(y: Tensor, *, heavy: bool) -> TileStats:
         sums = torch.cat((energy.view(1), torch.zeros(4, dtype=torch.float64, device=device)))
         noise = Heavy(sums, torch.zeros((1, 1), dtype=torch.float64, device=device), zero.expand(32).clone())
     tiles = PerTile(amax, one, one, Invariant(no, no, one * 0), counts, torch.where(bad.any(), place, -1), noise)
-    measured = int(Measured.COUNTS | Measured.INF | Measured.AMAX) | (int(Measured.ENERGIES) if heavy else 0)
+    measured = int(Measured.COUNTS | Measured.AMAX) | (int(Measured.ENERGIES) if heavy else 0)
     return TileStats((y.shape[0], y.shape[1]), (y.shape[0], y.shape[1]), True, 0.0, one, measured, tiles=tiles)
 
 

@@ -139,7 +139,7 @@ class Slab:
         if mine["order"] < 0:
             mine["order"] = call_order
         energies = 0 if seen.energy is None else int(Measured.ENERGIES)
-        mine["measured"] |= int(Measured.COUNTS | Measured.INF | Measured.AMAX) | energies
+        mine["measured"] |= int(Measured.COUNTS | Measured.AMAX) | energies
 
     def look(self, row: int, y: torch.Tensor, call_order: int, *, energy: bool) -> bool:
         """`accumulate_probe` of a look at an output in one pass, where that can be done and all of it is finite; else

@@ -37,12 +37,6 @@ class Measured(IntFlag):
     DEPTH = 64
     HASH = 128
     GEMM = 256
-    CAST = 512
-    INF = 1024
-
-
-COUNTED = Measured.COUNTS | Measured.CAST | Measured.INF
-"""What a quantiser counts that sees its operand. Codes alone do not tell what was clipped, became 0 or was Inf."""
 
 
 class StepStatus(IntEnum):
@@ -87,18 +81,10 @@ FIELDS: tuple[Field, ...] = (
     # int64 sums
     Field("num_elements", "<i8", "sum", _C, 0, "elements", "elements seen, padding left out"),
     Field("num_nonzero", "<i8", "sum", _C, 0, "elements", "x ≠ 0 (NaN and Inf count as non-zero)"),
-    Field(
-        "num_saturated",
-        "<i8",
-        "sum",
-        Measured.CAST,
-        0,
-        "elements",
-        "finite x with |x·scale| ≥ the midpoint above FP8_MAX",
-    ),
-    Field("num_underflow", "<i8", "sum", Measured.CAST, 0, "elements", "x ≠ 0 that became 0"),
+    Field("num_saturated", "<i8", "sum", _C, 0, "elements", "finite x with |x·scale| ≥ the midpoint above FP8_MAX"),
+    Field("num_underflow", "<i8", "sum", _C, 0, "elements", "x ≠ 0 that became 0"),
     Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast"),
-    Field("num_inf", "<i8", "sum", Measured.INF, 0, "elements", "±Inf before the cast"),
+    Field("num_inf", "<i8", "sum", _C, 0, "elements", "±Inf before the cast"),
     Field("depth_hist", "<i8", "sum", _D, 0, "elements", "octave buckets of log2(tile amax / |x|)", NUM_DEPTH_BUCKETS),
     Field(
         "output_num_nonfinite", "<i8", "sum", _G, 0, "elements", "NaN and ±Inf in the sampled output of the site's GEMM"

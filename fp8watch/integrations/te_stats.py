@@ -37,8 +37,7 @@ def exact(x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, *, bo
 
 
 def derived(view: QuantizedView, power_2: bool, eps: float, *, bound: bool) -> TileStats:
-    """What codes and scales tell by themselves. Saturation, underflow and Inf are not measured: their fields stay 0, and
-    `measured` lacks their bits.
+    """What codes and scales tell by themselves. Saturation, underflow and Inf are absent, and stay 0.
 
     The invariant is judged on the largest code: in [224, 448] of E4M3 with power-of-two scales, 448 with others.
     """

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8watch.formats import AMAX_BUCKET_OFFSET
-from fp8watch_agent.record import COUNTED, FIELDS, ROW, Measured
+from fp8watch_agent.record import FIELDS, ROW, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")
 COMPILE_TIMEOUT_S = 90.0
 VERSION_TIMEOUT_S = 15.0
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
-_LIGHT = COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO
+_LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 _HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
 
 
@@ -57,7 +57,7 @@ def row_header() -> str:
             f"static const struct row EMPTY_ROW = {{{', '.join(defaults)}}};",
             f"#define MEASURED_LIGHT {int(_LIGHT)}",
             f"#define MEASURED_ALL {int(_LIGHT | _HEAVY)}",
-            f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.INF | Measured.AMAX)}",
+            f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.AMAX)}",
             f"#define MEASURED_ENERGIES {int(Measured.ENERGIES)}",
             f"#define AMAX_BUCKET_SHIFT {128 - AMAX_BUCKET_OFFSET}",
             "",

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fp8watch_agent.record import COUNTED, FIELDS, Measured, TileFlag
+from fp8watch_agent.record import FIELDS, Measured, TileFlag
 
 INF = float("inf")
-LIGHT = COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO
+LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
 _PLAIN_BYTES = 100  # a tile in plain torch: five int64 counts, five float64 sums, seven of 1–4 bytes
 

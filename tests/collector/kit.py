@@ -21,12 +21,12 @@ import pytest
 import uvicorn
 from collector.nursery import Child, nursery
 
-from fp8watch_agent.record import COUNTED, STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
+from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
 from fp8watch_server.command import listen
 from fp8watch_server.worker import Detection
 
-ALL = int(COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
+ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
 T = TypeVar("T")
 on_sqlite = pytest.mark.parametrize("database_kind", ["sqlite"])
 """For what does not depend on the database, or is SQLite's own."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from fp8watch_agent.record import COUNTED, STEP, Measured, Site, StepPresent, StepStatus, empty_rows, site_id
+from fp8watch_agent.record import STEP, Measured, Site, StepPresent, StepStatus, empty_rows, site_id
 from fp8watch_agent.wire import Batch, Header, decode_batch, encode_batch
 from fp8watch_server.detect.finding import SiteFacts, facts_of
 
@@ -30,7 +30,7 @@ OPERANDS = [
     ("grad_output", "rowwise", "dgrad", (1, 128)),
     ("grad_output", "columnwise", "wgrad", (128, 1)),
 ]
-ALL = COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES
+ALL = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES
 
 
 def make_sites(*, power_2_scale: bool = True, eps: float = 0.0, recipe: str = "blockwise") -> list[Site]:

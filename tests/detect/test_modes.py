@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from detect.healthy_run import Run
 
-from fp8watch_agent.record import COUNTED, Measured, StepPresent, StepStatus
+from fp8watch_agent.record import Measured, StepPresent, StepStatus
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.detect.finding import Finding
 
@@ -87,7 +87,7 @@ def test_a_sentinel_tile_tells_of_an_inf_where_elements_were_not_counted() -> No
     run = Run()
 
     def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
-        rows["measured"] &= ~int(COUNTED)
+        rows["measured"] &= ~int(Measured.COUNTS)
         if step == 65:
             i = run.index(DOWN, "input")
             put_inf(rows, i)

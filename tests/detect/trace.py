@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8watch_agent.record import COUNTED, STEP, Measured, Site, StepPresent, site_id
+from fp8watch_agent.record import STEP, Measured, Site, StepPresent, site_id
 from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.detect.finding import SiteFacts, facts_of
 from fp8watch_server.detect.sessions import SessionFacts
@@ -36,7 +36,7 @@ OPERANDS = (
     ("grad_output", "rowwise", "dgrad", (1, 128)),
     ("grad_output", "columnwise", "wgrad", (128, 1)),
 )
-ALL = COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS
+ALL = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS
 TOKENS, TILES = 256, 512
 SQNR_BY_DEPTH = ((0.0, 0.0), (0.2, 0.5), (1.0, 8.0), (2.0, 22.0), (3.0, 30.0), (12.0, 60.0))
 """(octaves of clip depth, dB lost): half the scale costs 8 dB, a quarter 22 dB."""

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 
-from fp8watch_agent.record import COUNTED, ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
+from fp8watch_agent.record import ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
     TILE_MAPS_CONTENT_TYPE,
@@ -47,7 +47,7 @@ FAULT_STEP = 90
 FAULT_MODULE = "layers.2.mlp.down_proj"
 FAULT_TILE = (131, 3)
 FAULT_SITE = site_id(FAULT_MODULE, "input", "rowwise")
-ALL_MEASURED = int(COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES)
+ALL_MEASURED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES)
 
 
 def make_sites(num_layers: int = 3, prefix: str = "layers") -> list[Site]:

@@ -14,11 +14,11 @@ from quantize.operands import DTYPES, KINDS, TILES, operand
 from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, reference, reference_stats
 from fp8watch.quantize.stats import TileStats
-from fp8watch_agent.record import COUNTED, FIELDS, Measured, TileFlag
+from fp8watch_agent.record import FIELDS, Measured, TileFlag
 
 SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")
 OF_THE_GEMM = ("output_num_nonfinite", "gemm_error", "gemm_gain_max", "gemm_gain_min")  # no quantiser knows them
-LIGHT = COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO
+LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 NOT_COMPARED = ("weight_hash", "order", "measured", *OF_THE_GEMM, *SUMS)
 
 
@@ -145,7 +145,7 @@ def test_what_is_not_measured_is_at_its_default_and_says_so(backend: Backend) ->
     stats = backend.quantize(operand("wide", "float32", (4, 256)), (1, 128), FORMATS["E4M3"], True, 0.0, heavy=False)
     summary = stats[2].summary()
     heavy = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
-    assert summary["measured"] == COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO
+    assert summary["measured"] == Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
     for f in FIELDS:
         if f.group & heavy:
             assert np.all(summary[f.name] == f.default), f.name

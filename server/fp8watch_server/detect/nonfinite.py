@@ -101,7 +101,7 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
         sentinels = int(view.raw("num_sentinel_tiles")[first])
         if sentinels:
             evidence.append(Evidence("num_sentinel_tiles", sentinels, 0, "tiles", view.step))
-    if mode == "inf-laundering" and view.has(Measured.CAST)[first]:
+    if mode == "inf-laundering" and view.has(Measured.COUNTS)[first]:
         evidence.append(Evidence("num_underflow", int(view.raw("num_underflow")[first]), None, "elements", view.step))
     loss = view.scalar("loss")
     if loss is not None:

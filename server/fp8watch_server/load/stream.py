@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import COUNTED, STEP, Measured, Site, StepPresent, TileMap, empty_rows
+from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows
 from fp8watch_agent.wire import Header, encode_batch, encode_tile_maps
 
 from .model import SiteTraits, make_sites, traits_of
@@ -28,7 +28,13 @@ Change = Callable[[Array, Array, int, int], None]
 """(rows [S] of ROW, step row of STEP, rank, step): puts a fault in, in place."""
 
 EVERYTHING = int(
-    COUNTED | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+    Measured.COUNTS
+    | Measured.AMAX
+    | Measured.SCALE
+    | Measured.RATIO
+    | Measured.ENERGIES
+    | Measured.MOMENTS
+    | Measured.DEPTH
 )
 FP8_MAX = 448.0
 EPOCH = 1_700_000_000.0

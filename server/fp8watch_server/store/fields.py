@@ -81,7 +81,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "underflow_ratio",
         ("num_underflow", "num_nonzero"),
-        _C | Measured.CAST,
+        _C,
         "ratio",
         "non-zero elements that became 0 / non-zero elements",
         "max",
@@ -91,7 +91,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "saturated_ratio",
         ("num_saturated", "num_elements"),
-        _C | Measured.CAST,
+        _C,
         "ratio",
         "clipped elements / elements",
         "max",
