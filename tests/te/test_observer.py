@@ -183,8 +183,6 @@ def test_healthy_codes_keep_the_derived_invariant(te: ModuleType) -> None:
             summary = watched.seen["0", "input", direction][0].summary()
             assert summary["num_off_scale_tiles"] == 0
             assert 0.5 <= summary["scale_ratio_min"] <= summary["scale_ratio_max"] <= 1
-            assert summary["measured"] & Measured.COUNTS
-            assert not summary["measured"] & (Measured.CAST | Measured.INF), "codes do not tell"
         watched.observer.stop()
 
 
