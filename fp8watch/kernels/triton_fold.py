@@ -118,8 +118,9 @@ def _fold_scalars(
         wanted = here[:, None] & ((column < WORST_TILE) | (column == NAN_SCALES))[None, :]
         counts += tl.sum(tl.load(line[:, None] + COUNTS + column[None, :], mask=wanted, other=0).to(tl.int64), 0)
         floats = (line[:, None] + EXTREMES + tl.arange(0, 8)[None, :]).to(tl.pointer_type(tl.float32))
-        high = tl.maximum(high, tl.load(floats, mask=here[:, None], other=-float("inf")))
-        low = tl.minimum(low, tl.load(floats, mask=here[:, None], other=float("inf")))
+        written = here[:, None] & (tl.arange(0, 8) < 6)[None, :]  # nobody writes the last of the eight
+        high = tl.maximum(high, tl.load(floats, mask=written, other=-float("inf")))
+        low = tl.minimum(low, tl.load(floats, mask=written, other=float("inf")))
         first = tl.minimum(first, tl.load((line + FIRST).to(tl.pointer_type(tl.int64)), mask=here, other=NEVER))
         top = (line + EXTREMES).to(tl.pointer_type(tl.float32))
         worst, worst_at = _better(

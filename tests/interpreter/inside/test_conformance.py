@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from quantize.test_conformance import EPS
 
 from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, triton
+from fp8watch.kernels.triton_fold import EXTREMES, FoldedLines
 
 COMBINATIONS = list(itertools.product(DTYPES, TILES, FORMATS, (True, False), EPS))
 PANELS = {(1, 128): (3, 256), (128, 1): (128, 5), (128, 128): (128, 128)}
@@ -143,3 +145,14 @@ def test_rounding_is_right_at_every_midpoint_and_beside_it() -> None:
         scale = torch.ones(1, -(-x.shape[1] // 128))
         codes = triton.quantize(x, (1, 128), FORMATS[fmt], True, 0.0, scale=scale, stats=False)[0]
         same(codes, oracle.encode(points, fmt).reshape(1, -1), fmt)
+
+
+def test_words_that_nobody_wrote_are_not_read(small_geometry: None) -> None:
+    x = operand("wide", "bfloat16", (130, 150))
+    how = ((1, 128), FORMATS["E4M3"], True, 0.0)
+    stats, expected = triton.quantize_dequantize(x, *how)[2], reference.quantize_dequantize(x, *how)[2]
+    assert stats is not None
+    assert isinstance(stats.folded, FoldedLines)
+    assert stats.folded.lines is not None
+    stats.folded.lines.view(torch.float32)[:, int(EXTREMES.value) + 7] = math.nan
+    same_stats(stats, expected)
