@@ -95,7 +95,7 @@ class Watch:
             self._closing = Closing(
                 plan, ids, recorder, guard, self._register, tile_maps, te, model, HostCopies(plan.slab.device)
             )
-            self._begin_step(plan)
+            guard.run("begin_step", self._begin_step, plan)
             plan.sampled = not plan.outside  # the first step shows what there is
             self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
             self._gone.atexit = False

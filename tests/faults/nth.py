@@ -35,6 +35,8 @@ SEAM = frozenset(
         "Watch.detach",
         "Overhead.__init__",
         "Sender._run",
+        "HostCopies.__init__",
+        "Slab.__init__",
         "unobserved_rows",  # checks an argument of attach
     }
 )

@@ -84,6 +84,6 @@ SOON = [
         f"{S}/worker.py",
         "            rows = pending(conn)\n",
         "            rows = [row for row in pending(conn) if (row.run_id, row.tenant) in self._running]\n",
-        f"{N}/test_killed_collector.py::test_what_was_acknowledged_is_told_whenever_the_collector_is_killed[sqlite-3]",
+        "tests/collector/test_worker.py::test_a_restart_rebuilds_the_engine_silently_and_takes_what_was_pending",
     ),
 ]
