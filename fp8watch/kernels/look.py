@@ -21,7 +21,10 @@ _THREADED_ELEMENTS = 1 << 19  # from here on torch shares the work among its thr
 
 
 def _readable(x: Tensor) -> int | None:
-    """The library's name of the dtype; None for what is better left to torch."""
+    """The library's name of the dtype; None for what is better left to torch, and for what has no memory of its own: a
+    subclass such as DTensor may answer data_ptr() with 0."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        return None
     alone = x.numel() < _THREADED_ELEMENTS or torch.get_num_threads() == 1
     return _DTYPES.get(x.dtype) if alone and x.is_cpu and x.is_contiguous() and not x.is_neg() else None
 

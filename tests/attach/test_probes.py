@@ -227,3 +227,23 @@ def test_the_largest_magnitude_is_that_of_torch(dtype, num):
     assert largest_magnitude(y) == math.inf
     y[0] = math.nan
     assert math.isnan(largest_magnitude(y))
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that has no memory of its own, as DTensor has none: data_ptr() says 0."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(a.inner if isinstance(a, Wrapper) else a for a in args), **(kwargs or {}))
+
+
+def test_a_tensor_without_memory_of_its_own_is_left_to_torch():
+    inner, slab = torch.tensor([1.0, -3.0, 2.0]), Slab(1)
+    assert not slab.look(0, Wrapper(inner), 0, energy=False)
+    assert largest_magnitude(Wrapper(inner)) == 3.0
