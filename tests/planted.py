@@ -20,6 +20,8 @@ COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "example
 COPIED += ("Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
 TESTS_FAILED = 1
 """Exit status of pytest when tests ran and failed; everything else means that they did not run."""
+NOT_PASSED_ON = ("PYTHONDONTWRITEBYTECODE", "CI", "BUILD_NUMBER")
+"""Under CI pytest explains a failed `==` line by line: minutes for long lists, and here a failure is what is wanted."""
 _ticks = itertools.count(1)
 
 
@@ -86,7 +88,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _run(tree: Path, bug: Bug, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH_") and k != "PYTHONDONTWRITEBYTECODE"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH_") and k not in NOT_PASSED_ON}
     if "FP8WATCH_TEST_DATABASE_URL" in os.environ:
         env["FP8WATCH_TEST_DATABASE_URL"] = os.environ["FP8WATCH_TEST_DATABASE_URL"]
     env["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("tests", "server", "agent", "."))
