@@ -28,11 +28,11 @@ _DATA_FLOW = (
 )
 
 EXACT = {
-    "counts": "exact", "amax": "exact", "scale": "exact", "ratio": "exact",
+    "counts": "exact", "cast": "exact", "amax": "exact", "scale": "exact", "ratio": "exact",
     "energies": "exact", "moments": "exact", "depth": "exact",
 }  # fmt: skip
 DERIVED = {
-    "counts": "derived", "amax": "derived", "scale": "exact", "ratio": "derived",
+    "counts": "derived", "cast": "absent", "amax": "derived", "scale": "exact", "ratio": "derived",
     "energies": "absent", "moments": "absent", "depth": "absent",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from fp8watch.kernels import reference, reference_stats
 from fp8watch.quantize.stats import TileStats
 from fp8watch_agent.record import Measured
 
-DERIVED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO)
+DERIVED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.CODES)
 
 
 def exact(x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, *, bound: bool, heavy: bool) -> TileStats:
@@ -37,7 +37,7 @@ def exact(x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, *, bo
 
 
 def derived(view: QuantizedView, power_2: bool, eps: float, *, bound: bool) -> TileStats:
-    """What codes and scales tell by themselves. Saturation, underflow and Inf are absent, and stay 0.
+    """What codes and scales tell by themselves. Saturation, underflow and Inf are absent (`Measured.CODES`).
 
     The invariant is judged on the largest code: in [224, 448] of E4M3 with power-of-two scales, 448 with others.
     """

@@ -248,6 +248,20 @@ STORE = [
         f"{C}/test_nonfinite.py::test_a_nan_on_one_rank_is_not_averaged_away",
     ),
     Bug(
+        "what was not measured is absent, never 0",
+        "agent/fp8watch_agent/record.py",
+        "(measured & (wanted | int(Measured.CODES))) == wanted",
+        "(measured & wanted) == wanted",
+        f"{T}/test_codes_alone.py::test_what_the_cast_did_is_absent_and_the_rest_is_there[sqlite-False]",
+    ),
+    Bug(
+        "a tile map of codes alone says nothing of the cast",
+        f"{S}/store/tiles.py",
+        'if evidence.get("cast") == "absent"',
+        "if not evidence",
+        f"{T}/test_codes_alone.py::test_a_tile_map_of_codes_alone_has_no_underflow[sqlite-evidence0-None]",
+    ),
+    Bug(
         "metrics are bounded",
         f"{S}/metrics.py",
         "        if count > self.left:\n",

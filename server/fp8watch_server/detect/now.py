@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, Measured, StepStatus
+from fp8watch_agent.record import FIELD_BY_NAME, Measured, StepStatus, holds
 
 from .finding import Evidence, Finding, Severity, SiteFacts, Verdict
 from .view import Mask, SiteTable, StepView
@@ -70,7 +70,7 @@ class Now:
         return got
 
     @cached_property
-    def _records(self) -> tuple[Mask, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _records(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""
         measured = np.concatenate([view.raw("measured") for view in self.views])
         row = np.concatenate([view.row for view in self.views])
@@ -79,7 +79,7 @@ class Now:
     def _measured(self, group: Measured) -> Mask:
         got = self._groups.get(group)
         if got is None:
-            got = self._groups[group] = np.asarray((self._records[0] & int(group)) != 0)
+            got = self._groups[group] = holds(self._records[0], group)
         return got
 
     def scalar(self, name: str) -> float | None:

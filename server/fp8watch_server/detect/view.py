@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured
+from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured, holds
 from fp8watch_agent.wire import Batch
 
 from .finding import MAX_SITES_IN_FINDING, SiteFacts
@@ -139,7 +139,7 @@ class BatchColumns:
         """Which records hold this group of fields. [N]"""
         got = self._has.get(group)
         if got is None:
-            got = self._has[group] = np.asarray((self.raw("measured") & int(group)) != 0)
+            got = self._has[group] = holds(self.raw("measured"), group)
         return got
 
     def values(self, name: str) -> npt.NDArray[np.float64]:
@@ -159,8 +159,8 @@ class BatchColumns:
     @cached_property
     def infinite(self) -> Mask:
         """Records that saw an Inf: counted, or told by a tile whose amax is Inf. [N]"""
-        counts = self.has(Measured.COUNTS) & (self.raw("num_inf") > 0)
-        return np.asarray(counts | (self.has(Measured.AMAX) & (self.raw("num_sentinel_tiles") > 0)))
+        seen = (self.raw("num_inf") > 0) | (self.raw("num_sentinel_tiles") > 0)
+        return np.asarray(self.has(Measured.CAST) & seen)
 
     def views(self) -> Iterator[StepView]:
         """One view per step of the batch, in order, steps without records included."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, holds
 
 from . import schema as t
 from .fields import SERIES_FIELDS, evaluate
@@ -185,8 +185,7 @@ def with_ranks(parts: Parts) -> Parts:
 
 
 def _has(parts: Parts, name: str) -> npt.NDArray[np.bool_]:
-    group = int(FIELD_BY_NAME[name].group)
-    return np.asarray((parts.columns["measured"] & group) == group)
+    return holds(parts.columns["measured"], FIELD_BY_NAME[name].group)
 
 
 def complete(parts: Parts, names: Iterable[str]) -> Parts:

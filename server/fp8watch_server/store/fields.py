@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, Measured
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, Measured, holds
 
 Array = npt.NDArray[Any]
 Columns = dict[str, Array]
@@ -55,6 +55,7 @@ def _db(ratio: Array) -> Array:
 
 
 _C, _A, _R = Measured.COUNTS, Measured.AMAX, Measured.RATIO
+_K = Measured.CAST
 _E, _M = Measured.ENERGIES, Measured.MOMENTS
 
 _DERIVED: tuple[SeriesField, ...] = (
@@ -81,7 +82,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "underflow_ratio",
         ("num_underflow", "num_nonzero"),
-        _C,
+        _K,
         "ratio",
         "non-zero elements that became 0 / non-zero elements",
         "max",
@@ -91,7 +92,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "saturated_ratio",
         ("num_saturated", "num_elements"),
-        _C,
+        _K,
         "ratio",
         "clipped elements / elements",
         "max",
@@ -112,7 +113,7 @@ _DERIVED: tuple[SeriesField, ...] = (
         ("num_nan", "num_inf"),
         _C,
         "elements",
-        "NaN and ±Inf before the cast",
+        "NaN and ±Inf before the cast; NaN alone where only codes were seen",
         "max",
         lambda c: c["num_nan"] + c["num_inf"],
     ),
@@ -161,8 +162,7 @@ def series_field(name: str) -> SeriesField:
 
 def evaluate(field: SeriesField, columns: Columns) -> tuple[Array, npt.NDArray[np.bool_]]:
     """Values [N] in the field's own dtype (derived floats: float32), and where they were measured and mean something."""
-    measured = columns["measured"]
-    present = (measured & int(field.groups)) == int(field.groups)
+    present = holds(columns["measured"], field.groups)
     if field.defined is not None:
         present &= field.defined(columns)
     values = field.values(columns)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy.engine import Connection
 
-from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS
+from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, holds
 
 from . import schema as t
 from .fields import FieldError, as_data, badness, evaluate, series_field
@@ -204,8 +204,7 @@ def histogram(
     if field not in ("amax_hist", "depth_hist"):
         raise FieldError(f"histogram {field!r} is not known; known are amax_hist, depth_hist")
     records = gather(conn, run_id, [field], sites=[site], from_step=from_step, to_step=to_step)
-    group = int(FIELD_BY_NAME[field].group)
-    kept = (records.columns["measured"] & group) == group
+    kept = holds(records.columns["measured"], FIELD_BY_NAME[field].group)
     steps, counts = records.step[kept], records.columns[field][kept]
     stride = max(1, math.ceil(len(steps) / clamp_points(points)))
     if len(steps):

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from fp8watch_agent.record import holds
+
 from . import schema as t
 from .fields import SERIES_FIELDS, badness, evaluate
 from .packing import DamagedBlock
@@ -77,8 +79,7 @@ def summarize(parts: Parts, step0: int) -> npt.NDArray[np.void]:
     for name in SUMS:
         values, present = evaluate(SERIES_FIELDS[name], columns)
         out[f"sum_{name}"] = np.add.reduceat(np.where(present, values, 0), of_sites)
-    measured = SERIES_FIELDS["amax_max"].groups
-    has_hist = (columns["measured"] & int(measured)) == int(measured)
+    has_hist = holds(columns["measured"], SERIES_FIELDS["amax_max"].groups)
     out["amax_hist"] = np.add.reduceat(np.where(has_hist[:, None], columns["amax_hist"], 0), of_sites, axis=0)
     return out
 

@@ -113,7 +113,8 @@ def tile_map(
     num_underflow, nonfinite, nonfinite_scale_inv, steps_available}; None where there is no such map.
 
     `step=None` is the newest that is kept, `rank=None` the lowest that has it. `flags` are record.TileFlag.
-    `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …].
+    `nonfinite` marks amax, `nonfinite_scale_inv` scale_inv: [[index, "nan" | "inf" | "-inf"], …]. `num_underflow` is null
+    throughout where only codes were seen, which do not tell it.
     """
     steps = steps_available(conn, run_id, site, rank)
     if not steps:
@@ -131,6 +132,9 @@ def tile_map(
     got: TileMap = decode_tile_maps(bytes(chosen.body)).maps[0]
     amax = (got.amax.astype(np.uint32) << 16).view(np.float32)  # bfloat16 is the upper half of a float32
     everywhere = np.ones(len(amax), dtype=bool)
+    s = t.site.c
+    of_site = (s.run_id == run_id, s.tenant == t.DEFAULT_TENANT, s.site == site)
+    evidence = conn.execute(sa.select(s.evidence).where(*of_site)).scalar() or {}
     amax_data, amax_marks = as_data(amax, everywhere)
     scale_data, scale_marks = as_data(got.scale_inv, everywhere)
     return {
@@ -143,7 +147,7 @@ def tile_map(
         "scale_inv": scale_data,
         "flags": got.flags.tolist(),
         "num_nonfinite": got.num_nonfinite.tolist(),
-        "num_underflow": got.num_underflow.tolist(),
+        "num_underflow": [None] * len(amax) if evidence.get("cast") == "absent" else got.num_underflow.tolist(),
         "nonfinite": amax_marks,
         "nonfinite_scale_inv": scale_marks,
         "steps_available": steps,
