@@ -145,7 +145,6 @@ def holds(measured: npt.NDArray[np.int32], groups: Measured) -> npt.NDArray[np.b
     return np.asarray((measured & int(groups)) == int(groups))
 
 
-
 _BASE: dict[str, Any] = {"<f8": np.float64, "<i8": np.int64, "<i4": np.int32, "<f4": np.float32}
 
 

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from store.kit import DOWN, SITES, UP, Feed, made_up
 
-from fp8watch_server.store import queries
+from fp8watch_server.store import queries, series
 from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor
 
@@ -188,3 +188,21 @@ def test_scalars_that_come_while_a_cell_is_packed_do_not_tear_it(feed: Feed) -> 
     sa.event.remove(feed.engine, "after_cursor_execute", in_between)
     with feed.engine.connect() as conn:
         assert queries.scalars(conn, "run-1", "loss", points=1000)["steps"] == list(range(201))
+
+
+@pytest.mark.parametrize("points", [3, 40, 10_000])
+def test_the_histogram_of_a_long_run_is_added_up_in_parts(
+    feed: Feed, points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks, a hole, and hot steps; what is added up in parts is what is added up at once."""
+    fill(feed, 300)
+    feed.compact(everything=True)
+    late = list(range(700, 760))
+    feed.send(feed.agent(), late, fields=made_up(np.random.default_rng(2), len(late), len(SITES)), seq=900)
+    with feed.engine.connect() as conn:
+        want = queries.histogram(conn, "run-1", UP.id, points=points)
+        assert want["steps"][-1] <= 759
+        for at_once in (11, 100, 359):
+            monkeypatch.setattr(series, "HISTOGRAMS_AT_ONCE", at_once)
+            assert queries.histogram(conn, "run-1", UP.id, points=points) == want, at_once
+        assert queries.histogram(conn, "run-1", UP.id, 301, 699) == {**want, "steps": [], "counts": [], "stride": 1}

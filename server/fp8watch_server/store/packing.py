@@ -279,7 +279,10 @@ class Packed:
         else:
             k, lanes = found
             for lane, (base, planes) in enumerate(lanes):
-                out[:, lane] = self._lane(k, base, planes, out.dtype)
+                if out.dtype.kind != "f" and all(how == _ALIKE for how, _ in planes):
+                    out[:, lane] = base + int.from_bytes(bytes(at for _, at in planes), "little")
+                else:
+                    out[:, lane] = self._lane(k, base, planes, out.dtype)
 
     def _lane(self, k: int, base: int, planes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> Array:
         n = self.n

@@ -79,6 +79,15 @@ def extent(
     return Extent(run_id, tenant, low, high, dict(closed), still_open, rows)
 
 
+def num_steps(found: Extent) -> int:
+    """From the first step that is there to the last."""
+    rows = [*(cell for cells in found.closed.values() for cell in cells), *found.open, *found.hot]
+    if not rows:
+        return 0
+    low, high = min(row.step_min for row in rows), max(row.step_max for row in rows)
+    return int(min(high, found.to_step) - max(low, found.from_step)) + 1
+
+
 def _warm(step0s: Sequence[int], rows: Sequence[Any]) -> set[int]:
     """Those of some cells in which a hot batch may have steps."""
     known = np.sort(np.array(step0s, dtype=np.int64))

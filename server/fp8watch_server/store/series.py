@@ -21,11 +21,13 @@ from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUC
 
 from . import schema as t
 from .fields import FieldError, as_data, badness, evaluate, series_field
-from .reading import extent, gather
+from .reading import extent, gather, num_steps
 from .scalars import read_logged, read_scalars, read_several
 from .summary import worst_of_each
 
 MAX_POINTS = 10_000
+HISTOGRAMS_AT_ONCE = 1 << 15
+"""Longer runs are added up in parts of so many: a histogram is 64 numbers a step."""
 AMAX_BUCKET_OFFSET = 48
 """Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; bucket 0 holds the zero tiles."""
 
@@ -203,16 +205,27 @@ def histogram(
     """
     if field not in ("amax_hist", "depth_hist"):
         raise FieldError(f"histogram {field!r} is not known; known are amax_hist, depth_hist")
-    records = gather(conn, run_id, [field], sites=[site], from_step=from_step, to_step=to_step)
-    kept = holds(records.columns["measured"], FIELD_BY_NAME[field].group)
-    steps, counts = records.step[kept], records.columns[field][kept]
+
+    def read(names: Sequence[str], low: int | None, high: int | None) -> tuple[Array, dict[str, Array]]:
+        records = gather(conn, run_id, names, sites=[site], from_step=low, to_step=high)
+        kept = holds(records.columns["measured"], FIELD_BY_NAME[field].group)
+        return records.step[kept], {name: records.columns[name][kept] for name in names}
+
+    at_once = num_steps(extent(conn, run_id, from_step, to_step)) <= HISTOGRAMS_AT_ONCE
+    steps, columns = read([field] if at_once else [], from_step, to_step)
     stride = max(1, math.ceil(len(steps) / clamp_points(points)))
-    if len(steps):
-        counts = np.add.reduceat(counts, np.arange(0, len(steps), stride), axis=0)  # whole numbers: in any order
+    firsts = steps[::stride]
+    counts = np.zeros((len(firsts), FIELD_BY_NAME[field].size), dtype=np.int64)
+    for start in range(0, len(steps), HISTOGRAMS_AT_ONCE):
+        part = steps[start : start + HISTOGRAMS_AT_ONCE]
+        of_part, columns = (steps, columns) if at_once else read([field], int(part[0]), int(part[-1]))
+        column = np.searchsorted(firsts, of_part, "right") - 1
+        begin = np.flatnonzero(np.diff(column, prepend=-1))
+        counts[column[begin]] += np.add.reduceat(columns[field], begin, axis=0)  # whole numbers: in any order
     return {
         "site": site,
         "field": field,
-        "steps": steps[::stride].tolist(),
+        "steps": firsts.tolist(),
         "buckets": histogram_buckets(field),
         "counts": counts.tolist(),
         "stride": stride,
