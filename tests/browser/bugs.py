@@ -161,6 +161,27 @@ BUGS = [
         f"{B}/test_collector_lost.py::test_open_pages_say_so_and_are_right_again_without_a_reload",
     ),
     Bug(
+        "a map that comes alone is told of",
+        "server/fp8watch_server/store/tiles.py",
+        "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",
+        "pass",
+        f"{B}/test_maps_that_come_later.py::test_they_appear_on_the_open_page_of_the_incident_and_on_the_map_itself",
+    ),
+    Bug(
+        "a page that was open before the map came shows it",
+        f"{P}/templates/incident.html",
+        '<div id="tiles" data-live hidden>',
+        '<div id="tiles" hidden>',
+        f"{B}/test_maps_that_come_later.py::test_they_appear_on_the_open_page_of_the_incident_and_on_the_map_itself",
+    ),
+    Bug(
+        "steps of a map are those of its rank",
+        f"{P}/routes.py",
+        'steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])',
+        "pass",
+        f"{T}/test_pages_show_what_is_wrong.py::test_steps_of_a_map_are_those_that_its_rank_has",
+    ),
+    Bug(
         "what was said while a page was open appears on it",
         f"{P}/templates/incident.html",
         'id="comparison" data-live{% if',
