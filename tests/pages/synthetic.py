@@ -226,7 +226,9 @@ class Run:
         rng = np.random.default_rng(7)
         maps = [make_tile_map(site, step, rng, fault=fault) for step in steps for site in sites]
         self._post(
-            "/v1/tile-maps", TILE_MAPS_CONTENT_TYPE, encode_tile_maps(self.run_id, self.session, self.rank, self.map_seq, maps)
+            "/v1/tile-maps",
+            TILE_MAPS_CONTENT_TYPE,
+            encode_tile_maps(self.run_id, self.session, self.rank, self.map_seq, maps),
         )
         self.map_seq += 1
 
