@@ -43,11 +43,11 @@ class _Quiet:
         return []
 
 
-def make_app(folder: Path) -> FastAPI:
-    """A collector with a database of its own."""
+def make_app(folder: Path, database_url: str | None = None) -> FastAPI:
+    """A collector with a database of its own: SQLite in the folder, unless another is named."""
     nothing = {f.name: lambda *args, **kwargs: [] for f in dataclasses.fields(Detection)}
     quiet = Detection(**{**nothing, "make_facts": lambda sites: {}, "make_engine": lambda *args: _Quiet()})
-    settings = Settings(database_url=f"sqlite:///{folder / 'fp8watch.db'}")
+    settings = Settings(database_url=database_url or f"sqlite:///{folder / 'fp8watch.db'}")
     return create_app(settings, detection=quiet, dispatcher=lambda engine, settings: None)
 
 

@@ -187,6 +187,7 @@ class Run:
     session: str = "5e55105e55105e55105e55105e55105e"
     seq: int = 0
     map_seq: int = 0
+    rank: int = 0
     start: float = field(default_factory=lambda: time.time() - 60.0)
 
     def register(self, *, world_size: int = 1) -> Run:
@@ -194,7 +195,7 @@ class Run:
         of_run = f"/v1/runs/{quote(self.run_id, safe='')}"
         facts = {"recipe": "blockwise", "backend": "reference", "world_size": world_size}
         self._ok(lambda: self.client.put(of_run, json={"name": self.name, **facts}))
-        session = {"rank": 0, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
+        session = {"rank": self.rank, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
         self._ok(lambda: self.client.put(f"{of_run}/sessions/{self.session}", json=session))
         sites = [asdict(s) for s in self.sites]
         self._ok(lambda: self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))
@@ -212,7 +213,7 @@ class Run:
         sent = np.array([keep is None or keep(step, site) for step in steps for site in self.sites], dtype=bool)
         rows = rows[sent]
         header = Header(
-            run=self.run_id, session=self.session, rank=0, seq=self.seq, step0=steps[0], num_steps=len(steps),
+            run=self.run_id, session=self.session, rank=self.rank, seq=self.seq, step0=steps[0], num_steps=len(steps),
             num_records=len(rows), clock=time.time(), health={"ended": 1.0} if ended else {},
         )  # fmt: skip
         site = np.tile(np.array([s.id for s in self.sites], dtype=np.uint64), len(steps))
@@ -225,7 +226,9 @@ class Run:
         rng = np.random.default_rng(7)
         maps = [make_tile_map(site, step, rng, fault=fault) for step in steps for site in sites]
         self._post(
-            "/v1/tile-maps", TILE_MAPS_CONTENT_TYPE, encode_tile_maps(self.run_id, self.session, 0, self.map_seq, maps)
+            "/v1/tile-maps",
+            TILE_MAPS_CONTENT_TYPE,
+            encode_tile_maps(self.run_id, self.session, self.rank, self.map_seq, maps),
         )
         self.map_seq += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from urllib.parse import quote
 
 import httpx
@@ -87,6 +88,36 @@ def test_unknown_names_of_a_url_are_text_and_short(client: httpx.Client) -> None
     assert answer.status_code == 404
     assert "<script>alert" not in answer.text
     assert len(answer.text) < 10_000
+
+
+def test_a_name_of_a_million_characters_is_refused_with_the_rule(client: httpx.Client) -> None:
+    """Wherever it comes in: when a run is registered, in an address, in what an address asks for."""
+    name = "n" * 1_000_000
+    answer = client.put("/v1/runs/million", json={"name": name, "recipe": "", "backend": "", "world_size": 1})
+    assert answer.status_code == 422
+    assert "length <= 4096" in answer.text
+    assert client.get("/runs/million").status_code == 404
+    host, port = client.base_url.host, client.base_url.port
+    for path in (f"/runs/{name}", f"/runs/demo-inf?map={name}"):
+        with socket.create_connection((host, port), timeout=20) as raw:
+            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            said = b"".join(iter(lambda raw=raw: raw.recv(1 << 16), b""))
+        assert said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ", b"HTTP/1.1 414 ")), said[:80]
+        assert b"Traceback" not in said
+        assert len(said) < 10_000
+    for query in (f"map={name[:60_000]}&operand={name[:2000]}", f"theme={name[:60_000]}", f"tile={name[:60_000]}"):
+        assert client.get(f"/runs/demo-inf?{query}").status_code == 200
+
+
+def test_a_run_that_has_ended_says_so_and_is_whole(client: httpx.Client) -> None:
+    html = client.get("/runs/demo-nan").text
+    assert 'data-status="ended"' in html
+    assert '<span class="status ended">' in html
+    assert 'id="health"' in html
+    row = next(r for r in re.findall(r"<tr>.*?</tr>", client.get("/").text, re.S) if "demo-nan" in r)
+    assert '<span class="status ended">' in row
+    site = synthetic.make_sites(1)[0].id
+    assert 'data-status="ended"' in client.get(f"/runs/demo-nan/sites/{site}").text
 
 
 def test_a_run_id_may_be_a_path(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -105,6 +105,27 @@ def test_tile_map_without_a_step_shows_the_newest(client: httpx.Client) -> None:
     assert 'data-step="94"' in page(client, f"{SITE}/tile-map")
 
 
+def test_steps_of_a_map_are_those_that_its_rank_has(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pages.collector import make_app, serving
+
+    def steps_of(html: str) -> tuple[str, str]:
+        found = re.search(r'data-steps="([^"]*)" data-rank="(\d+)"', html)
+        assert found is not None
+        return found[1], found[2]
+
+    with serving(make_app(tmp_path_factory.mktemp("ranks"))) as client:
+        for rank, steps in ((0, [1, 2]), (3, [2, 5])):
+            run = synthetic.Run(client, "r", "r", sites=synthetic.make_sites(1), session=f"{rank}" * 32, rank=rank)
+            run.register(world_size=4)
+            run.send(range(6))
+            run.send_maps(steps, [run.sites[0]])
+        path = f"/runs/r/sites/{run.sites[0].id}/tile-map"
+        assert steps_of(page(client, path)) == ("[2, 5]", "3")  # the newest, of whoever has it
+        assert steps_of(page(client, f"{path}?step=2")) == ("[1, 2]", "0")
+        assert steps_of(page(client, f"{path}?step=2&rank=3")) == ("[2, 5]", "3")
+        assert client.get(f"{path}?step=5&rank=0").status_code == 404
+
+
 def test_incident_page_says_what_where_since_when_why_and_what_to_change(client: httpx.Client) -> None:
     words = text_of(page(client, f"/incidents/{INCIDENT_ID}"))
     for expected in (

@@ -78,6 +78,8 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
         if tile_map is None:  # pruned since it was listed
             raise tables.no_tile_map_at(run, found, rank, step, steps, back)
+        if rank is None:  # of another rank other steps were kept: the slider goes over those of the one that is shown
+            steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])
         return page(
             request,
             "tile_map.html",

@@ -66,6 +66,9 @@ def commit_tile_maps(
     conn.execute(
         sa.insert(t.tile_map_batch), [{**key, "body_sha256": sha256, "step_max": step_max, "received_at": now}]
     )
+    r = t.run.c  # open pages hear of the map: what they watch is the run
+    heard = (r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
+    conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))
     return True
 
 

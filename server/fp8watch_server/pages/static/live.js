@@ -26,7 +26,7 @@ export async function refresh() {
     for (const open of part.querySelectorAll("details[open][id]")) next.querySelector(`#${CSS.escape(open.id)}`)?.setAttribute("open", "");
     part.replaceWith(document.adoptNode(next));
   }
-  document.dispatchEvent(new CustomEvent("fp8watch:live"));
+  document.dispatchEvent(new CustomEvent("fp8watch:live", { detail: fresh }));
 }
 
 // Many changes are one; and a page that takes long to fetch is fetched less often.

@@ -61,7 +61,7 @@ class TileMapView {
     });
     new ResizeObserver(() => this.draw()).observe(this.box);
     document.addEventListener("fp8watch:theme", () => { this.draw(); this.steps.drawBad(); });
-    document.addEventListener("fp8watch:live", () => this.lookForSteps());
+    document.addEventListener("fp8watch:live", ({ detail }) => this.lookForSteps(detail));
   }
 
   arrow(event) {
@@ -100,11 +100,12 @@ class TileMapView {
     }
   }
 
-  async lookForSteps() {
-    const { now, all } = this.steps;
-    this.cache.delete(now);
-    const map = await this.fetch(now).catch(() => null);
-    if (map && map.steps_available.at(-1) !== all.at(-1)) this.steps.replace(map.steps_available, this.whole);
+  // The page as it is now says which steps there are: the map itself, which may be large, is not asked for again.
+  lookForSteps(fresh) {
+    const told = fresh?.querySelector("[data-tile-map]")?.dataset;
+    if (told === undefined || Number(told.rank) !== this.rank) return;
+    const all = JSON.parse(told.steps);
+    if (all.includes(this.steps.now) && String(all) !== String(this.steps.all)) this.steps.replace(all, this.whole);
   }
 
   nextFlagged() {
