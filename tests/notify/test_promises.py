@@ -123,7 +123,7 @@ BATCHES_PER_S, NUM_RUNS, NUM_RANKS, NUM_SITES, NUM_BROKEN = 200, 8, 200, 20, 32
 
 @pytest.mark.long
 def test_a_non_finite_batch_is_told_soon_while_two_hundred_batches_a_second_come_in(
-    tmp_path: Path, receiver_of: Receivers
+    tmp_path: Path, database_url: str, receiver_of: Receivers
 ) -> None:
     """Each fourth breaks in one of the fleet's own runs, the others in runs that have just begun."""
     receiver, sites = receiver_of(), [make_site("up", order=0), make_site("down", order=1)]
@@ -131,7 +131,8 @@ def test_a_non_finite_batch_is_told_soon_while_two_hundred_batches_a_second_come
     told_apart = [f"busy-{i // 4}" if i % 4 == 0 else f"broken-{i}" for i in range(NUM_BROKEN)]
     posted: dict[str, float] = {}
     answered: list[float] = []
-    with Serving(tmp_path, command=command, FP8WATCH_WEBHOOK_URL=receiver.url) as collector:
+    settings = {"FP8WATCH_DATABASE_URL": database_url, "FP8WATCH_WEBHOOK_URL": receiver.url}
+    with Serving(tmp_path, command=command, **settings) as collector:
         load = [collector.url, str(BATCHES_PER_S), str(NUM_RUNS), str(NUM_RANKS), str(NUM_SITES)]
         fleet = subprocess.Popen(
             [sys.executable, str(FLEET), *load], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
