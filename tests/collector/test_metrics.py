@@ -132,3 +132,16 @@ def test_it_is_made_at_most_every_five_seconds(filled: Agent, monkeypatch: pytes
     assert filled.client.get("/metrics").text == first
     monkeypatch.setattr(metrics, "CACHE_S", 0.0)
     assert filled.client.get("/metrics").text != first
+
+
+def test_a_hostile_name_is_one_label_and_no_line_of_its_own(client: Any, app: Any) -> None:
+    module = 'up"} 1\n# TYPE fp8watch_loss counter\nfp8watch_loss{run="x\\\\"} 7 \\ \u2028<b>'
+    site = make_site(module)
+    run = 'jobs/"7"\\n{} \u2028é'
+    agent = Agent(client, run=run)
+    agent.register([site]).send([site], [1], scalars={"loss": [2.5]})
+    app.state.worker.drain()
+    got = samples(client.get("/metrics").text)
+    assert {dict(pairs)["run"] for _, pairs in got if "run" in dict(pairs)} == {run}
+    assert {dict(pairs)["layer"] for _, pairs in got if "layer" in dict(pairs)} == {module}
+    assert got["fp8watch_loss", (("run", run),)] == 2.5

@@ -1,13 +1,14 @@
 // One incident: the charts that prove it, around the step where it began.
 import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip } from "./charts.js";
 
-const { api: base, first, last, severity } = document.body.dataset;
+const { api: base, severity } = document.body.dataset;
 const BEFORE = 64, AFTER = 64;
 const OCTAVES = new Set(["amax_max", "amax_min_nonzero", "scale_inv_max", "scale_inv_min"]);
 const PERCENT = new Set(["underflow_ratio", "saturated_ratio"]);
 
 async function drawEvidence(element) {
   const { evidence: field, evidenceSite: site } = element.dataset;
+  const { first, last } = document.body.dataset; // an incident may go on while its page is open
   try {
     const got = await api(`${base}/series`, { field, site, from: Math.max(0, Number(first) - BEFORE), to: Number(last) + AFTER, points: 400 });
     if (got.values.every((v) => v === null) && !(got.nonfinite ?? []).length) return nothing(element, "Not measured here.");

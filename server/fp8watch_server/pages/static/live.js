@@ -26,6 +26,7 @@ export async function refresh() {
     for (const open of part.querySelectorAll("details[open][id]")) next.querySelector(`#${CSS.escape(open.id)}`)?.setAttribute("open", "");
     part.replaceWith(document.adoptNode(next));
   }
+  Object.assign(body.dataset, fresh.body.dataset); // what scripts are told: steps of an incident, maps that there are
   document.dispatchEvent(new CustomEvent("fp8watch:live", { detail: fresh }));
 }
 

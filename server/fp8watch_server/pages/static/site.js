@@ -5,8 +5,9 @@ import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothi
 import { drawHistogram } from "./histogram.js";
 import { asked, followZoom, shownRange } from "./range.js";
 
-const { run: runUrl, siteFormat, operand, step, sites } = document.body.dataset;
-const SITES = JSON.parse(sites); // one, or both directions: [{id, maps}]
+const { run: runUrl, siteFormat, operand, step } = document.body.dataset;
+const told = (name) => JSON.parse(document.body.dataset[name]); // anew each time: it changes while the page is open
+const SITES = told("sites"); // one, or both directions: [{id, maps}]
 const POINTS = 800;
 const FLOOR_DB = { E4M3: 28, E5M2: 22 };
 
@@ -20,14 +21,15 @@ const CHARTS = [
 
 // The step that was asked for in the address, and the incidents of this site.
 const upright = (x, stroke, dash) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: stroke, width: 1.2, dash } });
-const incidents = JSON.parse(document.body.dataset.marks);
 const marked = () => [
-  ...incidents.map(([at, severity]) => upright(at, colour(severity === "info" || severity === "warning" ? severity : "critical"), "dot")),
-  ...(step === undefined || incidents.some(([at]) => at === Number(step)) ? [] : [upright(Number(step), colour("muted"), "solid")]),
+  ...told("marks").map(([at, severity]) => upright(at, colour(severity === "info" || severity === "warning" ? severity : "critical"), "dot")),
+  ...(step === undefined || told("marks").some(([at]) => at === Number(step)) ? [] : [upright(Number(step), colour("muted"), "solid")]),
 ];
 
-export function goToMap(element, { id, maps }) {
-  if (maps) element.on("plotly_click", ({ points }) => location.assign(`${runUrl}/sites/${id}/tile-map?step=${Math.round(points[0].x)}`));
+export function goToMap(element, { id }) {
+  element.on("plotly_click", ({ points }) => {
+    if (told("sites").some((site) => site.id === id && site.maps)) location.assign(`${runUrl}/sites/${id}/tile-map?step=${Math.round(points[0].x)}`);
+  });
 }
 
 // All series of a site come in one answer, which its charts share.
