@@ -29,6 +29,6 @@ async function drawEvidence(element) {
 }
 
 // The map of a fault arrives after the incident: the page gets its panel while it is open, and the script with it.
-document.addEventListener("fp8watch:live", () => { if (document.querySelector("#tiles [data-tile-map]")) import("./tile_map.js"); });
+document.addEventListener("fp8watch:live", () => { if (document.querySelector("#tiles [data-tile-map]")) import("./tile_map.js").catch(() => {}); });
 
 keepDrawn(() => Promise.all([...document.querySelectorAll("[data-evidence]")].map(drawEvidence)));
