@@ -47,7 +47,7 @@ def runs(conn: Connection) -> list[Dict]:
     """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
     out: list[Dict] = []
     for i, run in enumerate(queries.runs(conn)):
-        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0}
+        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0, "worst_resolved": None}
         if i < NUM_RUNS_WITH_LOSS:
             loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
             row["loss_step"], row["loss"] = view.latest(loss)
@@ -55,7 +55,8 @@ def runs(conn: Connection) -> list[Dict]:
         if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
             found = incidents(conn, run["id"])
             row["incidents"] = [i for i in found if i["status"] != "resolved"]
-            row["num_resolved"] = len(found) - len(row["incidents"])
+            resolved = found[len(row["incidents"]) :]  # the worst of them first
+            row["num_resolved"], row["worst_resolved"] = len(resolved), resolved[0] if resolved else None
         out.append(row)
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
