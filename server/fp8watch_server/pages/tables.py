@@ -53,7 +53,15 @@ def runs(conn: Connection) -> list[Dict]:
     """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
     out: list[Dict] = []
     for i, run in enumerate(queries.runs(conn)):
-        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0, "worst_resolved": None}
+        row = {
+            **run,
+            "loss": None,
+            "loss_step": None,
+            "spark": None,
+            "incidents": [],
+            "num_resolved": 0,
+            "worst_resolved": None,
+        }
         if i < NUM_RUNS_WITH_LOSS:
             loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
             row["loss_step"], row["loss"] = view.latest(loss)

@@ -120,7 +120,7 @@ def field_label(field: str) -> str:
 def capitalised(label: str) -> str:
     """A label at the head of a chart or a row; names of the wire (scale_inv, amax) stay as they are spelt."""
     first = label.split(" ", 1)[0]
-    return label if "_" in first or "·" in first or first == "amax" else label[:1].upper() + label[1:]
+    return label if "_" in first or "·" in first or first in ("amax", "eps") else label[:1].upper() + label[1:]
 
 
 def moment(value: object) -> datetime | None:
