@@ -191,14 +191,14 @@ BUGS = [
     Bug(
         "what an open incident names is the worst",
         f"{P}/tables.py",
-        '"key": (incident is None, -num_bad',
+        '"key": (by is None, -num_bad',
         '"key": (False, -num_bad',
         f"{T}/test_pages_show_what_is_wrong.py::test_worst_sites_begin_with_what_an_open_incident_names",
     ),
     Bug(
         "an SQNR of before the failure ranks nothing",
         f"{P}/tables.py",
-        "told = 0.0 if num_bad and sqnr and sqnr[0] < bad[0] else margin",
+        "told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin",
         "told = margin",
         f"{T}/test_pages_show_what_is_wrong.py::test_worst_sites_begin_with_what_an_open_incident_names",
     ),

@@ -122,7 +122,7 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: 
     Those that open incidents name come first, then non-finite elements, then the lowest tile SQNR against the format.
     """
     named: dict[int, Dict] = {}
-    for incident in open_incidents:
+    for incident in open_incidents[:NUM_WORST]:
         if (of := lookup.site_of(incident, sites)) is not None:
             named.setdefault(of["id"], incident)
     now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})
@@ -137,17 +137,17 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: 
         if sqnr and sqnr[1] != "inf":  # an SQNR of +Inf: nothing was lost; probes of high precision all have it
             margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
         step = max(cell[0] for cell in cells.values() if cell)
-        incident = named.get(site["id"])
+        by = named.get(site["id"])
         # An SQNR of before says nothing of elements that are NaN since: then the first in the flow of data is the worst.
-        told = 0.0 if num_bad and sqnr and sqnr[0] < bad[0] else margin
+        told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin
         rows.append(
             {
                 "site": site,
                 "step": step,
                 "cells": cells,
                 "margin_db": margin,
-                "incident": incident,
-                "key": (incident is None, -num_bad, told, site["order"]),
+                "incident": by,
+                "key": (by is None, -num_bad, told, site["order"]),
             }
         )
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
