@@ -41,6 +41,18 @@ def test_what_is_not_there_gets_a_page_with_its_status(client: httpx.Client, pat
     assert "Traceback" not in answer.text
 
 
+def test_an_address_that_leads_nowhere_gets_a_page_where_a_person_asks(client: httpx.Client) -> None:
+    person = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    answer = client.get("/nope/<b>", headers=person)
+    assert answer.status_code == 404
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "No such page" in answer.text
+    assert "<b>" not in answer.text
+    for path, headers in (("/nope", {}), ("/api/v1/nope", person), ("/v1/nope", person)):
+        assert client.get(path, headers=headers).headers["content-type"] == "application/problem+json"
+    assert client.post("/nope", headers=person).status_code == 404
+
+
 def test_problem_page_of_a_missing_step_links_the_nearest_ones(client: httpx.Client) -> None:
     html = client.get(f"{SITE}/tile-map?step=7").text
     assert f'href="{SITE}/tile-map?step=84"' in html

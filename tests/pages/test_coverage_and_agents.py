@@ -49,7 +49,11 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
         run.send(range(3))
         html = client.get("/runs/cover").text
     said = words(html, "coverage")
-    for expected in ("7 modules", "input E4M3 1×128 power of two blockwise reference 7", "weight E4M3 128×128"):
+    for expected in (
+        "7 modules",
+        "input rowwise E4M3 1×128 power of two blockwise reference 7",
+        "weight rowwise E4M3 128×128",
+    ):
         assert expected in said
     for expected in ("lm_head output head", "&lt;b&gt;x too small", "E5M2 with &lt;1,128&gt;"):
         assert expected in said

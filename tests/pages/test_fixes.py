@@ -14,6 +14,13 @@ from fp8watch_server.pages.fixes import render, to_copy
         ("The same: FP8_A_EPS=1e-12 FP8_B_EPS=1e-12.", "FP8_A_EPS=1e-12 FP8_B_EPS=1e-12"),
         ("Remove --fp8-param-gather first: it is stale.", "--fp8-param-gather"),
         ("Use E5M2: --fp8-format hybrid (fp8_format HYBRID).", "--fp8-format hybrid"),
+        (
+            "A longer history: --fp8-amax-history-len 1024 --fp8-amax-compute-algo max.",
+            "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
+        ),
+        ("Head room: --fp8-margin 1, or 2.", "--fp8-margin 1"),
+        ("Less: --fp8-margin 0.", "--fp8-margin 0"),
+        ("After each update: is_first_microbatch=True in the first.", "is_first_microbatch=True"),
         ("Clip it before the cast: x.clamp(-3e4, 3e4).", "x.clamp(-3e4, 3e4)"),
         (
             "BF16: attach(model, filter_fn=lambda m, fqn: isinstance(m, torch.nn.Linear) and fqn not in ('a', 'b')).",

@@ -68,6 +68,36 @@ def test_worst_sites_put_non_finite_first_and_link_to_site_and_step(tmp_path_fac
     assert "layers.2.mlp.down_proj" not in rows[1]
 
 
+def test_worst_sites_begin_with_what_an_open_incident_names(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pages.collector import make_app, serving
+
+    def all_nan(steps: Any, rows: Any) -> None:
+        rows["num_nan"][:] = 5
+        rows["measured"][:] = 1  # counts only: SQNR is of before
+
+    app = make_app(tmp_path_factory.mktemp("named"))
+    with serving(app) as client:
+        run = synthetic.Run(client, "n", "n").register()
+        run.send(range(3), fault=False)
+        assert "No incidents: nothing was raised so far." in page(client, "/runs/n")
+        run.send(range(3, 5), fault=False, change=all_nan)
+        in_flow = sorted(run.sites, key=lambda s: s.order)
+        assert named_first(page(client, "/runs/n")) == str(in_flow[0].id)  # not the one that was worst before
+        synthetic.add_incident(app.state.engine, "n", INCIDENT_ID)
+        html = page(client, "/runs/n")
+        assert named_first(html) == str(FAULT_SITE)
+        assert f'class="named critical" href="/incidents/{INCIDENT_ID}"' in html
+        assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/resolve").status_code == 200
+        assert named_first(page(client, "/runs/n")) == str(in_flow[0].id)
+
+
+def named_first(html: str) -> str:
+    """The site in the first row of the worst ones."""
+    found = re.search(r'class="rowlink" href="/runs/n/sites/(\d+)', html)
+    assert found is not None
+    return found[1]
+
+
 def test_run_without_loss_says_how_to_give_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     from pages.collector import make_app, serving
 
@@ -124,6 +154,15 @@ def test_steps_of_a_map_are_those_that_its_rank_has(tmp_path_factory: pytest.Tem
         assert steps_of(page(client, f"{path}?step=2")) == ("[1, 2]", "0")
         assert steps_of(page(client, f"{path}?step=2&rank=3")) == ("[2, 5]", "3")
         assert client.get(f"{path}?step=5&rank=0").status_code == 404
+
+
+def test_tile_map_of_a_quiet_step_leads_to_the_step_and_the_tile_that_broke(client: httpx.Client) -> None:
+    html = page(client, f"{SITE}/tile-map?step=94")
+    assert "No tile is non-finite" in html
+    seen = re.search(r'<p class="seen">.*?</p>', html, re.S)
+    assert seen is not None
+    assert 'href="?step=90&amp;tile=131,3">step 90, tile (131, 3)</a>' in seen[0]
+    assert f'href="/incidents/{INCIDENT_ID}"' in seen[0]
 
 
 def test_incident_page_says_what_where_since_when_why_and_what_to_change(client: httpx.Client) -> None:
@@ -197,7 +236,8 @@ def test_acknowledged_and_resolved_incidents_offer_no_such_button(tmp_path_facto
         assert 'data-act="' not in html
         assert "No open incidents" in page(client, "/runs/demo-inf")
         assert 'class="card incident critical resolved"' in page(client, "/runs/demo-inf")
-        assert "1 resolved" in text_of(page(client, "/"))
+        assert "1 resolved: inf-laundering" in text_of(page(client, "/"))
+        assert "nothing was raised" not in text_of(page(client, "/runs/demo-inf"))
 
 
 def test_after_a_restart_from_step_0_now_is_the_newer_attempt(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -52,7 +52,7 @@ def test_a_field_of_an_older_step_says_its_step(tmp_path_factory: pytest.TempPat
         row = re.search(r"<tr[^>]*>\s*<td><a class=\"rowlink\".*?</tr>", client.get("/runs/partial").text, re.S)
     assert row is not None
     assert '<td class="n muted">11</td>' in row[0]
-    assert row[0].count('title="of step 0"') == 2  # tile SQNR and the largest amax
+    assert row[0].count('title="measured at step 0">@0<') == 2  # tile SQNR and the largest amax
 
 
 def test_run_page_says_how_to_log_what_was_not(sparse: httpx.Client, client: httpx.Client) -> None:

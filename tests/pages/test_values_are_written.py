@@ -44,6 +44,25 @@ def test_ratio_octave_and_unit() -> None:
     assert view.quantity(None, "dB") == "–"
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (1, "tiles", "1 tile"),
+        (2, "tiles", "2 tiles"),
+        (1, "of 12 tiles", "1 of 12 tiles"),
+        ("28 or more", "dB", "28 dB or more"),
+        ("5 or less", "steps", "5 steps or less"),
+        ("1 or less", "ratio", "1 or less"),
+        ("in (0.5, 1]", "ratio", "in (0.5, 1]"),
+        (0.4991, "share", "49.9 %"),
+        ("0.1 or less", "share", "10 % or less"),
+        ("nan", "share", "NaN"),
+    ],
+)
+def test_evidence_reads_as_a_sentence_would_say_it(value: object, unit: str, written: str) -> None:
+    assert view.quantity(value, unit) == written
+
+
 def test_times_in_any_spelling() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     for value in (at.timestamp(), "2026-01-02T03:04:05Z", at, at.replace(tzinfo=None)):

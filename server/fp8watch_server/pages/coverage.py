@@ -46,9 +46,9 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
             continue
         tile = "×".join(str(n) for n in site["tile"])
         scales = "power of two" if site["power_2_scale"] else "FP32"
-        key = (site["operand"], site["format"], tile, scales, site["recipe"], site["backend"])
+        key = (site["operand"], site["direction"], site["format"], tile, scales, site["recipe"], site["backend"])
         groups.setdefault(key, set()).add(site["module"])
-    names = ("operand", "format", "tile", "scales", "recipe", "backend")
+    names = ("operand", "direction", "format", "tile", "scales", "recipe", "backend")
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
     out = left_out(facts.get("left_out"))
     quantised = {s["module"] for s in sites if s["operand"] != PROBE}

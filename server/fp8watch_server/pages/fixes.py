@@ -19,11 +19,13 @@ from fp8watch_server.pages.markdown import inline
 
 MAX_CHARS = 4000
 _VALUE = r"[\w+-]+(?:\.\d+)?(?:e-?\d+)?"
+_WORD = r"(?:hybrid|e4m3|e5m2|blockwise|tensorwise|delayed|mxfp8|max|most_recent)"
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _SNIPPET = re.compile(
     rf"(?P<env>\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+={_VALUE})"  # a variable with its value
-    r"|(?P<flag>(?<![\w-])--[a-z][\w-]+(?:[ =](?:hybrid|e4m3|e5m2|blockwise|delayed|mxfp8)\b)?)"  # a trainer's flag
+    rf"|(?P<flag>(?<![\w-])--[a-z][\w-]+(?:[ =](?:\d+(?:\.\d+)?|{_WORD})\b)?)"  # a trainer's flag, with its value
     rf"|(?P<call>\b[A-Za-z_][\w.]*{_ARGUMENTS})"  # a call, with up to three levels of parentheses
+    r"|(?P<argument>\b[a-z]\w*=(?:True|False|None)\b)"  # an argument of a call
     r"|`(?P<code>[^`]+)`"
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
+from starlette.exceptions import HTTPException
 
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.pages import (
@@ -93,6 +94,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             tile=lookup.coordinates(query.get("tile")),
             map=tile_map,
             flagged=tables.flagged_tiles(tile_map, found),
+            seen=tables.seen_here(conn, run["id"], found),
         )
 
 
@@ -147,13 +149,14 @@ def run_page(request: Request, run_id: str) -> Response:
         now = tables.scalars_now(conn, run)
         incidents = tables.incidents(conn, run["id"])
         charts = queries.several_scalars(conn, run["id"], tables.SCALARS, low, high, FIRST_POINTS)
+    open_incidents = [i for i in incidents if i["status"] != "resolved"]
 
     def below() -> dict[str, Any]:
         """What lies below the first chart and takes longer: it is asked for when that has been sent."""
         with _connect(request) as conn:
             sites = queries.sites(conn, run["id"])
             return {
-                "worst": tables.worst_sites(conn, run, sites),
+                "worst": tables.worst_sites(conn, run, sites, open_incidents),
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "coverage": coverage.coverage(run, sites),
@@ -165,7 +168,7 @@ def run_page(request: Request, run_id: str) -> Response:
         watch=watch,
         run=run,
         now=now,
-        open_incidents=[i for i in incidents if i["status"] != "resolved"],
+        open_incidents=open_incidents,
         resolved=[i for i in incidents if i["status"] == "resolved"],
         chart=first_chart.training_chart(charts, incidents, low, high),
         agents=coverage.agents(run),
@@ -229,6 +232,25 @@ def _problem(request: Request, problem: Exception) -> HTMLResponse:
     return problem_page(request, problem)
 
 
+def _lost(otherwise: Any) -> Any:
+    """Answer a person whose address leads nowhere with a page; programs get what they got before."""
+
+    def handler(request: Request, e: HTTPException) -> Any:
+        person = "text/html" in request.headers.get("accept", "") and request.method in ("GET", "HEAD")
+        if e.status_code != 404 or not person or request.url.path.startswith(("/api/", "/v1/")):
+            return otherwise(request, e)
+        problem = PageProblem(
+            404,
+            "No such page",
+            f"Nothing is at {view.cut(request.url.path)}.",
+            "Runs, their sites and their incidents are reached from the list of runs.",
+            (RUNS,),
+        )
+        return problem_page(request, problem)
+
+    return handler
+
+
 def install(app: FastAPI) -> None:
     """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
@@ -236,4 +258,5 @@ def install(app: FastAPI) -> None:
     app.include_router(data.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
+    app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))
     app.add_middleware(SecurityHeaders)

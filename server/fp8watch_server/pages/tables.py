@@ -43,11 +43,25 @@ def concerns(incident: Dict, site: Dict) -> bool:
     return str(site["id"]) in {str(i) for i in incident.get("sites") or []} or lookup.site_of(incident, [site]) is site
 
 
+def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
+    """The incidents that name a site, each with the tile where it is one of this site."""
+    found = [i for i in incidents(conn, run_id) if concerns(i, site)]
+    return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
+
+
 def runs(conn: Connection) -> list[Dict]:
     """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
     out: list[Dict] = []
     for i, run in enumerate(queries.runs(conn)):
-        row = {**run, "loss": None, "loss_step": None, "spark": None, "incidents": [], "num_resolved": 0}
+        row = {
+            **run,
+            "loss": None,
+            "loss_step": None,
+            "spark": None,
+            "incidents": [],
+            "num_resolved": 0,
+            "worst_resolved": None,
+        }
         if i < NUM_RUNS_WITH_LOSS:
             loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
             row["loss_step"], row["loss"] = view.latest(loss)
@@ -55,7 +69,8 @@ def runs(conn: Connection) -> list[Dict]:
         if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
             found = incidents(conn, run["id"])
             row["incidents"] = [i for i in found if i["status"] != "resolved"]
-            row["num_resolved"] = len(found) - len(row["incidents"])
+            resolved = found[len(row["incidents"]) :]  # the worst of them first
+            row["num_resolved"], row["worst_resolved"] = len(resolved), resolved[0] if resolved else None
         out.append(row)
     return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
 
@@ -101,8 +116,15 @@ def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int])
 WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 
 
-def worst_sites(conn: Connection, run: Dict, sites: list[Dict]) -> list[Dict]:
-    """Sites by damage where each was measured last: non-finite elements first, then the lowest tile SQNR against its format."""
+def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: list[Dict]) -> list[Dict]:
+    """Sites by damage where each was measured last.
+
+    Those that open incidents name come first, then non-finite elements, then the lowest tile SQNR against the format.
+    """
+    named: dict[int, Dict] = {}
+    for incident in open_incidents[:NUM_WORST]:
+        if (of := lookup.site_of(incident, sites)) is not None:
+            named.setdefault(of["id"], incident)
     now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})
     rows: list[Dict] = []
     for site in sites:
@@ -115,8 +137,18 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict]) -> list[Dict]:
         if sqnr and sqnr[1] != "inf":  # an SQNR of +Inf: nothing was lost; probes of high precision all have it
             margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
         step = max(cell[0] for cell in cells.values() if cell)
+        by = named.get(site["id"])
+        # An SQNR of before says nothing of elements that are NaN since: then the first in the flow of data is the worst.
+        told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin
         rows.append(
-            {"site": site, "step": step, "cells": cells, "margin_db": margin, "key": (-num_bad, margin, site["order"])}
+            {
+                "site": site,
+                "step": step,
+                "cells": cells,
+                "margin_db": margin,
+                "incident": by,
+                "key": (by is None, -num_bad, told, site["order"]),
+            }
         )
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
 

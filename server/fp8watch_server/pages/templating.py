@@ -42,6 +42,7 @@ def environment() -> Environment:
         quantity=view.quantity,
         of_field=view.of_field,
         field_label=view.field_label,
+        capitalised=view.capitalised,
         nonfinite=view.nonfinite,
         ago=view.ago,
         clock=view.clock,

@@ -11,6 +11,7 @@ What was not measured is None and is written –.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -49,6 +50,7 @@ FIELD_LABELS = {
     "scale_ratio_min": "smallest amax·scale/FP8_MAX",
     "clip_depth": "clip depth",
 }
+_BOUND = re.compile(r"([+-]?\d+(?:\.\d+)?) or (more|less)")
 RATIO_FIELDS = frozenset({"underflow_ratio", "saturated_ratio"})
 
 
@@ -92,10 +94,15 @@ def octaves(value: object) -> str:
 
 
 def quantity(value: object, unit: str | None) -> str:
-    """A number with its unit."""
-    if value is None or unit in (None, "", "1", "x", "ratio"):
+    """A number with its unit; a bound ("28 or more") has it behind its number; a share is a percentage."""
+    if value is None or unit is None or unit in ("", "1", "x", "ratio"):
         return number(value)
-    return f"{number(value)} {unit.removesuffix('s') if value == 1 else unit}"
+    if isinstance(value, str) and (bound := _BOUND.fullmatch(value)):
+        return f"{quantity(float(bound[1]), unit)} or {bound[2]}"
+    if unit == "share":
+        return ratio(value)
+    single = value == 1 and not unit.startswith("of ")  # 1 tile, but 1 of 12 tiles
+    return f"{number(value)} {unit.removesuffix('s') if single else unit}"
 
 
 def of_field(value: object, field: str) -> str:
@@ -108,6 +115,12 @@ def of_field(value: object, field: str) -> str:
 def field_label(field: str) -> str:
     """A field in words."""
     return FIELD_LABELS.get(field, field.replace("_", " "))
+
+
+def capitalised(label: str) -> str:
+    """A label at the head of a chart or a row; names of the wire (scale_inv, amax) stay as they are spelt."""
+    first = label.split(" ", 1)[0]
+    return label if "_" in first or "·" in first or first in ("amax", "eps") else label[:1].upper() + label[1:]
 
 
 def moment(value: object) -> datetime | None:

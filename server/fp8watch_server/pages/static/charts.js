@@ -146,7 +146,8 @@ export function log2Axis(traces) {
 export function incidentMarks(incidents) {
   const shown = incidents.slice(0, 40);
   const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
-  const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "below" }));
+  // Above: where a line of the grid stands at the same step, it would hide one that lies below.
+  const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "above" }));
   const trace = {
     x: shown.map((i) => i.first_step), y: shown.map(() => 0.5), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
     marker: { symbol: shown.map((i) => ({ critical: "triangle-down", warning: "diamond" })[i.severity] ?? "circle"), size: 10, color: shown.map(of) },

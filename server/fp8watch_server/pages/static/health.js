@@ -75,10 +75,12 @@ async function drawHealth() {
   health.style.height = `${Math.min(900, Math.max(220, rows.length * ROW_PX + 92))}px`;
   const every = Math.ceil((rows.length * 11) / 800); // names that would lie on each other are left out, not drawn
   const ticks = y.filter((i) => i % every === 0);
+  const left = Math.min(210, Math.round(health.clientWidth * 0.4)); // in a narrow window the steps need the room more
+  const chars = Math.max(10, Math.floor((left - 8) / 6));
   const figure = layout({
-    margin: { l: 210, r: 74, t: 8, b: 42 },
+    margin: { l: left, r: 74, t: 8, b: 42 },
     hovermode: "closest",
-    yaxis: { tickvals: ticks, ticktext: ticks.map((i) => text(short(label(rows[i])))), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
+    yaxis: { tickvals: ticks, ticktext: ticks.map((i) => text(short(label(rows[i]), Math.min(34, chars)))), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
     xaxis: { showgrid: false, ...shownRange(steps) },
   });
   if (await draw(health, traces, figure)) {

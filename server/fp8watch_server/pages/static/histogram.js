@@ -18,12 +18,12 @@ export async function drawHistogram(element, site, marked, goToMap) {
       type: "heatmap", x: got.steps, y: buckets.map((_, k) => k), z: counts.map((row) => row.map((c) => (c ? Math.log2(1 + c) : null))), colorscale: ramp, hoverongaps: false, ygap: 1,
       customdata: counts.map((row, k) => row.map((c) => [text(buckets[k]), c === null ? "–" : Math.round(c)])),
       hovertemplate: "%{customdata[1]} tiles with amax from 1.75·%{customdata[0]}<br>at step %{x}<extra></extra>",
-      colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, x: 1.01, tickvals: [0, 2, 4, 6, 8, 10, 12, 14, 16], ticktext: ["0", "3", "15", "63", "255", "1k", "4k", "16k", "64k"], tickfont: { size: 10.5, color: colour("muted") } },
+      colorbar: { title: { text: "tiles", side: "top", font: { size: 10.5, color: colour("muted") } }, thickness: 9, len: 0.96, outlinewidth: 0, x: 1.01, tickvals: [0, 2, 4, 6, 8, 10, 12, 14, 16], ticktext: ["0", "3", "15", "63", "255", "1k", "4k", "16k", "64k"], tickfont: { size: 10.5, color: colour("muted") } },
     }];
     const ticks = buckets.map((_, k) => k).filter((k) => k % every === 0);
     const figure = layout({
       shapes: marked(), hovermode: "closest", margin: { l: 70, r: 60, t: 8, b: 42 }, xaxis: { showgrid: false, ...shownRange(got.steps) },
-      yaxis: { tickvals: ticks, ticktext: ticks.map((k) => text(buckets[k])), showgrid: false, title: { text: "tile amax ÷ 1.75", standoff: 8 } },
+      yaxis: { tickvals: ticks, ticktext: ticks.map((k) => text(buckets[k]).replace(/\^(.*)$/, "<sup>$1</sup>")), showgrid: false, title: { text: "amax of a tile ÷ 1.75", standoff: 8 } },
     });
     if (await draw(element, traces, figure)) { followZoom(element); goToMap(element, site); }
   } catch (e) { fail(element, e); }

@@ -17,7 +17,7 @@ async function drawEvidence(element) {
     const mark = colour(severity === "info" ? "info" : severity === "warning" ? "warning" : "critical");
     const shapes = [
       { type: "rect", xref: "x", yref: "paper", x0: Number(first) - 0.5, x1: Math.max(Number(last), Number(first)) + 0.5, y0: 0, y1: 1, fillcolor: mark, opacity: 0.14, line: { width: 0 }, layer: "below" },
-      { type: "line", xref: "x", yref: "paper", x0: Number(first), x1: Number(first), y0: 0, y1: 1, line: { color: mark, width: 1.2, dash: "dot" }, layer: "below" },
+      { type: "line", xref: "x", yref: "paper", x0: Number(first), x1: Number(first), y0: 0, y1: 1, line: { color: mark, width: 1.2, dash: "dot" } },
     ];
     // The event itself is a point, so that a single step is seen at any width.
     const at = traces[0].x.map((s, i) => [s, traces[0].y[i]]).filter(([s, v]) => v !== null && s >= Number(first) && s <= Number(last));

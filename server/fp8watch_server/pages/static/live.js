@@ -24,7 +24,9 @@ export async function refresh() {
     // What somebody is using stays until they are done with it: a list that is open, a field that has the focus.
     if (!next || next.outerHTML === part.outerHTML || part.contains(document.activeElement?.closest("select, input") ?? null)) continue;
     for (const open of part.querySelectorAll("details[open][id]")) next.querySelector(`#${CSS.escape(open.id)}`)?.setAttribute("open", "");
+    const { scrollLeft } = part; // a table wider than the window stays where it was scrolled to
     part.replaceWith(document.adoptNode(next));
+    next.scrollLeft = scrollLeft;
   }
   Object.assign(body.dataset, fresh.body.dataset); // what scripts are told: steps of an incident, maps that there are
   document.dispatchEvent(new CustomEvent("fp8watch:live", { detail: fresh }));

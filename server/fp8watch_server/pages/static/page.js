@@ -22,7 +22,8 @@ function setTheme(theme) {
 function nameTheme() {
   const other = root.dataset.theme === "dark" ? "light" : "dark";
   const button = document.getElementById("theme-toggle");
-  button.textContent = other === "light" ? "☀ Light" : "☾ Dark";
+  const word = Object.assign(document.createElement("span"), { className: "word", textContent: other === "light" ? "Light" : "Dark" });
+  button.replaceChildren(other === "light" ? "☀" : "☾", word);
   button.setAttribute("aria-label", `Switch to the ${other} theme`);
   button.onclick = () => setTheme(other);
 }

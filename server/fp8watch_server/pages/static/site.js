@@ -59,7 +59,7 @@ async function drawChart(chart, asking) {
   try {
     const found = await Promise.all(asking.map((of) => tracesOf(chart, of)));
     const yaxis = axis(chart, found.filter((f) => f.measured).flatMap((f) => f.traces));
-    const shapes = marked().map((s) => ({ ...s, layer: "below" }));
+    const shapes = marked();
     const region = { type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" };
     if (chart.floor) shapes.push({ ...region, y0: -100, y1: chart.floor });
     if (chart.limit !== undefined) shapes.push({ ...region, y0: chart.limit, y1: chart.limit + 200 });

@@ -211,7 +211,7 @@ class TileMapView {
       this.tooltip.replaceChildren(...this.words(tile, true));
       const box = this.box.getBoundingClientRect();
       const left = event.clientX - box.left + 14;
-      this.tooltip.style.left = `${Math.min(left, box.width - this.tooltip.offsetWidth - 4)}px`;
+      this.tooltip.style.left = `${Math.max(0, Math.min(left, box.width - this.tooltip.offsetWidth - 4))}px`;
       this.tooltip.style.top = `${event.clientY - box.top + 16}px`;
     }
     this.drawOverlay();
@@ -222,7 +222,7 @@ class TileMapView {
   }
 
   describe(tile) {
-    if (!tile) return this.say("Hover a tile, or choose one with the arrow keys.");
+    if (!tile) return this.say("Point at a tile, or choose one with a click or the arrow keys.");
     const [rows, columns] = this.map.shape;
     if (tile[0] >= rows || tile[1] >= columns) return this.say(`Tile (${tile.join(", ")}) is outside this map of ${rows} × ${columns}.`);
     this.readout.replaceChildren(...this.words(tile, false));

@@ -1,0 +1,76 @@
+"""In a window as narrow as a telephone, where the message of an incident is opened: all of it can be read and used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from browser.kit import Collector, drawn, until
+from pages import synthetic
+from pages.synthetic import FAULT_SITE, FAULT_STEP, INCIDENT_ID
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+RUN = "/runs/demo-inf"
+SITE = f"{RUN}/sites/{FAULT_SITE}"
+TOO_WIDE = """() => {
+  const width = document.documentElement.clientWidth;
+  const scrolls = (e) => e && e !== document.body && (/auto|scroll|hidden|clip/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+  return [...document.querySelectorAll("body *")]
+    .filter((e) => e.getBoundingClientRect().right > width + 1 && !e.closest("dialog") && !scrolls(e.parentElement))
+    .map((e) => `${e.tagName}.${e.getAttribute("class") ?? ""} ${Math.round(e.getBoundingClientRect().right)}`);
+}"""
+
+
+@pytest.fixture
+def narrow(page: Page) -> Iterator[Page]:
+    """A window of 390 pixels."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    yield page
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", RUN, SITE, f"{SITE}/tile-map?step={FAULT_STEP}", f"/incidents/{INCIDENT_ID}", "/runbooks/inf-laundering"],
+)
+def test_no_page_is_wider_than_the_window(narrow: Page, collector: Collector, path: str) -> None:
+    narrow.goto(collector.url(path))
+    drawn(narrow)
+    assert narrow.evaluate(TOO_WIDE) == []
+    assert narrow.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_wide_table_scrolls_in_its_panel_and_stays_there_when_it_is_renewed(
+    narrow: Page, collector: Collector
+) -> None:
+    run = synthetic.Run(collector.client, "narrow", "narrow run", sites=synthetic.make_sites(1), session="7" * 32)
+    run.register().send(range(5))
+    narrow.goto(collector.url("/runs/narrow"))
+    worst = "document.getElementById('worst')"
+    assert narrow.evaluate(f"{worst}.scrollWidth > {worst}.clientWidth + 60")
+    narrow.evaluate(f"{worst}.scrollLeft = 60; {worst}.dataset.before = 1")
+    run.send(range(5, 9))
+    until(narrow, f"{worst}.dataset.before === undefined")
+    assert narrow.evaluate(f"{worst}.scrollLeft") == 60
+
+
+def test_charts_and_maps_have_room_beside_their_labels(narrow: Page, collector: Collector) -> None:
+    narrow.goto(collector.url(RUN))
+    drawn(narrow)
+    assert narrow.evaluate("document.getElementById('health')._fullLayout.xaxis._length") > 100
+    narrow.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP}"))
+    until(narrow, "document.querySelector('[data-tile-map]').dataset.loaded !== undefined")
+    box = narrow.locator("[data-canvas-box]").bounding_box()
+    assert box is not None
+    assert box["width"] > 250
+
+
+def test_what_is_wrong_and_what_to_change_is_on_the_first_screen(narrow: Page, collector: Collector) -> None:
+    narrow.goto(collector.url("/"))
+    incident = narrow.locator(f"#runs a[href$='{INCIDENT_ID}']")
+    expect(incident).to_be_in_viewport()
+    incident.click()
+    expect(narrow.locator("#fix li").first).to_be_in_viewport()
+    expect(narrow.get_by_role("button", name="Acknowledge")).to_be_in_viewport()
