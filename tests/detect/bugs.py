@@ -145,6 +145,20 @@ MODES = [
         _scenario("silent-data-corruption"),
     ),
     Bug(
+        "a weight that stays while all others leap",
+        f"{D}/corruption.py",
+        "known & (own > need) & (apart_from_all > need)",
+        "known & (apart_from_all > need)",
+        "tests/detect/test_divergence.py::test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted",
+    ),
+    Bug(
+        "after a jump of the LR all weights scatter",
+        f"{D}/corruption.py",
+        "SIGMA * MAD_TO_SIGMA * float(",
+        "0.01 * MAD_TO_SIGMA * float(",
+        "tests/detect/test_divergence.py::test_after_a_jump_of_the_lr_no_weight_is_called_corrupted",
+    ),
+    Bug(
         "silent-data-corruption by the hash",
         f"{D}/agreement.py",
         "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n            if not differ.any():\n",

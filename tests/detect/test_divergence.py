@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from detect.healthy_run import Run
@@ -102,3 +104,32 @@ def test_growth_under_a_broken_quantiser_is_not_the_optimizers() -> None:
 
     found = [f for first in range(0, 160, 4) for f in engine.observe(run.batch(range(first, first + 4), change))]
     assert {f.mode for f in found} == {"stale-weight-scale"}
+
+
+def moved_by(num_steps: int, moves: Callable[[int, np.random.Generator], np.ndarray], seed: int) -> set[str]:
+    """Modes that are told of a run whose weights move by so many octaves in each step from 120 on. [14]"""
+    run, rng = Run(seed=seed), np.random.default_rng([seed, 1])
+    moved, weights = np.zeros(len(run.sites)), run.roles == "weight"
+
+    def move(rows: np.ndarray, scalars: np.ndarray, step: int) -> None:
+        if step >= 120:
+            moved[weights] += moves(step, rng)
+        for name in ("amax_max", "amax_min_nonzero", "scale_inv_max", "scale_inv_min"):
+            rows[name] *= np.exp2(moved)
+
+    engine = Engine(run.facts)
+    found = [f for at in range(0, num_steps, 4) for f in engine.observe(run.batch(range(at, at + 4), move))]
+    return {f.mode for f in found}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_jump_of_the_lr_no_weight_is_called_corrupted(seed: int) -> None:
+    """All of them scatter: in most steps one moves the most, and none by itself."""
+    assert "silent-data-corruption" not in moved_by(140, lambda step, rng: rng.normal(0, 0.12, 14), seed)
+
+
+def test_a_weight_that_stays_where_it_is_while_all_others_leap_is_not_corrupted() -> None:
+    stays = np.r_[0.06, np.full(13, 0.4)]
+    assert "silent-data-corruption" not in moved_by(128, lambda step, rng: stays * (step == 122), 0)
+    leaps = np.r_[0.4, np.full(13, 0.0)]
+    assert moved_by(128, lambda step, rng: leaps * (step == 122), 0) == {"silent-data-corruption"}

@@ -15,13 +15,15 @@ import math
 
 import numpy as np
 
-from .baseline import Baseline
+from .baseline import MAD_TO_SIGMA, Baseline
 from .context import Context
 from .finding import Evidence, Finding
 from .view import Mask
 
 SIGMA = 15.0
 MIN_KNOWN = 8
+MIN_OTHERS = 5
+"""Weights from which on their own scatter in a step says what is ordinary in it."""
 FEW = 0.1
 """Share of the weights that may leap in one step; more is the optimizer, or a checkpoint that was loaded."""
 ORDINARY_GRADIENT = 3.0
@@ -67,8 +69,11 @@ class Corruption:
         need = np.maximum(ctx.limit.corruption_jump_octaves * max(apart, 1), SIGMA * spread)
         usual = np.nan_to_num(self._moves.median())
         common = float(np.median(move[known])) if known.any() else 0.0
+        own, apart_from_all = np.abs(move - usual), np.abs(move - usual - common)
+        if np.count_nonzero(known) >= MIN_OTHERS:  # after a jump of the LR all of them scatter more, and one the most
+            need = np.maximum(need, SIGMA * MAD_TO_SIGMA * float(np.median(apart_from_all[known])))
         with np.errstate(invalid="ignore"):
-            leap = known & (np.abs(move - usual - common) > need) & (self._moves.count >= MIN_KNOWN)
+            leap = known & (own > need) & (apart_from_all > need) & (self._moves.count >= MIN_KNOWN)
         self._moves.push(move, ~leap)
         few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))
         if not leap.any() or not few or not ctx.clean or ctx.schedule.jump_step == now.step:
