@@ -70,7 +70,7 @@ def test_charts_and_maps_have_room_beside_their_labels(narrow: Page, collector: 
 def test_what_is_wrong_and_what_to_change_is_on_the_first_screen(narrow: Page, collector: Collector) -> None:
     narrow.goto(collector.url("/"))
     incident = narrow.locator(f"#runs a[href$='{INCIDENT_ID}']")
-    expect(incident).to_be_in_viewport()
+    expect(incident).to_be_in_viewport(ratio=1)  # its mode, too
     incident.click()
     expect(narrow.locator("#fix li").first).to_be_in_viewport()
     expect(narrow.get_by_role("button", name="Acknowledge")).to_be_in_viewport()
