@@ -70,7 +70,26 @@ def test_charts_and_maps_have_room_beside_their_labels(narrow: Page, collector: 
 def test_what_is_wrong_and_what_to_change_is_on_the_first_screen(narrow: Page, collector: Collector) -> None:
     narrow.goto(collector.url("/"))
     incident = narrow.locator(f"#runs a[href$='{INCIDENT_ID}']")
-    expect(incident).to_be_in_viewport()
+    expect(incident.locator("code")).to_be_in_viewport(ratio=0.5)  # its mode, beside names of any length
     incident.click()
     expect(narrow.locator("#fix li").first).to_be_in_viewport()
     expect(narrow.get_by_role("button", name="Acknowledge")).to_be_in_viewport()
+
+
+def test_evidence_fits_into_its_column_with_its_longest_words(page: Page, collector: Collector) -> None:
+    said = [
+        ("scale_ratio_min", 0.4991, "in (0.5, 1]", "ratio"),
+        ("num_off_scale_tiles", 1, 0, "of 12288 tiles"),
+        ("tile_sqnr_db", 31.55, "28 or more", "dB"),
+        ("num_underflow", 123_456_789, 987_654, "elements"),
+    ]
+    fields = ("field", "value", "baseline", "unit")
+    evidence = [dict(zip(fields, e, strict=True)) | {"since_step": 123_456} for e in said]
+    run = synthetic.Run(collector.client, "evidence", "e", sites=synthetic.make_sites(1), session="5" * 32)
+    run.register().send(range(3), ended=True)
+    synthetic.add_incident(collector.app.state.engine, "evidence", "5" * 32, evidence=evidence, status="resolved")
+    page.goto(collector.url(f"/incidents/{'5' * 32}"))
+    panel = page.locator("#evidence")
+    assert panel.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+    baselines = [cell.inner_text() for cell in panel.locator("td:nth-child(3)").all()]
+    assert baselines == ["in (0.5, 1]", "0 of 12288 tiles", "28 dB or more", "987\u2009654 elements"]
