@@ -37,8 +37,8 @@ class Measured(IntFlag):
     DEPTH = 64
     HASH = 128
     GEMM = 256
-    CODES = 512  # COUNTS and AMAX come from codes alone, which do not tell what the cast did: CAST is absent
-    CAST = 1024  # is never set: it stands for COUNTS without CODES
+    CODES = 512  # COUNTS and AMAX come from codes alone, which do not tell what the cast did
+    CAST = 1024  # is never set: a field that has it needs a record without CODES
 
 
 class StepStatus(IntEnum):
@@ -68,7 +68,7 @@ class Field:
 
 _INF = float("inf")
 _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
-_K = Measured.CAST
+_CK, _AK = Measured.COUNTS | Measured.CAST, Measured.AMAX | Measured.CAST
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
 _G = Measured.GEMM
 
@@ -84,10 +84,10 @@ FIELDS: tuple[Field, ...] = (
     # int64 sums
     Field("num_elements", "<i8", "sum", _C, 0, "elements", "elements seen, padding left out"),
     Field("num_nonzero", "<i8", "sum", _C, 0, "elements", "x ≠ 0 (NaN and Inf count as non-zero)"),
-    Field("num_saturated", "<i8", "sum", _K, 0, "elements", "finite x with |x·scale| ≥ the midpoint above FP8_MAX"),
-    Field("num_underflow", "<i8", "sum", _K, 0, "elements", "x ≠ 0 that became 0"),
+    Field("num_saturated", "<i8", "sum", _CK, 0, "elements", "finite x with |x·scale| ≥ the midpoint above FP8_MAX"),
+    Field("num_underflow", "<i8", "sum", _CK, 0, "elements", "x ≠ 0 that became 0"),
     Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast"),
-    Field("num_inf", "<i8", "sum", _K, 0, "elements", "±Inf before the cast"),
+    Field("num_inf", "<i8", "sum", _CK, 0, "elements", "±Inf before the cast"),
     Field("depth_hist", "<i8", "sum", _D, 0, "elements", "octave buckets of log2(tile amax / |x|)", NUM_DEPTH_BUCKETS),
     Field(
         "output_num_nonfinite", "<i8", "sum", _G, 0, "elements", "NaN and ±Inf in the sampled output of the site's GEMM"
@@ -98,7 +98,7 @@ FIELDS: tuple[Field, ...] = (
     Field("num_tiles", "<i4", "sum", _C, 0, "tiles", "tiles seen"),
     Field("num_zero_tiles", "<i4", "sum", _A, 0, "tiles", "amax 0: all zero, or NaN only"),
     Field("num_eps_tiles", "<i4", "sum", _A, 0, "tiles", "0 < amax < eps: clamped"),
-    Field("num_sentinel_tiles", "<i4", "sum", _K, 0, "tiles", "amax Inf: the scale was forced to 1"),
+    Field("num_sentinel_tiles", "<i4", "sum", _AK, 0, "tiles", "amax Inf: the scale was forced to 1"),
     Field(
         "num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles", "scale invariant broken, or scale not finite and positive"
     ),
@@ -139,10 +139,9 @@ HISTOGRAMS = ("amax_hist", "depth_hist")
 
 def holds(measured: npt.NDArray[np.int32], groups: Measured) -> npt.NDArray[np.bool_]:
     """Which records hold all of some groups of fields, by their field `measured`. [N] -> bool [N]"""
-    if groups & Measured.CAST:
-        wanted = int(groups & ~Measured.CAST | Measured.COUNTS)
-        return np.asarray((measured & (wanted | int(Measured.CODES))) == wanted)
-    return np.asarray((measured & int(groups)) == int(groups))
+    wanted = int(groups & ~Measured.CAST)
+    asked = wanted | int(Measured.CODES) if groups & Measured.CAST else wanted
+    return np.asarray((measured & asked) == wanted)
 
 
 _BASE: dict[str, Any] = {"<f8": np.float64, "<i8": np.int64, "<i4": np.int32, "<f4": np.float32}

@@ -23,7 +23,7 @@ def sample() -> tuple[wire.Header, tuple[np.ndarray, ...]]:
     rows = np.concatenate([make_rows(4, s) for s in range(3)])
     rows["measured"] = int(Measured.COUNTS | Measured.AMAX)
     for f in FIELDS:
-        if f.group not in (Measured.COUNTS, Measured.AMAX, Measured.CAST):
+        if not f.group & (Measured.COUNTS | Measured.AMAX):
             rows[f.name][4:8] = f.default
         if f.name != "measured":
             rows[f.name][8:] = f.default

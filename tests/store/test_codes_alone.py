@@ -21,13 +21,13 @@ KNOWN = {"num_nonfinite": 1.0, "amax_max": 3.0, "num_nan": 1.0}
 UNKNOWN = ("underflow_ratio", "saturated_ratio", "num_underflow", "num_saturated", "num_inf", "num_sentinel_tiles")
 
 
-def test_cast_is_counts_without_codes() -> None:
+def test_cast_is_without_codes() -> None:
     measured = np.array([LIGHT, LIGHT | int(Measured.CODES), int(Measured.AMAX), 0], dtype=np.int32)
-    assert holds(measured, Measured.CAST).tolist() == [True, False, False, False]
+    assert holds(measured, Measured.COUNTS | Measured.CAST).tolist() == [True, False, False, False]
+    assert holds(measured, Measured.AMAX | Measured.CAST).tolist() == [True, False, True, False]
     assert holds(measured, Measured.COUNTS).tolist() == [True, True, False, False]
-    assert holds(measured, Measured.CAST | Measured.AMAX).tolist() == [True, False, False, False]
-    assert holds(measured, Measured.CAST | Measured.HASH).tolist() == [False] * 4
-    assert {f.name for f in FIELDS if f.group == Measured.CAST} == set(UNKNOWN) - {"underflow_ratio", "saturated_ratio"}
+    assert holds(measured, Measured.COUNTS | Measured.CAST | Measured.HASH).tolist() == [False] * 4
+    assert {f.name for f in FIELDS if f.group & Measured.CAST} == set(UNKNOWN) - {"underflow_ratio", "saturated_ratio"}
 
 
 @pytest.mark.parametrize("compacted", [False, True])

@@ -103,7 +103,7 @@ def _finding(view: StepView, mode: str, severity: Severity, mask: Mask) -> Findi
     if tiles:
         of = int(view.raw("num_tiles")[first]) if counts else None
         evidence.append(Evidence("num_off_scale_tiles", tiles, 0, f"of {of} tiles" if of else "tiles", view.step))
-    if view.has(Measured.CAST)[first]:
+    if view.has(Measured.COUNTS | Measured.CAST)[first]:
         for name in ("num_saturated", "num_underflow"):
             count = int(view.raw(name)[first])
             if count:

@@ -97,11 +97,11 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
         count = int(view.raw(name)[first])
         if count:
             evidence.append(Evidence(name, count, 0, "elements", view.step))
-    if view.has(Measured.CAST)[first]:
+    if view.has(Measured.AMAX)[first]:
         sentinels = int(view.raw("num_sentinel_tiles")[first])
         if sentinels:
             evidence.append(Evidence("num_sentinel_tiles", sentinels, 0, "tiles", view.step))
-    if mode == "inf-laundering" and view.has(Measured.CAST)[first]:
+    if mode == "inf-laundering" and view.has(Measured.COUNTS | Measured.CAST)[first]:
         evidence.append(Evidence("num_underflow", int(view.raw("num_underflow")[first]), None, "elements", view.step))
     loss = view.scalar("loss")
     if loss is not None:
@@ -133,7 +133,7 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
 
 def _nan_in_loss(view: StepView, gradients: npt.NDArray[np.int64]) -> Finding:
     loss = view.scalar("loss")
-    forward_seen = int(np.count_nonzero(view.has(Measured.CAST) & (view.role != GRAD_OUTPUT)))
+    forward_seen = int(np.count_nonzero(view.has(Measured.COUNTS | Measured.CAST) & (view.role != GRAD_OUTPUT)))
     evidence = [
         Evidence("loss", loss, "finite", "", view.step),
         Evidence("nonfinite_forward_operands", 0 if forward_seen else None, 0, "sites", view.step),

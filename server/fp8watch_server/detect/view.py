@@ -159,8 +159,8 @@ class BatchColumns:
     @cached_property
     def infinite(self) -> Mask:
         """Records that saw an Inf: counted, or told by a tile whose amax is Inf. [N]"""
-        seen = (self.raw("num_inf") > 0) | (self.raw("num_sentinel_tiles") > 0)
-        return np.asarray(self.has(Measured.CAST) & seen)
+        counts = self.has(Measured.COUNTS) & (self.raw("num_inf") > 0)
+        return np.asarray(counts | (self.has(Measured.AMAX) & (self.raw("num_sentinel_tiles") > 0)))
 
     def views(self) -> Iterator[StepView]:
         """One view per step of the batch, in order, steps without records included."""

@@ -55,7 +55,7 @@ def _db(ratio: Array) -> Array:
 
 
 _C, _A, _R = Measured.COUNTS, Measured.AMAX, Measured.RATIO
-_K = Measured.CAST
+_CK = _C | Measured.CAST
 _E, _M = Measured.ENERGIES, Measured.MOMENTS
 
 _DERIVED: tuple[SeriesField, ...] = (
@@ -82,7 +82,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "underflow_ratio",
         ("num_underflow", "num_nonzero"),
-        _K,
+        _CK,
         "ratio",
         "non-zero elements that became 0 / non-zero elements",
         "max",
@@ -92,7 +92,7 @@ _DERIVED: tuple[SeriesField, ...] = (
     SeriesField(
         "saturated_ratio",
         ("num_saturated", "num_elements"),
-        _K,
+        _CK,
         "ratio",
         "clipped elements / elements",
         "max",
