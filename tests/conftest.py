@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import database
 import pytest
 from planted import copy_of_tree
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 
 
 @pytest.fixture(params=database.KINDS)
@@ -26,18 +28,32 @@ def database_url(database_kind: str) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def closed_databases():
-    """A driver warns of every connection that is left to the garbage collector, at whatever test is running then."""
-    engines: set[Engine] = set()
+def closed_databases() -> Iterator[None]:
+    """A driver warns of every connection that is left to the garbage collector, at whatever test is running then.
 
-    def remember(connection):
-        engines.add(connection.engine)
-
-    event.listen(Engine, "engine_connect", remember)
+    A collector that serves all tests of a file is at work between them: closed under its hands, the connection that it
+    holds would be left over. Its fixture closes it.
+    """
+    _opened.clear()
+    _of_a_test.set()
     yield
-    event.remove(Engine, "engine_connect", remember)
-    for engine in engines:
+    _of_a_test.clear()
+    for engine in list(_opened):
         engine.dispose()
+
+
+_of_a_test = threading.Event()
+_opened: set[Engine] = set()
+_of_files: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@event.listens_for(Engine, "engine_connect")
+def _remember(connection: Connection) -> None:
+    engine = connection.engine
+    if not _of_a_test.is_set() and engine.dialect.name != "sqlite":
+        _of_files.add(engine)
+    elif engine not in _of_files:
+        _opened.add(engine)
 
 
 @pytest.fixture(scope="module")
