@@ -9,17 +9,19 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import database
+from planted_fork import Ended, warmed
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "examples", "pyproject.toml", "README.md")
 COPIED += ("Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
 TESTS_FAILED = 1
 """Exit status of pytest when tests ran and failed; everything else means that they did not run."""
+PASSED_ON = ("FP8WATCH_TEST_DATABASE_URL", "FP8WATCH_CHROMIUM")
 NOT_PASSED_ON = ("PYTHONDONTWRITEBYTECODE", "CI", "BUILD_NUMBER")
 """Under CI pytest explains a failed `==` line by line: minutes for long lists, and here a failure is what is wanted."""
 _ticks = itertools.count(1)
@@ -76,8 +78,11 @@ def seen_to_fail(tree: Path, bug: Bug, timeout_s: float = 240.0) -> None:
         done = _run(tree, bug, timeout_s)
     finally:
         _write(path, good)
-    tail = "\n".join(done.stdout.splitlines()[-30:])
-    assert done.returncode == TESTS_FAILED, f"{bug.test} does not see it (pytest exits {done.returncode}):\n{tail}"
+    if done.status == TESTS_FAILED:
+        return
+    how = f"runs for more than {timeout_s:g} s" if done.status is None else f"pytest exits {done.status}"
+    tail = "\n".join(done.text.splitlines()[-30:])
+    raise AssertionError(f"{bug.test} does not see it ({how}):\n{tail}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -87,14 +92,11 @@ def _write(path: Path, text: str) -> None:
     os.utime(path, (made, made))
 
 
-def _run(tree: Path, bug: Bug, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _run(tree: Path, bug: Bug, timeout_s: float) -> Ended:
     env = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH_") and k not in NOT_PASSED_ON}
-    if "FP8WATCH_TEST_DATABASE_URL" in os.environ:
-        env["FP8WATCH_TEST_DATABASE_URL"] = os.environ["FP8WATCH_TEST_DATABASE_URL"]
+    env |= {k: v for k, v in os.environ.items() if k in PASSED_ON}
+    env["FP8WATCH_TEST_DATABASE_URL"] = database.postgresql_server()  # one for all bugs: a start takes seconds
     env["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("tests", "server", "agent", "."))
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half of the time goes into plugins that no test here needs
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
-    command += ["-o", "timeout=120", "-m", "", *bug.test.split()]
-    return subprocess.run(
-        command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s
-    )
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-o", "timeout=120", "-m", ""]
+    return warmed().pytest([*options, *bug.test.split()], tree, env, timeout_s)
