@@ -22,23 +22,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 MAX_ORDER_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
 START_S = 120.0
 """For the imports, on a machine that is busy."""
-WARMED = """
-_pytest.assertion.rewrite _pytest.python _pytest.fixtures _pytest.junitxml _pytest.terminal pytest
-numpy msgspec zstandard urllib3 prometheus_client yaml jinja2 hypothesis.strategies httpx
-sqlalchemy sqlalchemy.dialects.sqlite sqlalchemy.dialects.postgresql psycopg psycopg_binary alembic.command
-fastapi fastapi.testclient uvicorn uvicorn.lifespan.on uvicorn.protocols.http.httptools_impl uvloop
-torch torch._dynamo torch.distributed torch.utils.checkpoint playwright.sync_api apprise
-""".split()
+WARMED = (
+    "_pytest.assertion.rewrite _pytest.python _pytest.fixtures _pytest.junitxml _pytest.terminal pytest "
+    "numpy msgspec zstandard urllib3 prometheus_client yaml jinja2 hypothesis.strategies httpx "
+    "sqlalchemy sqlalchemy.dialects.sqlite sqlalchemy.dialects.postgresql psycopg psycopg_binary alembic.command "
+    "fastapi fastapi.testclient uvicorn uvicorn.lifespan.on uvicorn.protocols.http.httptools_impl uvloop "
+    "torch torch._dynamo torch.distributed torch.utils.checkpoint playwright.sync_api apprise "
+)
 """Modules of others. What is missing here costs time, and what cannot be imported is left to the tests that need it."""
 
 
@@ -142,13 +145,33 @@ def _tend(sock: socket.socket) -> None:
         sock.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
+def _run_pytest() -> int:
+    try:
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """As an interpreter ends, but for taking apart what was imported: that would copy every page of it."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, and tells those of executors to end
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _main() -> None:
     _die_with_parent()
     del sys.path[0]  # the folder of this file: a child has the one of its tree
     sock = socket.socket(fileno=int(sys.argv[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in WARMED:
+        for name in WARMED.split():
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     ours = sorted(name for name in sys.modules if name.partition(".")[0].startswith("fp8watch"))
@@ -159,7 +182,7 @@ def _main() -> None:
     gc.freeze()
     sock.send(str(os.getpid()).encode())
     _tend(sock)
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    _end(_run_pytest())
 
 
 if __name__ == "__main__":
