@@ -10,6 +10,12 @@ from pathlib import Path
 import database
 import pytest
 from planted import copy_of_tree
+from planted_selection import (  # noqa: F401  hooks
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from sqlalchemy import Connection, Engine, event
 
 
