@@ -94,6 +94,8 @@ def test_one_body_sent_to_two_collectors_at_once_is_stored_once(
             thread.start()
         for thread in threads:
             thread.join(20)
+        if statuses != [200] * (2 * step + 2):
+            break
     for client, serving in zip(clients, both, strict=True):
         client.close()
         serving.kill()
@@ -146,11 +148,13 @@ def test_more_than_it_can_hold_is_refused_and_memory_stays(tmp_path: Path, datab
     answers: list[bytes] = []
     socks = []
     for _ in range(40):
-        sock = socket.create_connection((host, int(port)), timeout=20)
+        sock = socket.create_connection((host, int(port)), timeout=10)
         sock.sendall(head)
         try:
             for _ in range(7):
                 sock.sendall(chunk)
+        except TimeoutError:  # nobody reads any more: neither will health be answered
+            break
         except OSError:  # it was sent away in the middle
             pass
         socks.append(sock)
