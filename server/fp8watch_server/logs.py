@@ -24,7 +24,7 @@ from .settings import Settings
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _BEARER = re.compile(r"fp8w_[A-Za-z0-9_-]{8,}")
 MAX_CHARS = 8000
-MIN_SECRET_CHARS, MIN_PART_CHARS = 4, 16
+MIN_SECRET_CHARS, MIN_PATH_CHARS, MIN_PART_CHARS = 4, 5, 16
 """Parts of a URL's path and query from this length on are taken for tokens; shorter ones are words that logs need."""
 OWN = ("fp8watch", "fp8watch_server", "fp8watch_agent")
 request_log = logging.getLogger("fp8watch.request")
@@ -68,7 +68,9 @@ def _ways_to_write(secret: str) -> Iterator[str]:
     for path, query in ((parts.path, parts.query), (sent.path or "", sent.query or "")):
         whole = f"{path}?{query}" if query else path
         for text in (whole, path, query, *re.split(r"[/?&=;]+", whole)):
-            yield from (t for t in (text, unquote(text)) if len(t) >= (MIN_PART_CHARS if "/" not in t else 8))
+            yield from (
+                t for t in (text, unquote(text)) if len(t) >= (MIN_PART_CHARS if "/" not in t else MIN_PATH_CHARS)
+            )
 
 
 class TextLines(Redacted):
