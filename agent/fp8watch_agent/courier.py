@@ -17,7 +17,7 @@ from .session import Registration
 from .transport import Ack, Answer, Transport, Verdict, judge, read_ack
 from .wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE
 
-SITES_PER_REQUEST = 2000
+SITES_PER_REQUEST = 250
 MAX_REGISTRATIONS = 3  # per parcel; a collector that still does not know its sites will not learn them
 
 _PATHS = {

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio._backends._asyncio  # noqa: F401  what is imported by the first request fails where no file can be opened
+import numpy.ma  # noqa: F401  of np.unique
 from anyio import to_thread
 from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine

@@ -1,6 +1,6 @@
 """`fp8watch serve`: the collector in the foreground.
 
-Upstream:   fp8watch.cli    Downstream: fp8watch_server.app
+Upstream:   fp8watch.cli    Downstream: fp8watch_server.app, fp8watch_server.serving
 Thread:     main
 
 The command line is made from the table of settings; a flag wins over its variable.
@@ -12,17 +12,17 @@ import argparse
 import errno
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import DBAPIError
 
 from . import logs
 from .app import create_app
+from .connections import LIMITS
 from .migrations import TooNew
+from .serving import Server, limits_within, raise_descriptor_limit
 from .settings import SETTINGS, SettingError, Settings, default_database_url
 from .store.dialect import parse_url
 
@@ -112,24 +112,6 @@ def build(settings: Settings) -> FastAPI:
         ) from e
 
 
-class _Server(uvicorn.Server):
-    """Says where it listens once it does, and ends the streams of open pages before it waits for answers."""
-
-    def __init__(self, config: uvicorn.Config, line: str, close_streams: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._line = line
-        self._close_streams = close_streams
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(self._line, flush=True)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._close_streams()
-        await super().shutdown(sockets)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM, then drain for at most DRAIN_S seconds."""
     args: dict[str, Any] = vars(parser().parse_args(argv))
@@ -141,19 +123,15 @@ def main(argv: list[str] | None = None) -> int:
             url = url_of(sock, settings.host, "https" if settings.tls_cert else "http")
             app = build(replace(settings, public_url=settings.public_url or url))
             database = parse_url(settings.database_url).render_as_string(hide_password=True)
-            config = uvicorn.Config(
+            server = Server(
                 app,
-                access_log=False,
-                log_config=None,
-                server_header=False,
+                limits=limits_within(raise_descriptor_limit(), LIMITS),
+                on_started=lambda: print(f"fp8watch collector: {url} (database {database})", flush=True),
                 timeout_graceful_shutdown=DRAIN_S,
                 lifespan="on",
                 ssl_certfile=settings.tls_cert or None,
                 ssl_keyfile=settings.tls_key or None,
             )
-            live = getattr(app.state, "live", None)  # not there without pages
-            streams = live.close if live is not None else lambda: None
-            server = _Server(config, f"fp8watch collector: {url} (database {database})", streams)
             server.run(sockets=[sock])
             return 0 if server.started else 1
         finally:

@@ -14,6 +14,7 @@ Should the database refuse one (nothing that passed the checks does), every body
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import queue
@@ -30,6 +31,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch
 
+from .patience import WorkClock
 from .store import hot
 from .store.commit import Incoming, KnownSites, Outcome, Taken, commit_group
 from .store.dialect import WriterBusy, writing
@@ -63,6 +65,7 @@ class _Waiting:
     batch: Batch | None = None
     num_bytes: int = 0  # decoded
     gated: bool = False  # whether the gate counts it
+    decoders_s: float | None = None  # what the decoders had worked when they were done with it
 
 
 class _Gate:
@@ -117,25 +120,42 @@ class Committer:
         self._gate = _Gate(MAX_DECODED_BYTES)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._commit_clock = WorkClock()
+        self._decode_clocks: list[WorkClock] = []
         self._closed = False
         self._queued_bytes = 0  # changed under the lock; also those whose senders have gone
         self.num_groups = 0
 
-    async def commit(self, body: bytes) -> Taken:
-        """Decode, check and store one body; returns when it is committed.
+    def commit(self, body: bytes) -> tuple[asyncio.Future[Taken], Callable[[], float]]:
+        """Decode, check and store one body.
+
+        Returns:
+            What became of it, once it is committed: KeyReused, Unknown, RankMismatch, SQLAlchemyError of this body, or
+            what `decode` raises. And the processor time of the threads that have it in hand.
 
         Raises:
             Closed: the collector is stopping.
-            KeyReused, Unknown, RankMismatch, SQLAlchemyError: of this body; what `decode` raises.
+            WriterBusy: too much is waiting.
         """
         self._start()
         if self._queued_bytes + len(body) > MAX_QUEUED_BYTES:
             raise WriterBusy
-        waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        small = _is_small(body)
+        waiting = _Waiting(
+            body, asyncio.get_running_loop().create_future(), decoders_s=self._decoders_s() if small else None
+        )
         with self._lock:
             self._queued_bytes += len(body)
-        (self._decoded if _is_small(body) else self._bodies).put(waiting)
-        return await waiting.future
+        (self._decoded if small else self._bodies).put(waiting)
+        return waiting.future, functools.partial(self._worked_s, waiting)
+
+    def _worked_s(self, waiting: _Waiting) -> float:
+        """A body that is decoded is in the hands of the committer alone, whatever the decoders go on with."""
+        decoders_s = self._decoders_s() if waiting.decoders_s is None else waiting.decoders_s
+        return decoders_s + self._commit_clock.read_s()
+
+    def _decoders_s(self) -> float:
+        return sum(clock.read_s() for clock in self._decode_clocks)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Finish what has been handed in, and end."""
@@ -167,8 +187,12 @@ class Committer:
                 self._threads = made
 
     def _decode_loop(self) -> None:
+        clock = WorkClock()
+        clock.start()
+        self._decode_clocks.append(clock)
         while (waiting := self._bodies.get()) is not None:
             if self._open(waiting):
+                waiting.decoders_s = self._decoders_s()
                 self._gate.take(waiting.num_bytes)
                 waiting.gated = True
                 self._decoded.put(waiting)
@@ -186,6 +210,7 @@ class Committer:
         return True
 
     def _commit_loop(self) -> None:
+        self._commit_clock.start()
         began = took_s = -COMMIT_EVERY_S
         while (first := self._decoded.get()) is not None:
             every_s = min(MAX_COMMIT_EVERY_S, max(COMMIT_EVERY_S, 2 * took_s))

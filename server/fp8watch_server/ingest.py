@@ -1,6 +1,6 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
-Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.committer, fp8watch_server.store.write
+Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.committer, fp8watch_server.sites, fp8watch_server.store.write
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
 
@@ -36,9 +36,10 @@ from fp8watch_agent.wire import (
 
 from .committer import Closed, Committer
 from .ingest_stats import Held, IngestStats
-from .patience import Patience, unavailable
+from .patience import Patience, WorkClock, unavailable
 from .problem import JsonResponse, Problem, answer_of
-from .registration import RunBody, SessionBody, SitesBody, check_name, decode
+from .registration import RunBody, SessionBody, check_name, decode
+from .sites import SiteRegistry
 from .store import tiles, write
 from .store.commit import Taken
 from .store.dialect import writing
@@ -47,6 +48,8 @@ MAX_JSON_BYTES = 4 << 20
 MAX_INFLIGHT_BYTES = 128 << 20
 MAX_WRITERS = 4
 """Registrations and bodies of tile maps that are worked on at once."""
+MAX_WORKING = 64
+"""Those that have begun, with the ones whose senders were told to come back: a database that hangs holds their threads."""
 ENCODINGS = ("zstd", "gzip")
 PRUNE_TILE_MAPS_EVERY = 64
 MAX_RANK = (1 << 31) - 1
@@ -65,17 +68,32 @@ class Ingest:
         self.stats = IngestStats()
         self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
         self.patience = Patience()
+        self.sites = SiteRegistry(self.engine, self.patience.progress)
+        self._working: set[object] = set()
         self.committer = Committer(self.engine, _batch, observe_commit=self._committed, hurry=hurry)
         self.num_tile_map_bodies = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the pool of the ingest, and wait for it as long as the database gets anything done."""
-        return await self.patience.wait(to_thread.run_sync(work, limiter=self.limiter, abandon_on_cancel=True))
+        """Run blocking work in the pool of the ingest, and wait for it as long as it or the database gets anything done."""
+        if len(self._working) >= MAX_WORKING:
+            raise unavailable(f"{MAX_WORKING} registrations wait for the database")
+        clock = WorkClock()
+
+        def timed() -> T:
+            self._working.add(clock)
+            clock.start()
+            try:
+                return work()
+            finally:
+                self._working.discard(clock)
+
+        waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
+        return await self.patience.wait(waiting, clock.read_s)
 
     async def commit(self, body: bytes) -> Taken:
         """Hand a body to the committer, and wait likewise."""
         try:
-            return await self.patience.wait(self.committer.commit(body))
+            return await self.patience.wait(*self.committer.commit(body))
         except Closed:
             raise unavailable("the collector is stopping") from None
 
@@ -228,19 +246,10 @@ async def put_session(request: Request, run_id: str, session: str) -> Response:
 @router.put("/runs/{run_id:path}/sites")
 async def put_sites(request: Request, run_id: str) -> Response:
     """Register sites, or renew their static facts."""
-    engine = _ingest(request).engine
+    sites = _ingest(request).sites
 
     def store(body: bytes) -> dict[str, Any]:
-        got = decode(body, SitesBody)
-        sites = [site.as_site() for site in got.sites]
-        with engine.connect() as conn:
-            fresh = write.unregistered_sites(conn, check_name("run", run_id), sites)
-            if not fresh:
-                write.require_registered(conn, run_id, got.session)
-        if fresh:
-            with writing(engine) as conn:
-                write.register_sites(conn, run_id, got.session, fresh, now=time.time())
-        return {"run": run_id, "num_sites": len(sites)}
+        return {"run": run_id, "num_sites": sites.register(run_id, body)}
 
     return await _register(request, store)
 

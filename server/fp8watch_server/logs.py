@@ -12,9 +12,11 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from urllib.parse import unquote, urlsplit
 
 import msgspec
+import urllib3
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .settings import Settings
@@ -22,6 +24,9 @@ from .settings import Settings
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _BEARER = re.compile(r"fp8w_[A-Za-z0-9_-]{8,}")
 MAX_CHARS = 8000
+MIN_SECRET_CHARS, MIN_PATH_CHARS, MIN_PART_CHARS = 4, 5, 16
+"""Parts of a URL's path and query from this length on are taken for tokens; shorter ones are words that logs need."""
+OWN = ("fp8watch", "fp8watch_server", "fp8watch_agent")
 request_log = logging.getLogger("fp8watch.request")
 
 
@@ -30,12 +35,13 @@ class Redacted(logging.Formatter):
 
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__()
-        self._secrets = [s for s in secrets if len(s) >= 4]
+        self._secrets: list[str] = []
+        self.hide(secrets)
 
     def hide(self, secrets: Iterable[str]) -> None:
         """Take these out too."""
-        found = {*self._secrets, *(s for s in secrets if len(s) >= 4)}
-        self._secrets = sorted(found, key=len, reverse=True)
+        found = {part for secret in secrets for part in _ways_to_write(secret) if len(part) >= MIN_SECRET_CHARS}
+        self._secrets = sorted({*self._secrets, *found}, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
         """Without secrets, and not without end."""
@@ -47,6 +53,24 @@ class Redacted(logging.Formatter):
         """Message, and traceback or ''."""
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         return self.clean(record.getMessage()), self.clean(trace)
+
+
+def _ways_to_write(secret: str) -> Iterator[str]:
+    """A secret, and of a URL what clients log of it: path and query apart from the host, as given and as sent."""
+    yield secret
+    try:
+        parts = urlsplit(secret)
+        sent = urllib3.util.parse_url(secret)
+    except (ValueError, urllib3.exceptions.LocationParseError):
+        return
+    if not parts.netloc:
+        return
+    for path, query in ((parts.path, parts.query), (sent.path or "", sent.query or "")):
+        whole = f"{path}?{query}" if query else path
+        for text in (whole, path, query, *re.split(r"[/?&=;]+", whole)):
+            yield from (
+                t for t in (text, unquote(text)) if len(t) >= (MIN_PART_CHARS if "/" not in t else MIN_PATH_CHARS)
+            )
 
 
 class TextLines(Redacted):
@@ -90,13 +114,16 @@ def hide(secrets: Iterable[str]) -> None:
 
 
 def set_up(settings: Settings) -> None:
-    """Send everything to the standard error."""
+    """Send everything to the standard error; of libraries warnings alone: at other levels they log what they send."""
     kind = JsonLines if settings.log_format == "json" else TextLines
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(kind(settings.secrets))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.log_level.upper())
+    level = logging.getLevelName(settings.log_level.upper())
+    root.setLevel(max(level, logging.WARNING))
+    for name in OWN:
+        logging.getLogger(name).setLevel(level)
 
 
 class RequestLog:

@@ -1,19 +1,21 @@
-"""How long a request waits for the database: as long as that gets anything done, and no second longer.
+"""How long a request waits for the database: as long as anything gets done, and no second longer.
 
 Upstream:   fp8watch_server.ingest, fp8watch_server.app    Downstream: fp8watch_server.problem
 Shapes:     an awaitable -> its result, or the problem that says when to come back
 Thread:     event loop; `progress` may be called from any
 
 A slow disk makes everybody wait a little, and that is no reason to send them away to come again together. A database
-that has finished nothing since the request came is down: an agent is told so within a second, and keeps its data. People
-and their browsers wait a little longer, because a query may be slow where the database is not.
+that has finished nothing since the request came is down: an agent is told so within a second, and keeps its data. A slow
+collector is no such database: while the threads that work on a request use the processor, it is waited for. People and
+their browsers wait a little longer, because a query may be slow where the database is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import sqlalchemy as sa
@@ -26,6 +28,8 @@ from .problem import Problem
 
 WITHOUT_PROGRESS_S = 0.7
 AT_MOST_S = 10.0
+WORKED_S = 0.01
+"""Seconds of processor time that say that a thread is at work; one that polls a locked database uses far fewer."""
 PROBE_AFTER_S = 2.0
 """A page or a query that takes so long asks whether the database is there at all."""
 PROBE_S = 1.0
@@ -45,6 +49,27 @@ def unavailable(detail: str) -> Problem:
     )
 
 
+class WorkClock:
+    """Processor time of one thread; 0 before it starts, and where the system does not say (macOS, Windows)."""
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+
+    def start(self) -> None:
+        """Of the thread that calls this."""
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def read_s(self) -> float:
+        """Seconds so far."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0
+
+
 class Patience:
     """One per database."""
 
@@ -55,27 +80,35 @@ class Patience:
         """The database has finished something."""
         self._progress_at = time.monotonic()
 
-    async def wait(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which is cancelled when the database gets nothing done.
+    async def wait(self, work: Awaitable[T], worked_s: Callable[[], float] = float) -> T:
+        """The result of `work`, which is cancelled when neither the database nor who works on it gets anything done.
+
+        Args:
+            worked_s: processor time of the threads that have it in hand.
 
         Raises:
             Problem: 503.
         """
         task = asyncio.ensure_future(work)
-        began = time.monotonic()
+        began = at_work = time.monotonic()
+        before_s = worked_s()
         try:
             while True:
-                until = min(max(began, self._progress_at) + WITHOUT_PROGRESS_S, began + AT_MOST_S)
+                until = min(max(at_work, self._progress_at) + WITHOUT_PROGRESS_S, began + AT_MOST_S)
                 left_s = until - time.monotonic()
-                if left_s <= 0:
+                if left_s > 0:
+                    await asyncio.wait({task}, timeout=left_s)
+                    if task.done():
+                        return self._result(task)
+                    continue
+                now_s = worked_s()
+                if now_s - before_s < WORKED_S or until >= began + AT_MOST_S:
                     break
-                await asyncio.wait({task}, timeout=left_s)
-                if task.done():
-                    return self._result(task)
+                before_s, at_work = now_s, time.monotonic()
         finally:
             if not task.done():
                 task.cancel()
-        raise unavailable(f"the database has finished nothing for {time.monotonic() - began:.2g} s")
+        raise unavailable(f"the database has finished nothing for {time.monotonic() - at_work:.2g} s")
 
     def _result(self, task: asyncio.Future[T]) -> T:
         if not isinstance(task.exception(), SQLAlchemyError):  # a refusal is progress, too

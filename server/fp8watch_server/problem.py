@@ -7,6 +7,7 @@ Thread:     event loop
 
 from __future__ import annotations
 
+import errno
 import logging
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +23,7 @@ from starlette.responses import Response
 log = logging.getLogger("fp8watch.collector")
 
 RETRY_AFTER_S = 1
+OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
@@ -113,6 +115,17 @@ def _on_database(request: Request, e: Exception) -> Response:
     ).response()
 
 
+def _on_too_many_files(request: Request, e: OSError) -> Response:
+    log.error("%s %s: %s; raise the limit of open files (ulimit -n)", request.method, request.url.path, e)
+    return Problem(
+        503,
+        "the collector can open no more files at the moment",
+        rule="connections and files together are within the system's limit (ulimit -n)",
+        remedy="send the same again later; the operator raises the limit",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    ).response()
+
+
 def _on_database_error(request: Request, e: Exception) -> Response:
     """A DBAPIError that is not about the connection is a bug, unless the connection broke under it."""
     assert isinstance(e, DBAPIError)
@@ -120,6 +133,11 @@ def _on_database_error(request: Request, e: Exception) -> Response:
 
 
 def _on_bug(request: Request, e: Exception) -> Response:
+    cause: BaseException | None = e
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in OUT_OF_DESCRIPTORS:
+            return _on_too_many_files(request, cause)
+        cause = cause.__cause__ or cause.__context__
     log.error("%s %s failed", request.method, request.url.path, exc_info=e)
     return Problem(
         500,

@@ -1,6 +1,6 @@
 """The JSON of registrations: what a run, a session and a site say of themselves, checked field by field.
 
-Upstream:   fp8watch_agent.courier    Downstream: fp8watch_server.ingest
+Upstream:   fp8watch_agent.courier    Downstream: fp8watch_server.ingest, fp8watch_server.sites
 Shapes:     JSON bytes -> msgspec structs; unknown keys of newer agents are ignored
 Thread:     ingest pool
 """

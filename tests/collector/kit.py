@@ -18,12 +18,13 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import pytest
-import uvicorn
 from collector.nursery import Child, nursery
 
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
 from fp8watch_server.command import listen
+from fp8watch_server.connections import LIMITS, Limits
+from fp8watch_server.serving import Server
 from fp8watch_server.worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
@@ -34,10 +35,9 @@ ZSTD = {"Content-Encoding": "zstd"}
 
 
 @contextmanager
-def served(app: Any, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
-    """The application behind uvicorn in a thread, without its own threads unless told; gives its URL."""
-    config = uvicorn.Config(app, port=0, lifespan=lifespan, access_log=False, log_config=None)
-    server = uvicorn.Server(config)
+def served(app: Any, lifespan: Literal["on", "off"] = "off", limits: Limits = LIMITS) -> Iterator[str]:
+    """The application behind its server in a thread, without its own threads unless told; gives its URL."""
+    server = Server(app, limits=limits, lifespan=lifespan)
     with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()

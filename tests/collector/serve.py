@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,6 +29,9 @@ def answer_late(seconds: float) -> None:
 
 def main(argv: list[str]) -> int:
     """Serve until told to stop; with FP8WATCH_TEST_WHOLE nothing is a fake."""
+    deadline_s = os.environ.get("FP8WATCH_TEST_DEADLINE_S")
+    if deadline_s:
+        command.LIMITS = replace(command.LIMITS, header_s=float(deadline_s), idle_s=float(deadline_s))
     if os.environ.get("FP8WATCH_TEST_WHOLE"):
         return command.main(argv)
     detection = Recorder().detection()

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
 from fp8watch_server.app import create_app
+from fp8watch_server.command import listen
+from fp8watch_server.serving import Server
 from fp8watch_server.settings import Settings
 from fp8watch_server.worker import Detection
 
@@ -54,23 +55,16 @@ def make_app(folder: Path, database_url: str | None = None) -> FastAPI:
 @contextlib.contextmanager
 def serving(app: FastAPI, port: int = 0) -> Iterator[httpx.Client]:
     """The collector on a port, a free one where none is named, and a client of it."""
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", ws="none"))
     ready = threading.Event()
-    startup = server.startup
-
-    async def announce(*args: Any, **kwargs: Any) -> None:
-        await startup(*args, **kwargs)
-        ready.set()
-
-    server.startup = announce  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run, name="collector", daemon=True)
-    thread.start()
-    assert ready.wait(20), "the collector did not start"
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            yield client
-    finally:
-        app.state.live.close()
-        server.should_exit = True
-        thread.join(10)
+    server = Server(app, on_started=ready.set)
+    with listen("127.0.0.1", port) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="collector", daemon=True)
+        thread.start()
+        assert ready.wait(20), "the collector did not start"
+        port = sock.getsockname()[1]
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join(10)

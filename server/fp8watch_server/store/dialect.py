@@ -250,18 +250,18 @@ _LOCKS_LOCK = threading.Lock()
 class WriterBusy(OperationalError):
     """Nobody let us write in time."""
 
-    def __init__(self) -> None:
-        super().__init__("BEGIN", None, Exception(f"no turn to write within {BUSY_TIMEOUT_S} s"))
+    def __init__(self, turn_s: float = BUSY_TIMEOUT_S) -> None:
+        super().__init__("BEGIN", None, Exception(f"no turn to write within {turn_s:g} s"))
 
 
 @contextmanager
-def writing(engine: Engine) -> Iterator[Connection]:
+def writing(engine: Engine, turn_s: float = BUSY_TIMEOUT_S) -> Iterator[Connection]:
     """One write transaction: committed when the block ends, undone when it raises.
 
     On SQLite the writers of this process stand in line here, which is fairer and quicker than SQLite's polling.
 
     Raises:
-        WriterBusy: no turn within BUSY_TIMEOUT_S (an OperationalError, as when the database itself is busy).
+        WriterBusy: no turn within `turn_s` seconds (an OperationalError, as when the database itself is busy).
     """
     if engine.dialect.name != "sqlite":
         with for_writing(engine).begin() as conn:
@@ -269,8 +269,8 @@ def writing(engine: Engine) -> Iterator[Connection]:
         return
     with _LOCKS_LOCK:
         lock = _LOCKS.setdefault(engine.pool, Turns())
-    if not lock.acquire(BUSY_TIMEOUT_S):
-        raise WriterBusy
+    if not lock.acquire(turn_s):
+        raise WriterBusy(turn_s)
     try:
         with for_writing(engine).begin() as conn:
             yield conn

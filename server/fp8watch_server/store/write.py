@@ -9,7 +9,7 @@ Everything here is idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +135,20 @@ def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> 
 
 
 def unregistered_sites(
-    conn: Connection, run_id: str, sites: Iterable[Site], *, tenant: str = t.DEFAULT_TENANT
-) -> list[Site]:
-    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough."""
+    conn: Connection, run_id: str, sites: Sequence[Site], *, tenant: str = t.DEFAULT_TENANT
+) -> tuple[list[Site], bool]:
+    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough.
+
+    Returns:
+        Them, and whether any has other facts than before.
+    """
     c = t.site.c
-    rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
+    rows = conn.execute(
+        sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant, c.site.in_([site.id for site in sites]))
+    )
     known = {row.site: {name: row._mapping[name] for name in _SITE_FACTS} for row in rows}
-    return [site for site in sites if known.get(site.id) != _site_row(site)]
+    fresh = [site for site in sites if known.get(site.id) != _site_row(site)]
+    return fresh, any(site.id in known for site in fresh)
 
 
 _SITE_FACTS = tuple(c.name for c in t.site.c if c.name not in ("run_id", "tenant", "site", "updated_at"))
@@ -187,16 +194,24 @@ def register_sites(
     upsert(conn, t.site, rows)
 
 
-def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> None:
+def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> float:
     """Check that a session is there.
+
+    Returns:
+        When its run was made: one that was deleted and came again is another.
 
     Raises:
         Unknown: the session, or its run.
     """
-    s = t.session.c
+    s, r = t.session.c, t.run.c
     where = (s.run_id == run_id, s.tenant == tenant, s.session == session)
-    if conn.execute(sa.select(sa.literal(1)).where(*where)).first() is None:
+    created_at = conn.execute(
+        sa.select(r.created_at).where(r.run_id == run_id, r.tenant == tenant, sa.exists().where(*where))
+    ).scalar()
+    if created_at is None:
         _session(conn, run_id, session, tenant)
+        raise Unknown("run")
+    return float(created_at)
 
 
 def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
