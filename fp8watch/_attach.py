@@ -27,7 +27,7 @@ from fp8watch_agent.settings import AgentSettings
 from . import ops
 from .arguments import check_arguments, check_url
 from .filter import FilterFn, LeftOut, named_modules, select_linears
-from .foreign_fp8 import foreign_fp8, left_as_it_is
+from .foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from .formats import fp8_format
 from .identity import Identity, identify
 from .integrations import te_modules
@@ -143,6 +143,7 @@ def attach(
         return watch(None, [], None)
 
     linears, left_out = select_linears(model, filter_fn)
+    leave_wrapped(linears, left_out)
     te = te_modules.find(named_modules(model))
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named_modules(model))]
     probed = select_probes(named_modules(model), probes)

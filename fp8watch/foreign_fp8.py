@@ -15,6 +15,7 @@ from collections import Counter
 import torch
 from torch import nn
 
+from .filter import LeftOut
 from .integrations.te_modules import kind_of, unseen
 
 _FP8_NAME = re.compile(r"fp8|float8|fp4|float4|mx_?linear|mxfp", re.IGNORECASE)
@@ -60,10 +61,19 @@ def left_as_it_is(found: str, num_linears: int) -> str:
     return f"model computes in FP8 already ({found}): nothing is converted{rest}"
 
 
+def leave_wrapped(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> None:
+    """Move Linears whose weight another library wraps to `left_out`: their product is not the one of torch."""
+    for fqn, module in list(linears):
+        wrapper = _tensor(module.weight)
+        if wrapper is not None:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, f"weight is {wrapper}"))
+
+
 def _tensor(tensor: torch.Tensor) -> str | None:
     """What makes a parameter or buffer one of FP8: the library that wraps it, or its dtype."""
     data = tensor.data
-    for part in (data, getattr(data, "_local_tensor", None)):
+    for part in (tensor, data, getattr(data, "_local_tensor", None)):
         if part is not None and type(part).__module__.startswith(_WRAPPERS):
             return f"{type(part).__module__.split('.')[0]} {type(part).__name__}"
     dtype = str(data.dtype).removeprefix("torch.")
