@@ -6,7 +6,7 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 
-.PHONY: demo test test-long test-gpu lint serve bench bench-gpu bench-detect screenshots clean
+.PHONY: demo test test-long test-gpu test-te lint serve bench bench-gpu bench-detect screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -42,6 +42,10 @@ test-long: $(VENV)/.dev
 # make test-gpu     what only a GPU can show; fails where there is none
 test-gpu: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) tests/gpu/run.sh check
+
+# make test-te      Transformer Engine of six versions over a stand-in for its C++ extension; asks the package registry
+test-te: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN)/python) PIP_ARGS="$(PIP_ARGS)" WORKERS=$(WORKERS) tests/te/real/run.sh $(ARGS)
 
 # make lint         ruff and mypy --strict
 lint: $(VENV)/.dev

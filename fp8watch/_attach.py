@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 import torch
@@ -27,6 +27,7 @@ from fp8watch_agent.settings import AgentSettings
 from . import ops
 from .arguments import check_arguments, check_url
 from .filter import FilterFn, LeftOut, named_modules, select_linears
+from .foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from .formats import fp8_format
 from .identity import Identity, identify
 from .integrations import te_modules
@@ -79,8 +80,9 @@ def attach(
     Args:
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
         run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
-        recipe: None (FP8WATCH_RECIPE, else "blockwise"), "blockwise", "current", "delayed", "mxfp8", "observe" (leave
-            the GEMMs as they are), a Recipe, or a recipe object of Transformer Engine.
+        recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
+            "blockwise", "current", "delayed", "mxfp8", "observe" (leave the GEMMs as they are), a Recipe, or a recipe
+            object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: full statistics each n-th optimizer step.
@@ -109,7 +111,9 @@ def attach(
     maps = check_arguments(every, tile_maps, overhead_budget, start_step, run, optimizer)
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
-    chosen = resolve_recipe(recipe if recipe is not None else settings.recipe)
+    asked = recipe if recipe is not None else settings.recipe
+    foreign = foreign_fp8(model) if asked is None else None
+    chosen = resolve_recipe(asked if foreign is None else "observe")
     guard = Guard()
     session = uuid.uuid4().hex
     identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
@@ -139,7 +143,9 @@ def attach(
         return watch(None, [], None)
 
     linears, left_out = select_linears(model, filter_fn)
+    leave_wrapped(linears, left_out)
     te = te_modules.find(named_modules(model))
+    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named_modules(model))]
     probed = select_probes(named_modules(model), probes)
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
@@ -167,14 +173,14 @@ def attach(
         if recorder is None:
             plan.slab = None
             guard.emit()
-    observer = _observe_te(plan, te, left_out, guard)
+    observer = _observe_te(plan, te, left_out, guard, recorder, say)
     ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         site = ops.site_tensor(plan, i * len(plan.rows))
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.warming = start_step < chosen.warmup_steps
-    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder, observer))
+    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder, observer, foreign))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
     hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
@@ -232,7 +238,14 @@ def _scaled_formats(
     return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
 
 
-def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], guard: Guard) -> TeObserver | None:
+def _observe_te(
+    plan: ops.Plan,
+    te: list[TeModule],
+    left_out: list[LeftOut],
+    guard: Guard,
+    recorder: Recorder | None,
+    say: Callable[[str], None],
+) -> TeObserver | None:
     """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
     if plan.slab is None or not te:
         return None
@@ -245,7 +258,13 @@ def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], gua
             plan.on_forward()
         plan.forward_seen = True
 
-    observer = TeObserver(te, len(plan.quantizers), plan.record, guard, entered=entered)
+    def tell(line: str | None, facts: Mapping[str, str]) -> None:
+        if line is not None:
+            say(line)
+        if recorder is not None:
+            recorder.update_facts(facts)
+
+    observer = TeObserver(te, len(plan.quantizers), plan.record, guard, entered=entered, tell=tell)
     try:
         reason = observer.start()
     except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
@@ -313,10 +332,13 @@ def _line(
     identity: Identity,
     recorder: Recorder | None,
     te: TeObserver | None,
+    foreign: str | None = None,
 ) -> str:
     """The one line that attach prints."""
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
-    if not linears and te is not None:
+    if foreign is not None:
+        parts = [left_as_it_is(foreign, len(linears))]
+    elif not linears and te is not None:
         parts = []
     elif not linears:
         parts = ["no Linear taken over"]

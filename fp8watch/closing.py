@@ -116,6 +116,7 @@ class Closing:
                 parts["gradients"] = gradient_faults(found)
         suspects: list[int] = []
         if self.te is not None and plan.sampled:
+            self.te.end_step()
             suspects, counts = self.te.pop_suspects()
             if counts is not None:
                 parts["suspects"] = counts

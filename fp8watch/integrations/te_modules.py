@@ -19,6 +19,9 @@ from fp8watch.integrations.te_tensors import is_quantized
 
 KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
 
+_OBSERVED = "transformer_engine.pytorch.module."
+_OPS = "transformer_engine.pytorch.ops."
+
 _DATA_FLOW = (
     ("input", "rowwise", "fprop"),
     ("weight", "rowwise", "fprop"),
@@ -71,11 +74,21 @@ class TeModule:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """The kind of Transformer Engine module that this is or inherits from, or None."""
+    """The kind of Transformer Engine module that this is or inherits from, or None. `te.ops` are none: see `unseen`."""
     for cls in type(module).__mro__:
-        if cls.__name__ in KINDS and cls.__module__.split(".")[0] == "transformer_engine":
+        if cls.__name__ in KINDS and cls.__module__.startswith(_OBSERVED):
             return cls.__name__
     return None
+
+
+def unseen(named_modules: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    """Modules of Transformer Engine that multiply where nothing is observed, and why."""
+    found: list[tuple[str, str]] = []
+    for fqn, module in named_modules:
+        ours = any(cls.__module__.startswith(_OPS) and "Linear" in cls.__name__ for cls in type(module).__mro__)
+        if ours and not (found and fqn.startswith(f"{found[-1][0]}.")):  # its parts are told with it
+            found.append((fqn, "te.ops: fused behind the module, not where products are observed"))
+    return found
 
 
 def find(named_modules: Iterator[tuple[str, nn.Module]]) -> list[TeModule]:

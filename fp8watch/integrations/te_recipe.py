@@ -8,7 +8,7 @@ sees every operand: statistics of all sites are exact, at the price of those fus
 that the caller's factory gives; here they are only passed on.
 
 Source: transformer_engine.common.recipe.CustomRecipe(qfactory=…), experimental there as of 2.20.
-State of this file: as that of fp8watch.integrations.transformer_engine.
+State of this file: as that of fp8watch.integrations.transformer_engine. In 2.9 norms stay fused, and their outputs unseen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 from fp8watch.integrations.transformer_engine import TeObserver, load
 
 QuantizerFactory = Callable[[Any], Any]
-_SHARED = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+
+_REPLACED = ("quantize_impl", "update_quantized", "copy", "__reduce_ex__", "custom", "make_empty")
+"""Attributes of an observed quantiser that shadow those of its class."""
 
 
 def observing_recipe(qfactory: QuantizerFactory, observer: TeObserver, **options: Any) -> Any:
@@ -45,13 +47,18 @@ def observing_recipe(qfactory: QuantizerFactory, observer: TeObserver, **options
 def observing_factory(qfactory: QuantizerFactory, observer: TeObserver) -> QuantizerFactory:
     """The same factory, its quantisers shown what they cast. Requests for stateful quantisers pass as they are."""
     base = _quantizer_class()
-    observing = _observing_class(base)
 
     def factory(role: Any) -> Any:
         quantizer = qfactory(role)
-        return observing(quantizer, role, observer) if isinstance(quantizer, base) else quantizer
+        return _observed(quantizer, operand_of(role), observer) if isinstance(quantizer, base) else quantizer
 
     return factory
+
+
+def operand_of(role: Any) -> str:
+    """The operand that a factory is asked to make a quantiser for: "linear_input" before 2.16, an object from then on,
+    which may be None."""
+    return str(getattr(role, "tensor_type", role) or "").removeprefix("linear_")
 
 
 def _quantizer_class() -> type[Any]:
@@ -65,49 +72,30 @@ def _quantizer_class() -> type[Any]:
     raise RuntimeError("transformer_engine has no Quantizer where it is looked for: not a version that is known")
 
 
-def _observing_class(base: Any) -> Any:
-    class ObservingQuantizer(base):  # type: ignore[misc]
-        """Shows an operand to the observer and has it quantised by another quantiser."""
+def _observed(quantizer: Any, operand: str, observer: TeObserver) -> Any:
+    """The quantiser itself, two of its methods replaced: Transformer Engine and its extension ask for exact classes, so
+    there can be no class of ours around it. A copy or a pickle is as its class would have made it, and shows nothing."""
+    for name in ("quantize_impl", "update_quantized"):
+        if hasattr(quantizer, name):
+            setattr(quantizer, name, _shown(getattr(quantizer, name), operand, observer))
+    quantizer.copy = lambda: type(quantizer).copy(_plain(quantizer))
+    quantizer.__reduce_ex__ = lambda protocol: _plain(quantizer).__reduce_ex__(protocol)
+    if not getattr(type(quantizer), "custom", False):
+        quantizer.custom = True  # norms, activations and bias gradients leave the cast to Python, where it is shown
+        quantizer.make_empty = lambda *args, **kwargs: _plain(quantizer).make_empty(*args, **kwargs)
+    return quantizer
 
-        custom = True  # tells Transformer Engine not to hand it to C++, which knows its own quantisers only
 
-        def __init__(self, inner: Any, role: Any, observer: TeObserver) -> None:
-            object.__setattr__(self, "inner", inner)
-            super().__init__(rowwise=inner.rowwise_usage, columnwise=inner.columnwise_usage)
-            self.role, self.observer = role, observer
+def _shown(method: Callable[..., Any], operand: str, observer: TeObserver) -> Callable[..., Any]:
+    def show(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        observer._guard.run("te quantizer", observer.note_operand, operand, tensor)
+        return method(tensor, *args, **kwargs)
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-            if name in _SHARED:
-                setattr(self.inner, name, value)
+    return show
 
-        def __getattr__(self, name: str) -> Any:
-            if name == "inner":  # not there yet, in a copy
-                raise AttributeError(name)
-            return getattr(self.inner, name)
 
-        def _show(self, x: torch.Tensor) -> None:
-            operand = str(getattr(self.role, "tensor_type", "") or "")
-            self.observer._guard.run("te quantizer", self.observer.note_operand, operand, x)
-
-        def quantize_impl(self, tensor: torch.Tensor) -> Any:
-            self._show(tensor)
-            return self.inner.quantize_impl(tensor)
-
-        def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
-            self._show(src)
-            return self.inner.update_quantized(src, dst, noop_flag=noop_flag)
-
-        def make_empty(self, *args: Any, **kwargs: Any) -> Any:
-            return self.inner.make_empty(*args, **kwargs)
-
-        def calibrate(self, tensor: torch.Tensor) -> None:
-            self.inner.calibrate(tensor)
-
-        def copy(self) -> Any:
-            return ObservingQuantizer(self.inner.copy(), self.role, self.observer)
-
-        def _get_compatible_recipe(self) -> Any:
-            return None
-
-    return ObservingQuantizer
+def _plain(quantizer: Any) -> Any:
+    """A quantiser of the same state, without what `_observed` put in."""
+    bare = object.__new__(type(quantizer))
+    bare.__dict__.update({name: value for name, value in quantizer.__dict__.items() if name not in _REPLACED})
+    return bare

@@ -4,12 +4,14 @@ Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.in
 Shapes:     a quantised tensor -> codes [M, K] uint8, scale_inv [Mt, Kt] float32     Thread: training, and autograd's
 
 Tensors are told by the attributes they have, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
-imported. Its scale tensors are padded to multiples of 4 (of 128 and 4 for mxfp8) and the padding is not initialised, so
-it is cut off by shape:
+imported. What cannot be read has a reason, and whoever asked is given it. Scale tensors are padded to multiples of 4 (of
+128 and 4 for mxfp8) and the padding is not initialised, so it is cut off by shape:
     blockwise 1×128   rowwise scale_inv [Kt, ~M], columnwise [Mt, ~K] beside codes [K, M]
     blockwise 128×128 rowwise scale_inv [Mt, ~Kt], columnwise [Kt, ~Mt] beside codes [K, M]
     per tensor        one scale_inv, codes in `_data`, transposed ones in `_transpose`
-    mxfp8             E8M0 bytes, rowwise [~M, ~Kt], columnwise [~Mt, ~K]
+    mxfp8             E8M0 bytes, rowwise [~M, ~Kt], columnwise [~Mt, ~K]; from 2.12 on in the order of the tensor
+                      cores: tiles of 128×4 (of the transpose, if columnwise), each in memory as 32×4×4
+    hybrid, debug     two tensors, one a direction; each of them is one of the above
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from typing import Any
 import torch
 
 from fp8watch.formats import FORMATS, Fp8Format
+
+_ABSENT = "it holds no codes of the direction that is multiplied"
+_PARTS = (("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_storage", "columnwise_sub_storage"))
+"""Attributes of a tensor in debug mode, and of a hybrid one, that hold one direction each."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +54,47 @@ def is_quantized(tensor: object) -> bool:
 
 def view_of(tensor: Any, columnwise: bool) -> QuantizedView | None:
     """The codes and scales that a GEMM reads in that direction; None where they are not there or lie otherwise."""
+    got = read(tensor, columnwise)
+    return None if isinstance(got, str) else got
+
+
+def read(tensor: Any, columnwise: bool) -> QuantizedView | str:
+    """The codes and scales that a GEMM reads in that direction, or the reason why they cannot be read."""
+    tensor = direction_of(tensor, columnwise)
+    if not hasattr(tensor, "_fp8_dtype"):
+        if hasattr(tensor, "_fp4_dtype"):
+            return "4-bit codes are not read"
+        if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            return "not in FP8: the module ran outside autocast, or its recipe leaves it in high precision"
+        return "its codes lie in a way that is not known"
     fmt = _format(tensor)
     if fmt is None:
-        return None
+        return f"format {tensor._fp8_dtype!r} is not known"
     if hasattr(tensor, "_scale_inv"):
-        return _per_tensor(tensor, columnwise, fmt)
+        return _per_tensor(tensor, fmt)
     name = "_columnwise" if columnwise else "_rowwise"
     data, scale_inv = getattr(tensor, f"{name}_data", None), getattr(tensor, f"{name}_scale_inv", None)
     if data is None or scale_inv is None:
-        return None
+        return _ABSENT
     if scale_inv.dtype == torch.uint8:
         return _mxfp8(tensor, _flat(data), scale_inv, columnwise, fmt)
     return _blockwise(tensor, data, scale_inv, columnwise, fmt)
 
 
+def direction_of(tensor: Any, columnwise: bool) -> Any:
+    """The tensor that holds one direction: of a hybrid tensor, and of one in debug mode, a part; else the tensor itself."""
+    for rowwise_name, columnwise_name in _PARTS:
+        name = columnwise_name if columnwise else rowwise_name
+        if hasattr(tensor, name):
+            part = getattr(tensor, name)
+            return part if part is None else direction_of(part, columnwise)
+    return tensor
+
+
 def _format(tensor: Any) -> Fp8Format | None:
-    """By name: the enumeration is one of C++ in some versions and of Python in others."""
-    name = str(getattr(tensor, "_fp8_dtype", "")).upper()
+    """By name: the enumeration is one of C++ before 2.17, and an IntEnum from then on, whose str() is a number."""
+    kind = tensor._fp8_dtype
+    name = str(getattr(kind, "name", kind)).upper()
     return next((fmt for key, fmt in FORMATS.items() if key in name), None)
 
 
@@ -72,7 +102,7 @@ def _flat(data: torch.Tensor) -> torch.Tensor:
     return data.reshape(-1, data.shape[-1]).view(torch.uint8)
 
 
-def _per_tensor(tensor: Any, columnwise: bool, fmt: Fp8Format) -> QuantizedView | None:
+def _per_tensor(tensor: Any, fmt: Fp8Format) -> QuantizedView | str:
     """Both directions have the same codes: whichever copy is there."""
     data = getattr(tensor, "_data", None)
     if data is not None:
@@ -80,23 +110,20 @@ def _per_tensor(tensor: Any, columnwise: bool, fmt: Fp8Format) -> QuantizedView 
     else:
         transpose = getattr(tensor, "_transpose", None)
         if transpose is None or getattr(tensor, "_transpose_invalid", False):
-            return None
+            return _ABSENT
         codes = transpose.reshape(transpose.shape[0], -1).view(torch.uint8).t()
     if tensor._scale_inv.numel() != 1:
-        return None
+        return f"it has {tensor._scale_inv.numel()} scales, where one is known"
     scale_inv = tensor._scale_inv.detach().float().reshape(1, 1)
     return QuantizedView(codes, scale_inv, (codes.shape[0], codes.shape[1]), fmt)
 
 
 def _blockwise(
     tensor: Any, data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, fmt: Fp8Format
-) -> QuantizedView | None:
+) -> QuantizedView | str:
     if "COMPACT" in str(getattr(tensor, "_data_format", "")).upper():
-        return None  # a format for communication, in versions before 2.10: never what a GEMM reads
-    if columnwise:
-        codes = data.reshape(data.shape[0], -1).view(torch.uint8).t()
-    else:
-        codes = _flat(data)
+        return "its scales lie as they are communicated, in versions before 2.10"  # never what a GEMM reads
+    codes = data.reshape(data.shape[0], -1).view(torch.uint8).t() if columnwise else _flat(data)
     rows, columns = codes.shape
     mt, kt = -(-rows // 128), -(-columns // 128)
     if getattr(tensor, "_is_2D_scaled", False):
@@ -106,17 +133,30 @@ def _blockwise(
         tiles, expected, tile = scale_inv[:mt, :columns], (mt, columns), (128, 1)
     else:
         tiles, expected, tile = scale_inv.t()[:rows, :kt], (rows, kt), (1, 128)
-    return QuantizedView(codes, tiles.contiguous(), tile, fmt) if tuple(tiles.shape) == expected else None
+    if tuple(tiles.shape) != expected:
+        return _misfit(codes, scale_inv, tile)
+    return QuantizedView(codes, tiles.contiguous(), tile, fmt)
 
 
 def _mxfp8(
     tensor: Any, codes: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, fmt: Fp8Format
-) -> QuantizedView | None:
-    if getattr(tensor, "_with_gemm_swizzled_scales", False):
-        return None  # shuffled for the tensor cores: absent rather than guessed
+) -> QuantizedView | str:
     rows, columns = codes.shape
     shape, tile = ((-(-rows // 32), columns), (32, 1)) if columnwise else ((rows, -(-columns // 32)), (1, 32))
-    bits = scale_inv[: shape[0], : shape[1]].to(torch.int32)
+    bytes_ = scale_inv
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        long, short = scale_inv.shape[::-1] if columnwise else scale_inv.shape
+        if long % 128 or short % 4:
+            return _misfit(codes, scale_inv, tile)
+        bytes_ = scale_inv.reshape(long // 128, short // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(long, short)
+        bytes_ = bytes_.t() if columnwise else bytes_
+    bits = bytes_[: shape[0], : shape[1]].to(torch.int32)
+    if tuple(bits.shape) != shape:
+        return _misfit(codes, scale_inv, tile)
     # E8M0: 2^(byte − 127); byte 0 is a float32 subnormal, byte 255 NaN
     value = (bits << 23).where(bits > 0, 1 << 22).where(bits < 255, 0x7FC00000).view(torch.float32)
-    return QuantizedView(codes, value.contiguous(), tile, fmt) if tuple(value.shape) == shape else None
+    return QuantizedView(codes, value.contiguous(), tile, fmt)
+
+
+def _misfit(codes: torch.Tensor, scale_inv: torch.Tensor, tile: tuple[int, int]) -> str:
+    return f"{list(scale_inv.shape)} scales do not fit {list(codes.shape)} codes in tiles of {tile[0]}×{tile[1]}"

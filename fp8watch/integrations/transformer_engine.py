@@ -3,16 +3,19 @@
 Upstream:   fp8watch._attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
-Each `te_every` steps, and then only: a hook before a module's forward keeps the operand that Python sees, a hook on its
+In sampled steps, and then only: a hook before a module's forward keeps the operand that Python sees, a hook on its
 output the gradient, and the functions through which all of its modules multiply (`general_gemm` and its grouped form) are
 wrapped to see codes and scales. Nothing is quantised a second time, Transformer Engine's debug mode plays no part, and
 an error in here is counted and never reaches training.
 
-Source: transformer_engine/pytorch, versions 2.8.0 and 2.20.2: modules call `general_gemm(A, B, …, layout=…)` with
-weight and input (TN: fprop), weight and grad_output (NN: dgrad), input and grad_output (NT: wgrad).
-Not seen: a module inside torch.compile, delayed weight gradients, grouped tensors of 2.20 (one fused call for all experts).
+What enters a GEMM and cannot be read is told with the reason (te_unread): a module that is watched in vain looks healthy.
 
-State of this file: tested against a small imitation of that surface; it has not run with Transformer Engine yet.
+Source: transformer_engine/pytorch, versions 2.8.0 to 2.20.2: modules call `general_gemm(A, B, …, layout=…)` with
+weight and input (TN: fprop), weight and grad_output (NN: dgrad), input and grad_output (NT: wgrad).
+Not seen: a module inside torch.compile, `te.ops`, FP8 attention, grouped tensors from 2.17 on (one call for all experts).
+
+State of this file: `make test-te` runs the Python packages of Transformer Engine over a stand-in for their extension, on
+a CPU; no GPU was there.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from torch import nn
 
 from fp8watch.integrations.te_modules import DERIVED, EXACT, TeModule, weights_of
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
-from fp8watch.integrations.te_tensors import QuantizedView, view_of
+from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
+from fp8watch.integrations.te_unread import Tell, Unread, silent
 from fp8watch.quantize.stats import TileStats
 from fp8watch_agent.guard import Guard
 
@@ -68,6 +72,8 @@ class _Frame:
     operands: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     num_products: dict[str, int] = field(default_factory=dict)
     observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
+    again: bool = False  # a recomputation: its forward was seen already
+    trains: bool = True  # whether a backward belongs to this forward
 
 
 class _Hook:
@@ -104,6 +110,7 @@ class TeObserver:
         guard: counts what goes wrong.
         heavy: whether to measure energies, moments and depth where the operand is seen.
         entered: told of each forward (False) and backward (True) of a module in training, sampled or not.
+        tell: takes what could not be read: a line for people, and facts of the session.
     """
 
     def __init__(
@@ -115,12 +122,16 @@ class TeObserver:
         *,
         heavy: bool = True,
         entered: Callable[[bool], None] = lambda backward: None,
+        tell: Tell = silent,
     ) -> None:
-        self._entered = entered
+        self._entered, self._tell = entered, tell
+        self.version, self.unread = "", Unread()
         self.facts: dict[int, SiteFacts] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
+        self._rows_of: dict[int, list[int]] = {}  # id of a module -> its rows
         for te in modules:
+            self._rows_of[id(te)] = [first_row + len(self._rows) + i for i in range(len(te.sites))]
             for site in te.sites:
                 self._rows[site.fqn, site.operand, site.direction] = first_row + len(self._rows)
         self.sampled = True
@@ -134,6 +145,7 @@ class TeObserver:
         package, reason = load()
         if package is None:
             return reason
+        self.version = reason
         for name in _MODULE_FILES:
             module = importlib.import_module(f"{package.__name__}.module.{name}")
             for function in _FUNCTIONS:
@@ -168,6 +180,11 @@ class TeObserver:
         self._suspects.clear()
         return rows, torch.stack(counts) if counts else None
 
+    def end_step(self) -> None:
+        """Tell what could not be read in the sampled step that ends."""
+        names = {row: fqn for (fqn, *_), row in self._rows.items()}
+        self._guard.run("te unread", self.unread.tell, self.facts, names, self.version, self._tell)
+
     def note_operand(self, operand: str, x: torch.Tensor) -> None:
         """Tell of an operand before its cast, from a quantiser of our own (see te_recipe)."""
         frame = self._frame(operand == "grad_output")
@@ -185,9 +202,11 @@ class TeObserver:
     def _enter(self, te: TeModule, args: tuple[Any, ...]) -> None:
         stack = self._stack()
         stack.append(None)  # whatever happens below: each call leaves what it entered
-        if self._watching(te.module):
-            frame = stack[-1] = _Frame(te)
-            self._entered(False)
+        if te.module.training and not torch.compiler.is_compiling():
+            again = torch._C._current_graph_task_id() != -1
+            frame = stack[-1] = _Frame(te, again=again, trains=torch.is_grad_enabled())
+            if not again:
+                self._entered(False)
             if self.sampled and te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
                 frame.operands["input"] = [args[0].detach()]
 
@@ -197,20 +216,22 @@ class TeObserver:
     def _leave(self, output: Any) -> None:
         frame = self._stack().pop() if self._stack() else None
         first = output[0] if isinstance(output, tuple) and output else output
-        if frame is None or not isinstance(first, torch.Tensor) or not first.requires_grad:
+        if frame is None or not isinstance(first, torch.Tensor):
             return
-        frame.operands.clear()  # high precision must not live until backward because somebody watches
+        if self.sampled and not frame.again and not frame.num_products:
+            for row in self._rows_of[id(frame.te)]:
+                self.unread.note(frame.te.kind, "its products do not pass where they are seen: fused or compiled", row)
+        if not first.requires_grad:
+            return
+        if not frame.again:  # a recomputed one is followed by its backward at once, or dropped
+            frame.operands.clear()  # high precision must not live until backward because somebody watches
         hook: Any = first.register_hook
         hook(lambda grad: self._guard.run("te backward", self._enter_backward, frame, grad))
 
     def _enter_backward(self, frame: _Frame, grad: torch.Tensor) -> None:
         self._entered(True)
-        operands = {"grad_output": [grad.detach()]} if self.sampled else {}
+        operands = dict(frame.operands, grad_output=[grad.detach()]) if self.sampled else {}
         self._local.backward = _Frame(frame.te, operands, observed=frame.observed)
-
-    def _watching(self, module: nn.Module) -> bool:
-        """In training, and not in the recomputation of a forward that was seen already."""
-        return module.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
     def _stack(self) -> list[_Frame | None]:
         if not hasattr(self._local, "stack"):
@@ -242,41 +263,83 @@ class TeObserver:
             return
         number = frame.num_products.get(layout, 0)
         frame.num_products[layout] = number + 1
+        if layout == "TN" and frame.again:
+            return
         if frame.te.kind == "GroupedLinear":
             pairs = list(enumerate(zip(a, b, strict=True))) if isinstance(a, list | tuple) else []
         else:
             last = frame.te.num_gemms - 1
             pairs = [(number if layout == "TN" else last - number, (a, b))]
-        offsets = {"input": 0, "grad_output": 0}
+        offsets: dict[str, int | None] = {"input": 0, "grad_output": 0}
         for index, tensors in pairs:
             if not 0 <= index < frame.te.num_gemms:
                 continue
             for tensor, (operand, columnwise) in zip(tensors, _OPERANDS[layout], strict=True):
                 if operand == "weight" and columnwise:
                     continue  # the same codes and scales as rowwise
-                rows = self._observe(frame, index, tensor, operand, columnwise, offsets.get(operand, 0))
-                if not columnwise and operand != "weight":  # while the operand itself is still at hand
-                    self._observe(frame, index, tensor, operand, True, offsets[operand])
+                offset = offsets.get(operand, 0)
+                rows = self._look(frame, index, tensor, operand, columnwise, offset)
+                if not columnwise and operand != "weight" and frame.trains:  # while the operand itself is at hand
+                    self._look(frame, index, tensor, operand, True, offset, ahead=True)
                 if operand in offsets:
-                    offsets[operand] += rows
+                    offsets[operand] = None if offset is None or rows is None else offset + rows
         if layout == "NT" and number == frame.te.num_gemms - 1:
             frame.operands.clear()
 
-    def _observe(self, frame: _Frame, index: int, tensor: Any, operand: str, columnwise: bool, offset: int) -> int:
-        """One direction of one operand of one product, once a call; returns its number of rows."""
-        view = view_of(tensor, columnwise)
-        if view is None:
-            return 0
-        if columnwise and view.tile == view.shape:
-            return view.shape[0]  # per tensor: the same codes and scale as rowwise
-        if (index, operand, columnwise) in frame.observed:
-            return view.shape[0]
-        frame.observed.add((index, operand, columnwise))
+    def _look(
+        self,
+        frame: _Frame,
+        index: int,
+        tensor: Any,
+        operand: str,
+        columnwise: bool,
+        offset: int | None,
+        *,
+        ahead: bool = False,
+    ) -> int | None:
+        """One direction of one operand of one product, once a call; returns its number of rows, None where unknown.
+
+        Whatever goes wrong is noted as an operand that was not read, and the others are looked at all the same.
+
+        Args:
+            offset: of its rows in what Python saw, all experts in one tensor; None where that is unknown.
+            ahead: the product reads the other direction; this one may not be there.
+        """
         te = frame.te
         name = f"{te.fqn}.fc{index + 1}" if te.kind == "LayerNormMLP" else te.fqn
         name = f"{te.fqn}.{index}" if te.kind == "GroupedLinear" else name
         row = self._rows[name, operand, "columnwise" if columnwise else "rowwise"]
-        quantizer = getattr(tensor, "_quantizer", None)
+        try:
+            view = read(tensor, columnwise)
+            if isinstance(view, str):
+                if not ahead and (index, operand, columnwise) not in frame.observed:
+                    self.unread.note(tensor, view, row)
+                return None
+            if view.codes.numel():  # else an expert without tokens
+                self._observe(frame, index, tensor, operand, columnwise, offset, view, row)
+            return view.shape[0]
+        except Exception as error:  # noqa: BLE001 - counted, and told as an operand that was not read
+            self._guard.swallow("te gemm", error)
+            self.unread.note(tensor, f"fp8watch failed: {type(error).__name__}", row)
+            return None
+
+    def _observe(
+        self,
+        frame: _Frame,
+        index: int,
+        tensor: Any,
+        operand: str,
+        columnwise: bool,
+        offset: int | None,
+        view: QuantizedView,
+        row: int,
+    ) -> None:
+        if columnwise and view.tile == view.shape:
+            return  # per tensor: the same codes and scale as rowwise
+        if (index, operand, columnwise) in frame.observed:
+            return
+        frame.observed.add((index, operand, columnwise))
+        quantizer = getattr(direction_of(tensor, columnwise), "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
         bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
@@ -290,10 +353,9 @@ class TeObserver:
             evidence = EXACT if x is not None else DERIVED
             self.facts[row] = SiteFacts(view.tile, view.fmt.name, power_2, eps, evidence)
         self._record(row, view.shape, stats)
-        return view.shape[0]
 
     def _operand(
-        self, frame: _Frame, index: int, operand: str, view: QuantizedView, offset: int
+        self, frame: _Frame, index: int, operand: str, view: QuantizedView, offset: int | None
     ) -> torch.Tensor | None:
         """The operand before its cast, where Python has seen one of that shape."""
         te = frame.te
@@ -312,6 +374,8 @@ class TeObserver:
                 continue
             flat = x.reshape(-1, x.shape[-1])
             if te.kind == "GroupedLinear" and operand != "weight":
+                if offset is None:
+                    return None
                 flat = flat[offset : offset + view.shape[0]]
             if tuple(flat.shape) == view.shape:
                 return flat

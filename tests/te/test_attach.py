@@ -66,6 +66,34 @@ def test_records_of_both_kinds_leave_in_one_step(
     assert sites["down", "input", "rowwise"].backend != "transformer_engine"
 
 
+def test_plain_linears_beside_it_are_converted_only_when_asked_for(
+    te: ModuleType, attach: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(te)
+    x = torch.randn(34, 128)
+    before = model(x)
+    watch = attach(model)
+    line = capsys.readouterr().err
+    assert (
+        "model computes in FP8 already (transformer_engine.pytorch.LayerNormLinear, 1 of them, 1 of other kinds)"
+        in line
+    )
+    assert "nothing is converted, 1 Linear observed as it is; recipe='blockwise' to convert it" in line
+    assert torch.equal(model(x), before)
+    watch.detach()
+    attach(model, recipe="blockwise")
+    assert "1 Linear now compute in FP8 (blockwise" in capsys.readouterr().err
+    assert not torch.equal(model(x), before)
+
+
+def test_te_ops_are_left_out_with_the_reason(te: ModuleType, attach: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(te.ops.Linear(128, 128), te.Linear(128, 128))
+    attach(model)
+    line = capsys.readouterr().err
+    assert "1 Transformer Engine module observed" in line
+    assert "left out: 0 (te.ops: fused behind the module" in line
+
+
 def test_a_model_of_transformer_engine_alone_closes_its_steps(te: ModuleType, attach: Any) -> None:
     model = nn.Sequential(te.LayerNormMLP(128, 384))
     watch = attach(model, every=2)

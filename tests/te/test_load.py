@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from te.conftest import forget
 from torch import nn
 
 from fp8watch.integrations import te_modules
-from fp8watch.integrations.te_recipe import observing_recipe
+from fp8watch.integrations.te_recipe import observing_recipe, operand_of
 from fp8watch.integrations.transformer_engine import TeObserver, load
 from fp8watch.quantize.stats import TileStats
 from fp8watch_agent.guard import Guard
@@ -54,34 +57,52 @@ def test_an_unknown_version_is_a_reason(te: ModuleType) -> None:
     assert "transformer_engine 2.20.imitation has no general_gemm" in str(reason)
 
 
-def test_the_custom_recipe_shows_every_operand(te: ModuleType) -> None:
-    from transformer_engine.pytorch.quantized_tensor import DType, Float8BlockQuantizer
+class Role:
+    """What a factory is asked with from 2.16 on."""
 
-    mlp = te.LayerNormMLP(128, 384)
+    def __init__(self, tensor_type: str) -> None:
+        self.tensor_type = tensor_type
+
+
+@pytest.mark.parametrize("word", [Role, "linear_{}".format], ids=["objects", "words"])
+@pytest.mark.parametrize("kind", ["block", "mx"])
+def test_the_custom_recipe_shows_every_operand(te: ModuleType, kind: str, word: Any) -> None:
+    from transformer_engine.pytorch.quantized_tensor import DType, Float8BlockQuantizer, MXFP8Quantizer
+
+    model = nn.Sequential(te.Linear(128, 128), te.LayerNormMLP(128, 384))  # with a bias, as is the default
     seen: dict[int, TileStats] = {}
-    modules = te_modules.find(nn.Sequential(mlp).named_modules())
     guard = Guard()
+    modules = te_modules.find(model.named_modules())
     observer = TeObserver(modules, 0, lambda row, shape, stats: seen.__setitem__(row, stats), guard)
     assert observer.start() is None
 
-    class Role:
-        def __init__(self, tensor_type: str) -> None:
-            self.tensor_type = tensor_type
-
-    def stock(role: Role) -> Float8BlockQuantizer:
-        return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if role.tensor_type == "weight" else 1)
+    def stock(role: Any) -> Any:
+        if kind == "mx":
+            return MXFP8Quantizer(DType.kFloat8E4M3)
+        return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if operand_of(role) == "weight" else 1)
 
     recipe = observing_recipe(stock, observer, backward_override=None)
-    mlp.make_quantizers(lambda kind: recipe.qfactory(Role(kind)))
-    mlp(torch.randn(64, 128, requires_grad=True)).square().sum().backward()
+    for module in model:
+        module.make_quantizers(recipe.qfactory, word)
+    model(torch.randn(64, 128, requires_grad=True)).square().sum().backward()
     assert dict(guard.errors) == {}
-    assert len(seen) == 10
+    assert len(seen) == 15
     assert all(stats.measured & Measured.ENERGIES for stats in seen.values())  # all exact, those inside the MLP too
-    quantizer = mlp.quantizers[0][0]
-    quantizer.internal = True
-    assert quantizer.inner.internal
-    assert quantizer.copy().inner is not quantizer.inner
-    assert quantizer.amax_epsilon == 0.0
+
+
+def test_a_shown_quantiser_is_of_its_own_class_and_its_copies_are_plain(te: ModuleType) -> None:
+    from transformer_engine.pytorch.quantized_tensor import DType, Float8BlockQuantizer
+
+    observer = TeObserver([], 0, nobody, Guard())
+    made = observing_recipe(lambda role: Float8BlockQuantizer(DType.kFloat8E4M3), observer).qfactory(None)
+    assert type(made) is Float8BlockQuantizer
+    assert made.make_empty((1, 128))._rowwise_data.shape == (1, 128)
+    made.set_usage(rowwise=True, columnwise=False)
+    for again in (made.copy(), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(again) is Float8BlockQuantizer
+        assert vars(again) == {name: value for name, value in vars(made).items() if name in vars(again)}
+        assert not {"quantize_impl", "update_quantized", "custom", "make_empty", "copy"} & set(vars(again))
+        assert again.columnwise_usage is False
 
 
 def test_on_real_transformer_engine() -> None:

@@ -191,7 +191,7 @@ def test_between_samples_nothing_is_looked_at(te: ModuleType, monkeypatch: pytes
     model = Model(te)
     watched = Watched(model)
     watched.observer.sampled = False
-    monkeypatch.setattr("fp8watch.integrations.transformer_engine.view_of", lambda *args: pytest.fail("looked"))
+    monkeypatch.setattr("fp8watch.integrations.transformer_engine.read", lambda *args: pytest.fail("looked"))
     step(model, torch.randn(96, 128))
     assert watched.seen == {}
     assert dict(watched.guard.errors) == {}
@@ -242,8 +242,8 @@ def test_an_error_inside_is_counted_and_never_reaches_training(te: ModuleType) -
 def test_an_exception_in_a_forward_leaves_no_trace(te: ModuleType) -> None:
     linear = te.Linear(128, 128)
     watched = Watched(nn.Sequential(linear))
-    with pytest.raises(ValueError, match="must have at least one row"):
-        linear(torch.randn(0, 128))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(torch.randn(16, 64))
     assert watched.observer._stack() == []
     step(linear, torch.randn(16, 128))
     assert ("0", "input", "rowwise") in watched.seen
@@ -261,6 +261,57 @@ def test_stop_takes_everything_out(te: ModuleType) -> None:
     step(model, torch.randn(96, 128))
     assert watched.seen == {}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_costs_no_site_and_counts_none_twice(te: ModuleType, reentrant: bool) -> None:
+    model = nn.Sequential(te.LayerNormLinear(128, 256), te.Linear(256, 128), te.LayerNormMLP(128, 384))
+    watched = Watched(model)
+    x = torch.randn(32, 128, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert dict(watched.guard.errors) == {}
+    assert len(watched.seen) == 20
+    assert all(len(calls) == 1 for calls in watched.seen.values())
+    for site in watched.sites:
+        full = bool(watched.seen[site.fqn, site.operand, site.direction][0].measured & Measured.ENERGIES)
+        assert full == site.visible, site
+
+
+def test_an_expert_without_tokens_costs_its_own_sites_alone(te: ModuleType) -> None:
+    experts = te.GroupedLinear(3, 128, 160)
+    watched = Watched(nn.Sequential(experts))
+    x = torch.randn(64, 128, requires_grad=True)
+    experts(x, [24, 0, 40]).square().sum().backward()
+    assert dict(watched.guard.errors) == {}
+    unseen = {(s.fqn, s.operand) for s in watched.sites if (s.fqn, s.operand, s.direction) not in watched.seen}
+    assert unseen == {("0.1", "input"), ("0.1", "grad_output")}
+    expected = reference.quantize(x.detach()[24:], (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    assert_same(watched.seen["0.2", "input", "rowwise"][0], expected)  # with its own rows, not its neighbour's
+
+
+def test_one_operand_that_fails_costs_itself_alone(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8watch.integrations import transformer_engine
+
+    model = nn.Sequential(te.GroupedLinear(2, 128, 160))
+    watched = Watched(model)
+    measure = transformer_engine.exact
+
+    def failing(x: torch.Tensor, *args: Any, **kwargs: Any) -> TileStats:
+        return 1 / 0 if tuple(x.shape) == (24, 128) else measure(x, *args, **kwargs)
+
+    monkeypatch.setattr(transformer_engine, "exact", failing)
+    model[0](torch.randn(64, 128, requires_grad=True), [24, 40]).square().sum().backward()
+    assert watched.guard.errors["te gemm"] > 0
+    missing = {(s.fqn, s.operand) for s in watched.sites if (s.fqn, s.operand, s.direction) not in watched.seen}
+    assert missing == {("0.0", "input")}
+
+
+def test_operations_that_are_fused_are_left_out_with_the_reason(te: ModuleType) -> None:
+    model = nn.ModuleDict({"a": te.ops.Linear(16, 16), "b": te.Linear(16, 16)})
+    assert [m.fqn for m in te_modules.find(model.named_modules())] == ["b"]
+    assert te_modules.unseen(model.named_modules()) == [
+        ("a", "te.ops: fused behind the module, not where products are observed")
+    ]
 
 
 def test_subclasses_are_found_and_namesakes_are_not(te: ModuleType) -> None:

@@ -14,4 +14,4 @@ class LayerNormLinear(TransformerEngineBaseModule):
 
     def forward(self, inp):
         normed = F.layer_norm(inp, inp.shape[-1:])
-        return Products.apply(normed, self.weight, self.quantizers[0], lambda *a, **k: general_gemm(*a, **k))
+        return Products.apply(normed, self.weight, None, self.quantizers[0], lambda *a, **k: general_gemm(*a, **k))

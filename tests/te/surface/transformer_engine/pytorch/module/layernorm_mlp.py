@@ -19,5 +19,5 @@ class LayerNormMLP(TransformerEngineBaseModule):
         def gemm(*args, **kwargs):
             return general_gemm(*args, **kwargs)
 
-        hidden = Products.apply(F.layer_norm(inp, inp.shape[-1:]), self.fc1_weight, self.quantizers[0], gemm)
-        return Products.apply(F.gelu(hidden), self.fc2_weight, self.quantizers[1], gemm)
+        hidden = Products.apply(F.layer_norm(inp, inp.shape[-1:]), self.fc1_weight, None, self.quantizers[0], gemm)
+        return Products.apply(F.gelu(hidden), self.fc2_weight, None, self.quantizers[1], gemm)

@@ -1,0 +1,68 @@
+"""Operands of Transformer Engine that entered a GEMM and could not be read: said once, never passed over.
+
+Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch_agent.recorder
+Thread:     training, and autograd's
+
+A module that is watched and brings no statistics looks healthy. So each operand that cannot be read is noted with its
+class and the reason, and at the end of a sampled step the sum is a line on stderr and a fact of the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+FACT = "te_unread"
+Tell = Callable[[str | None, Mapping[str, str]], None]
+"""(line for people, or None; facts of the session)."""
+
+
+class Unread:
+    """Which operands of one model cannot be read, by class of tensor and reason."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], set[int]] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._fact = ""
+
+    def note(self, what: object, reason: str, row: int) -> None:
+        """An operand that entered a GEMM. `what`: the tensor, or the name of what stands for it."""
+        name = what if isinstance(what, str) else type(what).__name__.replace("Parameter", "Tensor")
+        self._rows.setdefault((name, reason), set()).add(row)
+
+    def tell(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
+        """Say what is new since the last call.
+
+        Args:
+            read: rows whose operands were read at least once: what failed for them is no blindness.
+            names: row -> module and GEMM, of all rows.
+            version: of Transformer Engine.
+            tell: takes the line and the fact.
+        """
+        if not self._rows and not self._fact:
+            return
+        left = {key: rows - set(read) for key, rows in self._rows.items()}
+        left = {key: rows for key, rows in left.items() if rows}
+        fact = "; ".join(f"{name} {len(rows)} ({reason})" for (name, reason), rows in sorted(left.items()))[:1000]
+        if fact == self._fact:
+            return
+        self._fact = fact
+        line = None
+        if not self._said.issuperset(left):
+            self._said.update(left)
+            line = _line(left, set(read), names, version)
+        tell(line, {FACT: fact})
+
+
+def _line(left: Mapping[tuple[str, str], set[int]], read: set[int], names: Mapping[int, str], version: str) -> str:
+    num = len(set[int]().union(*left.values()))
+    kinds = ", ".join(f"{len(rows)} of {name} ({reason})" for (name, reason), rows in sorted(left.items()))
+    seen = {names[row] for row in read if row in names}
+    blind = list(dict.fromkeys(name for row, name in names.items() if name not in seen))
+    more = f" and {len(blind) - 6} more" if len(blind) > 6 else ""
+    where = f"; not observed: {', '.join(blind[:6])}{more}" if blind else ""
+    return f"Transformer Engine {version}: {num} of {len(names)} GEMM operands cannot be read: {kinds}{where}"
+
+
+def silent(*_: Any) -> None:
+    """Tells nobody."""
