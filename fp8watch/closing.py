@@ -188,9 +188,7 @@ class Closing:
         if not left.recorded:
             return
         broken = _broken(rows)
-        touched = rows["measured"] != 0
-        if not left.sampled:  # between samples only what is broken leaves, and hashes, which have a rhythm of their own
-            touched &= broken | (rows["weight_hash"] != 0) | (rows["output_num_nonfinite"] > 0)
+        touched = rows["measured"] != 0  # between samples too: then without energies, moments and depth
         if broken.any() or np.any(rows["output_num_nonfinite"] > 0):
             self.alert_until = max(self.alert_until, left.step + ALERT_STEPS)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+
+from fp8watch.quantize.stats import HEAVY
+from fp8watch_agent.record import FIELDS, Measured, holds
 
 
 def observed(watch):
@@ -33,22 +37,49 @@ def test_outside_of_windows_not_even_what_is_broken_is_measured(attach, mlp):
     assert observed(watch) == [2]
 
 
+def sampled(watch):
+    """Steps with full statistics of every site."""
+    full = [(int(h["step"]), holds(rows["measured"], HEAVY)) for h, _, rows, *_ in watch._recorder.steps if len(rows)]
+    return [step for step, each in full if each.all()]
+
+
 def test_every_samples_within_windows(attach, mlp, train):
     watch = attach(mlp, windows=[(3, 20)], every=4)
     train(mlp, steps=10)
-    assert observed(watch) == [4, 8]
+    assert sampled(watch) == [4, 8]
+    assert observed(watch) == list(range(3, 10))
 
 
-def test_between_samples_what_is_broken_leaves(attach, mlp):
-    watch = attach(mlp, every=4)
-    for step in range(6):
-        x = torch.randn(32, 64)
-        if step == 2:
-            x[0, 0] = float("inf")
-        mlp(x).backward()
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8", "observe"])
+def test_between_samples_every_row_leaves_without_what_only_samples_measure(attach, mlp, train, recipe):
+    """What is not measured is absent: its bits are not set, and its fields are at their defaults."""
+    watch = attach(mlp, recipe=recipe, every=4, hash_every=100)
+    train(mlp, steps=6)
+    full, light = watch._recorder.step(4)[1], watch._recorder.step(5)[1]
+    assert set(light) == set(full)
+    assert sampled(watch) == [0, 4]
+    for site, row in light.items():
+        of_sample = int(full[site]["measured"])
+        assert of_sample & HEAVY == HEAVY
+        assert int(row["measured"]) == of_sample & ~HEAVY
+        assert row["num_elements"] > 0
+        assert row["amax_max"] > 0
+        assert row["amax_hist"].sum() == row["num_tiles"]
+        for f in FIELDS:
+            if f.group & HEAVY:
+                assert np.all(row[f.name] == f.default), f.name
+
+
+def test_between_samples_probes_leave_without_an_energy(attach):
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    watch = attach(model, every=4, probes=["0"])
+    for _ in range(2):
+        model(torch.randn(32, 64)).sum().backward()
         watch.step()
-    assert 2 in observed(watch)
-    assert set(observed(watch)) <= {0, 2, 4}
+    row = watch._recorder.step(1)[1]["0", "output", "rowwise"]
+    assert int(row["measured"]) == int(Measured.COUNTS | Measured.AMAX)
+    assert row["signal_energy"] == 0
+    assert row["amax_max"] > 0
 
 
 @pytest.mark.parametrize("windows", [[(4, 4)], [(5, 2)], [(-1, 3)], [(None, 3)], [3], [(1, 2, 3)], [(0.5, 2)]])
