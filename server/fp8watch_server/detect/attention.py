@@ -33,6 +33,7 @@ class AttentionLogits:
         self._usual: dict[str, Baseline] = {}
         self._num_over: dict[str, int] = {}
         self._since: dict[str, int] = {}
+        self._at: dict[str, list[int]] = {}
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -53,9 +54,11 @@ class AttentionLogits:
 
     def _judge(self, ctx: Context, name: str, value: float) -> tuple[float, Severity] | None:
         series = self._series.setdefault(name, Baseline(1, WINDOW))
+        at = self._at[name] = [*self._at.get(name, []), ctx.now.step][-WINDOW:]
         usual = self._usual.setdefault(name, Baseline(1))
         series.push(np.array([math.log2(value)]))
-        slope = float(series.slope()[0]) if int(series.count[0]) >= WINDOW // 2 else 0.0
+        apart = (at[-1] - at[0]) / max(len(at) - 1, 1)  # it is logged when a step is sampled: a slope is by the step
+        slope = float(series.slope()[0]) / max(apart, 1.0) if int(series.count[0]) >= WINDOW // 2 else 0.0
         limit = ctx.limit
         rising = ctx.warm and value > limit.attention_logit_floor and slope > limit.attention_logit_rate_octaves
         over = value > limit.attention_logit_warning or rising
@@ -89,5 +92,6 @@ class AttentionLogits:
             ],
             "shared",
             bound=False,
+            began=self._since.get(name, ctx.now.step),
             attention=module or None,
         )

@@ -122,7 +122,11 @@ class Collapse:
             Evidence("halvings_to_one", round(to_floor, 1), None, "halvings", None),
         ]
         none = np.zeros(0, dtype=np.int64)
-        return [ctx.now.finding("scale-collapse", "warning", none, evidence, "shared", grad_scaler=True)]
+        return [
+            ctx.now.finding(
+                "scale-collapse", "warning", none, evidence, "shared", grad_scaler=True, began=self._halvings[0]
+            )
+        ]
 
     def _finding(self, ctx: Context, hit: Mask, fallen: npt.NDArray[np.float64]) -> Finding:
         rows = ctx.now.in_flow(hit)
@@ -140,5 +144,12 @@ class Collapse:
             Evidence("steps_to_floor", to_floor, None, "steps", None),
         ]
         return ctx.now.finding(
-            "scale-collapse", "warning", rows, evidence, ctx.verdict(rows[:1]), tile="worst_tile", grad_scaler=False
+            "scale-collapse",
+            "warning",
+            rows,
+            evidence,
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            grad_scaler=False,
+            began=since,
         )

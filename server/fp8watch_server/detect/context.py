@@ -108,12 +108,17 @@ class Context:
             clipped = self.now.clip_depth > most
         return np.asarray(worse | clipped)
 
+    @cached_property
+    def health_known(self) -> Mask:
+        """Sites whose quantiser was measured in this step: its SQNR, or what it clipped and what it made 0. [S]"""
+        counted = ~np.isnan(self.now.clip_depth) & ~np.isnan(self.underflow_rise)
+        return np.asarray(~np.isnan(self.sqnr_drop) | counted)
+
     def verdict(self, rows: npt.NDArray[np.int64]) -> Verdict:
-        """Of an alarm at these sites: FP8 when a quantiser there is not healthy, shared when all are."""
+        """Of an alarm at these sites: FP8 when a quantiser there is not healthy, shared when all are, as measured."""
         if np.any(self.unhealthy[rows]):
             return "fp8"
-        measured = ~np.isnan(self.now.sqnr_db) | self.known(self.base.sqnr)
-        return "shared" if np.any(measured[rows]) else "unknown"
+        return "shared" if np.any(self.health_known[rows]) else "unknown"
 
     def inputs(self) -> Mask:
         """Rowwise inputs. [S]"""

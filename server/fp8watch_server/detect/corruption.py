@@ -41,6 +41,7 @@ class Corruption:
         self._last_step: int | None = None
         self._moves = Baseline(num_sites)
         self._reason = np.zeros(num_sites, dtype=np.bool_)  # of the step before: its gradient wrote what is seen now
+        self._looked_at: tuple[int, Mask] | None = None  # step, sites whose gradient was measured in it
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -57,6 +58,7 @@ class Corruption:
         """Judge one step."""
         now, weights = ctx.now, ctx.weights()
         reason, self._reason = self._reason, self._had_a_reason(ctx)
+        looked_at, self._looked_at = self._looked_at, (now.step, self._gradients_known(ctx))
         amax = np.where(weights, now.log2_amax, np.nan)
         if np.all(np.isnan(amax)):
             return []
@@ -95,6 +97,9 @@ class Corruption:
             ),
             Evidence("leaping_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", now.step),
         ]
+        # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
+        before = looked_at is not None and looked_at[0] == now.step - 1 and row < len(looked_at[1])
+        ordinary = bool(before and looked_at is not None and looked_at[1][row])
         if norm is not None and math.isfinite(usual_norm):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
         return [
@@ -103,10 +108,11 @@ class Corruption:
                 "critical",
                 rows,
                 evidence,
-                "shared",
+                "shared" if ordinary else "unknown",
                 tile="worst_tile",
                 octaves=float(move[row]),
                 by_hash=False,
+                gradient_seen=ordinary,
             )
         ]
 
@@ -120,3 +126,12 @@ class Corruption:
         with np.errstate(invalid="ignore"):
             large = ctx.gradients() & (ctx.above_usual > ORDINARY_GRADIENT)
         return np.isin(table.module, table.module[large])
+
+    @staticmethod
+    def _gradients_known(ctx: Context) -> Mask:
+        """Sites of modules whose gradient was measured and has a baseline, or all, where the norm of all was. [S]"""
+        norm, usual = ctx.now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        table = ctx.now.table
+        if norm is not None and math.isfinite(usual):
+            return np.ones(len(table), dtype=np.bool_)
+        return np.isin(table.module, table.module[ctx.gradients() & np.isfinite(ctx.above_usual)])

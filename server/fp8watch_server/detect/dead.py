@@ -80,7 +80,7 @@ class DeadLayers:
         tokens = _tokens(ctx, row)
         if tokens is not None:
             evidence.append(Evidence("tokens", tokens, None, "tokens", None))
-        return [now.finding("dead-layer", "info", rows, evidence, "shared", tokens=tokens)]
+        return [now.finding("dead-layer", "info", rows, evidence, "shared", tokens=tokens, began=since)]
 
 
 def _tokens(ctx: Context, row: int) -> int | None:

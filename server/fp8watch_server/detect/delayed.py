@@ -151,7 +151,16 @@ class Delayed:
         evidence += damage(ctx, row)
         severity: Severity = "critical" if depth > ctx.limit.clip_depth or ctx.unhealthy[row] else "warning"
         return now.finding(
-            "frozen-scale", severity, rows, evidence, "fp8", tile="worst_tile", field="scale_ratio_max", depth=depth
+            "frozen-scale",
+            severity,
+            rows,
+            evidence,
+            "fp8",
+            tile="worst_tile",
+            field="scale_ratio_max",
+            depth=depth,
+            began=int(self._frozen.since[row]),
+            not_before=min(since, int(self._frozen.since[row])) if since >= 0 else None,
         )
 
     def _clip_finding(self, ctx: Context, mask: Mask) -> Finding:
@@ -179,6 +188,7 @@ class Delayed:
             tile="noise_tile",
             field="scale_ratio_max",
             depth=depth,
+            began=since,
             swiglu=facts.operand == "input" and any(w in facts.module for w in ("down_proj", "fc2", "w2", "c_proj")),
         )
 

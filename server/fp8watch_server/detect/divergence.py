@@ -109,11 +109,17 @@ class Divergence:
         return self._finding(ctx, rate, total, growing, moving, median_rate, usual)
 
     @staticmethod
-    def _quantiser_is_healthy(ctx: Context) -> bool:
-        """Tile SQNR of the weights within 3 dB of their baseline (the median site)."""
+    def _quantiser_is_healthy(ctx: Context) -> bool | None:
+        """Tile SQNR of the weights within 3 dB of their baseline (the median site), else what they clip and make 0.
+
+        None where neither was measured in this step.
+        """
         drop = ctx.sqnr_drop[ctx.weights()]
         drop = drop[np.isfinite(drop)]
-        return not len(drop) or float(np.median(drop)) <= ctx.limit.sqnr_drop_db
+        if len(drop):
+            return float(np.median(drop)) <= ctx.limit.sqnr_drop_db
+        known = ctx.weights() & ctx.health_known
+        return np.count_nonzero(ctx.unhealthy[known]) * 2 < np.count_nonzero(known) if known.any() else None
 
     def _finding(
         self,
@@ -141,7 +147,8 @@ class Divergence:
         if loss is not None and math.isfinite(usual_loss):
             evidence.append(Evidence("loss", loss, round(usual_loss, 4), "", onset))
         healthy = self._quantiser_is_healthy(ctx)
-        evidence.append(Evidence("quantiser_healthy", "yes" if healthy else "no", "yes", "", now.step))
+        said = "not measured" if healthy is None else "yes" if healthy else "no"
+        evidence.append(Evidence("quantiser_healthy", said, "yes", "", now.step))
         rows = np.argsort(-np.where(growing, rate, -np.inf), kind="stable")[:num_growing]
         return now.finding(
             "optimizer-divergence",
@@ -149,6 +156,9 @@ class Divergence:
             rows,
             evidence,
             "shared" if healthy else "unknown",
+            began=min(onset, jump_step) if jumped and jump_step is not None else onset,
+            not_before=jump_step if jumped else None,
+            invariant_held=bool(np.any(~np.isnan(now.clip_depth[ctx.weights()]))),
             num_moving=num_moving,
             lr_jump=(usual_lr, lr) if jumped else None,
             growth=median_rate,

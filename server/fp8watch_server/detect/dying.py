@@ -84,7 +84,17 @@ class Dying:
             left = (float(amin[row]) - DEATH_LOG2) / -float(rate[row])
             evidence.append(Evidence("steps_to_zero", max(0, int(left)), None, "steps"))
         return [
-            now.finding("dying-tile", "warning", rows, evidence, "fp8", tile="noise_tile", field="amax_min_nonzero")
+            now.finding(
+                "dying-tile",
+                "warning",
+                rows,
+                evidence,
+                "fp8",
+                tile="noise_tile",
+                field="amax_min_nonzero",
+                began=since,
+                stands=bool(np.isfinite(ctx.above_usual[row])),
+            )
         ]
 
 

@@ -42,9 +42,10 @@ _STATE = (
     "_restarted",
     "_statistics",
     "_assembly",
-    "_last_full",
-    "_sample_stride",
+    "_rhythm",
 )
+LIGHT, FULL = "amax_max", "tile_noise_ratio_sum"
+"""A field that each observed step has, and one of full samples."""
 _REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
@@ -87,8 +88,7 @@ class Engine:
         self._statistics = Statistics(0, thresholds)
         self._assembly: Assembly[_Judged] = self._new_assembly()
         self._notices: list[Notice] = []
-        self._last_full: int | None = None
-        self._sample_stride = 1
+        self._rhythm: dict[str, tuple[int | None, int]] = {}  # field -> last step it was measured in, steps between
         self.add_sites(sites)
 
     def _new_assembly(self) -> Assembly[_Judged]:
@@ -255,7 +255,7 @@ class Engine:
             self._assembly.expect(rank)
         self._statistics = Statistics(len(self._table), self.thresholds)
         self._scales.restart()
-        self._last_full = None
+        self._rhythm = {name: (None, apart) for name, (_, apart) in self._rhythm.items()}
         return found
 
     @staticmethod
@@ -319,7 +319,11 @@ class Engine:
         found += [resumed] if resumed is not None else []
         roots = [mode for j in group for mode in j.roots] + [f.mode for f in found]
         found += self._statistics.observe(
-            now, roots, clean=all(j.clean for j in group), poisoned=any(j.poisoned for j in group)
+            now,
+            roots,
+            clean=all(j.clean for j in group),
+            poisoned=any(j.poisoned for j in group),
+            stride=self._apart(LIGHT),
         )
         found = [f for f in found if f.mode not in self.thresholds.disabled]
         streams = [s for s in self._streams.values() if s.rank in now.ranks]
@@ -327,16 +331,20 @@ class Engine:
             if f.mode == "optimizer-divergence":
                 for stream in streams:
                     stream.note_cause(f)
-        stride = max(self.stride, self._sample_stride)
-        return [self._with_context(f, views[0], streams, stride) for f in found]
+        apart = [self._apart(FULL if f.extra.get("sampled") else LIGHT) for f in found]
+        return [self._with_context(f, views[0], streams, each) for f, each in zip(found, apart, strict=True)]
 
     def _follow_samples(self, now: Now) -> None:
-        """Steps between full samples: windows of incidents count these."""
-        if np.count_nonzero(~np.isnan(now.log2_amax)) * 2 < len(now):
-            return
-        if self._last_full is not None:
-            self._sample_stride = now.step - self._last_full
-        self._last_full = now.step
+        """Steps between those in which a group of fields was measured: windows of incidents count these."""
+        for name in (LIGHT, FULL):
+            if np.count_nonzero(~np.isnan(now.column(name))) * 2 < len(now):
+                continue
+            last, apart = self._rhythm.get(name, (None, 1))
+            self._rhythm[name] = now.step, apart if last is None else now.step - last
+
+    def _apart(self, name: str) -> int:
+        """Steps between the samples of a field."""
+        return max(self.stride, self._rhythm.get(name, (None, 1))[1])
 
     def _with_context(self, found: Finding, view: StepView, streams: Iterable[Stream], stride: int) -> Finding:
         context: dict[str, Any] = {

@@ -28,6 +28,12 @@ NONFINITE_MODES = frozenset(
 )
 """Modes whose consequence may be NaN everywhere."""
 
+EXACT_MODES = NONFINITE_MODES | {"bad-batch", "recipe-mismatch"}
+"""Modes whose first step is known to the step. Of the others it is what crossed a limit first."""
+
+LEAP = "outlier-leap"
+"""The kind of an `outlier-growth` that leaped in one step. Only precedence knows it: it is no mode."""
+
 
 @dataclass(frozen=True)
 class SiteFacts:
@@ -126,7 +132,8 @@ class Finding:
     `extra` holds: `sites` (ids, the named one first), `num_sites`, `loss_seen`, `stride` (steps between samples),
     `consequence` (the spread of a cause that is already known: never opens an incident), `weight_born` (only already
     broken weights were seen: another rank may hold the cause), `operands` (the roles that are hit, for the fix),
-    `batch_id`, and what a mode adds for its own text.
+    `batch_id`, `began` and `not_before` (see `onset` and `earliest`), `leap` (a jump in one step, of a mode that is a
+    slope by its name), `sampled` (it rests on what only full samples hold), and what a mode adds for its own text.
     """
 
     mode: str
@@ -140,3 +147,24 @@ class Finding:
     verdict: Verdict
     rank_in_flow: int
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def onset(self) -> int:
+        """The step in which it began, as far as is known: of a slow mode, steps before it was understood."""
+        return min(self.step, int(self.extra.get("began", self.step)))
+
+    def earliest(self, window: int) -> int:
+        """The step before which it cannot have begun.
+
+        Args:
+            window: steps by which the onset of a slow mode is uncertain.
+        """
+        given = self.extra.get("not_before")
+        if given is not None:
+            return min(int(given), self.onset)
+        return self.onset - (0 if self.mode in EXACT_MODES else window)
+
+    @property
+    def kind(self) -> str:
+        """Its mode, or LEAP: what explains a leap, and what a leap explains, is not what holds of a slope."""
+        return LEAP if self.mode == "outlier-growth" and self.extra.get("leap") else self.mode

@@ -31,12 +31,13 @@ class Noise:
 
     def __init__(self, num_sites: int) -> None:
         self._chronic = Latch(num_sites, 8, 10)
+        self._flushed = Latch(num_sites, 8, 10)  # counts come more often than the SQNR: each has its own window
         self._drop = Latch(num_sites, 4, 6)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
-        self._chronic.grow(num_sites)
-        self._drop.grow(num_sites)
+        for latch in (self._chronic, self._flushed, self._drop):
+            latch.grow(num_sites)
 
     def frozen(self) -> Mask:
         """Sites whose SQNR dropped. A chronic one has no other baseline to keep."""
@@ -50,22 +51,23 @@ class Noise:
         with np.errstate(invalid="ignore"):
             noisy = self._lasting(now.sqnr_db < band, now)
             flushed = forward & (now.underflow > limit.chronic_underflow)
-        seen = ~np.isnan(now.sqnr_db) | (forward & ~np.isnan(now.underflow))
         if not ctx.clean:
             return []
-        chronic = self._chronic.update(noisy | flushed, seen, now.step)
+        chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
+        rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
                 drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
-        hit = chronic | drop
+        hit = chronic | rounded | drop
         if not hit.any():
             return []
         rows = now.in_flow(hit)
         row = int(rows[0])
         onset = bool(drop[row])
-        since = int((self._drop if onset else self._chronic).since[row])
+        latch = self._drop if onset else self._chronic if chronic[row] else self._flushed
+        since = int(latch.since[row])
         evidence = []
         sqnr, usual = float(now.sqnr_db[row]), float(ctx.base.sqnr.median()[row])
         if np.isfinite(sqnr):
@@ -89,6 +91,8 @@ class Noise:
                 tile="noise_tile",
                 field="tile_noise_ratio_max",
                 onset=since if onset else None,
+                began=since,
+                sampled=latch is not self._flushed,
                 sqnr_db=sqnr,
             )
         ]

@@ -236,6 +236,8 @@ class Now:
         facts: SiteFacts | None = self.table.facts[named] if named is not None else None
         where = rank if rank is not None else self.ranks[0] if named is None else self.rank_of(named, field)
         at = self.tile(tile, named, where) if tile and named is not None else None
+        if at is None and tile == "noise_tile" and named is not None:  # known of full samples; the largest is of each
+            at = self.tile("worst_tile", named, where)
         ids = [int(i) for i in self.table.ids[rows[:256]]] if len(rows) else []
         roles = list(dict.fromkeys(self.table.facts[int(r)].operand for r in rows[:256]))
         return Finding(

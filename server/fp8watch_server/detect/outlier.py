@@ -1,4 +1,4 @@
-"""Outliers that grow in one layer: mode 11, outlier-growth; and as a bound, mode 12 in q and k.
+"""Outliers that grow, or leap, in one layer: mode 11, outlier-growth; and as a bound, mode 12 in q and k.
 
 Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     log2 amax and kurtosis [S] -> at most one finding a mode
@@ -6,13 +6,16 @@ Thread:     detect worker
 
 amax is risk: this is a warning that comes before the damage. Weights: growth over the last 16 observations and over a
 longer horizon, less what the median weight grew (that part is the optimizer's), monotone and in few layers. Inputs:
-above their own baseline, with a kurtosis that says outliers and not a change of level. Growth of the q and the k
+above their own baseline, with a kurtosis that says outliers and not a change of level; where a step has no moments,
+far above it. A leap of six octaves in one step needs no kurtosis, and is told at once: moments are taken against the
+amax of each tile, so a channel that owns its tile leaves the kurtosis of the site where it was. Growth of the q and the k
 projection of one attention together is reported as attention-logit growth: the logits grow with their product, and
 fused attention lets nobody see them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -20,6 +23,7 @@ import numpy.typing as npt
 
 from .baseline import Baseline
 from .context import Context
+from .delayed import damage
 from .finding import Evidence, Finding
 from .latch import Latch
 from .view import Mask
@@ -32,6 +36,10 @@ MONOTONE = 0.7
 """Share of the steps that must go up: a jump is not growth."""
 SIGMA_INPUT = 6.0
 SIGMA_LAYERS = 6.0
+WITHOUT_MOMENTS = 2.0
+"""Times the limit of inputs, in a step whose moments were not measured."""
+AFTER_LR_STEPS = 10
+"""Observed steps after a leap of the LR in which inputs that leap are its consequence."""
 _QK = re.compile(r"(?:^|[._])(?:q|k|query|key)(?:_?proj|_?lin|_?b_proj)?$|(?:^|[._])(?:to_q|to_k|wq|wk)$")
 _IS_Q = re.compile(r"(?:^|[._])(?:q|query|to_q|wq)")
 
@@ -48,22 +56,30 @@ class Outliers:
         self._num = 0
         self._weights = Latch(num_sites, 3, 5)
         self._inputs = Latch(num_sites, 3, 5)
+        self._leaps = Latch(num_sites, 3, 5)
+        self._ordinary = np.full(num_sites, -1, dtype=np.int64)  # last step in which an input was below every limit
+        self._before = np.full(num_sites, -1, dtype=np.int64)  # the same, when its alarm began
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
-        for part in (self._long, self._weights, self._inputs):
+        for part in (self._long, self._weights, self._inputs, self._leaps):
             part.grow(num_sites)
+        more = np.full(max(0, num_sites - len(self._ordinary)), -1, dtype=np.int64)
+        self._ordinary, self._before = (np.concatenate([a, more]) for a in (self._ordinary, self._before))
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._weights.open | self._inputs.open
+        return self._weights.open | self._inputs.open | self._leaps.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         self._remember(ctx)
         weights, growth = self._growing_weights(ctx)
-        inputs = self._growing_inputs(ctx)
+        leaps = self._leaping_inputs(ctx)
+        inputs = self._growing_inputs(ctx) & ~leaps
         found = []
+        if leaps.any():
+            found.append(self._leap(ctx, leaps))
         if weights.any():
             attention = self._q_and_k(ctx, weights)
             if attention.any():
@@ -118,12 +134,54 @@ class Outliers:
         known = inputs & ~np.isnan(up)
         common = float(np.median(up[known])) if np.any(known) else 0.0
         need = np.maximum(limit.outlier_input_octaves, SIGMA_INPUT * ctx.base.amax.spread(ctx.floor))
-        hit = known & (up - max(common, 0.0) > need)
+        over = up - max(common, 0.0)
         kurtosis = ctx.now.log2_kurtosis - ctx.base.kurtosis.median()
-        measured = ctx.known(ctx.base.kurtosis) & ~np.isnan(kurtosis)
         with np.errstate(invalid="ignore"):
-            hit &= ~measured | (kurtosis > limit.outlier_kurtosis_octaves)
-        return self._inputs.update(hit, known, ctx.now.step)
+            heavy = ~ctx.known(ctx.base.kurtosis) | (kurtosis > limit.outlier_kurtosis_octaves)
+            # Between full samples of a run that has moments, amax must say it alone.
+            far = over > np.maximum(WITHOUT_MOMENTS * limit.outlier_input_octaves, need)
+            between = (ctx.base.kurtosis.count > 0) & np.isnan(ctx.now.log2_kurtosis)
+            hit = known & np.where(between, far, (over > need) & heavy)
+        return self._inputs.update(hit, known & (hit | ~between), ctx.now.step)
+
+    def _leaping_inputs(self, ctx: Context) -> Mask:
+        """Inputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
+        now, known = ctx.now, ctx.inputs() & ~np.isnan(ctx.above_usual)
+        jump = ctx.schedule.jump_step
+        if not ctx.warm or not ctx.clean or (jump is not None and now.step - jump <= AFTER_LR_STEPS):
+            return np.zeros(len(now), dtype=np.bool_)
+        with np.errstate(invalid="ignore"):
+            over = ctx.above_usual - SIGMA_INPUT * (ctx.base.amax.spread(ctx.floor) - ctx.floor)
+            far = known & (over >= ctx.limit.outlier_leap_octaves)
+            calm = known & (ctx.above_usual <= ctx.limit.outlier_input_octaves)
+        fresh = far & ~self._leaps.open
+        self._before[fresh] = self._ordinary[fresh]
+        self._ordinary[calm] = now.step
+        # One that climbed there is growth, which the other test tells with its slope.
+        climbed = self._inputs.open & ~self._leaps.open
+        return self._leaps.update(far & ~climbed, known, now.step, certain=far & ~climbed)
+
+    def _leap(self, ctx: Context, hit: Mask) -> Finding:
+        now, rows = ctx.now, ctx.now.in_flow(hit)
+        row = int(rows[0])
+        since, before = int(self._leaps.since[row]), int(self._before[row])
+        evidence = _growth_evidence(ctx, rows, np.nan_to_num(ctx.above_usual), self._leaps)
+        loss, usual = now.scalar("loss"), float(ctx.base.loss.median()[0])
+        if loss is not None and math.isfinite(usual):
+            evidence.append(Evidence("loss", round(loss, 4), round(usual, 4), "", now.step))
+        evidence += damage(ctx, row)
+        return now.finding(
+            "outlier-growth",
+            "warning",
+            rows,
+            evidence,
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            growth=float(ctx.above_usual[row]),
+            leap=True,
+            began=since,
+            not_before=before + 1 if 0 <= before < since else since,
+        )
 
     @staticmethod
     def _q_and_k(ctx: Context, hit: Mask) -> Mask:
@@ -155,6 +213,7 @@ class Outliers:
             tile="worst_tile",
             bound=True,
             growth=bound,
+            began=int(self._weights.since[rows[0]]),
         )
 
     def _finding(self, ctx: Context, weights: Mask, inputs: Mask, growth: Floats) -> Finding:
@@ -188,6 +247,7 @@ class Outliers:
             ctx.verdict(rows[:1]),
             tile="worst_tile",
             growth=float(grown[row]),
+            began=int(latch.since[row]),
         )
 
 

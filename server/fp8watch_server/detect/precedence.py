@@ -5,14 +5,15 @@ Shapes:     slug -> slugs
 Thread:     any; only data
 
 Muted are findings of the same step, and those that come while the root's incident is open. What is muted is counted in
-the root's history and sends no message.
+the root's history and sends no message. A cause comes before its consequence: what began earlier is explained by
+nothing that began later (`latest`), whatever their modes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .finding import Finding
+from .finding import EXACT_MODES, LEAP, Finding
 
 _NONFINITE = {"nan-in-loss", "nan-in-activation", "inf-laundering", "zero-tile-eps", "kernel-output-fault"}
 _STATISTICAL = {
@@ -47,12 +48,15 @@ EXPLAINS: dict[str, frozenset[str]] = {
         }
     ),
     "silent-data-corruption": frozenset(_STATISTICAL | {"optimizer-divergence"}),
-    "optimizer-divergence": frozenset(_STATISTICAL | {"attention-logit-growth"}),
+    "optimizer-divergence": frozenset(
+        _STATISTICAL | {"attention-logit-growth", "nan-in-loss", "nan-in-activation"}
+    ),
     "frozen-scale": frozenset({"delayed-clip", "chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "delayed-clip": frozenset({"chronic-quantization-noise", "outlier-growth", "gradient-underflow", "scale-collapse"}),
     "scale-collapse": frozenset({"chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "attention-logit-growth": frozenset({"outlier-growth", "gradient-underflow", "chronic-quantization-noise"}),
     "outlier-growth": frozenset({"chronic-quantization-noise"}),
+    LEAP: frozenset({"chronic-quantization-noise", "bad-batch", "gradient-underflow", "dead-layer"}),
     "gradient-underflow": frozenset({"chronic-quantization-noise", "dying-tile"}),
     "dead-layer": frozenset({"dying-tile", "gradient-underflow", "chronic-quantization-noise"}),
     "dying-tile": frozenset({"chronic-quantization-noise"}),
@@ -60,13 +64,30 @@ EXPLAINS: dict[str, frozenset[str]] = {
 }
 
 
+WINDOW_STEPS = 6
+"""Observed steps by which the onset of a slow mode is uncertain."""
+
+
 def explains(root: str, other: str) -> bool:
-    """Whether an incident of mode `root` accounts for one of mode `other`."""
+    """Whether an incident of kind `root` accounts for one of kind `other`."""
+    if other == LEAP:  # no batch makes one site leap by six octaves: what leaped made the loss jump
+        return root != "bad-batch" and "outlier-growth" in EXPLAINS.get(root, ())
     return other in EXPLAINS.get(root, ())
 
 
-def without_consequences(found: Iterable[Finding]) -> list[Finding]:
+def latest(kind: str, onset: int, window: int) -> int:
+    """The step after which something of this kind, first seen at `onset`, cannot have begun."""
+    return onset + (0 if kind in EXACT_MODES else window)
+
+
+def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -> list[Finding]:
     """Findings of one step that no other of them explains."""
     found = list(found)
-    modes = {f.mode for f in found}
-    return [f for f in found if not any(m != f.mode and explains(m, f.mode) for m in modes)]
+    return [
+        f
+        for f in found
+        if not any(
+            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= latest(f.kind, f.onset, window)
+            for root in found
+        )
+    ]

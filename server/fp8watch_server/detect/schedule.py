@@ -28,6 +28,7 @@ class Schedule:
         self._ramp_end: int | None = None
         self._peak: float | None = None  # largest LR that did not rise: where a warm-up ended
         self.jump_step: int | None = None
+        self.last_leap: tuple[int, float, float] | None = None  # step, usual LR, LR: it stays when the jump is over
 
     @property
     def usual_lr(self) -> float | None:
@@ -51,7 +52,8 @@ class Schedule:
         leap = rising and last is not None and lr >= LR_JUMP * last and int(self._lr.count[0]) >= 4
         above = usual is not None and lr > LR_JUMP * usual and (peak is None or lr > LR_JUMP / 2 * peak)
         if above and (leap or self.jump_step is not None):  # a ramp climbs, a fault leaps
-            self.jump_step = step if self.jump_step is None else self.jump_step
+            if self.jump_step is None and usual is not None:
+                self.jump_step, self.last_leap = step, (step, usual, lr)
             return
         self.jump_step = None
         if rising and (peak is None or lr <= LR_JUMP * peak):

@@ -47,7 +47,7 @@ from . import (
     underflow,
 )
 
-VERSION = 2
+VERSION = 3
 MAX_STATE_BYTES = 256 << 20
 
 _CLASSES: dict[str, type] = {
@@ -72,6 +72,7 @@ _CLASSES: dict[str, type] = {
         finding.SiteFacts,
         latch.Latch,
         loss.LossJumps,
+        loss._Inputs,
         loss._Jump,
         noise.Noise,
         outlier.Outliers,

@@ -24,12 +24,12 @@ from .dead import DeadLayers
 from .delayed import Delayed
 from .divergence import Divergence
 from .dying import Dying
-from .finding import Finding
+from .finding import EXACT_MODES, Finding
 from .loss import LossJumps
 from .noise import Noise
 from .now import Now
 from .outlier import Outliers
-from .precedence import explains, without_consequences
+from .precedence import WINDOW_STEPS, explains, latest, without_consequences
 from .schedule import Schedule
 from .thresholds import Thresholds
 from .underflow import Underflow
@@ -68,7 +68,7 @@ class Statistics:
             self._loss,
         ]
         self._of_scalars: list[Detector] = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
-        self._roots: dict[str, int] = {}  # mode -> num_steps when it was found last
+        self._roots: dict[str, tuple[int, int]] = {}  # kind -> (num_steps when found last, earliest step of its onset)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -91,24 +91,28 @@ class Statistics:
         for baseline in (self._base.sqnr, self._base.underflow):
             baseline.forget(which)
 
-    def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool) -> list[Finding]:
+    def observe(
+        self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1
+    ) -> list[Finding]:
         """Judge one step, then learn from it.
 
         Args:
             now: the step.
             roots: modes that were found in it already, by the invariants.
+            stride: steps between observed steps.
             clean: no broken quantiser is known that would explain growth.
             poisoned: values are non-finite, or just were: nothing of the step says anything.
         """
         self.num_steps += 1
+        window = WINDOW_STEPS * stride
         for mode in roots:
-            self._roots[mode] = self.num_steps
+            self._note_root(mode, now.step - (0 if mode in EXACT_MODES else window))
         base = self._base
         if poisoned:
             self._divergence.forget()
             base.recent_amax.forget()
             base.steps = []
-            return []
+            return self._told(self._loss.cut_off(now, self.limit), window)
         self._schedule.observe(now.step, now.scalar("lr"), learn=clean and not self._divergence.in_alarm)
         sampled = self._is_sampled(now)
         if sampled:
@@ -120,22 +124,33 @@ class Statistics:
         for detector in self._detectors if sampled else self._of_scalars:
             if any(mode not in self.limit.disabled for mode in detector.modes):
                 found += detector.observe(ctx)
-        found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f.mode)]
-        found = without_consequences(found)
-        for f in found:
-            self._roots[f.mode] = self.num_steps
+        found = self._told(found, window)
         self._learn(ctx, sampled=sampled)
         return found
+
+    def _told(self, found: Sequence[Finding], window: int) -> list[Finding]:
+        """Those of the findings of a step that are said: causes, of modes that are asked for."""
+        found = [f for f in found if f.mode not in self.limit.disabled and not self._is_muted(f, window)]
+        found = without_consequences(found, window)
+        for f in found:
+            self._note_root(f.kind, f.earliest(window))
+        return found
+
+    def _note_root(self, kind: str, earliest: int) -> None:
+        seen, began = self._roots.get(kind, (-math.inf, earliest))
+        lasts = self.num_steps - seen <= LONG_MUTED_STEPS
+        self._roots[kind] = self.num_steps, min(began, earliest) if lasts else earliest
 
     def _is_sampled(self, now: Now) -> bool:
         """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
         known = int(np.count_nonzero(self._base.recent_amax.count > 0))
         return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)
 
-    def _is_muted(self, mode: str) -> bool:
-        for root, seen in self._roots.items():
+    def _is_muted(self, found: Finding, window: int) -> bool:
+        for root, (seen, began) in self._roots.items():
             lasts = LONG_MUTED_STEPS if root in SETTLING else MUTED_STEPS
-            if root != mode and self.num_steps - seen <= lasts and explains(root, mode):
+            follows = began <= latest(found.kind, found.onset, window)
+            if root != found.kind and follows and self.num_steps - seen <= lasts and explains(root, found.kind):
                 return True
         return False
 

@@ -57,6 +57,7 @@ TABLE: tuple[Threshold, ...] = (
     # outlier-growth
     _t("outlier_weight_octaves", 0.8, "octaves", 0.05, 16, "healthy layers part by 0.6 octave in 100 steps"),
     _t("outlier_input_octaves", 1.5, "octaves", 0.2, 16, _TRAIN),
+    _t("outlier_leap_octaves", 6, "octaves", 1, 64, _SPEC),
     _t("outlier_kurtosis_octaves", 1.0, "octaves", 0.1, 16, _TRAIN),
     _t("outlier_layers", 0.4, "share", 0.01, 0.9, "one layer or a few: more is the optimizer"),
     # attention-logit-growth

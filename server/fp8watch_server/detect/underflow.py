@@ -50,6 +50,8 @@ class Underflow:
         need = np.maximum(ctx.limit.underflow_alarm_points, SIGMA * ctx.base.underflow.spread(UNDERFLOW_FLOOR))
         need = np.maximum(need, np.nan_to_num(ctx.base.underflow.median()))
         seen = ctx.gradients() & ~np.isnan(rise)
+        # Whether the scale harms them, of a scale from history, only a full sample tells.
+        seen &= ctx.now.table.current_scaling | ~np.isnan(ctx.sqnr_drop) | (ctx.now.column("num_eps_tiles") > 0)
         # What a fitting scale rounds to 0 is small beside its own tile: gradients of a model that learns to attend grow
         # sparse, and that is no fault. So where the scale comes from the tile itself, an alarm needs tiles that eps clamps.
         with np.errstate(invalid="ignore"):
@@ -83,6 +85,8 @@ class Underflow:
                 tile="noise_tile",
                 field="num_underflow",
                 statistical=True,
+                began=since,
+                sampled=clamped <= 0 or np.isnan(clamped),
                 eps_tiles=int(clamped) if clamped > 0 else 0,
             )
         ]

@@ -5,7 +5,9 @@ Shapes:     findings of one batch -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 
 Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in
-the step it began (`flow`, in its first event): a finding that is earlier takes it over, and no second one opens.
+the step it began (`flow`, in its first event): a finding that is earlier takes it over, and no second one opens. Evidence
+that comes later re-judges it the same way: a cause that may have begun first, and explains what is told, becomes what is
+told. What began before a cause is no consequence of it, and stays, or opens, an incident of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from fp8watch_server.store import schema
 
 from .explain import Explanation, explain
 from .match import Open, covering, explained_by, root_of, target_of
-from .messages import write_escalated, write_firing
+from .messages import write_escalated, write_firing, write_rejudged
 from .quiet import close_quiet
 from .rows import IncidentChange, change_of, key_of, write_event
 
@@ -65,20 +67,20 @@ def fold(
                 _mute(root, finding)
                 continue
             if taken := explained_by(incidents, finding, sites, window_steps):
-                _absorb(taken, finding, sites, takes_over=True)
+                _absorb(taken, finding, sites, window_steps, takes_over=True)
                 continue
             if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
                 continue  # closed by hand: what follows from it opens nothing
             if closed is None:
                 closed = _load(conn, run_id, tenant, attempt, status == "resolved")
             if late := covering(closed, finding, window_steps):
-                _absorb_late(late, finding, sites)
+                _absorb_late(late, finding, sites, window_steps)
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
             _note_regression(conn, target)
             incidents.append(target)
             continue
-        _absorb(target, finding, sites)
+        _absorb(target, finding, sites, window_steps)
     return [_write(conn, i, now, public_url) for i in [*incidents, *(closed or ())] if i.change is not None]
 
 
@@ -100,12 +102,16 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
         )
         roots = [detail for kind, detail in events if "flow" in detail]
         root = roots[-1] if roots else {}
+        told = row["mode"], row["verdict"]
         out.append(
             Open(
                 row=dict(row),
                 flow=int(root.get("flow", 0)),
                 weight_born=bool(root.get("weight_born", False)),
                 origin_rank=int(root.get("rank", 0)),
+                kind=str(root.get("kind", "")),
+                earliest=root.get("earliest"),
+                was_told=told,
                 stride=max((int(detail.get("stride", 1)) for _, detail in events), default=1),
                 muted=frozenset(detail["muted"] for _, detail in events if "muted" in detail),
                 told_severity=row["severity"],
@@ -116,10 +122,10 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
     return out
 
 
-def _absorb_late(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> None:
+def _absorb_late(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int) -> None:
     """Fold into an incident that is over, without making it longer: what goes on after it is news."""
     last_step = incident.row["last_step"]
-    _absorb(incident, finding, sites)
+    _absorb(incident, finding, sites, window_steps)
     incident.row["last_step"] = last_step
 
 
@@ -158,7 +164,7 @@ def _new(
 ) -> Open:
     words = explain(finding, sites)
     hit = _sites_of(finding)
-    window = finding.step // max(window_steps, 1)
+    window = finding.onset // max(window_steps, 1)
     identity = "\0".join([run_id, str(attempt), finding.mode, words.place["module"] or "", str(window)])
     row: dict[str, Any] = {
         "run_id": run_id,
@@ -168,7 +174,7 @@ def _new(
         "mode": finding.mode,
         "severity": finding.severity,
         "status": "open",
-        "first_step": finding.step,
+        "first_step": finding.onset,
         "last_step": finding.step,
         "num_events": 1,
         "sites": hit[:MAX_SITES],
@@ -188,7 +194,7 @@ def _new(
         change="opened",
     )
     _place_at(incident, finding, words)
-    incident.events.append(("opened", finding.step, _root(incident, finding)))
+    incident.events.append(("opened", finding.step, _root(incident, finding, window_steps)))
     return incident
 
 
@@ -212,12 +218,16 @@ def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
     incident.origin_rank = finding.rank
 
 
-def _root(incident: Open, finding: Finding) -> dict[str, Any]:
+def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]:
+    stride = int(finding.extra.get("stride", 1))
+    incident.kind, incident.earliest = finding.kind, finding.earliest(window_steps * stride)
     return {
+        "kind": incident.kind,
+        "earliest": incident.earliest,
         "flow": incident.flow,
         "weight_born": incident.weight_born,
         "rank": finding.rank,
-        "stride": int(finding.extra.get("stride", 1)),
+        "stride": stride,
         "mode": finding.mode,
         "title": incident.row["title"],
     }
@@ -226,6 +236,7 @@ def _root(incident: Open, finding: Finding) -> dict[str, Any]:
 def _mute(root: Open, finding: Finding) -> None:
     """A consequence of an incident that is open: it is counted there, once by name, and sends nothing."""
     root.row["num_events"] += 1
+    root.row["first_step"] = min(root.row["first_step"], finding.onset)  # its cause was there, and was not yet seen
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
@@ -255,11 +266,13 @@ def _note_regression(conn: sa.Connection, incident: Open) -> None:
             return
 
 
-def _absorb(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], *, takes_over: bool = False) -> None:
+def _absorb(
+    incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int, *, takes_over: bool = False
+) -> None:
     row = incident.row
-    earlier = (finding.step, finding.rank_in_flow) < (row["first_step"], incident.flow)
+    earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
     takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
-    row["first_step"] = min(row["first_step"], finding.step)
+    row["first_step"] = min(row["first_step"], finding.onset)
     row["last_step"] = max(row["last_step"], finding.step)
     row["num_events"] += 1
     row["severity"] = max(row["severity"], finding.severity, key=_SEVERITY.index)
@@ -268,7 +281,8 @@ def _absorb(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], *,
         old_mode = row["mode"]
         _place_at(incident, finding, explain(finding, sites))
         row["sites"] = list(dict.fromkeys([*hit, *row["sites"]]))[:MAX_SITES]
-        incident.events.append(("updated", finding.step, {**_root(incident, finding), "earlier_cause_than": old_mode}))
+        root = _root(incident, finding, window_steps)
+        incident.events.append(("updated", finding.step, {**root, "earlier_cause_than": old_mode}))
         incident.change = incident.change or "rerooted"
     else:
         row["sites"] = list(dict.fromkeys([*row["sites"], *hit]))[:MAX_SITES]
@@ -281,6 +295,12 @@ def _absorb(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], *,
     if grown >= 2 * row["num_sites"]:  # the spread is told in powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))
     row["num_sites"] = grown
+
+
+def _reads_otherwise(told: tuple[str, str], row: Mapping[str, Any]) -> bool:
+    """Whether later evidence made another case of it: of a batch to look for, or of a verdict, a new one."""
+    mode, verdict = told
+    return bool(row["mode"] != mode and (verdict != row["verdict"] or mode == "bad-batch"))
 
 
 def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> IncidentChange:
@@ -299,6 +319,8 @@ def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> 
         reason = write_firing(conn, row, now, public_url)
     elif row["severity"] == "critical" and incident.told_severity not in ("", "critical"):
         reason = write_escalated(conn, row, now, public_url, was=incident.told_severity)
+    elif incident.was_told is not None and row["status"] != "resolved" and _reads_otherwise(incident.was_told, row):
+        reason = write_rejudged(conn, row, now, public_url, was=incident.was_told[0])
     else:
         reason = None
     if reason:

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
-from fp8watch_server.detect.precedence import explains
+from fp8watch_server.detect.precedence import explains, latest
 
 from .quiet import CLOSE_AFTER_STEPS
 
 SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
 GLOBAL_ROOTS = SPREADING | {"silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding"}
 """Causes whose consequences show anywhere; of the others, in the same module."""
+
+PRECURSORS = {"zero-tile-eps": "dying-tile"}
+"""What comes first and is the same failure: in one module, the incident goes on under the new name."""
 
 
 @dataclass
@@ -30,12 +33,20 @@ class Open:
     weight_born: bool
     origin_rank: int
     num_events: int  # rows of incident_event
+    kind: str = ""  # Finding.kind of what it says; "" for its mode
+    earliest: int | None = None  # step before which its cause cannot have begun; None for first_step
     stride: int = 1  # steps between the samples that its evidence comes from
     muted: frozenset[str] = frozenset()  # modes that it was found to explain
     ranks: frozenset[int] = frozenset()  # as stored
     told_severity: str = ""  # of the row as stored
     change: Literal["opened", "updated", "rerooted"] | None = None
+    was_told: tuple[str, str] | None = None  # mode and verdict as stored, where later evidence changed them
     events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def cause(self) -> str:
+        """What it is by precedence."""
+        return self.kind or str(self.row["mode"])
 
 
 def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
@@ -84,9 +95,12 @@ def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Ope
 def root_of(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that explains this finding: it is muted."""
+    """The open incident that explains this finding: it is muted. What began before its cause did is none."""
     for i in incidents:
-        if explains(i.row["mode"], finding.mode) and _related(i, finding, sites, i.row["mode"], window_steps):
+        if not explains(i.cause, finding.kind) or not _related(i, finding, sites, i.row["mode"], window_steps):
+            continue
+        begins = i.row["first_step"] if i.earliest is None else min(i.earliest, i.row["first_step"])
+        if begins <= latest(finding.kind, finding.onset, _window(i, finding, window_steps)):
             return i
     return None
 
@@ -98,14 +112,32 @@ def explained_by(
     if finding.extra.get("consequence"):
         return None
     for i in incidents:
-        if explains(finding.mode, i.row["mode"]) and _related(i, finding, sites, finding.mode, window_steps):
+        if not _accounts_for(finding, i, sites) or not _related(i, finding, sites, finding.mode, window_steps):
+            continue
+        window = _window(i, finding, window_steps)
+        if PRECURSORS.get(finding.mode) == i.row["mode"]:
+            return i
+        if finding.earliest(window) <= latest(i.cause, i.row["first_step"], window):
             return i
     return None
 
 
+def _accounts_for(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
+    if PRECURSORS.get(finding.mode) == i.row["mode"]:
+        mine = sites.get(finding.site) if finding.site is not None else None
+        return mine is not None and any(s in sites and sites[s].module == mine.module for s in i.row["sites"][:1])
+    return explains(finding.kind, i.cause)
+
+
+def _window(i: Open, finding: Finding, window_steps: int) -> int:
+    return window_steps * max(int(finding.extra.get("stride", 1)), i.stride)
+
+
 def _related(i: Open, finding: Finding, sites: Mapping[int, SiteFacts], root: str, window_steps: int) -> bool:
     stride = max(int(finding.extra.get("stride", 1)), i.stride)
-    quiet = (CLOSE_AFTER_STEPS + window_steps) * stride
+    other = finding.mode if root == i.row["mode"] else i.row["mode"]
+    # What is not finite follows its cause at once, or it has another.
+    quiet = (window_steps if other in NONFINITE_MODES else CLOSE_AFTER_STEPS + window_steps) * stride
     if not i.row["first_step"] - quiet <= finding.step <= i.row["last_step"] + quiet:
         return False
     if root in GLOBAL_ROOTS:

@@ -85,6 +85,33 @@ def write_escalated(
     return None
 
 
+def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str) -> str | None:
+    """Queue one message of an incident that was told as another mode. Returns why none was, or None.
+
+    Who was told nothing is told nothing; a notice that still waits behind a critical incident is brought up to date.
+    """
+    if silence := _silenced_by(conn, row, now):
+        return f"silenced by {silence}"
+    t = schema.outbox
+    of_incident = (t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.incident_id == row["id"])
+    fired = list(conn.execute(sa.select(t.c.id, t.c.state, t.c.payload).where(*of_incident, t.c.kind == "firing")))
+    waiting = [got for got in fired if got.state == "inhibited"]
+    for got in waiting:
+        payload = {**got.payload, "incident": contract_incident(row, public_url)}
+        conn.execute(
+            sa.update(t).where(t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == got.id)
+            .values(payload=payload)
+        )  # fmt: skip
+    key = f"rejudged-{row['mode']}"
+    if len(waiting) == len(fired):
+        return "it waits, and says so when it goes out" if waiting else "it was not told before"
+    told = {got.payload.get("note") for got in fired}
+    note = f"It was told as {was}; what was measured since says {row['mode']}."
+    if note not in told:
+        _write(conn, row, "firing", now, public_url, note, key=key)
+    return None
+
+
 def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
     """Queue the message of a resolved incident, where its firing was queued; and what it kept back."""
     release(conn, row, now)
