@@ -11,6 +11,7 @@ Where training ends (an exception, SIGTERM, exit, detach) everything is handed o
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,9 @@ from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import ROW, STEP, STEP_SCALARS, StepStatus
 from fp8watch_agent.recorder import Recorder
 
+from .jumps import Follow, RowJumps, ScalarJumps, most_telling
 from .plan import TILE_BYTES, Plan
-from .provenance import ALERT_STEPS, gradient_faults, gradients_of, named_gradients
+from .provenance import gradient_faults, gradients_of, named_gradients
 from .slab_copy import HostCopies, HostCopy
 from .tile_history import Held, TileHistory
 from .tiles import tile_map_from, tile_tensors
@@ -37,6 +39,8 @@ ARRIVAL_TIMEOUT_S = 2.0
 MAX_TRIGGERED_BYTES = 4 << 20  # of tile maps that one step triggers: those that broke first go first
 MAX_BROKEN_SAMPLES = 4
 """After so many broken samples in a row a site triggers no more maps until it was healthy again."""
+MAX_BURST_BYTES = 16 << 20  # of the tile maps that follow a jump
+MAX_FOLLOWED = 8  # sites whose tile maps follow a jump
 FOUND_INF = "found_inf"
 PARAMETERS_EVERY = 64  # steps after which the list of parameters is made anew
 Rows = npt.NDArray[np.void]
@@ -76,18 +80,25 @@ class Closing:
     te: Any  # TeObserver | None
     model: nn.Module
     copies: HostCopies
-    alert_until: int = -1  # the last step in which every output is looked at, because something broke
+    follow: Follow = field(default_factory=Follow)  # steps in which everything is looked at, because something happened
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[Left] = field(default_factory=deque)
     _maps: deque[tuple[int, int, HostCopy]] = field(default_factory=deque)
     _history: TileHistory = field(default_factory=lambda: TileHistory(TILE_BYTES // 4))
     _num_broken: dict[int, int] = field(default_factory=dict)  # row -> broken samples in a row
     _sent: set[tuple[int, int]] = field(default_factory=set)  # (row, step) of tile maps that have left
+    _row_jumps: RowJumps = field(init=False)
+    _scalar_jumps: ScalarJumps = field(default_factory=ScalarJumps)
+    _was_broken: bool = False  # in the step before
+    _followed: list[int] = field(default_factory=list)  # rows whose tile maps follow a jump
+    _burst_bytes: int = 0  # of those maps, what may still be sent
+    _newest: int = -1  # the step that ended last; those before it may still be on their way
     _parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _num_begun: int = 0
 
     def __post_init__(self) -> None:
         self._ids = np.array(self.site_ids, dtype=np.uint64)
+        self._row_jumps = RowJumps(len(self._ids))
 
     # ---- the step ends ------------------------------------------------------------------------------------------
 
@@ -121,6 +132,7 @@ class Closing:
             if counts is not None:
                 parts["suspects"] = counts
         self._num_begun += 1
+        self._newest = step
         left = Left(
             step, status, time.time(), plan.sampled, recorded, batch_id, numbers, list(waiting), gradients, suspects,
             list(parts), *plan.tiles.take(), self.copies.begin(*parts.values()),
@@ -189,17 +201,33 @@ class Closing:
             return
         broken = _broken(rows)
         touched = rows["measured"] != 0  # between samples too: then without energies, moments and depth
-        if broken.any() or np.any(rows["output_num_nonfinite"] > 0):
-            self.alert_until = max(self.alert_until, left.step + ALERT_STEPS)
+        begins = self._look_for_events(left.step, rows, broken, numbers)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
         self.recorder.record_step(_header(left, numbers), self._ids[touched], rows[touched], logs, left.batch_id)
         held = {row for row, n in zip(left.suspects, suspects, strict=False) if n}
-        self._capture(left, rows, broken, held)
+        self._capture(left, rows, broken, held, begins)
+
+    def _look_for_events(
+        self, step: int, rows: Rows, broken: npt.NDArray[np.bool_], numbers: Mapping[str, float]
+    ) -> bool:
+        """Let full statistics follow what broke or jumped. True where a jump has begun that, and its maps are to go."""
+        is_broken = bool(broken.any() or np.any(rows["output_num_nonfinite"] > 0))
+        is_broken |= not all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        if is_broken:
+            self.follow.broke(step, self._newest, fresh=not self._was_broken)
+        self._was_broken = is_broken
+        score = self._row_jumps.see(rows, broken)
+        jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
+        if is_broken or not jumped or not self.follow.jumped(self._newest):
+            return False
+        self._followed = most_telling(score, rows["order"], MAX_FOLLOWED)
+        self._burst_bytes = MAX_BURST_BYTES
+        return True
 
     # ---- tile maps ----------------------------------------------------------------------------------------------
 
-    def _capture(self, left: Left, rows: Rows, broken: npt.NDArray[np.bool_], suspects: set[int]) -> None:
-        """Send the maps of what is asked for and of what broke, and with a fresh break what led up to it."""
+    def _capture(self, left: Left, rows: Rows, broken: npt.NDArray[np.bool_], suspects: set[int], jumped: bool) -> None:
+        """Send the maps of what is asked for and of what broke or jumped, and what led up to that where it is fresh."""
         mode, n = self.tile_maps
         everything = mode == "all" or (mode == "every" and left.step % n == 0)
         asked = self.recorder.wanted_captures()
@@ -223,11 +251,27 @@ class Closing:
                 for step, stats in self._history.before(left.step, row):
                     budget -= 11 * stats.amax.numel()
                     self._begin_map(row, step, stats)
+        if left.step > self.follow.full_until:
+            self._followed = []
+        for row in self._followed:
+            before = self._history.before(left.step, row) if jumped else []
+            budget = min(budget, self._burst_bytes)
+            size = 11 * sum(
+                stats.amax.numel() for stats in [*(s for _, s in before), *(s for _, s in left.tiles.get(row, [])[-1:])]
+            )
+            if row in wanted or size > budget:
+                continue
+            budget -= size
+            self._burst_bytes -= size
+            for step, stats in before:
+                self._begin_map(row, step, stats)
+            if row in left.tiles:
+                wanted.add(row)
         for row in sorted(wanted):
             self._begin_map(row, left.step, _of_event(left.tiles[row], rows[row]))
         alert = {row for row in triggered if self._num_broken[row] <= MAX_BROKEN_SAMPLES}
         alert |= {row for row, site in enumerate(self._ids.tolist()) if site in asked} if asked else set()
-        self.plan.tiles.wanted = frozenset(alert)
+        self.plan.tiles.wanted = frozenset(alert.union(self._followed))
         self._history.add(left.step, left.tiles, left.tile_bytes)
         if self._sent:
             self._sent = {(row, step) for row, step in self._sent if step > left.step - 16}

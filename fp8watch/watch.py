@@ -24,6 +24,7 @@ from . import ops, step_end
 from .closing import FOUND_INF, Closing, Rows
 from .identity import Identity
 from .integrations.transformer_engine import TeObserver
+from .jumps import Follow
 from .linear import SITE_KEY, release, switch_shadow
 from .overhead import Overhead
 from .passes import LossHook
@@ -246,11 +247,13 @@ class Watch:
     def _begin_step(self, plan: ops.Plan) -> None:
         """What the step that begins now will measure."""
         plan.outside = not self._schedule.inside(self._step)
-        plan.begin_step(sampled=not plan.outside and self._step % self._overhead.every == 0)
+        follow = self._closing.follow if self._closing is not None else Follow()
+        full = self._step % self._overhead.every == 0 or self._step <= follow.full_until
+        plan.begin_step(sampled=not plan.outside and full)
         plan.hashing = not plan.outside and self._schedule.hashes(self._step)
         late = self._closing is not None and self._closing.copies.late
         plan.checks_outputs = plan.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
-        plan.checks_outputs |= self._closing is not None and self._step <= self._closing.alert_until
+        plan.checks_outputs |= self._step <= follow.outputs_until
         if self.te is not None:
             self.te.sampled = plan.sampled
 

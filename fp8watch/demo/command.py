@@ -119,10 +119,8 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     )
     if not healthy:
         console.print(f"Step {args.fault_step}: {fault.says}.")
-    watch = attach(
-        model, run=f"demo {fault.name}", recipe=fault.recipe, tile_maps="all", overhead_budget=None, optimizer=optimizer,
-        collector=url,
-    )  # fmt: skip
+    # At attach's defaults: what the demo shows is what everybody gets.
+    watch = attach(model, run=f"demo {fault.name}", recipe=fault.recipe, optimizer=optimizer, collector=url)
     run_id = watch.identity.run_id
     console.print(f"Live: {watch.url}")
     named: list[dict[str, Any]] = []
