@@ -18,7 +18,7 @@ from .kernels import scaled_mm
 from .kernels.reference import dequantize
 from .kernels.scaled_mm import Codes
 from .once import once_only
-from .ops import GRAD_OUTPUT, INPUT, WEIGHT, quantize_codes
+from .ops import GRAD_OUTPUT, INPUT, WEIGHT, look_at_output, quantize_codes
 from .shadow import shadow_gemm
 
 ROW, COLUMN, BLOCK = (1, 128), (128, 1), (128, 128)
@@ -45,6 +45,8 @@ class ScaledLinear(torch.autograd.Function):
             w, w_scale, _, _ = quantize_codes(weight_NK, site, WEIGHT, count, True, False)
             input, weight = _codes(xr, xr_scale, formats[INPUT]), _codes(w, w_scale, formats[WEIGHT])
             y = scaled_mm.fprop(input, weight, bias_N, x_MK.dtype)
+            if count:
+                look_at_output(y, site, INPUT, False)
             if shadow:
                 shadow_gemm(y, _values(input, ROW), _values(weight, BLOCK).t(), bias_N, site, INPUT, False)
             return y, xc, xc_scale, w, w_scale
@@ -70,11 +72,15 @@ class ScaledLinear(torch.autograd.Function):
                 if dgrad:
                     grad, weight = _codes(gr, gr_scale, of_grad), _codes(w, w_scale, of_weight)
                     dx = scaled_mm.dgrad(grad, weight, x_dtype)
+                    if ctx.count:
+                        look_at_output(dx, site, GRAD_OUTPUT, False)
                     if ctx.shadow:
                         shadow_gemm(dx, _values(grad, ROW), _values(weight, BLOCK), None, site, GRAD_OUTPUT, False)
                 if wgrad:
                     grad, input = _codes(gc, gc_scale, of_grad), _codes(xc, xc_scale, of_input)
                     dw = scaled_mm.wgrad(grad, input, weight_dtype)
+                    if ctx.count:
+                        look_at_output(dw, site, GRAD_OUTPUT, True)
                     if ctx.shadow:
                         a = _values(grad, COLUMN).t()
                         shadow_gemm(dw, a, _values(input, COLUMN), None, site, GRAD_OUTPUT, True)

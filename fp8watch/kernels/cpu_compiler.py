@@ -142,12 +142,20 @@ def compiler_version(compiler: Sequence[str]) -> str:
     return run_compiler([*compiler, "--version"], VERSION_TIMEOUT_S)
 
 
-def compile_library(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> Path:
-    """Compile the sources in an empty folder; returns the library there."""
+def compile_library(compiler: Sequence[str], flags: Sequence[str], folder: Path, source: str = "quantize.c") -> Path:
+    """Compile one of the sources in an empty folder; returns the library there."""
     (folder / "row.h").write_text(row_header())
     made = folder / "library.so"
-    sources = [f"-I{folder}", f"-I{SOURCES}", "-o", str(made), str(SOURCES / "quantize.c"), "-lm"]
+    sources = [f"-I{folder}", f"-I{SOURCES}", "-o", str(made), str(SOURCES / source), "-lm"]
     run_compiler([*compiler, *flags, *sources], COMPILE_TIMEOUT_S)
     if not made.exists():
         raise Unavailable(f"the compiler {compiler[0]} reported success and wrote no library")
     return made
+
+
+def preprocess(compiler: Sequence[str], flags: Sequence[str], text: str, folder: Path) -> str:
+    """What the preprocessor makes of text that stands behind vector.h, with the headers' own text before it."""
+    source, made = folder / "text.c", folder / "text.i"
+    source.write_text(f'#include "vector.h"\n{text}\n')
+    run_compiler([*compiler, *flags, "-E", "-P", f"-I{SOURCES}", "-o", str(made), str(source)], COMPILE_TIMEOUT_S)
+    return made.read_text(errors="replace")

@@ -38,6 +38,7 @@ from fp8watch.kernels.cpu_compiler import (
     processor,
     row_header,
 )
+from fp8watch.kernels.cpu_width import fastest_width
 
 _LOG = logging.getLogger("fp8watch.kernels")
 _DIGEST_BYTES = 16
@@ -177,13 +178,18 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _make(path: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
-    """Compile under a name of our own in the same folder, check it in a process of its own, and rename."""
+    """Compile under a name of our own in the same folder, check it in a process of its own, and rename.
+
+    Its vectors have the width that is fastest here: the file is what is kept of that measurement.
+    """
     for old in path.parent.glob("build-*"):
         with contextlib.suppress(OSError):
             if time.time() - old.lstat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent, ignore_cleanup_errors=True) as work:
-        made = compile_library(compiler, flags, Path(work))
+        trials = Path(work) / "trials"
+        trials.mkdir()
+        made = compile_library(compiler, [*flags, *fastest_width(compiler, flags, trials)], Path(work))
         made.chmod(0o700)
         _survives(made)
         body = made.read_bytes()

@@ -29,6 +29,13 @@ BUGS = [
     Bug("the output of a GEMM is looked at", "fp8watch/linear.py",
         "look_at_output(dw, site, GRAD_OUTPUT, True)", "pass",
         f"{A}/test_provenance.py::test_the_gemm_that_makes_a_nan_of_finite_operands_is_named"),
+    *(
+        Bug(f"the output of a {gemm} of codes is looked at", "fp8watch/scaled_linear.py", f"look_at_output({args})", "pass",
+            "tests/scaled_mm/test_linear.py::test_a_product_that_is_not_finite_is_counted_once_at_its_site "
+            "tests/scaled_mm/test_linear.py::test_compiled_products_are_looked_at_too")
+        for gemm, args in (("fprop", "y, site, INPUT, False"), ("dgrad", "dx, site, GRAD_OUTPUT, False"),
+                           ("wgrad", "dw, site, GRAD_OUTPUT, True"))
+    ),
     Bug("an overflow of float16 is no fault", "fp8watch/provenance.py",
         "overflows = y.dtype == torch.float16", "overflows = False",
         f"{A}/test_provenance.py::test_finite_operands_may_overflow_float16_but_make_no_nan"),

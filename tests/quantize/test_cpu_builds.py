@@ -47,6 +47,7 @@ def run_tests(library: Path, *tests: str, **environ: str) -> None:
         pytest.param(("-march=x86-64-v2",), marks=pytest.mark.skipif(not _X86, reason="x86 only")),
         ("-DVB=16",),
         ("-DVB=64",),
+        ("-DVB=32", "-march=native"),
         ("-DVB=64", "-march=native"),
     ],
     ids=" ".join,

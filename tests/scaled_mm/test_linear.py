@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8watch
 from fp8watch import recipe as recipes
+from fp8watch import scaled_linear
 from fp8watch.kernels import scaled_mm
 from fp8watch_agent.record import Measured
 
@@ -90,6 +92,110 @@ def test_shadow_checkpoint_and_compile_and_an_empty_batch(attach, monkeypatch):
     model.zero_grad()
     compiled = gradients(model, x, g, torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+
+
+SITES = {"fprop": ("input", "rowwise"), "dgrad": ("grad_output", "rowwise"), "wgrad": ("grad_output", "columnwise")}
+
+
+def break_product(monkeypatch, which, product=strict):
+    """torch._scaled_mm whose products of this shape, those of one GEMM of Linear(64, 96) with 32 tokens, hold two NaN
+    and an Inf; returns how often it was called."""
+    shape = {"fprop": (32, 96), "dgrad": (32, 64), "wgrad": (96, 64)}[which]
+    calls = []
+
+    def broken(a, b, **how):
+        out = product(a, b, **how)
+        calls.append(tuple(out.shape))
+        if tuple(out.shape) == shape:
+            out[3, 5] = out[4, 6] = math.nan
+            out[5, 7] = math.inf
+        return out
+
+    monkeypatch.setattr(torch, "_scaled_mm", broken)
+    return calls
+
+
+def nonfinite_outputs(watch):
+    found = {(operand, direction): int(r["output_num_nonfinite"]) for (_, operand, direction), r in rows(watch).items()}
+    return {key: count for key, count in found.items() if count}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("which", sorted(SITES))
+def test_a_product_that_is_not_finite_is_counted_once_at_its_site(attach, monkeypatch, which, recomputed):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96))
+    watch = attach(model, gemm="scaled_mm")
+    calls = break_product(monkeypatch, which)
+    x, g = torch.randn(32, 64), torch.randn(32, 96)
+    gradients(model, x, g, (lambda x: checkpoint(model, x, use_reentrant=False)) if recomputed else None)
+    assert len(calls) == (4 if recomputed else 3)
+    assert nonfinite_outputs(watch) == {SITES[which]: 3}
+    table = rows(watch)
+    assert table[("0", *SITES[which])]["measured"] & Measured.GEMM
+    assert all(row["num_nan"] == row["num_inf"] == 0 for row in table.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
+@pytest.mark.parametrize("which", sorted(SITES))
+def test_compiled_products_are_looked_at_too(attach, monkeypatch, which):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96))
+    watch = attach(model, gemm="scaled_mm")
+
+    def broken(a, b, *, block_b, dtype):
+        out = (a.data.float() @ b.data.float().t()).to(dtype)
+        shape = {"fprop": (32, 96), "dgrad": (32, 64), "wgrad": (96, 64)}[which]
+        return torch.full_like(out, math.nan) if tuple(out.shape) == shape else out
+
+    monkeypatch.setattr(scaled_mm, "_mm", broken)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients(model, torch.randn(32, 64), torch.randn(32, 96), compiled)
+    size = {"fprop": 32 * 96, "dgrad": 32 * 64, "wgrad": 96 * 64}[which]
+    assert nonfinite_outputs(watch) == {SITES[which]: size}
+
+
+def test_finite_products_and_evaluation_leave_no_count(attach, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96))
+    watch = attach(model, gemm="scaled_mm")
+    gradients(model, torch.randn(32, 64), torch.randn(32, 96))
+    assert not any(row["measured"] & Measured.GEMM for row in rows(watch).values())
+    break_product(monkeypatch, "fprop")
+    model.eval()
+    assert model(torch.randn(32, 64)).isnan().sum() == 2
+    assert nonfinite_outputs(watch) == {}
+
+
+def train(model, steps=4):
+    """Losses and weights of a short training."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(48, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def test_training_has_the_same_bits_without_the_observer(attach, monkeypatch):
+    torch.manual_seed(0)
+    observed = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32))
+    alone = copy.deepcopy(observed)
+    attach(observed, gemm="scaled_mm")
+    looks = []
+    right = scaled_linear.look_at_output
+    monkeypatch.setattr(scaled_linear, "look_at_output", lambda *args: (looks.append(args), right(*args))[1])
+    got = train(observed)
+    assert len(looks) == 4 * (3 + 3) - 4  # the first Linear's input asks for no gradient
+    monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
+    monkeypatch.setattr(scaled_linear, "look_at_output", lambda *args: None)
+    attach(alone, gemm="scaled_mm")
+    for ours, theirs in zip(got, train(alone), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_what_cannot_be_is_refused_or_left_out(attach, monkeypatch, capsys):

@@ -8,6 +8,15 @@
 #include "row.h"
 #include "vector.h"
 
+#define STREAM_BYTES (8 << 20) /* an output of this size does not stay in the caches anyway */
+#define NARROW 16              /* tiles of fewer columns go down the columns */
+#define MAX_STRETCH 1024
+
+/* What is made once for each type of operand has the type's SUFFIX to its name. */
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define NAME(name) JOIN(name, SUFFIX)
+
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { CODES, VALUES };                  /* what comes out: codes, or float32 of what they stand for */
 enum { NO_STATS, LIGHT_STATS, ALL_STATS };

@@ -8,15 +8,8 @@
 
 #include "slow.h"
 
-#define STREAM_BYTES (8 << 20) /* an output of this size does not stay in the caches anyway */
-#define NARROW 16              /* tiles of fewer columns go down the columns */
-#define MAX_STRETCH 1024
 #define MAX_CHUNKS 64
 #define CHUNK_ELEMENTS (1 << 16)
-
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
-#define NAME(name) JOIN(name, SUFFIX)
 
 #define SUFFIX f32
 #define T float

@@ -91,6 +91,8 @@ INLINE int32_t max_of_lanes(vi v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
     return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+#elif AVX512_WIDTH
+    return _mm512_reduce_max_epi32((__m512i)v);
 #else
     int32_t lane[VL], m;
     memcpy(lane, &v, sizeof v);
@@ -117,6 +119,10 @@ INLINE int16_t max_of_halves(vs v) {
     __m128i m = _mm_max_epi16(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     /* the smallest of the complements, as unsigned numbers */
     return (int16_t)(0x7FFF - _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7FFF), m))));
+#elif AVX512_WIDTH
+    __m256i w = _mm256_max_epi16(_mm512_castsi512_si256((__m512i)v), _mm512_extracti64x4_epi64((__m512i)v, 1));
+    __m128i m = _mm_max_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+    return (int16_t)(0x7FFF - _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(0x7FFF), m))));
 #else
     int16_t lane[VB / 2], m;
     memcpy(lane, &v, sizeof v);
@@ -131,6 +137,8 @@ INLINE double sum_of_lanes(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif AVX512_WIDTH
+    return _mm512_reduce_add_ps((__m512)v);
 #else
     float lane[VL];
     memcpy(lane, &v, sizeof v);
@@ -151,6 +159,8 @@ INLINE int64_t sum_of_counts(vi v) {
 INLINE int any_b(vb v) {
 #if AVX2_WIDTH
     return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#elif AVX512_WIDTH
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
 #else
     uint64_t word[VB / 8], any = 0;
     memcpy(word, &v, sizeof v);
@@ -164,6 +174,9 @@ INLINE vf load_bf16(const uint16_t *p) {
 #if AVX2_WIDTH
     __m128i h = _mm_loadu_si128((const __m128i *)p);
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+#elif AVX512_WIDTH
+    __m256i h = _mm256_loadu_si256((const __m256i *)p);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 #else
     vh h;
     memcpy(&h, p, sizeof h);
@@ -199,12 +212,20 @@ INLINE vf load_f16(const uint16_t *p) {
 #endif
 }
 
+#if AVX512_WIDTH
+/* packs work within 128 bits: where the 32-bit lanes of what they give belong */
+#define LANES_IN_ORDER _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+#endif
+
 /* Four vectors of 32-bit lanes, each 0 … 255, to bytes in order. */
 INLINE vb pack_bytes(vi a, vi b, vi c, vi d) {
 #if AVX2_WIDTH
     __m256i w = _mm256_packus_epi32((__m256i)a, (__m256i)b), z = _mm256_packus_epi32((__m256i)c, (__m256i)d);
     __m256i m = _mm256_packus_epi16(w, z);
     return (vb)_mm256_permutevar8x32_epi32(m, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#elif AVX512_WIDTH
+    __m512i w = _mm512_packus_epi32((__m512i)a, (__m512i)b), z = _mm512_packus_epi32((__m512i)c, (__m512i)d);
+    return (vb)_mm512_permutexvar_epi32(LANES_IN_ORDER, _mm512_packus_epi16(w, z));
 #else
     union { vb all; vq part[4]; } u;
     u.part[0] = __builtin_convertvector((vu)a, vq);
@@ -288,6 +309,23 @@ INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, vb *z
                                    _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
     code = _mm256_or_si256(code, _mm256_and_si256(s, _mm256_set1_epi8((char)0x80)));
     return (vb)_mm256_permutevar8x32_epi32(code, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#elif AVX512_WIDTH
+    /* as above, with vectors twice as long */
+    const int up = 7 - r->mantissa_bits;
+    const __m512i weights = _mm512_set1_epi32((1 << 16) | (1 << up));
+    const __m512i offset = _mm512_set1_epi16((short)(r->code_offset << up));
+    const __m128i down = _mm_cvtsi32_si128(up);
+    __m512i a = _mm512_packs_epi32(_mm512_madd_epi16((__m512i)t[0], weights), _mm512_madd_epi16((__m512i)t[1], weights));
+    __m512i b = _mm512_packs_epi32(_mm512_madd_epi16((__m512i)t[2], weights), _mm512_madd_epi16((__m512i)t[3], weights));
+    a = _mm512_srl_epi16(_mm512_sub_epi16(a, offset), down);
+    b = _mm512_srl_epi16(_mm512_sub_epi16(b, offset), down);
+    __m512i code = _mm512_packus_epi16(a, b);
+    const __m512i all = _mm512_set1_epi8(-1);
+    *zero = (vb)_mm512_mask_mov_epi8((__m512i)*zero, _mm512_cmpeq_epi8_mask(code, _mm512_setzero_si512()), all);
+    __m512i s = _mm512_packs_epi16(_mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]),
+                                   _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
+    code = _mm512_or_si512(code, _mm512_and_si512(s, _mm512_set1_epi8((char)0x80)));
+    return (vb)_mm512_permutexvar_epi32(LANES_IN_ORDER, code);
 #else
     vi c[4], none = splat_i(0);
     for (int i = 0; i < 4; i++) {
