@@ -46,6 +46,7 @@ from .schedule import HASH_EVERY_STEPS, Schedule, Window
 from .session_start import start_recorder
 from .sites import OUTPUT, SiteTable, unobserved_rows
 from .slab import Slab
+from .step_owner import torch_optimizers
 from .watch import Watch
 
 _states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
@@ -61,7 +62,7 @@ def attach(
     every: int = 1,
     tile_maps: str = "triggered",
     overhead_budget: float | None = 0.01,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: object = None,
     start_step: int = 0,
     collector: str | None = None,
     backend: str | None = None,
@@ -86,7 +87,8 @@ def attach(
         every: full statistics each n-th optimizer step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
-        optimizer: the one whose steps count; default: those that hold watched parameters.
+        optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
+            those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
@@ -106,7 +108,8 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
-    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run, optimizer)
+    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run)
+    optimizers = [] if optimizer is None else torch_optimizers(optimizer)
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     chosen = resolve_recipe(recipe if recipe is not None else settings.recipe)
@@ -130,7 +133,7 @@ def attach(
             url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
         return Watch(
             model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
-            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizer=optimizer,
+            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
             start_step=start_step, url=url, say=say, hooks=hooks, te=te,
         )  # fmt: skip
 
@@ -239,7 +242,7 @@ def _observe_te(plan: ops.Plan, te: list[TeModule], left_out: list[LeftOut], gua
 
     def entered(backward: bool) -> None:
         if backward:
-            plan.backward_seen = True
+            plan.saw_backward()
             return
         if plan.on_forward is not None:
             plan.on_forward()

@@ -34,6 +34,7 @@ from .scale_state import load_scale_state, scale_state
 from .schedule import Schedule
 from .sites import SiteTable, describe
 from .slab_copy import HostCopies
+from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
 
 LOSS_MISSING_STEPS = 20
 
@@ -59,7 +60,7 @@ class Watch:
         tile_maps: tuple[str, int],
         schedule: Schedule,
         overhead_budget: float | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         start_step: int,
         url: str | None,
         say: Callable[[str], None],
@@ -72,11 +73,11 @@ class Watch:
         self._schedule, self._say = schedule, say
         self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
-        self._owner = step_end.StepOwner(self._parameter_ids, optimizer)
+        self._owner = StepOwner(self._parameters, optimizers, say)
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
-        self._said_recompute = False
+        self._said_recompute = self._stuck = False
         self._ending = False
         self._steps_without_loss = 0
         self._num_closed = 0
@@ -85,8 +86,9 @@ class Watch:
         self._hooks: list[RemovableHandle] = list(hooks)
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.warming):
-            if table:
-                self._hooks.append(model.register_forward_hook(LossHook(self)))
+            self._hooks.append(
+                model.register_forward_hook(LossHook(self, ops.site_tensor(plan, 0)), with_kwargs=True)
+            )
             step_end.start(self)
         self._closing: Closing | None = None
         if plan is not None and plan.slab is not None and recorder is not None:
@@ -97,6 +99,7 @@ class Watch:
             )
             guard.run("begin_step", self._begin_step, plan)
             plan.sampled = not plan.outside  # the first step shows what there is
+            plan.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -150,28 +153,33 @@ class Watch:
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
-    def _parameter_ids(self) -> set[int]:
+    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters whose optimizer owns the step: the watched ones; where all of those are frozen (LoRA, a trained
-        head), any of the model, and a forward is enough, because a frozen site may have no backward."""
+        head), any of the model, and a forward is enough, because a frozen site may have no backward. And all of them."""
         watched = [p for m in self._model.modules() if SITE_KEY in m.__dict__ for p in m.parameters(recurse=False)]
         if self.te is not None:
             watched += [p for te in self.te.modules for p in te.module.parameters(recurse=False)]
+        every = list(self._model.parameters())
         self._frozen = not any(p.requires_grad for p in watched)
-        return {id(p) for p in (self._model.parameters() if self._frozen else watched)}
+        return (every if self._frozen else watched), every
 
     def _ran(self) -> bool:
         """Whether there is a step to end."""
         plan = self._plan
-        return plan is not None and (plan.backward_seen or (self._frozen and plan.forward_seen))
+        return plan is not None and (
+            plan.backward_seen or (self._frozen and plan.forward_seen) or (plan.root_seen and not plan.forward_seen)
+        )
 
-    def _see_loss(self, module: nn.Module, output: Any) -> None:
-        if not module.training or self._plan is None:
-            return
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            loss = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
-            ops.note_loss(loss.detach(), ops.site_tensor(self._plan, 0))
+    def _on_stuck(self) -> None:
+        """Backward after backward, and no end of a step."""
+        self._say(NO_STEP_ENDED)
+        self._stuck = True
+        self._tell({STUCK_FACT: NO_STEP_ENDED})
+
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        """Facts of the session that only running shows."""
+        if self._recorder is not None:
+            self._recorder.update_facts(facts)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_end.is_capturing():
@@ -181,8 +189,9 @@ class Watch:
                 self._facts.update(step_end.optimizer_facts(optimizer))
                 self._plan.on_forward = self._close_pending
             return
-        if self._owner.closes(optimizer, self._ran()):
+        if self._owner.closes(optimizer, self._ran(), self._plan.num_passes):
             self._facts.update(step_end.optimizer_facts(optimizer))
+            self._step += self._owner.take_late()
             self._close(StepStatus.OK)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
@@ -202,7 +211,7 @@ class Watch:
         plan = self._plan
         if self._ending:  # a signal came while a step was being closed
             return
-        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen):
+        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen or plan.root_seen):
             self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
 
     def _on_death(self) -> None:
@@ -238,6 +247,10 @@ class Watch:
             self._facts.pop(FOUND_INF, None)
             self._batch_id = None
             plan.slab.clear()
+            plan.on_stuck = None
+            if self._stuck:
+                self._stuck = False
+                self._tell({STUCK_FACT: ""})
             self._end_warmup(plan)
             self._overhead.step_closed(plan, recorder, began)
             self._begin_step(plan)
@@ -265,7 +278,8 @@ class Watch:
         values = {name: value for name, value in self._facts.items() if value is not None}
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
         if plan.losses:
-            values["loss"] = torch.stack([x.float() for x in plan.losses]).mean()
+            losses = torch.stack([x.float() for x in plan.losses])
+            values["loss"] = losses.sum() if plan.losses_add_up else losses.mean()
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:
@@ -301,9 +315,7 @@ class Watch:
         where = f"{self._table[row].fqn}.{self._table[row].operand}"
         self._say(f"activation checkpointing recomputes {where} as {now}, the first pass was {before}")
         fingerprint = plan.recomputed.fingerprint(self._recipe.fingerprint())
-        self._recorder.update_facts(
-            {"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"}
-        )
+        self._tell({"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"})
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
@@ -333,6 +345,7 @@ class Watch:
             "last_step": self.last_step,
             "every": self._overhead.every,
             "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
+            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._num_closed else "none yet",
             "url": self.url,
             "internal_errors": dict(self.guard.errors),
             "health": health,
