@@ -27,7 +27,6 @@ from .quantizers import SiteQuantizer, places, run_quantizers
 from .recipe import OPERANDS, Recipe
 from .recompute import Recomputed
 from .slab import Slab
-from .step_owner import STUCK_AFTER_PASSES
 from .tile_history import HeldTiles
 from .weight_hash import hash_bits
 
@@ -37,6 +36,9 @@ TILE_BYTES = 64 << 20
 
 MAX_LOSSES = 4096
 """Losses held for one step: a loop whose steps never end must not fill the memory."""
+
+STUCK_AFTER_PASSES = 20
+"""Backward passes without an end of step that are worth a word; more micro-batches than that are rare."""
 
 
 def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:

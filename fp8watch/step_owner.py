@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .linear import SITE_KEY
+from .plan import STUCK_AFTER_PASSES
+
 Optimizer = torch.optim.Optimizer
 
 ADOPT_AFTER_STEPS = 3
-STUCK_AFTER_PASSES = 20
-"""Backward passes without an end of step that are worth a word; more micro-batches than that are rare."""
 NO_STEP_ENDED = (
     f"no step has ended after {STUCK_AFTER_PASSES} backward passes, so nothing is recorded: call watch.step() after "
     "each optimizer step, or give attach(optimizer=...) the torch optimizer inside your trainer's"
@@ -73,18 +74,24 @@ class StepOwner:
     """Which optimizers own the step.
 
     Args:
-        parameters: gives the watched parameters, and all of the model.
+        model: that is watched.
+        as_they_are: modules that are observed although they were not taken over.
         optimizers: those that the user named; none: found by their parameters.
         say: tells people.
     """
 
+    frozen: bool
+    """No watched parameter is trained (LoRA, a trained head): the optimizer of any parameter of the model owns the step,
+    and a forward is enough to have something to end, because a frozen site may have no backward."""
+
     def __init__(
         self,
-        parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]],
+        model: nn.Module,
+        as_they_are: Iterable[nn.Module],
         optimizers: Iterable[Optimizer],
         say: Callable[[str], None],
     ) -> None:
-        self._find, self._say = parameters, say
+        self._model, self._as_they_are, self._say = model, list(as_they_are), say
         self._named = weakref.WeakSet(optimizers)
         self._by_name = bool(self._named)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._named)
@@ -95,7 +102,10 @@ class StepOwner:
         self._refresh()
 
     def _refresh(self) -> None:
-        watched, every = self._find()
+        modules = [m for m in self._model.modules() if SITE_KEY in m.__dict__] + self._as_they_are
+        watched, every = [p for m in modules for p in m.parameters(recurse=False)], list(self._model.parameters())
+        self.frozen = not any(p.requires_grad for p in watched)
+        watched = every if self.frozen else watched
         copies = (getattr(p, "main_param", None) for p in watched)
         self._ids = {id(p) for p in watched} | {id(c) for c in copies if c is not None}
         self._num_watched = num_elements(p for p in watched if p.requires_grad)

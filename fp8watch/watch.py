@@ -32,7 +32,7 @@ from .recipe import Recipe
 from .resume import resume_facts, resume_state
 from .scale_state import load_scale_state, scale_state
 from .schedule import Schedule
-from .sites import SiteTable, describe
+from .sites import SiteTable, describe, not_called
 from .slab_copy import HostCopies
 from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
 
@@ -73,11 +73,11 @@ class Watch:
         self._schedule, self._say = schedule, say
         self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
-        self._owner = StepOwner(self._parameters, optimizers, say)
+        self._owner = StepOwner(model, [m.module for m in te.modules] if te is not None else (), optimizers, say)
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
-        self._said_recompute = self._stuck = False
+        self._said_recompute = self._stuck = self._observed = self._told_silent = False
         self._ending = False
         self._steps_without_loss = 0
         self._num_closed = 0
@@ -86,9 +86,7 @@ class Watch:
         self._hooks: list[RemovableHandle] = list(hooks)
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.warming):
-            self._hooks.append(
-                model.register_forward_hook(LossHook(self, ops.site_tensor(plan, 0)), with_kwargs=True)
-            )
+            self._hooks.append(model.register_forward_hook(LossHook(self, ops.site_tensor(plan, 0)), with_kwargs=True))
             step_end.start(self)
         self._closing: Closing | None = None
         if plan is not None and plan.slab is not None and recorder is not None:
@@ -153,21 +151,13 @@ class Watch:
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
-    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters whose optimizer owns the step: the watched ones; where all of those are frozen (LoRA, a trained
-        head), any of the model, and a forward is enough, because a frozen site may have no backward. And all of them."""
-        watched = [p for m in self._model.modules() if SITE_KEY in m.__dict__ for p in m.parameters(recurse=False)]
-        if self.te is not None:
-            watched += [p for te in self.te.modules for p in te.module.parameters(recurse=False)]
-        every = list(self._model.parameters())
-        self._frozen = not any(p.requires_grad for p in watched)
-        return (every if self._frozen else watched), every
-
     def _ran(self) -> bool:
         """Whether there is a step to end."""
         plan = self._plan
         return plan is not None and (
-            plan.backward_seen or (self._frozen and plan.forward_seen) or (plan.root_seen and not plan.forward_seen)
+            plan.backward_seen
+            or (self._owner.frozen and plan.forward_seen)
+            or (plan.root_seen and not plan.forward_seen)
         )
 
     def _on_stuck(self) -> None:
@@ -236,6 +226,7 @@ class Watch:
         if step is not None:
             self._step = int(step)
         self._ending = True
+        self._observed |= plan.observing and (plan.forward_seen or plan.backward_seen or plan.root_seen)
         try:
             values = self._values(plan)
             closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
@@ -290,24 +281,25 @@ class Watch:
         """Tell the agent of the sites that were called for the first time, and of what only running shows."""
         assert self._plan is not None
         assert self._recorder is not None
-        plan, first = self._plan, not self._registered
+        plan = self._plan
         if self._plan.recomputed.differs and not self._said_recompute:
             self._said_recompute = True
             self._tell_recompute(plan)
-        if len(self._registered) >= len(plan.shapes):
-            return
-        new = [r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0]
-        sites = [describe(r, self._table[r], int(rows["order"][r]), plan, self.te, self._recipe) for r in sorted(new)]
-        if not sites:
-            return
-        self._recorder.register_sites(sites)
-        self._registered.update(new)
-        if not first:
-            return
-        silent = sorted({s.fqn for s in self._table} - {s.module for s in sites})
-        if silent:
-            more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
-            self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+        if len(self._registered) < len(plan.shapes):
+            new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
+            orders = [int(rows["order"][r]) for r in new]
+            sites = [
+                describe(r, self._table[r], n, plan, self.te, self._recipe) for r, n in zip(new, orders, strict=True)
+            ]
+            self._recorder.register_sites(sites)
+            self._registered.update(new)
+        if self._observed and not self._told_silent:
+            self._told_silent = True
+            silent = not_called(self._table, self._registered, plan.unobserved)
+            if silent:
+                more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+                self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+                self._tell({"not_called": "; ".join(silent)[:2000]})
 
     def _tell_recompute(self, plan: ops.Plan) -> None:
         assert self._recorder is not None

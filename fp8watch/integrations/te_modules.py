@@ -9,7 +9,7 @@ Transformer Engine is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def kind_of(module: nn.Module) -> str | None:
     return None
 
 
-def find(named_modules: Iterator[tuple[str, nn.Module]]) -> list[TeModule]:
+def find(named_modules: Iterable[tuple[str, nn.Module]]) -> list[TeModule]:
     """The Transformer Engine modules of a model that multiply in FP8, in the model's order."""
     found = []
     for fqn, module in named_modules:
