@@ -26,7 +26,8 @@ from fp8watch_agent.settings import AgentSettings
 
 from . import ops
 from .arguments import check_arguments, check_url
-from .filter import FilterFn, LeftOut, named_modules, select_linears
+from .coverage import Coverage, coverage
+from .filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
 from .foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from .formats import fp8_format
 from .identity import Identity, identify
@@ -42,11 +43,13 @@ from .probes import select as select_probes
 from .quantize.per_tensor import DelayedScale
 from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from .recipe import OPERANDS, Recipe, resolve_recipe
+from .roles import role_facts
 from .scaled_linear import Formats
 from .schedule import HASH_EVERY_STEPS, Schedule, Window
 from .session_start import start_recorder
 from .sites import OUTPUT, SiteTable, unobserved_rows
 from .slab import Slab
+from .step_owner import torch_optimizers
 from .watch import Watch
 
 _states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
@@ -62,7 +65,7 @@ def attach(
     every: int = 1,
     tile_maps: str = "triggered",
     overhead_budget: float | None = 0.01,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: object = None,
     start_step: int = 0,
     collector: str | None = None,
     backend: str | None = None,
@@ -88,7 +91,8 @@ def attach(
         every: full statistics each n-th optimizer step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
-        optimizer: the one whose steps count; default: those that hold watched parameters.
+        optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
+            those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
@@ -108,7 +112,8 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
-    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run, optimizer)
+    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run)
+    optimizers = [] if optimizer is None else torch_optimizers(optimizer)
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
@@ -134,7 +139,7 @@ def attach(
             url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
         return Watch(
             model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
-            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizer=optimizer,
+            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
             start_step=start_step, url=url, say=say, hooks=hooks, te=te,
         )  # fmt: skip
 
@@ -142,18 +147,24 @@ def attach(
         say("switched off by FP8WATCH_DISABLED=1; the model is untouched")
         return watch(None, [], None)
 
+    named = list(named_modules(model))
     linears, left_out = select_linears(model, filter_fn)
     leave_wrapped(linears, left_out)
-    te = te_modules.find(named_modules(model))
-    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named_modules(model))]
-    probed = select_probes(named_modules(model), probes)
+    te = te_modules.find(named)
+    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
+    probed = select_probes(named, probes)
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
     formats = _scaled_formats(gemm, linears, left_out, chosen, device)
-    observe = settings.disabled != "stats"
-    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed)
+    # loss, steps and probes are recorded of every model, but not twice of one
+    again = not linears and not te and any(m.reason == WATCHED for m in left_out)
+    observe = settings.disabled != "stats" and not again
+    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed, model=model)
     plan.keep_tiles = plan.slab is not None
     plan.unobserved = unobserved_rows(table, sites)
+    seen = [module for _, module in linears] + [m.module for m in te]
+    covered = guard.call("coverage", lambda: coverage(named, seen), Coverage())
+    told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(
@@ -169,6 +180,7 @@ def attach(
             left_out,
             len(linears),
             model,
+            covered.facts() | told,
         )
         if recorder is None:
             plan.slab = None
@@ -180,7 +192,8 @@ def attach(
         site = ops.site_tensor(plan, i * len(plan.rows))
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.warming = start_step < chosen.warmup_steps
-    say(_line(linears, left_out, chosen, chosen_backend.NAME, settings, identity, recorder, observer, foreign))
+    backend_name = chosen_backend.NAME
+    say(_line(linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
     hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
@@ -252,7 +265,7 @@ def _observe_te(
 
     def entered(backward: bool) -> None:
         if backward:
-            plan.backward_seen = True
+            plan.saw_backward()
             return
         if plan.on_forward is not None:
             plan.on_forward()
@@ -298,6 +311,7 @@ def _plan(
     *,
     observe: bool,
     probed: Sequence[Probe] = (),
+    model: nn.Module | None = None,
 ) -> tuple[ops.Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[SiteQuantizer] = []
@@ -313,13 +327,13 @@ def _plan(
     for site in (site for found in te for site in found.sites):
         identity = site_id(site.fqn, site.operand, site.direction)
         table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
-    if table:
-        for p in probed:
-            table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
+    for p in probed:
+        table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
     slab = None
-    if observe and table:
-        parameters = [linears[0][1].weight] if linears else list(te[0].module.parameters())
-        slab = guard.run("slab", Slab, len(table), parameters[0].device if parameters else torch.device("cpu"))
+    if observe:
+        first = linears[0][1] if linears else te[0].module if te else model
+        devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
+        slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     return ops.Plan(quantizers, slab, guard, recipe, ops.rows_of(recipe)), table
 
 
@@ -332,6 +346,7 @@ def _line(
     identity: Identity,
     recorder: Recorder | None,
     te: TeObserver | None,
+    covered: Coverage,
     foreign: str | None = None,
 ) -> str:
     """The one line that attach prints."""
@@ -341,7 +356,7 @@ def _line(
     elif not linears and te is not None:
         parts = []
     elif not linears:
-        parts = ["no Linear taken over"]
+        parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
     elif recipe.observe_only:
         how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
         parts = [f"{n} observed, computing as before ({how}backend {backend})"]
@@ -351,9 +366,12 @@ def _line(
     if te is not None:
         s = "s" if len(te.modules) != 1 else ""
         parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
+    if settings.disabled != "stats" and (text := covered.line()) is not None:
+        parts.append(text)
     if left_out:
-        more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
-        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in left_out[:6]) + more)
+        layers = in_layers(left_out)
+        more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
+        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in layers[:6]) + more)
     if settings.disabled == "stats":
         parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
     elif recorder is not None:

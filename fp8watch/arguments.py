@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 def check_arguments(
-    every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None, optimizer: object
+    every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None
 ) -> tuple[str, int]:
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
@@ -21,10 +21,6 @@ def check_arguments(
         raise ValueError(f"overhead_budget={budget!r}: must be a share of the step from 0 to 1, or None")
     if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
         raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer={type(optimizer).__name__}: must be a torch optimizer; call watch.step() for others"
-        )
     if tile_maps in ("triggered", "all"):
         return tile_maps, 0
     got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None

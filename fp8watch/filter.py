@@ -1,7 +1,7 @@
 """The precision map: which Linears go on the FP8 path, and for each other one the reason why not.
 
 FP8: QKV, attention output, MLP, expert Linears. High precision: embeddings, output head, router and gate, norms.
-After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice.
+After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice. Which is which: see roles.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from fp8watch_agent.roles import pattern
+
 from .linear import SITE_KEY, WatchedLinear
+from .roles import roles
 
 FilterFn = Callable[[nn.Module, str], "bool | None"]
 """(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
 
-HEAD_NAMES = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"})
-ROUTER_NAMES = frozenset({"router", "gate", "gating", "wg"})
 WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_ENGINES = frozenset({"DeepSpeedEngine", "PipelineEngine"})
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 MULTIPLE = 16
+WATCHED = "watched already by another attach"
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,6 @@ class LeftOut:
     reason: str
 
 
-def default_filter(module: nn.Module, fqn: str) -> str | None:
-    """None when the Linear belongs on the FP8 path, else the reason that keeps it off."""
-    name = fqn.rpartition(".")[2]
-    if name in HEAD_NAMES and fqn.count(".") <= 1:
-        return "output head"
-    if name in ROUTER_NAMES:
-        return "router"
-    return None
-
-
 def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
     """Linears to take over, in the order of the model's modules, and those left out.
 
@@ -50,11 +43,12 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     """
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn={filter_fn!r}: must be a function (module, fqn) -> bool")
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = list(named_modules(model))
+    role_of = roles(named)
     gathered = _gathered_by_fsdp(model)
     taken: list[tuple[str, nn.Linear]] = []
     left: list[LeftOut] = []
-    for fqn, module in named_modules(model):
+    for fqn, module in named:
         if type(module).__module__.startswith("transformer_engine"):
             continue  # observed as it is, or told of, by attach
         if not isinstance(module, nn.Linear):
@@ -62,7 +56,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         reason: str | None = None
         wanted: bool | None = None
         if SITE_KEY in module.__dict__:
-            reason = "watched already by another attach"
+            reason = WATCHED
         elif type(module).forward not in (nn.Linear.forward, WatchedLinear.forward) or "forward" in module.__dict__:
             reason = f"own forward ({type(module).__name__})"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
@@ -78,7 +72,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
             if not isinstance(wanted, bool | None):
                 raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True, False or None (default)")
         if reason is None and wanted is None:
-            reason = "weight tied to an embedding" if id(module.weight) in embeddings else default_filter(module, fqn)
+            reason = role_of.get(id(module))
         elif reason is None and not wanted:
             reason = "filter_fn"
         if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
@@ -90,6 +84,14 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     return taken, left
 
 
+def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
+    """The same module of several layers as one."""
+    groups: dict[tuple[str, str], list[LeftOut]] = {}
+    for m in left_out:
+        groups.setdefault((pattern(m.fqn), m.reason), []).append(m)
+    return [of[0] if len(of) == 1 else LeftOut(name, reason) for (name, reason), of in groups.items()]
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules by the names they have without compile, checkpoint and data-parallel wrappers around them: the same
     Linears are taken, under the same names, wherever in a script attach stands."""
@@ -97,9 +99,14 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for fqn, module in model.named_modules():
         if fqn:
             parent, _, name = fqn.rpartition(".")
-            wraps = name in WRAPPED_NAMES or (name == "module" and isinstance(model.get_submodule(parent), _PARALLEL))
+            wraps = name in WRAPPED_NAMES or (name == "module" and _wraps(model.get_submodule(parent)))
             plain[fqn] = plain[parent] if wraps else f"{plain[parent]}.{name}".lstrip(".")
         yield plain[fqn], module
+
+
+def _wraps(module: nn.Module) -> bool:
+    """Whether it holds the whole model as `.module`, and does nothing of its own to it."""
+    return isinstance(module, _PARALLEL) or type(module).__name__ in _ENGINES
 
 
 def _gathered_by_fsdp(model: nn.Module) -> set[int]:

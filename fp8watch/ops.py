@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .passes import first_tensor
 from .plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan, rows_of
 
 __all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "Plan", "rows_of"]
@@ -65,7 +66,7 @@ def lookup(site: Tensor) -> tuple[Plan, int]:
 def _number(plan: Plan, operand: int, count: bool) -> int | None:
     """Number of the pass that a call belongs to, None where it does not count."""
     if operand == GRAD_OUTPUT:
-        plan.backward_seen = True
+        plan.saw_backward()
         return plan.passes.in_backward() if count else None
     if torch._C._current_graph_task_id() != -1:
         # inside a backward: activation checkpointing recomputes the forward, which was counted already
@@ -247,10 +248,13 @@ def _is_virtual(y: Tensor) -> bool:
     return type(y) is not Tensor or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
 
 
-def _note_loss(loss: Tensor, site: Tensor) -> Tensor:
+def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
-    if plan is not None and torch._C._current_graph_task_id() == -1 and len(plan.losses) < MAX_LOSSES:
-        plan.losses.append(loss.detach().clone())
+    if plan is not None and torch._C._current_graph_task_id() == -1:
+        plan.saw_root(grad=grad)
+        if len(plan.losses) < MAX_LOSSES:
+            plan.losses.append(loss.detach().clone())
+            plan.losses_add_up |= adds_up
     return loss.new_empty((0,))
 
 
@@ -258,7 +262,7 @@ note_loss = torch.library.custom_op("fp8watch::note_loss", mutates_args=())(_not
 
 
 @note_loss.register_fake
-def _(loss: Tensor, site: Tensor) -> Tensor:
+def _(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     return loss.new_empty((0,))
 
 
@@ -266,6 +270,7 @@ def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
     if plan is not None and torch._C._current_graph_task_id() == -1:
         plan.passes.forward_ended(grad=grad)
+        plan.saw_root(grad=grad)
     return after.new_empty((0,))
 
 
@@ -275,6 +280,15 @@ forward_ended = torch.library.custom_op("fp8watch::forward_ended", mutates_args=
 @forward_ended.register_fake
 def _(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     return after.new_empty((0,))
+
+
+def root_returned(output: Any, site: Tensor, grad: bool) -> None:
+    """The model returned something that is no loss."""
+    if torch.compiler.is_compiling():
+        found = first_tensor(output)
+        forward_ended(site if found is None else found.detach(), site, grad)
+    else:
+        _forward_ended(site, site, grad)
 
 
 def _keep_side_effects() -> None:

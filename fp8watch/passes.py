@@ -124,15 +124,29 @@ class ForwardEnd:
 
 
 class LossHook:
-    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
-    nothing, so that files load without fp8watch and copies report to nobody. It keeps the watch alive with the model,
-    for callers that drop what attach returned."""
+    """Forward hook of the root module, with keyword arguments: its loss, or else that it returned. A copy or a pickle of
+    the model gets a hook of the standard library that does nothing, so that files load without fp8watch and copies report
+    to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, site: Tensor) -> None:
+        self._watch, self._site = watch, site
 
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        self._watch.guard.run("loss", self._watch._see_loss, module, output)
+    def __call__(self, module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if module.training:
+            self._watch.guard.run("loss", self._look, kwargs, output)
+
+    def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
+        from .ops import note_loss, root_returned
+
+        grad = torch.is_grad_enabled()
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            # given the tokens of the whole step, a model divides by them: what it returns are shares, to be added
+            note_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
+            return
+        root_returned(output, self._site, grad)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

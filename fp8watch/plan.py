@@ -37,6 +37,9 @@ TILE_BYTES = 64 << 20
 MAX_LOSSES = 4096
 """Losses held for one step: a loop whose steps never end must not fill the memory."""
 
+STUCK_AFTER_PASSES = 20
+"""Backward passes without an end of step that are worth a word; more micro-batches than that are rare."""
+
 
 def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:
     """Rows of a Linear in the slab, from its first: (operand, columnwise) -> row. See `quantizers.places`."""
@@ -70,6 +73,10 @@ class Plan:
     calls: int = 0  # quantisations of this step, in order of execution
     backward_seen: bool = False
     forward_seen: bool = False
+    root_seen: bool = False  # the model returned, with gradients
+    num_passes: int = 0  # backward passes since the last end of a step; forward passes where none of ours is seen
+    on_stuck: weakref.WeakMethod[Callable[[], None]] | None = None  # says that no step ends
+    losses_add_up: bool = False  # those of this step are shares of one loss, not each the mean of its micro-batch
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed in this step
     recomputed: Recomputed = field(default_factory=Recomputed)
@@ -77,12 +84,35 @@ class Plan:
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit of this step
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls of this step that left it out
+    _task: int = -1
     on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
     @property
     def observing(self) -> bool:
         """Whether what runs now enters the statistics."""
         return self.slab is not None and not self.paused and not self.outside
+
+    def saw_backward(self) -> None:
+        """A watched module is in its backward."""
+        self.backward_seen = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._count_pass()
+
+    def saw_root(self, *, grad: bool) -> None:
+        """The model returned. Where no watched module ran in it, this is all that is known of the pass."""
+        if not grad or self.forward_seen:
+            return
+        if self.on_forward is not None:
+            self.guard.run("on_forward", self.on_forward)
+        self.root_seen = True
+        self._count_pass()
+
+    def _count_pass(self) -> None:
+        self.num_passes += 1
+        if self.num_passes == STUCK_AFTER_PASSES and self.on_stuck is not None and (say := self.on_stuck()) is not None:
+            self.guard.run("stuck", say)
 
     def row(self, first: int, operand: int, columnwise: bool) -> int:
         """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
@@ -221,7 +251,8 @@ class Plan:
     def begin_step(self, *, sampled: bool) -> None:
         """Forget the step that has just been copied out."""
         self.calls = 0
-        self.backward_seen = self.forward_seen = False
+        self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
+        self.num_passes = 0
         self.on_forward = None
         self.unasked.clear()
         self.tiles.take()

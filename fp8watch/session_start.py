@@ -11,6 +11,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def start_recorder(
     left_out: list[LeftOut],
     num_linears: int,
     model: nn.Module,
+    more: Mapping[str, str | float],
 ) -> Recorder:
     """Start the agent of this process, and tell it who it is."""
     from . import __version__
@@ -45,6 +47,7 @@ def start_recorder(
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
     facts = recipe.session_facts()
     facts["num_linears"] = num_linears
+    facts.update(more)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isascii() and restarts.isdigit():
         facts["restart_count"] = int(restarts)  # of the launcher: the same on all ranks

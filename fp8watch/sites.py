@@ -6,11 +6,12 @@ Shapes:     one row -> one Site     Thread: training
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8watch_agent.record import Site
+from fp8watch_agent.roles import layers_of
 
 from .integrations.transformer_engine import TeObserver
 from .ops import Plan
@@ -57,6 +58,13 @@ def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | No
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
         recipe=recipe.site_recipe(s.operand), backend=quantizer.backend.NAME, evidence={"all": "exact"},
     )  # fmt: skip
+
+
+def not_called(table: Sequence[SiteTable], called: Set[int], unobserved: Set[int]) -> list[str]:
+    """Modules of which no site was seen, layers put together; those that attach was told to leave alone are not asked."""
+    seen = {table[row].fqn for row in called}
+    asked = dict.fromkeys(s.fqn for row, s in enumerate(table) if row not in unobserved)
+    return layers_of(fqn for fqn in asked if fqn not in seen)
 
 
 def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) -> frozenset[int]:

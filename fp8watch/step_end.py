@@ -1,11 +1,11 @@
 """When a step ends: optimizers, GradScaler, exceptions, SIGTERM and exit, noticed without being told.
 
-Upstream:   fp8watch._attach            Downstream: fp8watch.watch
+Upstream:   fp8watch._attach, fp8watch.step_owner    Downstream: fp8watch.watch
 Thread:     training
 
 torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of
 ours, twice for wrappers and once a parameter for optimizers in backward, so a step only ends when the optimizer
-holds a watched parameter and a watched module ran a backward since the last end.
+owns the step (see step_owner) and a watched module ran a backward since the last end.
 """
 
 from __future__ import annotations
@@ -141,53 +141,6 @@ def abandoned(plan: ops.Plan, recorder: Recorder) -> None:
     if not list(plan.modules):  # those that are held elsewhere compute on, unobserved
         ops.remove_plan(plan)
     threading.Thread(target=recorder.close, name="fp8watch-close", daemon=True).start()
-
-
-class StepOwner:
-    """Which optimizers own the step: those that hold a watched parameter."""
-
-    def __init__(self, parameters: Callable[[], set[int]], optimizer: torch.optim.Optimizer | None) -> None:
-        self._find_ids = parameters
-        self._ids = parameters()
-        self._only = None if optimizer is None else weakref.ref(optimizer)
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._only is not None:
-            return self._only() is optimizer
-        ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        if ids & self._ids:
-            return True
-        self._ids = self._find_ids()  # FSDP2 replaces parameters after attach
-        return bool(ids & self._ids)
-
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it holds a watched parameter; from then on it is waited for."""
-        if optimizer not in self._known:
-            if not self._holds(optimizer):
-                return False
-            self._known.add(optimizer)
-        return True
-
-    def owns_any(self, ids: set[int]) -> bool:
-        """Whether one of the optimizers that has been met has one of these ids."""
-        return any(id(o) in ids for o in self._known)
-
-    def closes(self, optimizer: torch.optim.Optimizer, backward_seen: bool) -> bool:
-        """Whether the step of this optimizer ends the step of the run."""
-        if not self.owns(optimizer):
-            return False
-        again = optimizer in self._stepped
-        self._stepped.add(optimizer)
-        if not backward_seen:
-            return False
-        if again:  # the others sit this one out
-            self._known = weakref.WeakSet([optimizer])
-        if all(o in self._stepped for o in self._known):
-            self._stepped.clear()
-            return True
-        return False
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -33,8 +33,9 @@ from .recipe import Recipe
 from .resume import resume_facts, resume_state
 from .scale_state import load_scale_state, scale_state
 from .schedule import Schedule
-from .sites import SiteTable, describe
+from .sites import SiteTable, describe, not_called
 from .slab_copy import HostCopies
+from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
 
 LOSS_MISSING_STEPS = 20
 
@@ -60,7 +61,7 @@ class Watch:
         tile_maps: tuple[str, int],
         schedule: Schedule,
         overhead_budget: float | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         start_step: int,
         url: str | None,
         say: Callable[[str], None],
@@ -73,11 +74,11 @@ class Watch:
         self._schedule, self._say = schedule, say
         self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
-        self._owner = step_end.StepOwner(self._parameter_ids, optimizer)
+        self._owner = StepOwner(model, [m.module for m in te.modules] if te is not None else (), optimizers, say)
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
-        self._said_recompute = False
+        self._said_recompute = self._stuck = self._observed = self._told_silent = False
         self._ending = False
         self._steps_without_loss = 0
         self._num_closed = 0
@@ -86,8 +87,7 @@ class Watch:
         self._hooks: list[RemovableHandle] = list(hooks)
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.warming):
-            if table:
-                self._hooks.append(model.register_forward_hook(LossHook(self)))
+            self._hooks.append(model.register_forward_hook(LossHook(self, ops.site_tensor(plan, 0)), with_kwargs=True))
             step_end.start(self)
         self._closing: Closing | None = None
         if plan is not None and plan.slab is not None and recorder is not None:
@@ -98,6 +98,7 @@ class Watch:
             )
             guard.run("begin_step", self._begin_step, plan)
             plan.sampled = not plan.outside  # the first step shows what there is
+            plan.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             self._gone = weakref.finalize(self, step_end.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -151,28 +152,25 @@ class Watch:
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
-    def _parameter_ids(self) -> set[int]:
-        """Parameters whose optimizer owns the step: the watched ones; where all of those are frozen (LoRA, a trained
-        head), any of the model, and a forward is enough, because a frozen site may have no backward."""
-        watched = [p for m in self._model.modules() if SITE_KEY in m.__dict__ for p in m.parameters(recurse=False)]
-        if self.te is not None:
-            watched += [p for te in self.te.modules for p in te.module.parameters(recurse=False)]
-        self._frozen = not any(p.requires_grad for p in watched)
-        return {id(p) for p in (self._model.parameters() if self._frozen else watched)}
-
     def _ran(self) -> bool:
         """Whether there is a step to end."""
         plan = self._plan
-        return plan is not None and (plan.backward_seen or (self._frozen and plan.forward_seen))
+        return plan is not None and (
+            plan.backward_seen
+            or (self._owner.frozen and plan.forward_seen)
+            or (plan.root_seen and not plan.forward_seen)
+        )
 
-    def _see_loss(self, module: nn.Module, output: Any) -> None:
-        if not module.training or self._plan is None:
-            return
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            loss = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
-            ops.note_loss(loss.detach(), ops.site_tensor(self._plan, 0))
+    def _on_stuck(self) -> None:
+        """Backward after backward, and no end of a step."""
+        self._say(NO_STEP_ENDED)
+        self._stuck = True
+        self._tell({STUCK_FACT: NO_STEP_ENDED})
+
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        """Facts of the session that only running shows."""
+        if self._recorder is not None:
+            self._recorder.update_facts(facts)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_end.is_capturing():
@@ -182,8 +180,9 @@ class Watch:
                 self._facts.update(step_end.optimizer_facts(optimizer))
                 self._plan.on_forward = self._close_pending
             return
-        if self._owner.closes(optimizer, self._ran()):
+        if self._owner.closes(optimizer, self._ran(), self._plan.num_passes):
             self._facts.update(step_end.optimizer_facts(optimizer))
+            self._step += self._owner.take_late()
             self._close(StepStatus.OK)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
@@ -203,7 +202,7 @@ class Watch:
         plan = self._plan
         if self._ending:  # a signal came while a step was being closed
             return
-        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen):
+        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen or plan.root_seen):
             self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
 
     def _on_death(self) -> None:
@@ -228,6 +227,7 @@ class Watch:
         if step is not None:
             self._step = int(step)
         self._ending = True
+        self._observed |= plan.observing and (plan.forward_seen or plan.backward_seen or plan.root_seen)
         try:
             values = self._values(plan)
             closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
@@ -239,6 +239,10 @@ class Watch:
             self._facts.pop(FOUND_INF, None)
             self._batch_id = None
             plan.slab.clear()
+            plan.on_stuck = None
+            if self._stuck:
+                self._stuck = False
+                self._tell({STUCK_FACT: ""})
             self._end_warmup(plan)
             self._overhead.step_closed(plan, recorder, began)
             self._begin_step(plan)
@@ -268,7 +272,8 @@ class Watch:
         values = {name: value for name, value in self._facts.items() if value is not None}
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
         if plan.losses:
-            values["loss"] = torch.stack([x.float() for x in plan.losses]).mean()
+            losses = torch.stack([x.float() for x in plan.losses])
+            values["loss"] = losses.sum() if plan.losses_add_up else losses.mean()
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:
@@ -279,24 +284,25 @@ class Watch:
         """Tell the agent of the sites that were called for the first time, and of what only running shows."""
         assert self._plan is not None
         assert self._recorder is not None
-        plan, first = self._plan, not self._registered
+        plan = self._plan
         if self._plan.recomputed.differs and not self._said_recompute:
             self._said_recompute = True
             self._tell_recompute(plan)
-        if len(self._registered) >= len(plan.shapes):
-            return
-        new = [r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0]
-        sites = [describe(r, self._table[r], int(rows["order"][r]), plan, self.te, self._recipe) for r in sorted(new)]
-        if not sites:
-            return
-        self._recorder.register_sites(sites)
-        self._registered.update(new)
-        if not first:
-            return
-        silent = sorted({s.fqn for s in self._table} - {s.module for s in sites})
-        if silent:
-            more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
-            self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+        if len(self._registered) < len(plan.shapes):
+            new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
+            orders = [int(rows["order"][r]) for r in new]
+            sites = [
+                describe(r, self._table[r], n, plan, self.te, self._recipe) for r, n in zip(new, orders, strict=True)
+            ]
+            self._recorder.register_sites(sites)
+            self._registered.update(new)
+        if self._observed and not self._told_silent:
+            self._told_silent = True
+            silent = not_called(self._table, self._registered, plan.unobserved)
+            if silent:
+                more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+                self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+                self._tell({"not_called": "; ".join(silent)[:2000]})
 
     def _tell_recompute(self, plan: ops.Plan) -> None:
         assert self._recorder is not None
@@ -304,9 +310,7 @@ class Watch:
         where = f"{self._table[row].fqn}.{self._table[row].operand}"
         self._say(f"activation checkpointing recomputes {where} as {now}, the first pass was {before}")
         fingerprint = plan.recomputed.fingerprint(self._recipe.fingerprint())
-        self._recorder.update_facts(
-            {"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"}
-        )
+        self._tell({"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"})
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
@@ -336,6 +340,7 @@ class Watch:
             "last_step": self.last_step,
             "every": self._overhead.every,
             "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
+            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._num_closed else "none yet",
             "url": self.url,
             "internal_errors": dict(self.guard.errors),
             "health": health,

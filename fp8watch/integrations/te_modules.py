@@ -9,7 +9,7 @@ Transformer Engine is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ def kind_of(module: nn.Module) -> str | None:
     return None
 
 
-def unseen(named_modules: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+def unseen(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
     """Modules of Transformer Engine that multiply where nothing is observed, and why."""
     found: list[tuple[str, str]] = []
     for fqn, module in named_modules:
@@ -91,7 +91,7 @@ def unseen(named_modules: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, st
     return found
 
 
-def find(named_modules: Iterator[tuple[str, nn.Module]]) -> list[TeModule]:
+def find(named_modules: Iterable[tuple[str, nn.Module]]) -> list[TeModule]:
     """The Transformer Engine modules of a model that multiply in FP8, in the model's order."""
     found = []
     for fqn, module in named_modules:

@@ -1,0 +1,75 @@
+"""Roles of modules that stay in high precision, by name: attach leaves them out by this table, the collector warns by it.
+
+Where a model shows more than names (attach sees shapes, ties and siblings), the session says the role of each module whose
+name alone would mislead; see `encode_roles`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+OUTPUT_HEAD, EMBEDDING, ROUTER, NORM = "output head", "embedding", "router", "norm"
+TIED = "weight tied to an embedding"
+LINEAR = "linear"
+"""A module that belongs in FP8, whatever its name looks like."""
+
+ROLES_FACT = "roles"
+MAX_FACT_CHARS = 4000
+
+_HEAD = re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*)(?:\.|$)|(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
+_TOP_HEAD = frozenset({"head", "output", "classifier", "score", "logits"})
+"""Heads where they stand at the top of a model; deeper inside they may be anything."""
+_INNER = re.compile(r"attn|attention|mlp|ffn|feed_forward")
+_EMBEDDING = re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$")
+_ROUTER = re.compile(r"(?:^|[._])(?:router(?:\.\w+)?|(?:gating|gate|wg)(?:\.(?:weight|linear|wg))?)$")
+_NORM = re.compile(r"(?:^|[._])\w*(?:norm|ln_[f0-9])$")
+_PEFT_PREFIX = re.compile(r"^(?:base_model\.model\.)+")
+_PEFT_SUFFIX = re.compile(r"\.(?:base_layer|original_module|(?:lora_[AB]|modules_to_save)\.\w+)$")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
+
+def plain_name(fqn: str) -> str:
+    """A name without what adapters put around modules."""
+    return _PEFT_SUFFIX.sub("", _PEFT_PREFIX.sub("", fqn))
+
+
+def role_of(fqn: str) -> str | None:
+    """The role that a name stands for: output head, embedding, router, norm; None for everything else."""
+    name = plain_name(fqn)
+    parent, _, last = name.rpartition(".")
+    if _HEAD.search(name) or (last in _TOP_HEAD and parent.count(".") == 0 and not _INNER.search(parent)):
+        return OUTPUT_HEAD
+    for pattern, role in ((_EMBEDDING, EMBEDDING), (_ROUTER, ROUTER), (_NORM, NORM)):
+        if pattern.search(name):
+            return role
+    return None
+
+
+def pattern(fqn: str) -> str:
+    """A name with its numbers as `*`: what the layers of a model have in common."""
+    return _NUMBER.sub("*", fqn)
+
+
+def layers_of(names: Iterable[str]) -> list[str]:
+    """Names in their order, those that differ in numbers only as one pattern."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return [of[0] if len(of) == 1 else common for common, of in groups.items()]
+
+
+def encode_roles(roles: Mapping[str, str]) -> str:
+    """Module -> role, as a fact of the session: `model.layers.*.mlp.gate (linear); …`, layers put together."""
+    items = dict.fromkeys(f"{pattern(fqn)} ({role})" for fqn, role in roles.items())
+    out = ""
+    for item in items:
+        if len(out) + len(item) > MAX_FACT_CHARS:
+            break
+        out += f"{'; ' if out else ''}{item}"
+    return out
+
+
+def decode_roles(fact: object) -> dict[str, str]:
+    """The inverse: pattern -> role."""
+    return dict(re.findall(r"([^;()]+?) \(([^()]*)\)(?:; |$)", fact)) if isinstance(fact, str) else {}
