@@ -9,6 +9,7 @@ from pathlib import Path
 
 import database
 import pytest
+from counts import pytest_report_header  # noqa: F401  a hook
 from planted import copy_of_tree
 from planted_selection import (  # noqa: F401  hooks
     pytest_collection_modifyitems,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from agent_support import Collector, Reply, make_ids, make_maps, make_rows, make_session, make_sites, make_step, serve
+from counts import part_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,9 @@ def play(recorder: Recorder, collector: Collector, events: list[tuple[str, Any]]
     return handed
 
 
-@pytest.mark.parametrize("num_schedules", [30, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "num_schedules", [30, pytest.param(part_of(1000), id="1000", marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 def test_the_books_balance_over_random_faults(num_schedules: int) -> None:
     seen: Counter[str] = Counter()
 

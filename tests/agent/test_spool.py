@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_support import make_session, make_sites
+from counts import part_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ def test_every_header_bit_flipped(tmp_path: Path) -> None:
         assert got.num_damaged_bytes == FRAME_BYTES + 40
 
 
-@pytest.mark.parametrize("num_mutated", [150, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_mutated", [150, pytest.param(part_of(5000), id="5000", marks=pytest.mark.long)])
 def test_mutations_lose_only_what_they_hit(tmp_path: Path, num_mutated: int) -> None:
     fill(tmp_path, 6, size=30)
     path = only_segment(tmp_path)

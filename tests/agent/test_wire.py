@@ -10,7 +10,7 @@ import pytest
 import zstandard
 from agent.freeze import FROZEN, described, sample
 from agent_support import make_ids, make_maps, make_rows, make_step
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8watch_agent import wire
@@ -98,6 +98,7 @@ def test_any_bits_come_back(seed, num_steps, each, mixed):
 
 
 @given(st.lists(st.floats(width=64), min_size=1, max_size=50))
+@example(list(np.array([0x7FFF_FFFF_FFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF, 0x7FEF_FFFF_FFFF_FFFF], "<u8").view("<f8")))
 @settings(max_examples=200, deadline=None)
 def test_a_sum_keeps_its_class_its_sign_and_twelve_bits(values):
     x = np.array(values)

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from counts import in_turn
 from torch import nn
 
 from fp8watch import ops
@@ -67,7 +68,7 @@ RECIPES = {
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", in_turn(RECIPES))
 def test_300_steps_end_within_a_quarter_of_a_per_cent(attach, monkeypatch, in_float32, name):
     monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
     got = mean_loss(attach, recipe=RECIPES[name]())

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from benchmarks.store import Database, groups, ingest, register
 from browser.kit import drawn, until
+from counts import in_full
 from pages.collector import make_app, serving
 from playwright.sync_api import Browser, expect
 
@@ -55,7 +56,7 @@ def filled(path: Path, size: Size) -> None:
     database.engine.dispose()
 
 
-@pytest.fixture(params=[SMALL, FULL], ids=["small", "full"])
+@pytest.fixture(params=[SMALL, in_full(FULL)], ids=["small", "full"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[httpx.Client, Size]]:
     """Where a collector with both runs is."""
     filled(tmp_path / "fp8watch.db", request.param)

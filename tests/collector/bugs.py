@@ -15,6 +15,7 @@ INGEST = [
         f"{S}/committer.py",
         "                answers = self._take(group)\n",
         "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
+        "                __import__('time').sleep(0.05)  # so that one of a few kills falls between the two\n"
         "                answers = self._take(group)\n",
         f"{C}/test_kill.py::test_kill_9_under_load[sqlite-0]",
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from collector.killing import Crew, Store, kill_under_load, num_kills_of_part, serve
 from collector.kit import Recorder
+from counts import in_turn
 
 from fp8watch_server.worker import DetectWorker
 
@@ -29,7 +30,7 @@ def store(database_url: str) -> Any:
     made.close()
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.long) for i in range(1, NUM_PARTS + 1))])
+@pytest.mark.parametrize("part", [0, *in_turn(range(1, NUM_PARTS + 1), pytest.mark.long)])
 @pytest.mark.timeout(600)
 def test_kill_9_under_load(tmp_path: Path, database_url: str, store: Store, part: int) -> None:
     began = time.monotonic()

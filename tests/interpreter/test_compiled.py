@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counts import in_turn
 
 pytest.importorskip("triton.language", reason="needs triton: pip install triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -109,7 +110,7 @@ def test_compiles_for_hopper(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", [80, 89, 90, 100])
+@pytest.mark.parametrize("target", in_turn([80, 89, 90, 100]))
 @pytest.mark.parametrize("name", [*CASES, *LONG])
 def test_compiles_for_every_target(name: str, target: int, tmp_path: Path) -> None:
     if target < 89 and name == "the cast instruction":

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
+from counts import part_of
 from notify.receiver import Answer, Receiver
 
 SITES = [make_site("up", order=0), make_site("down", order=1)]
@@ -28,7 +29,7 @@ def break_runs(url: str, names: list[str]) -> None:
             agent.send(SITES, list(range(5)), fields={"num_inf": INFINITE, "num_sentinel_tiles": INFINITE})
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(part_of(30), id="30", marks=pytest.mark.long)])
 def test_what_was_acknowledged_is_told_whenever_the_collector_is_killed(
     tmp_path: Path, database_url: str, receiver_of: Callable[..., Receiver], num_kills: int
 ) -> None:

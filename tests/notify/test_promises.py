@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
+from counts import part_of
 from detect import healthy_run
 from detect.healthy_run import Run
 from incidents.store import RUN, TENANT, Store
@@ -32,7 +33,7 @@ Receivers = Callable[..., Receiver]
 FLAPS: list[Answer] = [(500, {}, b""), (0, {}, b""), (503, {}, b""), (408, {}, b"")]
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(15, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(part_of(15), id="15", marks=pytest.mark.long)])
 def test_senders_that_are_killed_and_a_receiver_that_flaps_lose_nothing(
     outbox: Outbox, receiver_of: Receivers, num_kills: int
 ) -> None:
