@@ -311,6 +311,42 @@ def test_half_open_requests_leave_descriptors_for_agents(tmp_path: Path) -> None
     assert "this must not happen" not in err
 
 
+def test_who_asks_for_nothing_makes_room_first(quick: str) -> None:
+    """Four places: an agent's, one that is being answered, and two that ask for nothing, of which the older goes."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10 if scope["path"] == "/slow" else 1):
+            await asyncio.sleep(0.1 if scope["path"] == "/slow" else 0)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    with (
+        served(app, limits=Limits(max_connections=4)) as url,
+        httpx.Client(base_url=url) as agent,
+        connect(url) as answered,
+    ):
+        agent.get("/")
+        answered.sendall(b"GET /slow HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        time.sleep(0.05)
+        held = [connect(url) for _ in range(2)]
+        for sock in held:
+            sock.sendall(b"GET / HTTP/1.1\r\n")
+        time.sleep(0.05)
+        assert httpx.get(url).status_code == 200
+        assert num_alive(held[:1]) == 0
+        assert num_alive(held[1:]) == 1
+        for _ in range(8):
+            held.append(connect(url))
+        (pool,) = [agent._transport._pool]
+        before = list(pool.connections)
+        assert agent.get("/").status_code == 200
+        assert list(pool.connections) == before, "the agent had to connect again"
+        assert answer_of(answered).count(b"x\r\n") == 10
+        for sock in held:
+            sock.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_descriptors", [1024, 8192])
 def test_five_thousand_half_open_requests_harm_nobody(tmp_path: Path, num_descriptors: int) -> None:
