@@ -116,6 +116,7 @@ class Watch:
         self._thread.join(70)
 
     def assert_unharmed(self) -> None:
+        print(f"{len(self.statuses)} times /healthz, the slowest took {self.worst_s:.2f} s")
         assert set(self.statuses) == {200}
         assert self.worst_s < SOON_S
 
@@ -364,15 +365,16 @@ def test_five_thousand_half_open_requests_harm_nobody(tmp_path: Path, num_descri
 
 def test_with_tls_the_limits_are_the_same(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost"]
     try:
         subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no openssl to make a certificate with")
     args = ("--port", "0", "--tls-cert", str(cert), "--tls-key", str(key))
     limit = limited(SERVE, NUM_DESCRIPTORS)
-    with Serving(tmp_path, *args, command=limit, FP8WATCH_TEST_DEADLINE_S="2") as serving:
-        assert_held_sockets_harm_nobody(serving, 400, b"")
+    with Serving(tmp_path, *args, command=limit, FP8WATCH_TEST_DEADLINE_S="1.5") as serving:
+        assert_held_sockets_harm_nobody(serving, 300, b"")
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         for request, status in ((HEAD + b"X: " + bytes(70_000).replace(b"\0", b"a"), 431), (HEAD, 408)):
