@@ -14,6 +14,12 @@ HELP = {
     "load": "send the statistics of a made-up run to a collector",
     "token": "make, list and revoke tokens of a collector",
     "grafana": "push the dashboards into a Grafana",
+    "backup": "copy the collector's database while it runs",
+    "check": "read all that is stored against its hashes and counts",
+    "migrate": "bring the database to the newest revision",
+    "prune": "let old steps of a run go, or the whole run",
+    "replay": "run the detectors over a stored run again, with other rules",
+    "rules": "show the thresholds of the detectors, or check a file of them",
 }
 
 
@@ -49,14 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        extra = {
-            "serve": "server",
-            "notify": "server",
-            "load": "server",
-            "token": "server",
-            "demo": "demo",
-            "grafana": "grafana",
-        }.get(args[0], "train")
+        own = {"demo": "demo", "grafana": "grafana", "sync": "train"}
+        extra = own.get(args[0], "server")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch[{extra}]'", file=sys.stderr)
         return 2
 

@@ -191,7 +191,7 @@ class Auth:
         if needed != "read" and self._of_another_site(headers):
             return Problem(
                 403,
-                f"the page at {headers['origin'][:200]!r} may not write here",
+                f"the page at {headers.get('origin', 'another site')[:200]!r} may not write here",
                 rule="only pages of the collector itself may change anything",
                 remedy="open the collector's own address",
             )
@@ -242,4 +242,6 @@ class Auth:
     def _of_another_site(self, headers: Headers) -> bool:
         """Whether a browser sends this for a page of somebody else's."""
         origin = headers.get("origin")
-        return origin is not None and urlsplit(origin).netloc not in (headers.get("host", ""), self._own_origin or None)
+        if origin is None:
+            return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        return urlsplit(origin).netloc not in (headers.get("host", ""), self._own_origin or None)

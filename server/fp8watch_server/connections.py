@@ -169,8 +169,8 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             raise ValueError("refused")  # the parser stops, and send_400_response is called
         self._num_header_bytes = self._num_body_bytes = self._num_framing_bytes = 0
-        self._enter(Stage.BODY)
         super().on_headers_complete()
+        self._enter(Stage.BODY)
 
     def _wrong(self) -> Problem | None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -215,13 +215,13 @@ class Connection(HttpToolsProtocol):
         """Say why, and end the connection, but read on a little: who is cut off while sending never reads the answer."""
         if self.transport.is_closing():
             return
-        asked = self.cycle if self._stage in (Stage.BODY, Stage.ANSWER) else None
-        if asked is not None and asked.response_started:  # nothing more can be said
-            self.transport.abort()
+        asked = self._stage in (Stage.BODY, Stage.ANSWER)
+        if self.cycle is not None and (self.cycle.response_started if asked else not self.cycle.response_complete):
+            self.transport.abort()  # nothing more can be said, or it would be taken for the answer to an earlier request
             return
-        if asked is not None:
-            asked.disconnected = True  # whatever is made of it is not sent any more
-            asked.message_event.set()
+        if asked:
+            self.cycle.disconnected = True  # whatever is made of it is not sent any more
+            self.cycle.message_event.set()
         self._unset_keepalive_if_required()
         response = problem.response()
         headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collector.bugs_limits import EDGE
 from collector.bugs_security import DEFENCES
 from planted import Bug
 
@@ -271,4 +272,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *STORE]
+BUGS = [*INGEST, *DEFENCES, *EDGE, *STORE]

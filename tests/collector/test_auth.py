@@ -202,6 +202,9 @@ def test_a_page_of_somebody_else_cannot_write(client: httpx.Client) -> None:
     foreign = client.post("/api/v1/incidents/x/ack", headers={**headers, "Origin": "https://evil.example"})
     own = client.post("/api/v1/incidents/x/ack", headers={**headers, "Origin": str(client.base_url).rstrip("/")})
     assert (foreign.status_code, own.status_code) == (403, 404)
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 404), ("none", 404)):
+        answer = client.post("/api/v1/incidents/x/ack", headers={**headers, "Sec-Fetch-Site": site})
+        assert answer.status_code == status, site
 
 
 @pytest.mark.parametrize(
@@ -274,3 +277,13 @@ def test_names_from_outside_are_not_markup_and_not_lines(open_client: httpx.Clie
         assert answer.status_code == 200
         assert hostile not in answer.text
         assert "script-src 'self';" in answer.headers["content-security-policy"]
+
+
+def test_names_from_outside_do_not_turn_text_around(open_client: httpx.Client) -> None:
+    spoofed = "txt\u202egnp.exe"
+    agent = Agent(open_client, run="run-1").register([make_site(spoofed)], name=spoofed)
+    agent.send([make_site(spoofed)], [1])
+    for path in ("/", "/runs/run-1", f"/runs/run-1/sites/{make_site(spoofed).id}"):
+        page = open_client.get(path).text
+        assert "\u202e" not in page
+        assert "txt\\u202egnp.exe" in page

@@ -12,6 +12,7 @@ from collector.kit import Agent, make_site
 from prometheus_client.parser import text_string_to_metric_families
 
 from fp8watch_server.store import schema as t
+from fp8watch_server.store.fields import badness
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [0, 1, 2, 3]
@@ -98,3 +99,10 @@ def test_metrics_show_them(client: Any, app: Any, last: float, shown: str) -> No
     line = next(line for line in text.splitlines() if line.startswith("fp8watch_loss{"))
     assert line.endswith(f"}} {shown}")
     assert not math.isnan(samples["fp8watch_run_step", of_run])
+
+
+def test_a_signalling_nan_is_worst_of_all_without_a_warning() -> None:
+    values = np.array([0x7F800001, 0x3F800000], dtype=np.uint32).view(np.float32)
+    with np.errstate(invalid="raise"):
+        order = badness(values, np.array([True, True]), "max")
+    assert order[0] > order[1]

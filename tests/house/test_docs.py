@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fp8watch.cli import main
 from fp8watch_agent.record import FIELDS, Measured, StepPresent, TileFlag
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,3 +34,10 @@ def test_links_between_pages_resolve():
             if not (page.parent / target).exists():
                 wrong.append((page.name, target))
     assert wrong == []
+
+
+def test_every_command_says_what_it_does(capsys):
+    assert main(["--help"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(lines) >= 10
+    assert [line for line in lines if len(line) < 2] == []

@@ -78,6 +78,12 @@ def test_hostile_names_stay_text() -> None:
     assert where.count("`") == 2
 
 
+def test_names_do_not_turn_the_text_of_a_message_around() -> None:
+    shown = texts(slack.message(payload(title="Inf in txt\u202egnp.exe"), "firing"))
+    assert not any("\u202e" in text for text in shown)
+    assert any("txt\\u202egnp.exe" in text for text in shown)
+
+
 def test_long_texts_fit_slacks_limits_and_are_not_cut_within_an_entity() -> None:
     long = "<&>" * 5000
     made = payload(title=long, cause=long, fix=[{"kind": "code", "text": long}] * 9)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8watch_server.incidents.explain import number
+from fp8watch_server.visible import visible
 
 from .message import SUMMARY, Notice, notices_of
 
@@ -34,8 +35,8 @@ _VERDICT = {"fp8": "FP8", "shared": "not FP8: BF16 would do the same", "unknown"
 
 
 def escape(text: object) -> str:
-    """`& < >` as Slack wants them, everywhere."""
-    return str(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """`& < >` as Slack wants them, everywhere, and no character that turns the text around."""
+    return visible(str(text)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def cut(text: object, max_chars: int) -> str:

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from fp8watch_server.pages import assets, fixes, markdown, view
 from fp8watch_server.pages.problem import PageProblem
+from fp8watch_server.visible import visible
 
 THEMES = ("dark", "light")
 PART = Markup("<!-- -->")
@@ -31,6 +32,7 @@ def environment() -> Environment:
     env = Environment(
         loader=PackageLoader("fp8watch_server.pages"),
         autoescape=True,
+        finalize=visible,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

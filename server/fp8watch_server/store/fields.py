@@ -191,7 +191,8 @@ def name_of(value: float) -> str:
 
 def badness(values: Array, present: npt.NDArray[np.bool_], worst: str) -> npt.NDArray[np.float64]:
     """The same order for every field: larger is worse, NaN is worst of all, and what is absent is −Inf: below all."""
-    v = values.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN, which is one all the same
+        v = values.astype(np.float64)
     v = -v if worst == "min" else v
     v[np.isnan(v)] = np.inf
     return np.where(present, np.maximum(v, -np.finfo(np.float64).max), -np.inf)

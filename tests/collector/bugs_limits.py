@@ -1,0 +1,212 @@
+"""What is broken on purpose in the limits of connections and in the patience with a slow collector: a promise a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+S = "server/fp8watch_server"
+SLOW = "tests/collector/test_slow_clients.py"
+PATIENT = "tests/collector/test_slow_collector.py"
+ENDLESS = f"{SLOW}::test_a_header_without_end_is_refused_at_its_limit"
+
+CONNECTIONS = [
+    Bug(
+        "a header has an end",
+        f"{S}/connections.py",
+        "            if max(self._num_header_bytes, self._num_framing_bytes) >= self._limits.max_header_bytes:",
+        "            if self._num_header_bytes < 0:",
+        ENDLESS,
+    ),
+    Bug(
+        "so has what surrounds a body",
+        f"{S}/connections.py",
+        "max(self._num_header_bytes, self._num_framing_bytes) >=",
+        "self._num_header_bytes >=",
+        ENDLESS,
+    ),
+    Bug(
+        "a header that is whole has a size",
+        f"{S}/connections.py",
+        "if size > self._limits.max_header_bytes or",
+        "if size < 0 or",
+        f"{SLOW}::test_a_header_has_a_number_of_lines_and_one_host",
+    ),
+    Bug(
+        "a header has a number of lines",
+        f"{S}/connections.py",
+        "len(self.headers) > self._limits.max_headers:",
+        "len(self.headers) < 0:",
+        f"{SLOW}::test_a_header_has_a_number_of_lines_and_one_host",
+    ),
+    Bug(
+        "a request names one host",
+        f"{S}/connections.py",
+        "        if num_hosts != 1 and",
+        "        if num_hosts < 0 and",
+        f"{SLOW}::test_a_header_has_a_number_of_lines_and_one_host",
+    ),
+    Bug(
+        "a header is complete in time",
+        f"{S}/connections.py",
+        "elif self._stage is Stage.NEW and self._waited_s > limits.header_s:",
+        "elif self._stage is Stage.NEW and self._waited_s < 0:",
+        f"{SLOW}::test_a_request_that_does_not_come_is_ended",
+    ),
+    Bug(
+        "a body goes on",
+        f"{S}/connections.py",
+        "return self._silent_s > self._limits.idle_s or self._waited_s > allowed_s",
+        "return False",
+        f"{SLOW}::test_a_request_that_does_not_come_is_ended",
+    ),
+    Bug(
+        "a body has a least speed",
+        f"{S}/connections.py",
+        " or self._waited_s > allowed_s",
+        "",
+        f"{SLOW}::test_a_body_that_trickles_is_ended_and_one_that_goes_on_is_not",
+    ),
+    Bug(
+        "a body that goes on is waited for",
+        f"{S}/connections.py",
+        "self._limits.idle_s + self._num_body_bytes / self._limits.min_body_bytes_per_s",
+        "self._limits.idle_s",
+        f"{SLOW}::test_a_body_that_trickles_is_ended_and_one_that_goes_on_is_not",
+    ),
+    Bug(
+        "an answer may take its time",
+        f"{S}/connections.py",
+        "elif self._stage is Stage.IDLE and self._waited_s > limits.idle_s:",
+        "elif self._waited_s > limits.idle_s:",
+        f"{SLOW}::test_an_answer_may_take_its_time_but_must_be_read",
+    ),
+    Bug(
+        "an answer must be read",
+        f"{S}/connections.py",
+        "if self._unread_s > limits.idle_s:",
+        "if self._unread_s < 0:",
+        f"{SLOW}::test_an_answer_may_take_its_time_but_must_be_read",
+    ),
+    Bug(
+        "connections leave descriptors for the database",
+        f"{S}/serving.py",
+        "max_connections=min(limits.max_connections, left)",
+        "max_connections=limits.max_connections",
+        f"{SLOW}::test_the_limits_are_those_that_are_promised"
+        f" {SLOW}::test_half_open_requests_leave_descriptors_for_agents",
+    ),
+    Bug(
+        "there is a place for one more",
+        f"{S}/serving.py",
+        "            if self._is_full() and not self._make_room():",
+        "            if self._is_full():",
+        f"{SLOW}::test_half_open_requests_leave_descriptors_for_agents",
+    ),
+    Bug(
+        "a half open connection goes before an agent does",
+        f"{S}/connections.py",
+        "for stage in (Stage.REFUSED, Stage.NEW, Stage.IDLE, Stage.BODY):",
+        "for stage in (Stage.IDLE, Stage.BODY, Stage.ANSWER, Stage.NEW):",
+        f"{SLOW}::test_who_asks_for_nothing_makes_room_first",
+    ),
+    Bug(
+        "a connection whose tls does not begin is counted",
+        f"{S}/serving.py",
+        "return len(self.connections) + len(self._opening) >=",
+        "return len(self.connections) >=",
+        f"{SLOW}::test_with_tls_the_limits_are_the_same",
+    ),
+    Bug(
+        "the limit of descriptors is raised",
+        f"{S}/serving.py",
+        "    if soft != hard:",
+        "    if soft > hard:",
+        f"{SLOW}::test_a_collector_raises_its_own_limit_of_descriptors",
+    ),
+    Bug(
+        "no descriptor is a 503",
+        f"{S}/problem.py",
+        "cause.errno in OUT_OF_DESCRIPTORS:",
+        "cause.errno < 0:",
+        f"{SLOW}::test_a_request_that_finds_no_descriptor_is_a_503",
+    ),
+    Bug(
+        "nothing is imported by the first batch",
+        f"{S}/app.py",
+        "import numpy.ma  # noqa: F401  of np.unique\n",
+        "",
+        f"{SLOW}::test_nothing_is_imported_once_the_collector_serves",
+    ),
+]
+
+PATIENCE = [
+    Bug(
+        "work is progress",
+        f"{S}/patience.py",
+        "if now_s - before_s < WORKED_S or",
+        "if before_s < WORKED_S + now_s or",
+        f"{PATIENT}::test_work_on_a_registration_is_not_the_database"
+        f" {PATIENT}::test_to_decode_a_batch_is_not_the_database",
+    ),
+    Bug(
+        "decoders work as well",
+        f"{S}/committer.py",
+        "        return decoders_s + self._commit_clock.read_s()",
+        "        return 0 * decoders_s + self._commit_clock.read_s()",
+        f"{PATIENT}::test_to_decode_a_batch_is_not_the_database",
+    ),
+    Bug(
+        "waiting is not work",
+        f"{S}/patience.py",
+        "WORKED_S = 0.01",
+        "WORKED_S = -1.0",
+        f"{PATIENT}::test_a_database_that_gets_nothing_done_is_not_waited_for",
+    ),
+    Bug(
+        "each part of a registration is progress",
+        f"{S}/sites.py",
+        "now=time.time())\n                self._progress()",
+        "now=time.time())",
+        f"{PATIENT}::test_a_slow_database_is_waited_for_while_it_gets_something_done",
+    ),
+    Bug(
+        "a repeated registration is known",
+        f"{S}/sites.py",
+        "        if known is not None:\n            return known\n",
+        "",
+        f"{PATIENT}::test_what_is_registered_is_known_without_a_look_at_it",
+    ),
+    Bug(
+        "what others have changed is not known any more",
+        f"{S}/sites.py",
+        "            if changed:\n",
+        "            if not sites:\n",
+        f"{PATIENT}::test_what_others_have_changed_is_registered_again",
+    ),
+    Bug(
+        "a run that came again is another",
+        f"{S}/sites.py",
+        "return self._bodies.find(run_id, created_at, digest)",
+        "return self._bodies.find(run_id, max([c for _, c, _ in self._bodies._known], default=0), digest)",
+        f"{PATIENT}::test_what_others_have_changed_is_registered_again",
+    ),
+]
+
+LOGS = [
+    Bug(
+        "libraries do not log what they send",
+        f"{S}/logs.py",
+        "root.setLevel(max(level, logging.WARNING))",
+        "root.setLevel(level)",
+        "tests/notify/test_secrets_in_log.py::test_no_address_is_in_the_log_of_a_collector_that_says_all",
+    ),
+    Bug(
+        "an address is masked in parts",
+        f"{S}/logs.py",
+        "    if not parts.netloc:\n",
+        "    if parts.netloc:\n",
+        "tests/notify/test_secrets_in_log.py::test_an_address_is_masked_in_parts_too",
+    ),
+]
+
+EDGE = [*CONNECTIONS, *PATIENCE, *LOGS]
