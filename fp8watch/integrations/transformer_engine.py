@@ -102,12 +102,11 @@ class SiteFacts:
     recipe: str  # as ours are called: what its scales may be follows from that
 
 
-def _recipe_of(view: QuantizedView, bound: bool) -> str:
-    if view.tile in ((1, 32), (32, 1)):
-        return "mxfp8"
-    if not bound:
-        return "delayed"
-    return "blockwise" if view.tile in ((1, 128), (128, 1), (128, 128)) else "current"
+def _recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
+    """`bound`: whether the scale comes from this operand, not from a history."""
+    if hasattr(tensor, "_scale_inv"):
+        return "current" if bound else "delayed"
+    return "mxfp8" if 32 in tile else "blockwise"
 
 
 class TeObserver:
@@ -349,7 +348,8 @@ class TeObserver:
         if (index, operand, columnwise) in frame.observed:
             return
         frame.observed.add((index, operand, columnwise))
-        quantizer = getattr(direction_of(tensor, columnwise), "_quantizer", None)
+        held = direction_of(tensor, columnwise)
+        quantizer = getattr(held, "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
         bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
@@ -361,7 +361,7 @@ class TeObserver:
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
             evidence = EXACT if x is not None else DERIVED
-            recipe = _recipe_of(view, bound)
+            recipe = _recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
             self.facts[row] = SiteFacts(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)

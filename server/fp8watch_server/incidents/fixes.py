@@ -91,10 +91,10 @@ def fixes(
         ]
     if mode == "scale-rounding":
         how, text = set_to(backend, hit, None, power_2_scale)
-        kind = "power-of-two" if power_2_scale else "FP32"
+        scales = "power-of-two" if power_2_scale else "FP32"
         return [
             Fix("code", "Round the scale down (scale_inv up), and divide: 448/amax, not 448·(1/amax)."),
-            Fix(how, f"The site is registered with {kind} scales; make the kernel agree: {text}."),
+            Fix(how, f"The site is registered with {scales} scales; make the kernel agree: {text}."),
             Fix("env", FP32_SCALES),
         ]
     if mode == "optimizer-divergence":
