@@ -49,7 +49,7 @@ def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | No
         return Site(
             id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=facts.tile, format=facts.format, power_2_scale=facts.power_2_scale, eps=facts.eps,
-            recipe="transformer_engine", backend="transformer_engine", evidence=facts.evidence,
+            recipe=facts.recipe, backend=te.backend, evidence=facts.evidence,
         )  # fmt: skip
     quantizer = plan.quantizers[row]
     spec = quantizer.spec

@@ -43,15 +43,13 @@ class Unread:
             return
         left = {key: rows - set(read) for key, rows in self._rows.items()}
         left = {key: rows for key, rows in left.items() if rows}
-        fact = "; ".join(f"{name} {len(rows)} ({reason})" for (name, reason), rows in sorted(left.items()))[:1000]
-        if fact == self._fact:
+        line = _line(left, set(read), names, version) if left else ""
+        if line == self._fact:
             return
-        self._fact = fact
-        line = None
-        if not self._said.issuperset(left):
-            self._said.update(left)
-            line = _line(left, set(read), names, version)
-        tell(line, {FACT: fact})
+        self._fact = line
+        new = not self._said.issuperset(left)
+        self._said.update(left)
+        tell(line if new else None, {FACT: line[:1000]})
 
 
 def _line(left: Mapping[tuple[str, str], set[int]], read: set[int], names: Mapping[int, str], version: str) -> str:

@@ -36,6 +36,7 @@ from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_unread import Tell, Unread, silent
 from fp8watch.quantize.stats import TileStats
+from fp8watch.recipe.framework import STOCK, transformer_engine
 from fp8watch_agent.guard import Guard
 
 Record = Callable[[int, tuple[int, int], TileStats], None]
@@ -98,6 +99,14 @@ class SiteFacts:
     power_2_scale: bool
     eps: float
     evidence: dict[str, str]
+    recipe: str  # as ours are called: what its scales may be follows from that
+
+
+def _recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
+    """`bound`: whether the scale comes from this operand, not from a history."""
+    if hasattr(tensor, "_scale_inv"):
+        return "current" if bound else "delayed"
+    return "mxfp8" if 32 in tile else "blockwise"
 
 
 class TeObserver:
@@ -125,7 +134,7 @@ class TeObserver:
         tell: Tell = silent,
     ) -> None:
         self._entered, self._tell = entered, tell
-        self.version, self.unread = "", Unread()
+        self.version, self.backend, self.unread = "", STOCK, Unread()
         self.facts: dict[int, SiteFacts] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
@@ -145,7 +154,7 @@ class TeObserver:
         package, reason = load()
         if package is None:
             return reason
-        self.version = reason
+        self.version, self.backend = reason, transformer_engine()
         for name in _MODULE_FILES:
             module = importlib.import_module(f"{package.__name__}.module.{name}")
             for function in _FUNCTIONS:
@@ -339,7 +348,8 @@ class TeObserver:
         if (index, operand, columnwise) in frame.observed:
             return
         frame.observed.add((index, operand, columnwise))
-        quantizer = getattr(direction_of(tensor, columnwise), "_quantizer", None)
+        held = direction_of(tensor, columnwise)
+        quantizer = getattr(held, "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
         bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
@@ -351,7 +361,9 @@ class TeObserver:
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
             evidence = EXACT if x is not None else DERIVED
-            self.facts[row] = SiteFacts(view.tile, view.fmt.name, power_2, eps, evidence)
+            recipe = _recipe_of(held, view.tile, bound)
+            rounded = power_2 or recipe == "mxfp8"
+            self.facts[row] = SiteFacts(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)
 
     def _operand(

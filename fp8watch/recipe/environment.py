@@ -1,10 +1,11 @@
-"""Transformer Engine's environment variables for blockwise scaling, read when a recipe is built, and refused when wrong.
+"""Environment variables for blockwise scaling, read when a recipe is built, and refused when wrong.
 
 Upstream:   (the environment)     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign
 Thread:     any
 
-One launch script means the same on both paths. Transformer Engine itself reads variables once, when it is imported,
-and takes anything but "1" as FP32 scales; the refusals are ours.
+One launch script means the same on our path and in LoongForge's Transformer Engine. NVIDIA's own reads
+NVTE_FP8_BLOCK_SCALING_FP32_SCALES and NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES alone, once, when it is imported, and nothing of
+single operands: there its recipe object is what can be set. The refusals are ours.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .framework import LOONGFORGE, assignment, transformer_engine
 from .spec import FLOAT32_MAX, OPERANDS
 
 EPS_VARIABLES: dict[str, str] = {
@@ -127,7 +129,7 @@ def refuse_fp32_scales_on_blackwell(said: str, device: tuple[int, int] | None) -
 
 
 def set_too_late(environ: Mapping[str, str], scaling: Mapping[str, BlockScaling]) -> tuple[str, ...]:
-    """Variables that Transformer Engine, imported before, does not follow: its classes hold what it read then."""
+    """Variables that Transformer Engine, imported before, does not follow, and what sets it there."""
     module: Any = sys.modules.get("transformer_engine.common.recipe")
     held = getattr(module, "Float8BlockScaling", None)
     notes: list[str] = []
@@ -141,8 +143,20 @@ def set_too_late(environ: Mapping[str, str], scaling: Mapping[str, BlockScaling]
         ):
             if variable is not None and wanted != has:
                 what = "power_2_scale" if isinstance(wanted, bool) else "amax_epsilon"
+                late = is_read(variable)
+                why = "it was imported before and" if late else "it does not read that variable, and"
+                remedy = "set it before the first import" if late else f"assign {_assigned(operand, ours)}"
                 notes.append(
-                    f"{variable}={environ[variable]} has no effect on Transformer Engine's modules: it was imported "
-                    f"before and holds {what}={has} for {operand}; set it before the first import"
+                    f"{variable}={environ[variable]} has no effect on Transformer Engine's modules: {why} holds "
+                    f"{what}={has} for {operand}; {remedy}"
                 )
     return tuple(dict.fromkeys(notes))
+
+
+def is_read(variable: str) -> bool:
+    """Whether the Transformer Engine that is imported reads that variable at all."""
+    return variable in (FP32_SCALES_VARIABLE, CURRENT_POWER_2_VARIABLE) or transformer_engine() == LOONGFORGE
+
+
+def _assigned(operand: str, wanted: BlockScaling) -> str:
+    return assignment(QPARAMS[operand], wanted.power_2_scale, wanted.eps)

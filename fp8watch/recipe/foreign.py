@@ -23,9 +23,11 @@ from .environment import (
     block_scaling,
     capability,
     environment,
+    is_read,
     refuse_fp32_scales_on_blackwell,
     switch,
 )
+from .framework import assignment
 from .spec import OPERANDS, OperandRecipe, Recipe, in_order
 
 READ = ("Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling")
@@ -117,15 +119,17 @@ def _block(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) 
             raise ValueError(f"{cls}: block dimension {dim!r} of {operand} must be 1 (1×128) or 2 (128×128)")
         power_2, eps = _parameters(recipe, operand, cls, notes)
         variable = said[operand]
+        wanted = variable.power_2_scale if variable.power_2_variable else power_2, variable.eps or eps
         for name, declared, has in (
             (variable.power_2_variable, variable.power_2_scale, power_2),
             (variable.eps_variable, variable.eps, eps),
         ):
             if name is not None and declared != has:
                 attribute = "power_2_scale" if isinstance(declared, bool) else "amax_epsilon"
+                before = "set the variable before Transformer Engine is imported, or " if is_read(name) else ""
                 notes.append(
                     f"{name}={environ[name]} is declared, {cls}.{QPARAMS[operand]}.{attribute}={has} is what its "
-                    "quantisers read; set the variable before Transformer Engine is imported, or assign the attribute"
+                    f"quantisers read; {before}assign {assignment(QPARAMS[operand], *wanted)}"
                 )
         if not power_2:
             refuse_fp32_scales_on_blackwell(f"{cls}.{QPARAMS[operand]}.power_2_scale={power_2}", capability())

@@ -7,6 +7,7 @@ from importlib import resources
 import pytest
 
 from fp8watch_server.incidents.fixes import EPS_VARIABLE, fixes
+from fp8watch_server.incidents.fixes_statistical import QPARAMS
 from fp8watch_server.incidents.playbook import MODE_BY_SLUG, MODES, SLUGS
 
 FROZEN = [
@@ -56,6 +57,38 @@ def test_a_zero_tile_names_the_variable_of_its_operand_first(operand: str) -> No
     assert first.kind == "env"
     assert f"{EPS_VARIABLE[operand]}=1e-12" in first.text
     assert all(v in " ".join(f.text for f in (first, *rest)) for v in EPS_VARIABLE.values())
+
+
+ENVIRONMENT = ("_AMAX_EPS", "_POWER2")
+
+
+@pytest.mark.parametrize("mode", ["zero-tile-eps", "dying-tile", "chronic-quantization-noise", "gradient-underflow"])
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_eps_is_set_where_the_framework_of_the_site_reads_it(mode: str, operand: str) -> None:
+    hit = "grad_output" if mode == "gradient-underflow" else operand
+    eps = 1e-6 if mode in ("chronic-quantization-noise", "gradient-underflow") else 0.0
+    given = {"module": "m", "operand": operand, "eps": eps, "power_2_scale": False}
+    stock = " ".join(f.text for f in fixes(mode, backend="transformer_engine", **given))
+    assert f"`recipe.{QPARAMS[hit]} = QParams(power_2_scale=False, amax_epsilon=1e-12)`" in stock
+    assert not any(name in stock for name in ENVIRONMENT)
+    for backend in ("loongforge", "triton", "cpu", ""):
+        text = " ".join(f.text for f in fixes(mode, backend=backend, **given))
+        assert f"{EPS_VARIABLE[hit]}=1e-12" in text
+        assert "QParams" not in text
+
+
+def test_the_kind_of_scale_is_set_where_the_framework_of_the_site_reads_it() -> None:
+    stock = " ".join(f.text for f in fixes("scale-rounding", operands=("weight",), backend="transformer_engine"))
+    assert "`recipe.fp8_quant_fwd_weight = QParams(power_2_scale=True, amax_epsilon=0)`" in stock
+    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1" in stock  # this one it reads
+    assert not any(name in stock for name in ENVIRONMENT)
+    ours = " ".join(f.text for f in fixes("scale-rounding", operands=("weight",), backend="cpu"))
+    assert "NVTE_FP8_BLOCK_SCALING_FWD_WEIGHT_POWER2=1" in ours
+
+
+def test_an_eps_that_did_not_guard_is_raised_in_either_framework() -> None:
+    assert "AMAX_EPS=1e-10, up from 1e-13" in fixes("zero-tile-eps", operand="input", eps=1e-13)[0].text
+    assert "amax_epsilon=1e-10)`, up from" in fixes("zero-tile-eps", eps=1e-13, backend="transformer_engine")[0].text
 
 
 def test_a_stale_weight_scale_starts_with_param_gather_and_a_divergence_with_the_learning_rate() -> None:

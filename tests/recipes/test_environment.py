@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fp8watch.recipe import blockwise, current, delayed, mxfp8, observe, resolve_recipe
-from fp8watch.recipe.environment import EPS_VARIABLES, FP32_SCALES_VARIABLE, POWER_2_VARIABLES
+from fp8watch.recipe.environment import EPS_VARIABLES, FP32_SCALES_VARIABLE, POWER_2_VARIABLES, QPARAMS
+from fp8watch.recipe.framework import transformer_engine
 from fp8watch.recipe.trainer import trainer_flags
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -169,7 +170,27 @@ def test_a_variable_set_after_transformer_engine_was_imported_is_said_to_be_with
         f"{FP32_SCALES_VARIABLE}=1 has no effect on Transformer Engine's modules: it was imported before and holds "
         "power_2_scale=True for input; set it before the first import"
     )
-    assert f"{EPS_VARIABLES['grad_output']}=1e-12 has no effect" in made.declared_not_effective[3]
+    assert made.declared_not_effective[3] == (
+        f"{EPS_VARIABLES['grad_output']}=1e-12 has no effect on Transformer Engine's modules: it does not read that "
+        "variable, and holds amax_epsilon=0.0 for grad_output; assign recipe.fp8_quant_bwd_grad = "
+        "QParams(power_2_scale=False, amax_epsilon=1e-12)"
+    )
+
+
+@pytest.mark.parametrize("by", ["text", "trainer"])
+def test_loongforges_transformer_engine_reads_the_variables_of_operands(by, monkeypatch, tmp_path):
+    held = SimpleNamespace(power_2_scale=True, amax_epsilon=0.0)
+    block = type("Float8BlockScaling", (), dict.fromkeys(QPARAMS.values(), held))
+    source = tmp_path / "__init__.py"
+    source.write_text(f"eps = os.getenv('{EPS_VARIABLES['input']}')" if by == "text" else "eps = 0.0")
+    module = SimpleNamespace(Float8BlockScaling=block, __file__=str(source))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", module)
+    assert transformer_engine() == ("loongforge" if by == "text" else "transformer_engine")
+    if by == "trainer":
+        monkeypatch.setitem(sys.modules, "loongforge", SimpleNamespace())
+    assert transformer_engine() == "loongforge"
+    [said] = blockwise(environ={EPS_VARIABLES["weight"]: "1e-12"}).declared_not_effective
+    assert said.endswith("it was imported before and holds amax_epsilon=0.0 for weight; set it before the first import")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def test_a_variable_that_the_object_does_not_follow_is_said():
     assert len(made.declared_not_effective) == 3
     assert made.declared_not_effective[1] == (
         f"{FP32_SCALES_VARIABLE}=1 is declared, Float8BlockScaling.fp8_quant_fwd_weight.power_2_scale=True is what its "
-        "quantisers read; set the variable before Transformer Engine is imported, or assign the attribute"
+        "quantisers read; set the variable before Transformer Engine is imported, or assign "
+        "recipe.fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=0)"
     )
 
 

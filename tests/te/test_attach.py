@@ -60,7 +60,7 @@ def test_records_of_both_kinds_leave_in_one_step(
     sites = {(s.module, s.operand, s.direction): s for s in kept.sites}
     seen, inside = sites["proj", "input", "columnwise"], sites["qkv", "input", "rowwise"]
     assert (seen.tile, seen.format, seen.power_2_scale, seen.backend) == ((128, 1), "E4M3", True, "transformer_engine")
-    assert (seen.recipe, seen.shape) == ("transformer_engine", (34, 256))
+    assert (seen.recipe, seen.shape) == ("blockwise", (34, 256))
     assert seen.evidence["energies"] == "exact"
     assert [inside.evidence[group] for group in ("counts", "cast", "energies")] == ["derived", "absent", "absent"]
     assert sites["down", "input", "rowwise"].backend != "transformer_engine"

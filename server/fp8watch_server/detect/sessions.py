@@ -21,7 +21,7 @@ from .finding import Evidence, Finding, SiteFacts
 
 MAX_NAMED = 8
 _IGNORED = frozenset(
-    {"left_out", "num_linears", "declared_not_effective", "configuration_warning"}
+    {"left_out", "num_linears", "declared_not_effective", "configuration_warning", "te_unread"}
 )  # told as coverage, by name
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
 _LEFT_OUT = re.compile(r"\s*(.+?)\s*\(([^()]*)\)\s*(?:;|$)")

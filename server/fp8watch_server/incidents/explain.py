@@ -69,6 +69,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
                 usual_lr=jump[0],
                 lr=jump[1],
                 extra=extra,
+                backend=facts.backend if facts else "",
             )
         ],
         alternatives=[{"mode": slug, "check": check} for slug, check in mode.alternatives],

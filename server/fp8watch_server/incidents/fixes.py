@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .fixes_statistical import EPS_VARIABLE, LATER, OPERANDS, POWER_2_VARIABLE, Fix, FixKind, Place
+from .fixes_statistical import EPS_VARIABLE, FP32_SCALES, LATER, OPERANDS, POWER_2_VARIABLE, Fix, FixKind, Place, set_to
 from .playbook import MODE_BY_SLUG
 
 __all__ = ["EPS_VARIABLE", "OPERANDS", "POWER_2_VARIABLE", "Fix", "FixKind", "fixes"]
@@ -29,6 +29,7 @@ def fixes(
     lr: float | None = None,
     usual_lr: float | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
+    backend: str = "",
 ) -> list[Fix]:
     """What to change, most likely first, with the exact variable or flag for the operand that is hit.
 
@@ -40,6 +41,7 @@ def fixes(
         batch_id: name of the batch, where the user gave one.
         lr, usual_lr: of the step, and before.
         extra: what else the finding knows.
+        backend: what quantises at the named site: the switch is that of its framework.
     """
     hit = [o for o in OPERANDS if o == operand or o in operands] or list(OPERANDS)
     keep_out = Fix(
@@ -58,15 +60,15 @@ def fixes(
     if mode == "zero-tile-eps":
         named = operand or "input"
         others = [o for o in OPERANDS if o != named]
-        if eps > 0:
-            first = Fix(
-                "env", f"Raise {EPS_VARIABLE[named]} from {eps:g} to 1e-10: the eps in use did not guard this tile."
-            )
-        else:
-            first = Fix("env", f"{EPS_VARIABLE[named]}=1e-12; if tiles still degenerate, 1e-10.")
+        kind, text = set_to(backend, [named], 1e-10 if eps > 0 else 1e-12, power_2_scale)
+        why = (
+            f", up from {eps:g}: the eps in use did not guard this tile."
+            if eps > 0
+            else "; if tiles still degenerate, 1e-10."
+        )
         return [
-            first,
-            Fix("env", f"The same for the other operands: {' '.join(f'{EPS_VARIABLE[o]}=1e-12' for o in others)}."),
+            Fix(kind, f"{text}{why}"),
+            Fix(kind, f"The same for the other operands: {set_to(backend, others, 1e-12, power_2_scale)[1]}."),
             Fix("code", "Or use a kernel that sets the scale of a zero tile to 1, as Transformer Engine's does."),
         ]
     if mode == "stale-weight-scale":
@@ -76,8 +78,9 @@ def fixes(
             Fix("code", "If it persists without a cache, lower the LR by 10 to 20 %."),
         ]
     if mode == "gradient-underflow":
+        kind, text = set_to(backend, ["grad_output"], 1e-12, power_2_scale)
         first = (
-            Fix("env", f"{EPS_VARIABLE['grad_output']}=1e-12: {eps:g} is in use, and may clamp gradients.")
+            Fix(kind, f"{text}: {eps:g} is in use, and may clamp gradients.")
             if eps > 1e-12
             else Fix("code", "Compute the scale from the gradient that is quantised, after loss scaling, in each step.")
         )
@@ -87,13 +90,12 @@ def fixes(
             Fix("code", "Check what divides or multiplies the gradient between its amax and its cast."),
         ]
     if mode == "scale-rounding":
-        value = "1" if power_2_scale else "0"
-        variables = " ".join(f"{POWER_2_VARIABLE[o]}={value}" for o in hit)
-        kind = "power-of-two" if power_2_scale else "FP32"
+        how, text = set_to(backend, hit, None, power_2_scale)
+        scales = "power-of-two" if power_2_scale else "FP32"
         return [
             Fix("code", "Round the scale down (scale_inv up), and divide: 448/amax, not 448·(1/amax)."),
-            Fix("env", f"The site is registered with {kind} scales; make the kernel agree: {variables}."),
-            Fix("env", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."),
+            Fix(how, f"The site is registered with {scales} scales; make the kernel agree: {text}."),
+            Fix("env", FP32_SCALES),
         ]
     if mode == "optimizer-divergence":
         if lr is not None and usual_lr is not None:
@@ -126,6 +128,7 @@ def fixes(
             batch,
         ]
     if mode in LATER:
-        return LATER[mode](Place(module or "the module", operand or "input", eps, extra), keep_out, batch)
+        place = Place(module or "the module", operand or "input", eps, extra, backend, power_2_scale)
+        return LATER[mode](place, keep_out, batch)
     known = MODE_BY_SLUG.get(mode)
     return [Fix("code", f"{known.remedy[0].upper()}{known.remedy[1:]}.")] if known else []

@@ -7,7 +7,7 @@ Thread:     any; only data and pure functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,15 @@ POWER_2_VARIABLE = {
     "weight": "NVTE_FP8_BLOCK_SCALING_FWD_WEIGHT_POWER2",
     "grad_output": "NVTE_FP8_BLOCK_SCALING_BWD_GRAD_POWER2",
 }
+QPARAMS = {
+    "input": "fp8_quant_fwd_inp",
+    "weight": "fp8_quant_fwd_weight",
+    "grad_output": "fp8_quant_bwd_grad",
+}
 OPERANDS = ("input", "weight", "grad_output")
+STOCK = "transformer_engine"
+"""Backend of an operand that NVIDIA's own Transformer Engine quantises: it reads none of the variables above."""
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,27 @@ class Place:
     operand: str
     eps: float
     extra: Mapping[str, Any]
+    backend: str = ""
+    power_2_scale: bool = True
+
+
+def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_scale: bool) -> tuple[FixKind, str]:
+    """What sets eps (or, where that is None, the kind of scale) of operands, in the framework that quantises them.
+
+    fp8watch and LoongForge's Transformer Engine read a variable an operand; NVIDIA's own reads attributes of its recipe.
+    """
+    if backend == STOCK:
+        value = f"QParams(power_2_scale={power_2_scale}, amax_epsilon={eps or 0.0:g})"
+        return "code", "; ".join(f"`recipe.{QPARAMS[o]} = {value}`" for o in operands)
+    if eps is None:
+        return "env", " ".join(f"{POWER_2_VARIABLE[o]}={int(power_2_scale)}" for o in operands)
+    return "env", " ".join(f"{EPS_VARIABLE[o]}={eps:g}" for o in operands)
 
 
 def _dying(p: Place, keep_out: Fix, _batch: Fix) -> list[Fix]:
-    variable = EPS_VARIABLE.get(p.operand, EPS_VARIABLE["input"])
+    kind, text = set_to(p.backend, [p.operand if p.operand in OPERANDS else "input"], 1e-12, p.power_2_scale)
     return [
-        Fix("env", f"{variable}=1e-12; if tiles still degenerate, 1e-10."),
+        Fix(kind, f"{text}; if tiles still degenerate, 1e-10."),
         Fix(
             "code",
             f"Look at what feeds {p.module}: one group of channels fades; weight decay on a gain, a gate that closed.",
@@ -263,13 +286,13 @@ def _ranks(p: Place, _keep_out: Fix, _batch: Fix) -> list[Fix]:
 
 
 def _chronic(p: Place, keep_out: Fix, _batch: Fix) -> list[Fix]:
-    variable = EPS_VARIABLE.get(p.operand, EPS_VARIABLE["input"])
-    eps = [Fix("env", f"{variable}=1e-12: {p.eps:g} is in use, and may clamp whole tiles.")] if p.eps > 1e-12 else []
+    kind, text = set_to(p.backend, [p.operand if p.operand in OPERANDS else "input"], 1e-12, p.power_2_scale)
+    eps = [Fix(kind, f"{text}: {p.eps:g} is in use, and may clamp whole tiles.")] if p.eps > 1e-12 else []
     return [
         *eps,
         Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32)."),
         Fix("flag", "Less margin under delayed scaling: --fp8-margin 0."),
-        Fix("env", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."),
+        Fix("env", FP32_SCALES),
         keep_out,
     ]
 

@@ -38,7 +38,7 @@ MODES: tuple[Mode, ...] = (
         2,
         "zero-tile-eps",
         "zero tile quantised without eps",
-        "set the *_AMAX_EPS of the operand to 1e-12, then 1e-10",
+        "set the operand's eps to 1e-12, then 1e-10: the fix names the switch of the framework",
         (
             ("dying-tile", "amax_min_nonzero of the site fell for many steps before"),
             ("dead-layer", "every tile of the site is zero, and its gradients too"),
@@ -48,7 +48,7 @@ MODES: tuple[Mode, ...] = (
         3,
         "dying-tile",
         "tile dying away",
-        "set the *_AMAX_EPS of the operand to 1e-12, then 1e-10",
+        "set the operand's eps to 1e-12, then 1e-10: the fix names the switch of the framework",
         (
             ("dead-layer", "all tiles of the site fall, and its gradients too"),
             ("zero-tile-eps", "the tile is zero already: scale_inv is 0 or not finite"),
@@ -111,7 +111,7 @@ MODES: tuple[Mode, ...] = (
         9,
         "scale-rounding",
         "scale computed or rounded wrongly",
-        "round scale_inv up; check the POWER2 and FP32_SCALES variables",
+        "round scale_inv up; check power_2_scale of each operand, and FP32_SCALES",
         (
             ("stale-weight-scale", "only weights are off the invariant"),
             ("recipe-mismatch", "power_2_scale as registered is not what the kernel does"),

@@ -59,7 +59,9 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
         "groups": rows[:24],
         "left_out": out[:NUM_LEFT_OUT],
         "num_more": max(0, len(out) - NUM_LEFT_OUT),
-        "warnings": [str(facts[k]) for k in ("configuration_warning", "declared_not_effective") if facts.get(k)],
+        "warnings": [
+            str(facts[k]) for k in ("configuration_warning", "declared_not_effective", "te_unread") if facts.get(k)
+        ],
     }
 
 
