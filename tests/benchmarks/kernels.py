@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from benchmarks import table
 
 from fp8watch.formats import E4M3
-from fp8watch.kernels import cpu, cpu_library
+from fp8watch.kernels import cpu, cpu_compiler, cpu_library, cpu_width
 from fp8watch.kernels.registry import available, resolve
 
 TILES = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
@@ -114,6 +116,37 @@ def quantise(size: int, repetitions: int) -> str:
     return table.table(("", "ms", "share of the roof"), rows)
 
 
+def widths(size: int, repetitions: int) -> str:
+    """The native kernel compiled for each width of vectors that this machine has, by the minimum of all turns."""
+    if available("cpu")["cpu"] is not None:
+        return "Not measured."
+    x = torch.randn(size, size)
+    bare, counted, full = (
+        cpu._prepare(x, ROW, E4M3, True, 0.0, None, True, True, stats, heavy, 0)
+        for stats, heavy in ((False, False), (True, False), (True, True))
+    )
+    cases: dict[tuple[int, str], Callable[[], object]] = {(0, "roof"): roof(4 * x.numel(), x.numel())}
+    with tempfile.TemporaryDirectory() as folder:
+        compiler, flags = cpu_compiler.find_compiler(), cpu_compiler.flag_choices()[0]
+        found = cpu_width.machine_widths(compiler, flags, Path(folder))
+        for width in found:
+            (own := Path(folder, str(width))).mkdir()
+            library = cpu_library._open(cpu_compiler.compile_library(compiler, [*flags, f"-DVB={width}"], own))
+            for what, call in (("bare", bare), ("counted", counted), ("full", full)):
+                cases[width, what] = lambda library=library, call=call: library.fp8watch_quantize(call.job)  # type: ignore[misc]
+        got = {case: min(times) for case, times in table.taking_turns(cases, repetitions).items()}
+    base, chosen = got[0, "roof"], cpu_library.load().fp8watch_abi(2)
+    rows = [("memcpy of the same traffic (roof)", f"{base * 1e3:.1f}", "1.00", "", "", "", "")]
+    for width in found:
+        name = f"**{width}**, chosen here" if width == chosen else str(width)
+        cells = [
+            (f"{got[width, what] * 1e3:.1f}", f"{base / got[width, what]:.2f}") for what in ("bare", "counted", "full")
+        ]
+        rows.append((name, *cells[0], *cells[1], *cells[2]))
+    columns = ("bytes of a vector", "quantise, ms", "of the roof", "with counts, ms", "of the roof", "all statistics, ms", "of the roof")  # fmt: skip
+    return table.table(columns, rows)
+
+
 def kinds(size: int, repetitions: int) -> str:
     """The native kernel by dtype, tile and what it writes, each beside its own roof."""
     rows = []
@@ -198,6 +231,11 @@ counts ≥ 0.85, statistics ≤ 8 % over quantise alone, bfloat16 ≥ 0.60.
 float32, tiles 1×128, codes out:
 
 {quantise(args.size, args.repetitions)}
+
+The width of vectors is chosen by measurement when the library is compiled. Each width that this machine has, float32,
+tiles 1×128, codes out, one call of the library, the minimum of {5 * args.repetitions} turns:
+
+{widths(args.size, 5 * args.repetitions)}
 
 The native kernel, with counts, extremes and histogram (energies, moments and depth are sampled); codes of
 {args.size}×{args.size}, float32 (quantise–dequantise in one pass) of {args.size // 2}×{args.size // 2}:

@@ -50,7 +50,6 @@ def compiled(folder: Path, source: str) -> list[str]:
 
 
 def width_of(library: ctypes.CDLL) -> int:
-    library.fp8watch_abi.restype = ctypes.c_int64
     return int(library.fp8watch_abi(2))
 
 
@@ -150,7 +149,8 @@ def test_a_width_that_does_not_compile_is_left_out(
     assert got in [(f"-DVB={width}",) for width in widths[1:]]
 
 
-def test_a_width_that_is_asked_for_is_taken(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", f"{own_cache / 'cc'} -DVB=16")
-    assert width_of(cpu_library._obtain()) == 16
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_width_that_is_asked_for_is_taken(own_cache: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{own_cache / 'cc'} -DVB={width}")
+    assert width_of(cpu_library._obtain()) == width
     assert compiled(own_cache, "trial.c") == []
