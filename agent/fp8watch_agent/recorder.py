@@ -93,7 +93,7 @@ class Recorder:
             self._guard.swallow("register_sites", e)
 
     def update_facts(self, facts: Mapping[str, str | int | float | bool]) -> None:
-        """Add facts of the session that are known only while it runs. They travel with the next batch."""
+        """Add facts of the session that are known only while it runs. They travel without waiting for a batch."""
         if self._inert or self._closed:
             return
         try:

@@ -86,7 +86,7 @@ class Sender:
         self._due_since: float | None = None
         self._bytes_per_record = FIRST_BYTES_PER_RECORD
         self._told: set[str] = set()
-        self._registered_once = False
+        self._announced = -1  # version of the session's facts that the collector has
         self.thread = threading.Thread(target=self._run, name="fp8watch-sender", daemon=True)
 
     # --- the thread
@@ -322,16 +322,17 @@ class Sender:
     # --- the rest of a tick
 
     def _announce(self) -> None:
-        """Register as soon as there is something to say, so that the run is seen before its first batch."""
-        courier = self.courier
-        if courier is None or self._registered_once or not self.can_send():
+        """Register as soon as there is something to say, so that the run is seen before its first batch, and facts that
+        only running shows although no batch may ever come."""
+        courier, version = self.courier, self._registration.version
+        if courier is None or self._announced == version or not self.can_send():
             return
         failed = courier.register(self._registration)
         with self.lock:
             if self.abandoned:
                 return
             if failed is None:
-                self._registered_once = True
+                self._announced = version
                 self.state = "up" if self.state == "starting" else self.state
             else:
                 self._fail(judge(failed), failed)

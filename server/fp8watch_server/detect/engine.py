@@ -21,7 +21,7 @@ import numpy as np
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 
-from . import degenerate, invariant, kernel_output, nonfinite, state
+from . import degenerate, invariant, kernel_output, nonfinite, state, unobserved
 from .agreement import Agreement
 from .assemble import LIVE_RANK_STEPS, Assembly
 from .finding import Finding, Notice, SiteFacts
@@ -290,6 +290,7 @@ class Engine:
         if broken:
             cause = nonfinite.examine(view, bad_scale, outputs, stream.zero_tiles)
             if cause is not None:
+                cause = unobserved.with_unobserved(cause, self._table, self._registry.facts(view.rank))
                 found.append(stream.as_cause_or_consequence(cause, in_order))
         if below.any() or above.any():
             off = invariant.examine(view, below, above, ~bad_scale)

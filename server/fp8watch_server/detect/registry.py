@@ -10,6 +10,7 @@ Facts come with a registration, which has no step: what they give waits for the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,11 @@ class Registry:
         """Ranks that have registered for the newest attempt."""
         return sorted(r for r, f in self._newest.items() if f.attempt == self.attempt)
 
+    def facts(self, rank: int) -> Mapping[str, Any]:
+        """What the newest session of a rank says of itself."""
+        session = self._newest.get(rank)
+        return session.facts if session is not None else {}
+
     def findings(self, step: int, rank: int) -> list[Finding]:
         """What was registered since the last step."""
         found = []
@@ -93,7 +99,8 @@ class Registry:
             self._changes, self._changed_sites = [], {}
         if self._fresh_sites:
             fresh, self._fresh_sites = self._fresh_sites, []
-            sensitive = s.sensitive((f for f in fresh if f.module not in self._told_modules), step, rank)
+            untold = (f for f in fresh if f.module not in self._told_modules)
+            sensitive = s.sensitive(untold, step, rank, self.facts(rank))
             if sensitive is not None:
                 self._told_modules |= set(sensitive.extra["modules"])
                 found.append(sensitive)

@@ -17,23 +17,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fp8watch_agent.roles import (
+    EMBEDDING,
+    NORM,
+    OUTPUT_HEAD,
+    ROLES_FACT,
+    ROUTER,
+    TIED,
+    decode_roles,
+    pattern,
+    role_of,
+)
+
 from .finding import Evidence, Finding, SiteFacts
+from .unobserved import NOT_TAKEN_FACT
 
 MAX_NAMED = 8
 _IGNORED = frozenset(
-    {"left_out", "num_linears", "declared_not_effective", "configuration_warning", "te_unread"}
-)  # told as coverage, by name
+    {
+        # told as coverage, by name
+        *("left_out", "num_linears", "declared_not_effective", "configuration_warning", "te_unread"),
+        # of the model, or of the loop
+        *("gemm_flops_observed", NOT_TAKEN_FACT, "not_called", "no_step_ended", ROLES_FACT),
+    }
+)
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
 _LEFT_OUT = re.compile(r"\s*(.+?)\s*\(([^()]*)\)\s*(?:;|$)")
-EXPECTED_LEFT_OUT = ("output head", "router", "tied", "not a multiple", "shape")
+EXPECTED_LEFT_OUT = (OUTPUT_HEAD, EMBEDDING, ROUTER, NORM, "tied", "not multiples", "shape")
 """Reasons of the default filter: these are meant."""
 
-SENSITIVE = (
-    (re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*|output_layer)$"), "the output head"),
-    (re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$"), "an embedding"),
-    (re.compile(r"(?:^|[._])(?:router|gating|gate)(?:\.(?:weight|linear|wg))?$"), "a router"),
-    (re.compile(r"(?:^|[._])\w*(?:norm|ln_[f0-9])$"), "a norm"),
-)
+SENSITIVE = {OUTPUT_HEAD: "the output head", EMBEDDING: "an embedding", ROUTER: "a router", NORM: "a norm"}
+SENSITIVE[TIED] = SENSITIVE[OUTPUT_HEAD]
 
 
 @dataclass(frozen=True)
@@ -209,16 +223,19 @@ def _text(value: Any) -> float | int | str | None:
     return value if isinstance(value, int | float | str) or value is None else str(value)
 
 
-def sensitive(sites: Iterable[SiteFacts], step: int, rank: int) -> Finding | None:
-    """Mode 18: a head, embedding, router or norm among the modules that compute in FP8."""
+def sensitive(
+    sites: Iterable[SiteFacts], step: int, rank: int, facts: Mapping[str, Any] | None = None
+) -> Finding | None:
+    """Mode 18: a head, embedding, router or norm among the modules that compute in FP8; by what the session says of the
+    module, else by its name."""
     hit: list[tuple[SiteFacts, str]] = []
-    for facts in sites:
-        if facts.recipe == "observe" or facts.operand not in ("input", "weight"):
+    told = decode_roles((facts or {}).get(ROLES_FACT))
+    for site in sites:
+        if site.recipe == "observe" or site.operand not in ("input", "weight"):
             continue
-        for pattern, what in SENSITIVE:
-            if pattern.search(facts.module):
-                hit.append((facts, what))
-                break
+        what = SENSITIVE.get(told.get(pattern(site.module)) or role_of(site.module) or "")
+        if what is not None:
+            hit.append((site, what))
     if not hit:
         return None
     hit.sort(key=lambda h: (h[0].order, h[0].operand))

@@ -111,7 +111,10 @@ def _title(finding: Finding, facts: SiteFacts | None) -> str:
         kind = "Inf" if extra.get("kind") == "inf" else "NaN"
         if facts is not None and facts.operand == "weight":
             return f"{kind} is already in the weights: {where}{at}"
-        return f"{kind} reached {where} from outside the GEMMs{at}"
+        origin = (
+            ", perhaps out of a GEMM that is not observed" if extra.get("unobserved") else " from outside the GEMMs"
+        )
+        return f"{kind} reached {where}{origin}{at}"
     if finding.mode == "stale-weight-scale":
         return f"Stale scale on the weight of {facts.module if facts else '?'}: {_ratio(finding)}{at}"
     if finding.mode == "gradient-underflow":
@@ -162,6 +165,12 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
     if finding.mode == "nan-in-activation":
         if facts is not None and facts.operand == "weight":
             return f"{where} was not finite before it was quantised{element}: the update of an earlier step wrote it."
+        if extra.get("unobserved"):
+            return (
+                f"{where} is the first operand of the step that is not finite{element}, and no scale before it is broken. "
+                f"Between it and the operand before it run GEMMs that are not observed: {', '.join(extra['unobserved'])}. "
+                "One of them made it, or what lies around them: a norm, attention, an elementwise operation."
+            )
         return (
             f"{where} is the first operand of the step that is not finite{element}, and no scale before it is broken: "
             "it was made outside the GEMMs, by a norm, attention, an elementwise operation or an embedding."

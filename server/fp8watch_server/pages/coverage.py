@@ -37,6 +37,18 @@ def left_out(text: object) -> list[tuple[str, str]]:
     return found or [(text[:200], "")]
 
 
+def not_watching(facts: Mapping[str, Any] | None) -> str | None:
+    """What a session said that waits in vain for the end of a step; None where steps end."""
+    said = (facts or {}).get("no_step_ended")
+    return f"Attached, but {said}." if isinstance(said, str) and said else None
+
+
+def _observed(facts: Mapping[str, Any]) -> float | None:
+    """Share of the model's GEMM FLOPs, where the session said it."""
+    share = facts.get("gemm_flops_observed")
+    return float(share) if isinstance(share, (int, float)) and 0 <= share <= 1 else None
+
+
 def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict:
     """Groups of sites that are quantised alike, and what attach left in high precision."""
     facts = _facts(run.get("sessions") or [])
@@ -51,6 +63,7 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
     names = ("operand", "direction", "format", "tile", "scales", "recipe", "backend")
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
     out = left_out(facts.get("left_out"))
+    not_called = [name for name in str(facts.get("not_called") or "").split("; ") if name]
     quantised = {s["module"] for s in sites if s["operand"] != PROBE}
     return {
         "num_quantised": len(quantised),
@@ -59,6 +72,9 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
         "groups": rows[:24],
         "left_out": out[:NUM_LEFT_OUT],
         "num_more": max(0, len(out) - NUM_LEFT_OUT),
+        "observed": _observed(facts),
+        "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
+        "not_called": not_called[:NUM_LEFT_OUT],
         "warnings": [
             str(facts[k]) for k in ("configuration_warning", "declared_not_effective", "te_unread") if facts.get(k)
         ],

@@ -132,11 +132,11 @@ def complete(incident: Dict) -> Dict:
     return {**incident, "place": {key: place.get(key) for key in PLACE}, "evidence": evidence}
 
 
-def no_data(run: Dict, watch: dict[str, str]) -> PageProblem:
-    """A run that was registered and never sent a step."""
+def no_data(run: Dict, watch: dict[str, str], not_watching: str | None = None) -> PageProblem:
+    """A run that was registered and never sent a step; `not_watching`: what it said of that itself."""
     return PageProblem(
         200,  # the run is there, and this is what is to be said of it
-        f"{view.cut(run['name'] or run['id'])}: no data yet",
+        f"{view.cut(run['name'] or run['id'])}: {'attached, no step has ended' if not_watching else 'no data yet'}",
         "The run is registered, but none of its steps has arrived.",
         "A first batch is sent within a second of the first optimizer step. When training is under way and this page "
         "stays empty: check that the model has FP8 sites (the line that attach prints names them), and that an "
@@ -145,6 +145,7 @@ def no_data(run: Dict, watch: dict[str, str]) -> PageProblem:
         code="watch = fp8watch.attach(model)",
         watch=watch["url"],
         version=watch["version"],
+        warning=not_watching or "",
     )
 
 

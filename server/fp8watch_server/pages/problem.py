@@ -27,6 +27,7 @@ class PageProblem(Exception):
         detail: the value and the rule.
         remedy: what to do about it.
         links: where to go from here.
+        warning: what somebody has to look at, before everything else.
         code: a line to copy, where the remedy is a command or a line of code.
         watch: an address of live events; when one tells of another version, the page looks again by itself.
         version: the version that the page is of.
@@ -42,6 +43,7 @@ class PageProblem(Exception):
         code: str = "",
         watch: str = "",
         version: str = "",
+        warning: str = "",
     ) -> None:
         super().__init__(f"{title}: {detail}")
         self.status = status
@@ -52,3 +54,4 @@ class PageProblem(Exception):
         self.code = code
         self.watch = watch
         self.version = version
+        self.warning = warning

@@ -143,8 +143,9 @@ def run_page(request: Request, run_id: str) -> Response:
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
+        not_watching = coverage.not_watching(run["sessions"][0]["facts"] if run["sessions"] else None)
         if run["last_step"] is None:
-            raise lookup.no_data(run, watch)
+            raise lookup.no_data(run, watch, not_watching)
         low, high = lookup.shown_steps(request.query_params)
         now = tables.scalars_now(conn, run)
         incidents = tables.incidents(conn, run["id"])
@@ -168,6 +169,7 @@ def run_page(request: Request, run_id: str) -> Response:
         watch=watch,
         run=run,
         now=now,
+        not_watching=not_watching,
         open_incidents=open_incidents,
         resolved=[i for i in incidents if i["status"] == "resolved"],
         chart=first_chart.training_chart(charts, incidents, low, high),

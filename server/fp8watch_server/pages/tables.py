@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from fp8watch_agent.record import TileFlag
 from fp8watch_server.comparison import KIND as COMPARISON
 from fp8watch_server.pages import lookup, view
+from fp8watch_server.pages.coverage import not_watching
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.pages.problem import Link, PageProblem
 from fp8watch_server.store import queries
@@ -52,9 +53,12 @@ def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
 def runs(conn: Connection) -> list[Dict]:
     """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
     out: list[Dict] = []
-    for i, run in enumerate(queries.runs(conn)):
+    found_runs = queries.runs(conn)
+    facts = queries.facts_of_rank_0(conn, [run["id"] for run in found_runs if run["status"] != "ended"])
+    for i, run in enumerate(found_runs):
         row = {
             **run,
+            "not_watching": not_watching(facts.get(run["id"])),
             "loss": None,
             "loss_step": None,
             "spark": None,
@@ -72,7 +76,7 @@ def runs(conn: Connection) -> list[Dict]:
             resolved = found[len(row["incidents"]) :]  # the worst of them first
             row["num_resolved"], row["worst_resolved"] = len(resolved), resolved[0] if resolved else None
         out.append(row)
-    return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"]))
+    return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"] and not r["not_watching"]))
 
 
 def scalars_now(conn: Connection, run: Dict) -> list[Dict]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ __all__ = [
     "SERIES_FIELDS",
     "CursorError",
     "FieldError",
+    "facts_of_rank_0",
     "heatmap",
     "histogram",
     "incident",
@@ -136,6 +138,17 @@ def sessions_page(
     query = sa.select(t.session).where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
     rows, following = _page(conn, query, s.registered_at, s.session, cursor, limit)
     return [{k: v for k, v in row._mapping.items() if k not in _HIDDEN} for row in rows], following
+
+
+def facts_of_rank_0(conn: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Run -> facts of the newest session of its rank 0."""
+    s = t.session.c
+    rows = conn.execute(
+        sa.select(s.run_id, s.facts)
+        .where(s.run_id.in_(run_ids), s.tenant == t.DEFAULT_TENANT, s.rank == 0)
+        .order_by(s.attempt)
+    )
+    return {row.run_id: row.facts or {} for row in rows}
 
 
 def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:
