@@ -48,9 +48,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         }
     ),
     "silent-data-corruption": frozenset(_STATISTICAL | {"optimizer-divergence"}),
-    "optimizer-divergence": frozenset(
-        _STATISTICAL | {"attention-logit-growth", "nan-in-loss", "nan-in-activation"}
-    ),
+    "optimizer-divergence": frozenset(_STATISTICAL | {"attention-logit-growth", "nan-in-loss", "nan-in-activation"}),
     "frozen-scale": frozenset({"delayed-clip", "chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "delayed-clip": frozenset({"chronic-quantization-noise", "outlier-growth", "gradient-underflow", "scale-collapse"}),
     "scale-collapse": frozenset({"chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),

@@ -91,9 +91,7 @@ class Statistics:
         for baseline in (self._base.sqnr, self._base.underflow):
             baseline.forget(which)
 
-    def observe(
-        self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1
-    ) -> list[Finding]:
+    def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1) -> list[Finding]:
         """Judge one step, then learn from it.
 
         Args:

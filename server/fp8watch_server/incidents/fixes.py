@@ -29,6 +29,7 @@ def fixes(
     lr: float | None = None,
     usual_lr: float | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
+    verdict: str = "unknown",
 ) -> list[Fix]:
     """What to change, most likely first, with the exact variable or flag for the operand that is hit.
 
@@ -40,6 +41,7 @@ def fixes(
         batch_id: name of the batch, where the user gave one.
         lr, usual_lr: of the step, and before.
         extra: what else the finding knows.
+        verdict: of the finding.
     """
     hit = [o for o in OPERANDS if o == operand or o in operands] or list(OPERANDS)
     keep_out = Fix(
@@ -126,6 +128,6 @@ def fixes(
             batch,
         ]
     if mode in LATER:
-        return LATER[mode](Place(module or "the module", operand or "input", eps, extra), keep_out, batch)
+        return LATER[mode](Place(module or "the module", operand or "input", eps, extra, verdict), keep_out, batch)
     known = MODE_BY_SLUG.get(mode)
     return [Fix("code", f"{known.remedy[0].upper()}{known.remedy[1:]}.")] if known else []
