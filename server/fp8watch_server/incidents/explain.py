@@ -121,7 +121,7 @@ def _title(finding: Finding, facts: SiteFacts | None) -> str:
         return f"Scale of {roles} is off in {extra.get('num_sites', 1)} sites, first in {where}: {_ratio(finding)}{at}"
     if finding.mode == "optimizer-divergence":
         jump = extra.get("lr_jump")
-        if extra.get("by_loss"):
+        if jump and extra.get("by_loss"):
             moved = f"loss {number(baseline(finding, 'loss'))} → {number(evidence(finding, 'loss'))}"
             return f"Optimizer diverging: {moved} after LR {number(jump[0])} → {number(jump[1])}"
         because = f", LR {number(jump[0])} → {number(jump[1])}" if jump else ""
@@ -192,7 +192,7 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
     if finding.mode == "optimizer-divergence":
         jump = extra.get("lr_jump")
         why = f" The LR went from {number(jump[0])} to {number(jump[1])}." if jump else ""
-        if extra.get("by_loss"):
+        if jump and extra.get("by_loss"):
             at = next((e.since_step for e in finding.evidence if e.field == "loss"), finding.step)
             health = evidence(finding, "quantiser_healthy")
             well = {"yes": " The quantisers are healthy.", "no": " The quantisers are not healthy either."}
