@@ -200,9 +200,9 @@ class Closing:
             return
         broken = _broken(rows)
         touched = rows["measured"] != 0  # between samples too: then without energies, moments and depth
-        begins = self._look_for_events(left.step, rows, broken, numbers)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
         self.recorder.record_step(_header(left, numbers), self._ids[touched], rows[touched], logs, left.batch_id)
+        begins = self.guard.call("jumps", lambda: self._look_for_events(left.step, rows, broken, numbers), False)
         held = {row for row, n in zip(left.suspects, suspects, strict=False) if n}
         self._capture(left, rows, broken, held, begins)
 
@@ -250,30 +250,34 @@ class Closing:
                 for step, stats in self._history.before(left.step, row):
                     budget -= 11 * stats.amax.numel()
                     self._begin_map(row, step, stats)
-        if left.step > self.follow.full_until:
-            self._followed = []
-        for row in self._followed:
-            before = self._history.before(left.step, row) if jumped else []
-            budget = min(budget, self._burst_bytes)
-            size = 11 * sum(
-                stats.amax.numel() for stats in [*(s for _, s in before), *(s for _, s in left.tiles.get(row, [])[-1:])]
-            )
-            if row in wanted or size > budget:
-                continue
-            budget -= size
-            self._burst_bytes -= size
-            for step, stats in before:
-                self._begin_map(row, step, stats)
-            if row in left.tiles:
-                wanted.add(row)
         for row in sorted(wanted):
             self._begin_map(row, left.step, _of_event(left.tiles[row], rows[row]))
+        for row, step, stats in self._maps_of_jump(left, budget, jumped):
+            self._begin_map(row, step, stats)
         alert = {row for row in triggered if self._num_broken[row] <= MAX_BROKEN_SAMPLES}
         alert |= {row for row, site in enumerate(self._ids.tolist()) if site in asked} if asked else set()
         self.plan.tiles.wanted = frozenset(alert.union(self._followed))
         self._history.add(left.step, left.tiles, left.tile_bytes)
         if self._sent:
             self._sent = {(row, step) for row, step in self._sent if step > left.step - 16}
+
+    def _maps_of_jump(self, left: Left, budget: int, jumped: bool) -> list[tuple[int, int, Any]]:
+        """Maps of the sites that told of a jump, as (row, step, statistics): in each step of its burst the step's own, and
+        where it has just begun those that led up to it, the newest first, within the bytes of the step and the burst."""
+        if left.step > self.follow.full_until:
+            self._followed = []
+        found = []
+        for row in self._followed:
+            steps = [(left.step, stats) for _, stats in left.tiles.get(row, [])[-1:]]
+            steps += reversed(self._history.before(left.step, row)) if jumped else []
+            for step, stats in steps:
+                size = 11 * stats.amax.numel()
+                if size > min(budget, self._burst_bytes):
+                    break
+                budget -= size
+                self._burst_bytes -= size
+                found.append((row, step, stats))
+        return sorted(found, key=lambda of: of[:2])
 
     def _begin_map(self, row: int, step: int, stats: Any) -> None:
         if (row, step) not in self._sent:

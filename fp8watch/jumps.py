@@ -119,7 +119,8 @@ class RowJumps:
         return score
 
 
-_LOSS_SHARE = 0.05  # of the loss: what its band allows at least
+_LOSS_SHARE, _LEAST_LOSS = 0.05, 1e-6  # of the loss: what its band allows at least
+_MOST = 1e30  # of a loss: float32 must hold what is computed of it
 _GRAD_NORM = 2.0  # octaves
 
 
@@ -127,16 +128,16 @@ class ScalarJumps:
     """Whether the loss or the gradient norm jumps."""
 
     def __init__(self) -> None:
-        self._bands = Bands([0.0, _GRAD_NORM])
+        self._bands = Bands([_LEAST_LOSS, _GRAD_NORM])
 
     def see(self, numbers: Mapping[str, float]) -> bool:
         """Judge one step, then learn from it. What is not finite is no jump, and is not learned."""
         loss, norm = numbers.get("loss", math.nan), numbers.get("grad_norm", math.nan)
         there = np.array([math.isfinite(loss), math.isfinite(norm)])
-        values = np.where(there, [loss, norm], 0.0)
-        values[1] = math.log2(max(abs(float(values[1])), 2.0**-126))
-        self._bands.floors[0] = _LOSS_SHARE * abs(float(values[0]))
-        return bool((self._bands.see(values.astype(np.float32), there) > 1).any())
+        loss = min(max(loss, -_MOST), _MOST) if there[0] else 0.0
+        norm = math.log2(min(max(abs(norm), 1 / _MOST), _MOST)) if there[1] else 0.0
+        self._bands.floors[0] = max(_LOSS_SHARE * abs(loss), _LEAST_LOSS)
+        return bool((self._bands.see(np.array([loss, norm], np.float32), there) > 1).any())
 
 
 class Follow:

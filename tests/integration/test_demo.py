@@ -23,9 +23,10 @@ def test_an_inf_is_named(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["zero-tile", "stale-weight-scale", "lr"])
-def test_every_other_failure_is_named(tmp_path, fault):
-    out = demo(tmp_path, "--fault", fault)
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+@pytest.mark.parametrize("fault", ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr"])
+def test_every_failure_is_named_whatever_the_seed(tmp_path, fault, seed):
+    out = demo(tmp_path, "--fault", fault, "--seed", seed)
     assert out.returncode == 0, out.stdout + out.stderr
 
 
@@ -34,6 +35,24 @@ def test_every_other_failure_is_named(tmp_path, fault):
 def test_a_healthy_run_raises_nothing_in_600_steps(tmp_path):
     out = demo(tmp_path, "--fault", "none")
     assert out.returncode == 0, out.stdout + out.stderr
+
+
+def test_the_demo_runs_at_the_defaults_of_attach(monkeypatch):
+    """What the demo shows is what everybody gets: nothing of it depends on a setting that costs more."""
+    from fp8watch.demo import command
+    from fp8watch.demo.faults import FAULTS
+
+    class Asked(Exception):
+        pass
+
+    def asked(_model, **kwargs):
+        raise Asked(kwargs)
+
+    monkeypatch.setattr(command, "attach", asked)
+    for name, fault in FAULTS.items():
+        with pytest.raises(Asked) as e:
+            command._train(command._parse(["--fault", name]), fault, "http://127.0.0.1:1")
+        assert set(e.value.args[0]) == {"run", "recipe", "optimizer", "collector"}
 
 
 def test_the_exit_status_can_say_no():

@@ -89,6 +89,40 @@ def test_a_loss_that_is_nan_and_inf_is_readable_everywhere(collector):
     assert json.loads(get(f"{collector}/api/v1/runs/{run_id}"))["status"] == "ended"
 
 
+def test_at_the_defaults_each_step_arrives_and_between_samples_only_what_it_has(collector):
+    """`every` as the budget raises it: amax and counts of each step, energies of the samples alone, gaps between."""
+    torch.manual_seed(0)
+    model = Loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = fp8watch.attach(model, collector=collector)
+    watch._overhead.every = 64  # what a model as small as this gets anyway, on any machine
+    watch._overhead._budget = None
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).backward()
+        optimizer.step()
+    assert watch.flush(20)
+    run = f"{collector}/api/v1/runs/{watch.identity.run_id}"
+    site = next(s["id"] for s in json.loads(get(f"{run}/sites"))["items"] if s["operand"] == "input")
+
+    def measured(field):
+        got = json.loads(get(f"{run}/series?site={site}&field={field}&points=1000"))
+        return [step for step, value in zip(got["steps"], got["values"], strict=True) if value is not None]
+
+    for field in ("amax_max", "num_underflow", "scale_inv_min", "num_elements"):
+        assert measured(field) == list(range(40)), field
+    samples = [0]
+    for field in ("tile_sqnr_db", "kurtosis"):
+        assert measured(field) == samples, field
+    histogram = json.loads(get(f"{run}/sites/{site}/histogram?field=amax_hist"))
+    assert histogram["steps"] == list(range(40))
+    heat = json.loads(get(f"{run}/heatmap?field=tile_sqnr_db"))
+    assert heat["steps"] == samples, "no columns in which nothing was measured"
+    assert all(v is not None for row in heat["values"] for v in row)
+    assert get(f"{collector}/runs/{watch.identity.run_id}")
+    watch.detach()
+
+
 def test_a_step_killed_by_sigkill_arrives_by_sync(collector, tmp_path):
     """Nothing that a step handed over is lost with the process."""
     script = textwrap.dedent(

@@ -186,7 +186,7 @@ def heatmap(
     """Sites × steps, sites in data-flow order: {field, unit, sites, steps, values, nonfinite, stride}.
 
     `values[i][j]` is site i in column j, null where absent; a column that holds several steps shows the worst of
-    them, and `steps[j]` is its first. Columns begin at multiples of their width, up to 8 steps or whole multiples of
+    them, and `steps[j]` is its first. Steps in which no site has the field are no columns. Columns begin at multiples of their width, up to 8 steps or whole multiples of
     32; `stride` is how many steps of a site the fullest has. `nonfinite` is [[i, j, "nan" | "inf" | "-inf"], …].
     """
     f = series_field(field)
@@ -198,9 +198,11 @@ def heatmap(
         return _heatmap(f, [], np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), bool), 1, facts)
     seen = set(found.site.tolist())
     rows = [site for site in facts if site in seen]
-    columns, j = np.unique(found.column, return_inverse=True)
+    columns = np.unique(found.column[found.present])  # between samples nothing has the field: those are no columns
+    inside = np.flatnonzero(np.isin(found.column, columns))
+    j = np.searchsorted(columns, found.column)
     steps = np.full(len(columns), np.iinfo(np.int64).max)
-    np.minimum.at(steps, j, found.first)
+    np.minimum.at(steps, j[inside], found.first[inside])
     known = np.array(rows, dtype=np.uint64)
     order = np.argsort(known)
     at = np.searchsorted(known, found.site, sorter=order)

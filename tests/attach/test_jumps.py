@@ -1,0 +1,215 @@
+"""After a jump everything is looked at for some steps, whatever `every` says; a healthy run hardly has one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fp8watch import closing, jumps
+from fp8watch.jumps import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow, RowJumps, ScalarJumps
+from fp8watch.quantize.stats import HEAVY, LIGHT
+from fp8watch.tile_history import HISTORY_STEPS
+from fp8watch_agent.record import Measured, empty_rows, holds
+
+SPREADS = np.repeat([0.01, 0.12, 0.9], 20)  # octaves from step to step: weights, inputs, gradients
+WARM = 30
+
+
+def healthy(num_steps, seed=0):
+    """Light rows of 60 sites whose amax wanders."""
+    rng = np.random.default_rng(seed)
+    for step in range(num_steps):
+        rows = empty_rows(len(SPREADS))
+        rows["measured"] = int(LIGHT)
+        rows["order"] = np.arange(len(rows))
+        rows["amax_max"] = np.exp2(0.01 * step + SPREADS * rng.standard_normal(len(rows)))
+        rows["num_elements"] = rows["num_nonzero"] = 1 << 16
+        rows["num_tiles"] = 512
+        rows["num_underflow"] = rng.poisson(20 * SPREADS)
+        yield rows
+
+
+def scores(changed=None, num_steps=WARM + 1, seed=0):
+    """Scores of the last step, which `changed` may alter."""
+    seen, sound = RowJumps(len(SPREADS)), np.zeros(len(SPREADS), bool)
+    for step, rows in enumerate(healthy(num_steps, seed)):
+        if step == num_steps - 1 and changed is not None:
+            changed(rows)
+        score = seen.see(rows, sound)
+    return score
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_sites_hardly_jump(seed):
+    seen, sound = RowJumps(len(SPREADS)), np.zeros(len(SPREADS), bool)
+    hits = [step for step, rows in enumerate(healthy(600, seed)) if (seen.see(rows, sound) > 1).any()]
+    assert len(hits) <= 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("amax_max", 2.0**10), ("amax_max", 0.0), ("num_underflow", 9000), ("num_saturated", 50), ("num_eps_tiles", 200)],
+)
+@pytest.mark.parametrize("site", [3, 25, 50])
+def test_what_jumps_is_the_site_that_jumped(field, value, site):
+    def change(rows):
+        rows[field][site] = value
+
+    assert np.flatnonzero(scores(change) > 1).tolist() == [site]
+
+
+def test_a_site_jumps_by_its_own_measure():
+    def by_two_octaves(rows):
+        rows["amax_max"] *= 4
+
+    jumped = scores(by_two_octaves) > 1
+    assert jumped[:40].all(), "weights and inputs"
+    assert not jumped[40:].any(), "gradients move by as much on an ordinary day"
+
+
+def test_what_was_not_measured_or_is_broken_is_neither_judged_nor_learned():
+    seen, sound = RowJumps(len(SPREADS)), np.zeros(len(SPREADS), bool)
+    for step, rows in enumerate(healthy(WARM + 10)):
+        broken = sound.copy()
+        if step >= WARM:
+            rows["measured"][3] = 0
+            rows["amax_max"][3] = 0
+            rows["amax_max"][25], broken[25] = math.inf, True
+            rows["measured"][50] = int(Measured.COUNTS | Measured.AMAX | Measured.CODES)  # a cast that nobody saw
+            rows["num_saturated"][50] = 99
+        assert not (seen.see(rows, broken) > 1).any()
+    (rows,) = healthy(1)
+    assert not (seen.see(rows, sound)[[3, 25]] > 1).any(), "as before"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "jumps_"),
+    [
+        ({"loss": 2.6, "grad_norm": 0.9}, False),
+        ({"loss": 4.5, "grad_norm": 0.9}, True),
+        ({"loss": 0.1, "grad_norm": 0.9}, True),
+        ({"loss": 2.5, "grad_norm": 30.0}, True),
+        ({"loss": 2.5, "grad_norm": 1e-10}, True),
+        ({"grad_norm": 0.9}, False),
+        ({}, False),
+        ({"loss": math.nan, "grad_norm": math.inf}, False),
+    ],
+)
+def test_the_loss_and_the_gradient_norm_jump(numbers, jumps_):
+    seen, rng = ScalarJumps(), np.random.default_rng(0)
+    for _ in range(WARM):
+        assert not seen.see({"loss": 2.5 + 0.05 * rng.standard_normal(), "grad_norm": math.exp(0.2 * rng.normal())})
+    assert seen.see(numbers) is jumps_
+
+
+def test_bursts_are_rationed_whatever_jumps():
+    follow, num_steps = Follow(), 4000
+    begun = [step for step in range(num_steps) if follow.jumped(step)]
+    assert min(np.diff(begun)) >= APART_STEPS
+    assert MAX_BURSTS <= len(begun) <= MAX_BURSTS + num_steps // REFILL_STEPS + 1
+    assert follow.full_until == begun[-1] + BURST_STEPS
+
+
+def test_a_break_needs_no_ration_and_what_stays_broken_begins_once():
+    follow = Follow()
+    assert follow.jumped(100)
+    follow.broke(120, 120, fresh=True)
+    assert follow.full_until == 120 + BURST_STEPS
+    for step in range(121, 200):
+        follow.broke(step, step, fresh=False)
+    assert follow.full_until == 120 + BURST_STEPS
+    assert follow.outputs_until > 199
+    assert follow.jumped(12), "training went back: the steps begin anew"
+
+
+def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
+    torch.manual_seed(seed)
+    for step in range(num_steps):
+        x = change(step, torch.randn(32, 64))
+        model(x).backward()
+        if log:
+            watch.log(**{name: value(step) for name, value in log.items()})
+        watch.step()
+
+
+def full_steps(watch):
+    steps = [(int(h["step"]), rows) for h, _, rows, *_ in watch._recorder.steps if len(rows)]
+    return [step for step, rows in steps if holds(rows["measured"], HEAVY).all()]
+
+
+def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
+    watch = attach(mlp, every=64, hash_every=1000)
+    at = 40
+
+    def outlier(step, x):
+        if step == at:
+            x[:, 7] *= 3000
+        return x
+
+    train(watch, mlp, at + BURST_STEPS + 8, outlier)
+    assert not watch.guard.errors
+    assert full_steps(watch) == [0, *range(at + 1, at + 1 + BURST_STEPS)]
+    by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
+    steps = sorted(m.step for m in watch._recorder.maps if by_id[m.site] == ("up", "input", "rowwise"))
+    assert steps == list(range(at - HISTORY_STEPS, at + BURST_STEPS + 1))
+
+
+def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
+    watch, at = attach(mlp, every=64), 30
+    train(watch, mlp, 60, grad_norm=lambda step: torch.tensor(50.0 if step == at else 1.0 + 0.1 * (step % 3)))
+    assert full_steps(watch) == [0, *range(at + 1, at + 1 + BURST_STEPS)]
+    assert {m.step for m in watch._recorder.maps} >= {at, at + 1, at + BURST_STEPS}
+
+
+def test_healthy_steps_are_followed_by_nothing(attach, mlp):
+    watch = attach(mlp, every=64)
+    train(watch, mlp, 100)
+    assert full_steps(watch) == [0, 64]
+    assert not watch._recorder.maps
+
+
+def test_full_statistics_follow_a_break_once(attach, mlp):
+    watch = attach(mlp, every=64)
+
+    def inf(step, x):
+        if step in range(20, 50):
+            x[3, 5] = math.inf
+        return x
+
+    train(watch, mlp, 60, inf)
+    assert full_steps(watch) == [0, *range(21, 21 + BURST_STEPS)]
+
+
+def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
+    monkeypatch.setattr(closing, "MAX_BURST_BYTES", 3 * 11 * 32)
+    watch = attach(mlp, every=64)
+    train(watch, mlp, 50, lambda step, x: x * 3000 if step == 30 else x)
+    assert watch._recorder.maps
+    assert sum(m.amax.size for m in watch._recorder.maps) <= 3 * 32
+
+
+def test_a_window_is_not_left_for_a_jump(attach, mlp):
+    watch = attach(mlp, every=64, windows=[(0, 33)])
+    train(watch, mlp, 40, lambda step, x: x * 3000 if step == 30 else x)
+    assert full_steps(watch) == [0, 31, 32]
+
+
+def test_looking_for_jumps_fails_without_harm(attach, mlp, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(jumps.RowJumps, "see", broken)
+    watch = attach(mlp)
+    train(watch, mlp, 3)
+    assert [int(h["step"]) for h, *_ in watch._recorder.steps] == [0, 1, 2]
+    assert watch.guard.errors == {"jumps": 3}
+
+
+def test_of_many_sites_the_first_and_the_furthest_are_followed():
+    score = np.array([0.1, 1.2, 3.0, 1.1, 9.0, 1.3, 0.0], np.float32)
+    order = np.array([0, 5, 4, 1, 6, 2, 3], np.int32)
+    assert jumps.most_telling(score, order, 4) == [3, 5, 4, 2]
+    assert jumps.most_telling(np.array([0.1, 0.0, 0.3], np.float32), order[:3], 2) == [2, 0]
