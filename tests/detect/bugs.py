@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from planted import Bug
 
@@ -230,4 +231,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES]

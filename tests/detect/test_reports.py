@@ -236,7 +236,7 @@ def test_controls_hardware_compiler_and_initialisation_leave_fp8_innocent() -> N
     t.steps["loss"][30:] = NAN
     finding, words = said(Case([t], 30))
     assert (finding.mode, words.verdict) == ("nan-in-loss", "shared")
-    assert "every FP8 operand is finite" in words.title
+    assert "every measured FP8 operand of the forward is finite" in words.title
     t = healthy(13, 40)
     _shadow(t, np.random.default_rng(0))
     t.columns["output_num_nonfinite"][30, t.one(GATE, "input")] = 1

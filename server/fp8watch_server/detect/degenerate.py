@@ -98,5 +98,6 @@ def finding(
             "sites": view.site_ids(np.concatenate([at, nonfinite])),
             "num_sites": len(at) + len(nonfinite),
             "operands": [facts.operand],
+            "operand_counted": bool(view.has(Measured.COUNTS)[first]),
         },
     )

@@ -119,7 +119,7 @@ class Divergence:
         if len(drop):
             return float(np.median(drop)) <= ctx.limit.sqnr_drop_db
         known = ctx.weights() & ctx.health_known
-        return np.count_nonzero(ctx.unhealthy[known]) * 2 < np.count_nonzero(known) if known.any() else None
+        return bool(np.count_nonzero(ctx.unhealthy[known]) * 2 < np.count_nonzero(known)) if known.any() else None
 
     def _finding(
         self,

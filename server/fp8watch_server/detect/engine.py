@@ -46,6 +46,8 @@ _STATE = (
 )
 LIGHT, FULL = "amax_max", "tile_noise_ratio_sum"
 """A field that each observed step has, and one of full samples."""
+BURST_STEPS = 20
+"""Full samples whose gaps are remembered: more than an agent sends in a row after something broke."""
 _REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
@@ -88,7 +90,7 @@ class Engine:
         self._statistics = Statistics(0, thresholds)
         self._assembly: Assembly[_Judged] = self._new_assembly()
         self._notices: list[Notice] = []
-        self._rhythm: dict[str, tuple[int | None, int]] = {}  # field -> last step it was measured in, steps between
+        self._rhythm: dict[str, tuple[int | None, list[int]]] = {}  # field -> last step with it, gaps between the last
         self.add_sites(sites)
 
     def _new_assembly(self) -> Assembly[_Judged]:
@@ -255,7 +257,7 @@ class Engine:
             self._assembly.expect(rank)
         self._statistics = Statistics(len(self._table), self.thresholds)
         self._scales.restart()
-        self._rhythm = {name: (None, apart) for name, (_, apart) in self._rhythm.items()}
+        self._rhythm = {name: (None, gaps) for name, (_, gaps) in self._rhythm.items()}
         return found
 
     @staticmethod
@@ -340,12 +342,13 @@ class Engine:
         for name in (LIGHT, FULL):
             if np.count_nonzero(~np.isnan(now.column(name))) * 2 < len(now):
                 continue
-            last, apart = self._rhythm.get(name, (None, 1))
-            self._rhythm[name] = now.step, apart if last is None else now.step - last
+            last, gaps = self._rhythm.get(name, (None, []))
+            self._rhythm[name] = now.step, gaps if last is None else [*gaps, now.step - last][-BURST_STEPS:]
 
     def _apart(self, name: str) -> int:
-        """Steps between the samples of a field."""
-        return max(self.stride, self._rhythm.get(name, (None, 1))[1])
+        """Steps between the samples of a field. A burst of samples does not make those behind it come sooner."""
+        gaps = self._rhythm.get(name, (None, []))[1]
+        return max(self.stride, max(gaps, default=1) if name == FULL else gaps[-1] if gaps else 1)
 
     def _with_context(self, found: Finding, view: StepView, streams: Iterable[Stream], stride: int) -> Finding:
         context: dict[str, Any] = {

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fp8watch_agent.record import Measured
 
 from .finding import Evidence, Finding, Severity
+from .invariant import tile_sqnr_db
 from .thresholds import Thresholds
 from .view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
 
@@ -73,7 +74,7 @@ def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.in
         tile=tile,
         element=element,
         evidence=tuple(evidence),
-        verdict="shared",
+        verdict="shared" if _all_counted(view, first, operands) else "unknown",
         rank_in_flow=int(view.flow[first]),
         extra={
             "sites": view.site_ids(np.concatenate([at, broken])),
@@ -81,8 +82,15 @@ def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.in
             "operands": [],
             "tokens": tokens,
             "gain": None,
+            "operands_seen": _all_counted(view, first, operands),
         },
     )
+
+
+def _all_counted(view: StepView, i: int, operands: npt.NDArray[np.int64]) -> bool:
+    """Whether both roles that the GEMM of record i reads were counted for what is not finite."""
+    counted = operands[view.has(Measured.COUNTS)[operands]]
+    return set(READS[view.facts(i).gemm]) <= {int(r) for r in view.role[counted]}
 
 
 def _tokens(view: StepView, operands: npt.NDArray[np.int64]) -> int | None:
@@ -123,6 +131,10 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
     ]
     if mode == "kernel-output-fault":
         evidence.insert(0, Evidence("gemm_gain", float(f"{gain:.6g}"), 1, "ratio", view.step))
+    if mode == "accumulator-precision":
+        db = tile_sqnr_db(view)[_operands(view, first)]
+        if np.isfinite(db).any():
+            evidence.append(Evidence("operand_sqnr_db", round(float(np.nanmin(db)), 2), "28 or more", "dB", view.step))
     contraction = {"fprop": facts.shape[1], "dgrad": facts.shape[1], "wgrad": facts.shape[0]}.get(facts.gemm, 0)
     evidence.append(Evidence("contraction", contraction, None, "elements", None))
     if len(at) > 1:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .context import Context
-from .finding import LOSS_FLOW, Evidence, Finding, Verdict
+from .finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
 from .now import Now
 from .thresholds import Thresholds
 
@@ -185,7 +186,7 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
             said = "yes" if inputs.healthy else "no"
             evidence.append(Evidence("quantiser_healthy", said, "yes", "", inputs.step))
     healthy = inputs is not None and inputs.healthy is True
-    about = {
+    about: dict[str, Any] = {
         "began": jump.step,
         "jump_batch_id": jump.batch_id,
         "shift": not back and not cut,
@@ -205,8 +206,8 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
 
 
 def _of_run(
-    now: Now, mode: str, severity: str, evidence: list[Evidence], verdict: Verdict, about: dict[str, object]
+    now: Now, mode: str, severity: Severity, evidence: list[Evidence], verdict: Verdict, about: dict[str, Any]
 ) -> Finding:
     none = np.zeros(0, dtype=np.int64)
-    found = now.finding(mode, severity, none, evidence, verdict, **about)  # type: ignore[arg-type]
+    found = now.finding(mode, severity, none, evidence, verdict, **about)
     return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

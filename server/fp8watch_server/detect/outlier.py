@@ -56,20 +56,21 @@ class Outliers:
         self._num = 0
         self._weights = Latch(num_sites, 3, 5)
         self._inputs = Latch(num_sites, 3, 5)
+        self._between = Latch(num_sites, 3, 5)  # inputs, in steps without moments: a window of their own
         self._leaps = Latch(num_sites, 3, 5)
         self._ordinary = np.full(num_sites, -1, dtype=np.int64)  # last step in which an input was below every limit
         self._before = np.full(num_sites, -1, dtype=np.int64)  # the same, when its alarm began
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
-        for part in (self._long, self._weights, self._inputs, self._leaps):
+        for part in (self._long, self._weights, self._inputs, self._between, self._leaps):
             part.grow(num_sites)
         more = np.full(max(0, num_sites - len(self._ordinary)), -1, dtype=np.int64)
         self._ordinary, self._before = (np.concatenate([a, more]) for a in (self._ordinary, self._before))
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._weights.open | self._inputs.open | self._leaps.open
+        return self._weights.open | self._inputs.open | self._between.open | self._leaps.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -141,8 +142,9 @@ class Outliers:
             # Between full samples of a run that has moments, amax must say it alone.
             far = over > np.maximum(WITHOUT_MOMENTS * limit.outlier_input_octaves, need)
             between = (ctx.base.kurtosis.count > 0) & np.isnan(ctx.now.log2_kurtosis)
-            hit = known & np.where(between, far, (over > need) & heavy)
-        return self._inputs.update(hit, known & (hit | ~between), ctx.now.step)
+            hit = known & (over > need) & heavy
+        hit = self._inputs.update(hit, known & ~between, ctx.now.step)
+        return hit | self._between.update(far, known & between, ctx.now.step)
 
     def _leaping_inputs(self, ctx: Context) -> Mask:
         """Inputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
@@ -158,7 +160,7 @@ class Outliers:
         self._before[fresh] = self._ordinary[fresh]
         self._ordinary[calm] = now.step
         # One that climbed there is growth, which the other test tells with its slope.
-        climbed = self._inputs.open & ~self._leaps.open
+        climbed = (self._inputs.open | self._between.open) & ~self._leaps.open
         return self._leaps.update(far & ~climbed, known, now.step, certain=far & ~climbed)
 
     def _leap(self, ctx: Context, hit: Mask) -> Finding:
@@ -219,7 +221,8 @@ class Outliers:
     def _finding(self, ctx: Context, weights: Mask, inputs: Mask, growth: Floats) -> Finding:
         rows = ctx.now.in_flow(inputs) if inputs.any() and not weights.any() else ctx.now.in_flow(weights)
         others = ctx.now.in_flow((weights | inputs) & ~np.isin(np.arange(len(ctx.now)), rows))
-        latch = self._inputs if inputs[rows[0]] else self._weights
+        inputs_latch = self._inputs if self._inputs.open[rows[0]] else self._between
+        latch = inputs_latch if inputs[rows[0]] else self._weights
         grown = growth if latch is self._weights else np.nan_to_num(ctx.above_usual)
         evidence = _growth_evidence(ctx, rows, grown, latch)
         row = int(rows[0])

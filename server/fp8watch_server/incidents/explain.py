@@ -15,7 +15,7 @@ from fp8watch_server.detect.finding import Finding, SiteFacts
 
 from .fixes import fixes
 from .playbook import MODE_BY_SLUG
-from .words import STATISTICAL_WORDS, WORDS, evidence, number, site_words, tile_words
+from .words import STATISTICAL_WORDS, WORDS, baseline, evidence, number, site_words, tile_words
 
 __all__ = ["Explanation", "explain", "number", "site_words"]
 
@@ -70,6 +70,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
                 lr=jump[1],
                 extra=extra,
                 backend=facts.backend if facts else "",
+                verdict=finding.verdict,
             )
         ],
         alternatives=[{"mode": slug, "check": check} for slug, check in mode.alternatives],
@@ -106,7 +107,7 @@ def _title(finding: Finding, facts: SiteFacts | None) -> str:
         kind = "Inf" if extra.get("kind") == "inf" else "NaN"
         if not extra.get("forward_seen"):
             return f"Loss is {kind}"
-        return f"Loss is {kind} while every FP8 operand is finite"
+        return f"Loss is {kind} while every measured FP8 operand of the forward is finite"
     if finding.mode == "nan-in-activation":
         kind = "Inf" if extra.get("kind") == "inf" else "NaN"
         if facts is not None and facts.operand == "weight":
@@ -124,6 +125,9 @@ def _title(finding: Finding, facts: SiteFacts | None) -> str:
         return f"Scale of {roles} is off in {extra.get('num_sites', 1)} sites, first in {where}: {_ratio(finding)}{at}"
     if finding.mode == "optimizer-divergence":
         jump = extra.get("lr_jump")
+        if jump and extra.get("by_loss"):
+            moved = f"loss {number(baseline(finding, 'loss'))} → {number(evidence(finding, 'loss'))}"
+            return f"Optimizer diverging: {moved} after LR {number(jump[0])} → {number(jump[1])}"
         because = f", LR {number(jump[0])} → {number(jump[1])}" if jump else ""
         return (
             f"Optimizer diverging: {extra.get('num_sites')} of {extra.get('num_moving')} weights grow at once{because}"
@@ -150,10 +154,11 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
         )
     if finding.mode == "zero-tile-eps":
         eps = facts.eps if facts else 0.0
+        finite = " The operand itself is finite." if extra.get("operand_counted") else ""
         guard = "eps is 0 and the kernel has no zero guard" if eps == 0 else f"eps {number(eps)} did not guard it"
         return (
             f"A tile of {where} is zero or nearly so, {guard}: scale = FP8_MAX/amax became Inf, scale_inv 0, and "
-            "0·Inf is NaN in the codes. The operand itself is finite; every NaN behind it is a consequence."
+            f"0·Inf is NaN in the codes.{finite} Every NaN behind it is a consequence."
         )
     if finding.mode == "nan-in-loss":
         if not extra.get("forward_seen"):
@@ -164,7 +169,9 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
         )
     if finding.mode == "nan-in-activation":
         if facts is not None and facts.operand == "weight":
-            return f"{where} was not finite before it was quantised{element}: the update of an earlier step wrote it."
+            return (
+                f"{where} was not finite before it was quantised{element}. A weight changes between steps: an update wrote "
+                "it, or what loads or edits weights."
         if extra.get("unobserved"):
             return (
                 f"{where} is the first operand of the step that is not finite{element}, and no scale before it is broken. "
@@ -172,8 +179,8 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
                 "One of them made it, or what lies around them: a norm, attention, an elementwise operation."
             )
         return (
-            f"{where} is the first operand of the step that is not finite{element}, and no scale before it is broken: "
-            "it was made outside the GEMMs, by a norm, attention, an elementwise operation or an embedding."
+            f"{where} is the first measured operand of the step that is not finite{element}, and no measured scale before "
+            "it is broken: it was made outside the GEMMs, by a norm, attention, an elementwise operation or an embedding."
         )
     if finding.mode == "stale-weight-scale":
         return (
@@ -194,16 +201,26 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
     if finding.mode == "optimizer-divergence":
         jump = extra.get("lr_jump")
         why = f" The LR went from {number(jump[0])} to {number(jump[1])}." if jump else ""
+        if jump and extra.get("by_loss"):
+            at = next((e.since_step for e in finding.evidence if e.field == "loss"), finding.step)
+            health = evidence(finding, "quantiser_healthy")
+            well = {"yes": " The quantisers are healthy.", "no": " The quantisers are not healthy either."}
+            return (
+                f"The LR went from {number(jump[0])} to {number(jump[1])} at step {finding.onset}, and the loss jumped from "
+                f"{number(baseline(finding, 'loss'))} to {number(evidence(finding, 'loss'))} at step {at}: the updates are "
+                f"too large.{well.get(str(health), ' The quantisers were not measured.')}"
+            )
+        holds = " The scale invariant holds." if extra.get("invariant_held") else ""
         return (
             f"The largest weights of {extra.get('num_sites')} of {extra.get('num_moving')} layers grow together, "
-            f"{number(extra.get('growth'))} octaves a step: the updates are too large.{why} The scale invariant holds."
+            f"{number(extra.get('growth'))} octaves a step: the updates are too large.{why}{holds}"
         )
     return f"{MODE_BY_SLUG[finding.mode].name} in {where}."
 
 
 def _verdict(finding: Finding) -> str:
     text = VERDICT_TEXT[finding.verdict]
-    if finding.mode == "inf-laundering":
+    if finding.mode == "inf-laundering" and finding.verdict == "fp8":
         text = "Verdict: FP8. In BF16 the Inf would have reached the loss; here it does its damage in silence."
     if not finding.extra.get("loss_given", True):
         text += f" ({LOSS_NOT_SEEN})" if not finding.extra.get("loss_seen") else " (no loss in this step)"

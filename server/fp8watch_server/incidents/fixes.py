@@ -30,6 +30,7 @@ def fixes(
     usual_lr: float | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
     backend: str = "",
+    verdict: str = "unknown",
 ) -> list[Fix]:
     """What to change, most likely first, with the exact variable or flag for the operand that is hit.
 
@@ -42,6 +43,7 @@ def fixes(
         lr, usual_lr: of the step, and before.
         extra: what else the finding knows.
         backend: what quantises at the named site: the switch is that of its framework.
+        verdict: of the finding.
     """
     hit = [o for o in OPERANDS if o == operand or o in operands] or list(OPERANDS)
     keep_out = Fix(
@@ -128,7 +130,7 @@ def fixes(
             batch,
         ]
     if mode in LATER:
-        place = Place(module or "the module", operand or "input", eps, extra, backend, power_2_scale)
+        place = Place(module or "the module", operand or "input", eps, extra, backend, power_2_scale, verdict)
         return LATER[mode](place, keep_out, batch)
     known = MODE_BY_SLUG.get(mode)
     return [Fix("code", f"{known.remedy[0].upper()}{known.remedy[1:]}.")] if known else []

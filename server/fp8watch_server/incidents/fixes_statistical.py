@@ -56,6 +56,7 @@ class Place:
     extra: Mapping[str, Any]
     backend: str = ""
     power_2_scale: bool = True
+    verdict: str = "unknown"
 
 
 def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_scale: bool) -> tuple[FixKind, str]:
@@ -186,11 +187,20 @@ def _attention(p: Place, _keep_out: Fix, _batch: Fix) -> list[Fix]:
             "code",
             "Or QK clip: scale the weights of q and k down by sqrt(100 / max_attention_logit) when it is above 100.",
         ),
-        Fix("code", "Do not change FP8 flags for this: BF16 does the same."),
+        *([Fix("code", "Do not change FP8 flags for this: BF16 does the same.")] if p.verdict == "shared" else []),
     ]
 
 
 def _bad_batch(p: Place, _keep_out: Fix, batch: Fix) -> list[Fix]:
+    about = p.extra.get("inputs")
+    if not about or not about.get("ordinary"):
+        return [
+            Fix(
+                "code",
+                "Measure these steps: attach(..., overhead_budget=None), from the checkpoint before, on the same batches.",
+            ),
+            batch,
+        ]
     if p.extra.get("shift"):
         return [
             batch,
@@ -253,7 +263,12 @@ def _kernel(p: Place, keep_out: Fix, _batch: Fix) -> list[Fix]:
             f"Mask what no token wrote: zero the output of {p.module} where an expert got no tokens, and the padded rows.",
         ),
         Fix("code", "Guard the kernel: allocate its output with zeros instead of empty, and see whether the NaN goes."),
-        Fix("code", "Report it with shapes and token counts: the operands are finite, so it is a bug of the kernel."),
+        Fix(
+            "code",
+            "Report it with shapes and token counts: the operands are finite, so it is a bug of the kernel."
+            if p.extra.get("operands_seen")
+            else "Look at the operands first: watch.shadow of this module measures them and the output together.",
+        ),
     ]
 
 

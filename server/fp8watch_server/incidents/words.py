@@ -72,9 +72,10 @@ def _power(gain: float) -> str:
 def _dying(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     left = evidence(f, "steps_to_zero")
     ahead = f" At this rate it is zero in {left} steps." if left is not None else ""
+    stands = " while its largest stands" if f.extra.get("stands") else ""
     return (
         f"A tile of {site_words(s)} is dying: amax {number(evidence(f, 'amax_min_nonzero'))}",
-        f"The smallest tile of {site_words(s)} falls towards zero{since(f)} while its largest stands. Where a kernel has no "
+        f"The smallest tile of {site_words(s)} falls towards zero{since(f)}{stands}. Where a kernel has no "
         f"guard, FP8_MAX/amax becomes Inf and the tile NaN.{ahead}",
     )
 
@@ -83,6 +84,11 @@ def _dead(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     tokens = f.extra.get("tokens")
     got = " It got no tokens." if tokens == 0 else f" It got {tokens} tokens." if tokens is not None else ""
     module = s.module if s else "A layer"
+    if evidence(f, "amax_max") is None:
+        return (
+            f"{module} is dead",
+            f"{module} no longer does anything{since(f)}; by how much it fell was not measured.{got}",
+        )
     return (
         f"{module} is dead: input and gradient collapsed",
         f"The input of {module} and its gradient are both more than three octaves under what they were{since(f)}: the layer "
@@ -145,6 +151,22 @@ def _mismatch(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def _outlier(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     where = channels(f, s)
     named = f", worst in {where}" if where else ""
+    grown = evidence(f, "amax_growth")
+    if f.extra.get("leap"):
+        at = f"in {where}" if where else ""
+        amax, usual, loss = evidence(f, "amax_max"), baseline(f, "amax_max"), evidence(f, "loss")
+        told = f": {number(usual)} → {number(amax)}" if amax is not None and usual is not None else ""
+        gap = ""
+        if (first := f.extra.get("not_before")) is not None and first < f.onset:
+            gap = f" It was not measured in the steps from {first} on, so it may have begun in any of them."
+        jumped = f" The loss is {number(loss)}, and was {number(baseline(f, 'loss'))}." if loss is not None else ""
+        return (
+            f"Outlier in {site_words(s)}: amax leaped{f' by {number(grown)} octaves' if grown is not None else ''}",
+            f"amax of {site_words(s)} leaped at step {f.onset}{told}{f', {at}' if at else ''}. Under one scale a few giants take "
+            f"the range from the rest.{gap}{jumped}",
+        )
+    if grown is None:
+        return f"Outliers grow in {site_words(s)}", f"amax of {site_words(s)} grows{since(f)}{named}."
     return (
         f"Outliers grow in {site_words(s)}: amax +{number(evidence(f, 'amax_growth'))} octaves",
         f"amax of {site_words(s)} grows away from the other layers{since(f)}{named}. Under one scale a few giants take the range "
@@ -160,28 +182,61 @@ def _attention(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"The weights of the q and the k projection of {parent} grow together{since(f)}. Logits grow at most with their product; "
             "fused attention hides them, so this is a bound, not a measurement: log max_attention_logit to see them.",
         )
+    shared = " BF16 does the same." if f.verdict == "shared" else ""
     where = f" in {f.extra['attention']}" if f.extra.get("attention") else ""
     value = evidence(f, "max_attention_logit")
     return (
         f"Attention logits grow{where}: {number(value)}",
         f"The largest attention logit{where} is {number(value)} and was {number(baseline(f, 'max_attention_logit'))}. Above 100 softmax is "
-        "one-hot; above 1e4 bfloat16 no longer tells neighbours apart. BF16 does the same.",
+        f"one-hot; above 1e4 bfloat16 no longer tells neighbours apart.{shared}",
+    )
+
+
+def _inputs_words(f: Finding) -> str:
+    """What was measured of the inputs, with its step; or that nothing was."""
+    measured = next((e for e in f.evidence if e.field == "input_amax"), None)
+    about = f.extra.get("inputs")
+    if measured is None or not about:
+        return "No input was measured in these steps, so whether the data or the model did it is not known"
+    at, usual = f"at step {measured.since_step}", number(measured.baseline)
+    if about["ordinary"]:
+        return f"Inputs are of ordinary size (largest against its own past: amax {number(measured.value)} {at}, {usual} before)"
+    return (
+        f"An input is larger than it was (amax {number(measured.value)} {at}, {usual} before: "
+        f"{number(about['octaves'])} octaves)"
     )
 
 
 def _bad_batch(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     loss, usual = number(evidence(f, "loss")), number(baseline(f, "loss"))
-    at = f.extra.get("onset", f.step)
+    known = bool((f.extra.get("inputs") or {}).get("ordinary"))
+    at, inputs = f.onset, _inputs_words(f)
+    norm = "Loss and gradient norm" if evidence(f, "grad_norm") is not None else "The loss"
+    if f.extra.get("cut") is not None:
+        return (
+            f"Loss jumped at step {at}: {usual} → {loss}, before values broke at step {f.extra['cut']}",
+            f"{norm} jumped at step {at}, {f.extra['cut'] - at} steps before values were no longer finite, or a scale no longer "
+            f"right: it did not come from there. {inputs}.",
+        )
     if f.extra.get("shift"):
+        if not known:
+            return (
+                f"The loss jumped at step {at} and stays: {usual} → {loss}",
+                f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}.",
+            )
         return (
             f"The data changed at step {at}: loss {usual} → {loss}",
-            f"The loss jumped from {usual} to {loss} at step {at} and stays, with inputs of ordinary size: another mixture or source "
+            f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: another mixture or source "
             "of data, or a change of batch or sequence.",
         )
+    took = evidence(f, "recovered_after")
+    back = f"came back within {took} steps" if took is not None else "came back"
+    unlike = ": one batch was unlike the others" if known else ""
     return (
-        f"Bad batch at step {at}: loss {usual} → {loss}, and back",
-        f"Loss and gradient norm jumped at step {at} and came back within five steps, with inputs of ordinary size: one batch was "
-        "unlike the others.",
+        f"Bad batch at step {at}: loss {usual} → {loss}, and back"
+        if known
+        else f"Loss jumped at step {at}: {usual} → {loss}, and back",
+        f"{norm} jumped at step {at} and {back}. {inputs}{unlike}.",
     )
 
 
@@ -196,19 +251,32 @@ def _corruption(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"The weight of {module} is not the same on all {f.extra.get('num_replicas')} replicas: {ranks}{on} alone has other bits. "
             "Replicas get the same update, so memory, a link or a core changed it.",
         )
+    gradient = (
+        "after a gradient of ordinary size: no optimizer does that. A flipped bit in the weight or in the optimizer's state does."
+        if f.extra.get("gradient_seen")
+        else "and the gradient before it was not measured. A flipped bit in the weight or in the optimizer's state does that; "
+        "so does a gradient that was as large."
+    )
+    alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
+    without = " without a gradient" if f.extra.get("gradient_seen") else ""
     return (
-        f"Weight of {module} leaped by {number(f.extra.get('octaves'))} octaves without a gradient",
-        f"amax of the weight of {module} leaped by {number(f.extra.get('octaves'))} octaves in one step, alone, after a gradient of "
-        "ordinary size: no optimizer does that. A flipped bit in the weight or in the optimizer's state does.",
+        f"Weight of {module} leaped by {number(f.extra.get('octaves'))} octaves{without}",
+        f"amax of the weight of {module} leaped by {number(f.extra.get('octaves'))} octaves in one step{alone}, {gradient}",
     )
 
 
 def _accumulator(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    db = evidence(f, "operand_sqnr_db")
+    well = (
+        f", while its operands quantise well ({number(db)} dB)"
+        if db is not None
+        else "; its operands were not measured"
+    )
     return (
         f"Accumulator too narrow in {site_words(s)}: error {number(evidence(f, 'gemm_error'))}",
         f"The output of the {s.gemm if s else ''} GEMM of {s.module if s else '?'} is off its shadow by "
-        f"{number(evidence(f, 'gemm_error'))} RMS, while its operands quantise well: what is lost, is lost in the sum over "
-        f"{evidence(f, 'contraction')} products.",
+        f"{number(evidence(f, 'gemm_error'))} RMS{well}: what is lost, is lost in the sum over "
+        f"{number(evidence(f, 'contraction'))} products.",
     )
 
 
@@ -230,6 +298,12 @@ def _kernel(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         if tokens
         else ""
     )
+    if not f.extra.get("operands_seen"):
+        return (
+            f"{s.gemm if s else 'A GEMM'} of {module} returned NaN or Inf",
+            f"The output of the {s.gemm if s else ''} GEMM of {module} is not finite. Its operands were not all measured, so whether "
+            f"the kernel or what it was given did it is not known.{rows}",
+        )
     return (
         f"{s.gemm if s else 'A GEMM'} of {module} returned NaN or Inf from finite operands",
         f"Every operand of the {s.gemm if s else ''} GEMM of {module} is finite, and its output is not: FP8 is innocent, the kernel, "
@@ -267,10 +341,16 @@ def _chronic(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"The tile SQNR of {site_words(s)} fell from {number(baseline(f, 'tile_sqnr_db'))} to {number(f.extra.get('sqnr_db'))} dB at step "
             f"{f.extra['onset']}, and nothing else explains it.",
         )
+    said = []
+    if (db := evidence(f, "tile_sqnr_db")) is not None:
+        said.append(f"the tile SQNR is {number(db)} dB")
+    if (share := evidence(f, "underflow_ratio")) is not None:
+        said.append(f"{number(share)} of the elements become 0")
+    what = " and ".join(said)
     return (
-        f"Too much quantisation noise in {site_words(s)}: {number(f.extra.get('sqnr_db'))} dB",
-        f"The tile SQNR of {site_words(s)} is {number(f.extra.get('sqnr_db'))} dB, or it underflows by "
-        f"{number(evidence(f, 'underflow_ratio'))}, in most of its steps: it was never healthy, so no chart shows an onset.",
+        f"Too much quantisation noise in {site_words(s)}{': ' + said[0] if said else ''}",
+        f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
+        "No chart shows an onset: it was so from the first of them.",
     )
 
 

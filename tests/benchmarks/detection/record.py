@@ -66,7 +66,7 @@ def _compact(rows: np.ndarray) -> np.ndarray:
     for f in FIELDS:
         value = rows[f.name]
         if f.name == "moment4":  # as it would be if Σ(x/amax)² were 1 a tile element: the kurtosis is kept
-            value = rows["moment4"] / np.maximum(rows["moment2"], 1e-300) ** 2
+            value = rows["moment4"] / np.where(rows["moment2"] > 0, rows["moment2"], 1.0) ** 2  # light rows have none
         if f.name in DROPPED:
             value = np.full_like(value, 1 if f.name == "moment2" else f.default)
         exact = f.name in ("scale_inv_max", "scale_inv_min", "scale_ratio_max", "scale_ratio_min", "measured", "order", "first_nonfinite", "off_scale_tile")  # fmt: skip

@@ -1,0 +1,139 @@
+"""What is broken on purpose in how causes are told from consequences, and in what sentences claim."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+D, INCIDENTS = "server/fp8watch_server/detect", "server/fp8watch_server/incidents"
+FIRST = "tests/detect/test_what_came_first.py"
+REJUDGED = "tests/incidents/test_rejudged.py"
+WORDS = "tests/incidents/test_nothing_measured.py::test_no_claim_is_made_about_what_was_not_measured"
+
+CAUSES = [
+    Bug(
+        "a loss that jumps asks for the learning rate",
+        f"{D}/loss.py",
+        "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
+        "            lr=None,\n",
+        f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
+    ),
+    Bug(
+        "a learning rate that leaped long before is no cause",
+        f"{D}/loss.py",
+        "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
+        "            lr=leap,\n",
+        f"{FIRST}::test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch",
+    ),
+    Bug(
+        "a learning rate that leaps for one step is remembered",
+        f"{D}/schedule.py",
+        "        self.jump_step = None\n        if rising",
+        "        self.jump_step = self.last_leap = None\n        if rising",
+        f"{FIRST}::test_a_learning_rate_that_leaps_for_one_step_and_healthy_quantisers_are_no_matter_of_fp8",
+    ),
+    Bug(
+        "a leap of amax needs no kurtosis",
+        f"{D}/outlier.py",
+        "            far = known & (over >= ctx.limit.outlier_leap_octaves)\n",
+        "            far = known & (over >= ctx.limit.outlier_leap_octaves) & (ctx.now.log2_kurtosis > 8)\n",
+        f"{FIRST}::test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis",
+    ),
+    Bug(
+        "an input that leaped is not called a batch",
+        f"{D}/loss.py",
+        "    if lr is None and inputs is not None and inputs.moved:\n",
+        "    if lr is None and inputs is not None and not inputs:\n",
+        f"{FIRST}::test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis",
+    ),
+    Bug(
+        "a verdict needs inputs that were measured",
+        f"{D}/loss.py",
+        "    healthy = inputs is not None and inputs.healthy is True\n",
+        "    healthy = inputs is None or inputs.healthy is True\n",
+        f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
+    ),
+    Bug(
+        "what broke later does not lose what jumped before",
+        f"{D}/statistics.py",
+        "            return self._told(self._loss.cut_off(now, self.limit), window)\n",
+        "            return []\n",
+        f"{FIRST}::test_bad_batches_before_an_inf_are_an_incident_of_their_own",
+    ),
+    Bug(
+        "what began earlier is muted by nothing that came later",
+        f"{D}/statistics.py",
+        "            follows = began <= latest(found.kind, found.onset, window)\n",
+        "            follows = began <= latest(found.kind, found.step, window)\n",
+        f"{FIRST}::test_bad_batches_before_an_inf_are_an_incident_of_their_own",
+    ),
+    Bug(
+        "what began earlier is taken over by nothing that came later",
+        f"{INCIDENTS}/match.py",
+        '        if finding.earliest(window) <= latest(i.cause, i.row["first_step"], window):\n',
+        "        if finding.step > 0:\n",
+        f"{REJUDGED}::test_a_failure_that_began_later_explains_nothing_that_came_before",
+    ),
+    Bug(
+        "an incident begins with its onset",
+        f"{INCIDENTS}/fold.py",
+        '        "first_step": finding.onset,\n',
+        '        "first_step": finding.step,\n',
+        f"{REJUDGED}::test_an_incident_begins_with_its_onset",
+    ),
+    Bug(
+        "later evidence is sent once",
+        f"{INCIDENTS}/messages.py",
+        "    if note not in told:\n",
+        "    if note in told:\n",
+        f"{REJUDGED}::test_evidence_that_comes_later_re_judges_an_open_incident_and_says_so_once",
+    ),
+    Bug(
+        "energies have windows of their own",
+        f"{D}/noise.py",
+        "        chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)\n",
+        "        chronic = self._chronic.update(noisy, now.seen, now.step)\n",
+        f"{FIRST}::test_noise_that_only_full_samples_hold_is_counted_by_them",
+    ),
+    Bug(
+        "an incident lasts from sample to sample",
+        f"{D}/engine.py",
+        'self._apart(FULL if f.extra.get("sampled") else LIGHT)',
+        "self._apart(LIGHT)",
+        f"{FIRST}::test_noise_that_only_full_samples_hold_is_counted_by_them",
+    ),
+    Bug(
+        "inputs without moments must stand far above",
+        f"{D}/outlier.py",
+        "WITHOUT_MOMENTS = 2.0\n",
+        "WITHOUT_MOMENTS = 1.0\n",
+        f"{FIRST}::test_inputs_between_samples_must_stand_far_above_where_no_kurtosis_says_outlier",
+    ),
+    Bug(
+        "inputs that were not measured are not called ordinary",
+        f"{INCIDENTS}/words.py",
+        "    if measured is None or not about:\n",
+        "    if measured is None and not about:\n        return 'Inputs are of ordinary size'\n    if not about:\n",
+        WORDS,
+    ),
+    Bug(
+        "a gradient that was not measured is not called ordinary",
+        f"{INCIDENTS}/words.py",
+        '        if f.extra.get("gradient_seen")\n        else "and the gradient',
+        '        if not f.extra.get("gradient_seen")\n        else "and the gradient',
+        WORDS,
+    ),
+    Bug(
+        "an invariant that was not measured is not said to hold",
+        f"{INCIDENTS}/explain.py",
+        'holds = " The scale invariant holds." if extra.get("invariant_held") else ""',
+        'holds = " The scale invariant holds."',
+        WORDS,
+    ),
+    Bug(
+        "operands that were not measured leave the kernel unjudged",
+        f"{INCIDENTS}/words.py",
+        '    if not f.extra.get("operands_seen"):\n',
+        '    if f.extra.get("operands_seen") == 0:\n',
+        WORDS,
+    ),
+]

@@ -1,0 +1,210 @@
+"""A loss that jumps has a cause: the LR, an input that leaped, the data; what began first is no consequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.light import lightly
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.record import Measured
+from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.incidents.explain import Explanation, explain
+
+AT, STEPS = 120, 160
+FC2 = "layers.1.mlp.down_proj"
+
+
+def made(seed: int = 3) -> Trace:
+    return healthy(seed, STEPS)
+
+
+def loss_jumps(t: Trace, at: int, steps: int = STEPS) -> None:
+    t.steps["loss"][at : at + steps] += 2.5
+    t.steps["grad_norm"][at : at + steps] = 12.0
+
+
+def leaps(t: Trace, at: int, octaves: float = 10.0) -> None:
+    """One channel of one input is ×1000 from `at` on; its tile hides it from the kurtosis."""
+    t.grow(t.mask(FC2, "input"), np.where(np.arange(t.num_steps) >= at, octaves, 0.0))
+
+
+def unmeasured(t: Trace, *, but_each: int = 1 << 30) -> None:
+    """Nothing but scalars leaves, except in some steps."""
+    silent = np.arange(t.num_steps) % but_each != 0
+    t.columns["measured"][silent & (np.arange(t.num_steps) >= AT - 8)] = 0
+
+
+def found_in(t: Trace) -> list[Finding]:
+    return play(Case([t], AT))
+
+
+def incidents(t: Trace) -> list[Folded]:
+    return fold(found_in(t), t.facts)
+
+
+def said(t: Trace) -> Explanation:
+    [incident] = incidents(t)
+    return explain(incident.named, t.facts)
+
+
+def test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured() -> None:
+    t = made()
+    t.steps["lr"][AT:] = 6e-2
+    loss_jumps(t, AT + 1)
+    unmeasured(t)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity) == ("optimizer-divergence", "critical")
+    assert incident.first.onset == AT
+    assert incident.first.verdict == "unknown"
+    words = said(t)
+    assert "LR 0.002 → 0.06" in words.title
+    assert "not measured" in words.cause
+    assert "0.002" in words.fix[0]["text"]
+
+
+def test_a_learning_rate_that_leaps_for_one_step_and_healthy_quantisers_are_no_matter_of_fp8() -> None:
+    t = made()
+    t.steps["lr"][AT] = 6e-2
+    loss_jumps(t, AT + 1, 2)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity) == ("optimizer-divergence", "warning")
+    assert incident.first.verdict == "shared"
+    assert incident.first.onset == AT
+
+
+def test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch() -> None:
+    t = made()
+    t.steps["lr"][AT - 30 :] = 6e-2
+    loss_jumps(t, AT, 2)
+    assert [i.mode for i in incidents(t)] == ["bad-batch"]
+
+
+@pytest.mark.parametrize("light", [False, True])
+def test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis(light: bool) -> None:
+    t = made()
+    leaps(t, AT)
+    loss_jumps(t, AT)
+    batches = lightly(t.batches(), 64) if light else t.batches()
+    engine = Engine(t.facts)
+    got = fold([f for b in batches for f in engine.observe(b)], t.facts)
+    assert [(i.mode, i.first.step) for i in got] == [("outlier-growth", AT)]
+    first = got[0].first
+    assert t.facts[first.site or 0].module == FC2
+    assert first.tile == (3, 1)
+    words = explain(first, t.facts)
+    assert "leaped by" in words.title
+    assert "channels 128 to 255" in words.cause
+
+
+def test_inputs_of_ordinary_size_are_told_with_the_step_in_which_they_were_measured() -> None:
+    t = made()
+    loss_jumps(t, AT)
+    words = said(t)
+    assert words.title.startswith(f"The data changed at step {AT}")
+    assert f"at step {AT}," in words.cause
+    assert "ordinary size" in words.cause
+    assert words.verdict == "shared"
+
+
+@pytest.mark.parametrize("steps", [2, STEPS])
+def test_a_jump_in_steps_without_measurements_makes_no_claim_about_inputs(steps: int) -> None:
+    t = made()
+    loss_jumps(t, AT, steps)
+    unmeasured(t)
+    words = said(t)
+    assert words.verdict == "unknown"
+    assert "No input was measured" in words.cause
+    assert "ordinary" not in words.cause
+    assert "data changed" not in words.title.lower()
+    assert "overhead_budget=None" in words.fix[0]["text"]
+
+
+def test_a_leap_that_is_measured_later_takes_the_jump_of_the_loss_over() -> None:
+    t = made()
+    leaps(t, AT)
+    loss_jumps(t, AT)
+    unmeasured(t, but_each=13)  # measured before at 117, and next at 130
+    got = found_in(t)
+    assert got[0].mode == "bad-batch"
+    [incident] = fold(got, t.facts)
+    assert incident.mode == "outlier-growth"
+    assert explain(incident.named, t.facts).cause.count("not measured in the steps from 118 on") == 1
+
+
+def test_bad_batches_before_an_inf_are_an_incident_of_their_own() -> None:
+    t = made()
+    loss_jumps(t, AT, 3)
+    i = t.one(FC2, "input")
+    c = t.columns
+    c["num_inf"][AT + 3, i], c["num_sentinel_tiles"][AT + 3, i], c["amax_max"][AT + 3, i] = 1, 1, np.inf
+    got = incidents(t)
+    assert {(i.mode, i.first.onset) for i in got} == {("bad-batch", AT), ("inf-laundering", AT + 3)}
+    cut = next(i.first for i in got if i.mode == "bad-batch")
+    assert f"before values broke at step {AT + 3}" in explain(cut, t.facts).title
+
+
+def test_a_loss_that_jumps_after_an_inf_is_its_consequence() -> None:
+    t = made()
+    loss_jumps(t, AT + 1, 3)
+    i = t.one(FC2, "input")
+    c = t.columns
+    c["num_inf"][AT, i], c["num_sentinel_tiles"][AT, i], c["amax_max"][AT, i] = 1, 1, np.inf
+    assert [i.mode for i in incidents(t)] == ["inf-laundering"]
+
+
+def test_the_first_step_is_the_onset_of_a_batch_and_not_the_step_that_understood_it() -> None:
+    t = made()
+    loss_jumps(t, AT, 3)
+    [finding] = found_in(t)
+    assert (finding.onset, finding.step) == (AT, AT + 3)
+
+
+# ---- counts come in every step, energies now and then
+
+
+Change = Callable[[Trace], None]
+
+
+def noisy(t: Trace) -> None:
+    t.set_sqnr(t.mask(FC2, "input", "rowwise"), np.full(t.num_steps, 20.0))
+
+
+def test_noise_that_only_full_samples_hold_is_counted_by_them() -> None:
+    t = healthy(3, 200)
+    noisy(t)
+    engine = Engine(t.facts)
+    found = [f for b in lightly(t.batches(), 16) for f in engine.observe(b)]
+    assert {f.mode for f in found} == {"chronic-quantization-noise"}
+    assert {f.extra["stride"] for f in found} == {16}  # so that an incident lasts from one sample to the next
+    assert len(fold(found, t.facts)) == 1
+
+
+def test_inputs_between_samples_must_stand_far_above_where_no_kurtosis_says_outlier() -> None:
+    t = made()
+    t.columns["amax_max"][:, t.mask(FC2, "input")] = 4.0  # its band is narrow: two octaves are seventeen of its σ
+    leaps(t, AT, 2.0)
+    engine = Engine(t.facts)
+    assert [f for b in lightly(t.batches(), 64) for f in engine.observe(b)] == []
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_runs_of_light_rows_raise_nothing(recipe: str, seed: int) -> None:
+    t = healthy(seed, 400, recipe=recipe)
+    engine = Engine(t.facts)
+    got = fold([f for b in lightly(t.batches(), 64) for f in engine.observe(b)], t.facts)
+    assert [i.mode for i in got if i.severity != "info"] == []
+
+
+def test_what_a_light_row_holds_is_what_is_tested_here() -> None:
+    t = made()
+    [*_, last] = lightly(t.batches(), 64)
+    groups = {int(m) for m in last.column("measured")}
+    assert groups == {int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO)}

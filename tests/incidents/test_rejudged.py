@@ -1,0 +1,99 @@
+"""Later evidence re-judges an open incident, once; what is another cause opens its own."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from incidents.store import Store
+from incidents.test_roots import DOWN, OTHER, finding, modes, put
+
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.store import schema
+
+
+def bad_batch(store: Store, onset: int, step: int, **extra: object) -> Finding:
+    f = finding(store, "bad-batch", step, began=onset, sites=[], **extra)
+    values = {**f.__dict__, "site": None, "rank_in_flow": 1 << 40, "verdict": "unknown"}
+    return Finding(**{**values, "evidence": (Evidence("loss", 4.5, 2.2, "", onset),)})
+
+
+def leap(store: Store, step: int, not_before: int, module: str = DOWN) -> Finding:
+    return finding(store, "outlier-growth", step, module, leap=True, began=step, not_before=not_before)
+
+
+def test_an_incident_begins_with_its_onset(store: Store) -> None:
+    put(store, bad_batch(store, 109, 112))
+    [incident] = store.incidents
+    assert (incident["first_step"], incident["last_step"]) == (109, 112)
+
+
+def test_evidence_that_comes_later_re_judges_an_open_incident_and_says_so_once(store: Store) -> None:
+    put(store, bad_batch(store, 120, 125))
+    for step in (128, 129, 130):
+        put(store, leap(store, step, 65))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"], incident["verdict"]) == ("outlier-growth", 120, "fp8")
+    assert "leaped" in incident["title"]
+    assert "ordinary" not in incident["cause"]
+    assert incident["place"]["module"] == DOWN
+    details = [e["detail"] for e in store.rows(schema.incident_event)]
+    told = [d["earlier_cause_than"] for d in details if "earlier_cause_than" in d]
+    assert told == ["bad-batch"]
+    assert store.messages == ["firing", "firing"]
+    note = store.rows(schema.outbox)[1]["payload"]["note"]
+    assert note == "It was told as bad-batch; what was measured since says outlier-growth."
+
+
+def test_a_leap_that_began_after_the_loss_jumped_is_another_matter(store: Store) -> None:
+    put(store, bad_batch(store, 120, 125))
+    put(store, leap(store, 128, 127))
+    assert modes(store) == ["bad-batch", "outlier-growth"]
+
+
+def test_what_is_measured_first_and_what_is_told_first_make_the_same_incident(store: Store) -> None:
+    put(store, leap(store, 128, 65))
+    put(store, bad_batch(store, 120, 125))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"]) == ("outlier-growth", 120)
+
+
+def test_a_failure_that_began_later_explains_nothing_that_came_before(store: Store) -> None:
+    put(store, bad_batch(store, 109, 112))
+    put(store, finding(store, "inf-laundering", 114, severity="critical"))
+    assert [(i["mode"], i["first_step"]) for i in store.incidents] == [("bad-batch", 109), ("inf-laundering", 114)]
+    assert store.messages == ["firing", "firing"]
+
+
+def test_what_follows_a_failure_is_still_its_consequence(store: Store) -> None:
+    put(store, finding(store, "inf-laundering", 114, severity="critical"))
+    put(store, bad_batch(store, 115, 118))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"]) == ("inf-laundering", 114)
+    assert store.messages == ["firing"]
+
+
+def test_a_tile_that_was_dying_and_is_zero_stays_one_incident(store: Store) -> None:
+    put(store, finding(store, "dying-tile", 100, began=80))
+    put(store, finding(store, "zero-tile-eps", 110, severity="critical"))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"]) == ("zero-tile-eps", 80)
+
+
+def test_another_tile_that_is_zero_is_its_own(store: Store) -> None:
+    put(store, finding(store, "dying-tile", 100, began=80))
+    put(store, finding(store, "zero-tile-eps", 110, OTHER, severity="critical"))
+    assert modes(store) == ["dying-tile", "zero-tile-eps"]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_any_order_of_delivery_makes_the_same_incidents(store: Store, order: tuple[int, ...]) -> None:
+    found = [
+        bad_batch(store, 109, 112),
+        finding(store, "inf-laundering", 114, severity="critical"),
+        finding(store, "chronic-quantization-noise", 115),
+    ]
+    for i in order:
+        put(store, found[i])
+    got = {(i["mode"], i["first_step"]) for i in store.incidents}
+    assert got == {("bad-batch", 109), ("inf-laundering", 114)}
