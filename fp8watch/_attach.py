@@ -90,7 +90,8 @@ def attach(
             and weights tied to an embedding.
         every: full statistics each n-th optimizer step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
-        overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
+        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
+            what is looked at in each step takes more by itself, they cost as much again as that. None switches that off.
         optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
             those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.

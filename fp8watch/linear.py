@@ -18,7 +18,6 @@ quantisation itself), adds the bias in float32, and casts last.
 from __future__ import annotations
 
 import copyreg
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,7 +27,17 @@ from torch import Tensor, nn
 
 from .kernels import gemm
 from .once import once_only
-from .ops import GRAD_OUTPUT, INPUT, WEIGHT, look_at_output, observe, quantize_dequantize
+from .ops import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    is_eager,
+    look_at_output,
+    observe,
+    observe_forward,
+    quantize_dequantize,
+    rows_by_columns,
+)
 from .quantize.checks import OPERAND_DTYPES
 from .scaled_linear import Formats, ScaledLinear
 from .shadow import shadow_gemm
@@ -110,7 +119,8 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class _ObserveOutput(torch.autograd.Function):
-    """Identity in both directions; backward shows the gradient to its sites and passes it on untouched."""
+    """Identity in both directions; backward shows the gradient to its sites and passes it on untouched. For graphs that
+    are compiled or transformed; in eager mode a hook on the output does that."""
 
     generate_vmap_rule = True
 
@@ -128,13 +138,8 @@ class _ObserveOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (site,) = ctx.saved_tensors
-        observe(_rows(grad.detach()), site, GRAD_OUTPUT, *ctx.directions)
+        observe(rows_by_columns(grad.detach()), site, GRAD_OUTPUT, *ctx.directions)
         return grad, None, None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]; without elements −1 would be any number."""
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
@@ -193,7 +198,7 @@ def fp8_linear(
         x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, autocast)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
-    rows = _rows(x)
+    rows = rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
         product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
@@ -227,9 +232,12 @@ class WatchedLinear(nn.Linear):
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
+        if is_eager(y):
+            observe_forward(input, self.weight, y, site)
+            return y
         grad = torch.is_grad_enabled()
         wgrad = self.weight.requires_grad and grad
-        observe(_rows(input.detach()), site, INPUT, True, wgrad)
+        observe(rows_by_columns(input.detach()), site, INPUT, True, wgrad)
         observe(self.weight.detach(), site, WEIGHT, True, False)
         look_at_output(y.detach(), site, INPUT, False)
         if y.requires_grad:

@@ -12,6 +12,7 @@ backward would then fail with "modified by an inplace operation".
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .passes import first_tensor
 from .plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan, rows_of
+from .stopwatch import LIGHT
 
 __all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "Plan", "rows_of"]
 
@@ -101,7 +103,7 @@ def _run(
     rows = plan.wanted(first, operand, rowwise, columnwise)
     late = _late(plan, first, operand, columnwise, number, count)
     if late is not None:
-        plan.guard.run("recomputed", plan.quantize, (late,), x, number=plan.passes.forward)
+        plan.guard.run("recomputed", plan.observe, (late,), x, number=plan.passes.forward)
     if count and operand != GRAD_OUTPUT:
         how = "codes" if codes else "high precision" if plan.warming else "fp8"
         note = plan.recomputed.again if number is None else plan.recomputed.first_pass
@@ -167,16 +169,24 @@ def _(
 def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
     plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
     if plan is not None:  # None: detached before this backward
-        number = _number(plan, operand, True)
-        late = _late(plan, first, operand, columnwise, number, True)
-        if late is not None and x.numel():
-            plan.guard.run("observe", plan.quantize, (late,), x, number=plan.passes.forward)
-        if number is not None and x.numel():
-            rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
-            if not rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
-                return x.new_empty((0,))
-            plan.guard.run("observe", plan.quantize, rows, x, number=number)
+        _observe_now(plan, first, x, operand, rowwise, columnwise)
     return x.new_empty((0,))
+
+
+def _observe_now(plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool) -> None:
+    began = plan.stopwatch.mark() if plan.stopwatch is not None else None
+    number = _number(plan, operand, True)
+    if not x.numel() or plan.idle(first):
+        return
+    late = _late(plan, first, operand, columnwise, number, True)
+    if late is not None:
+        plan.guard.run("observe", plan.observe, (late,), x, number=plan.passes.forward)
+    if number is not None:
+        rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
+        if rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
+            plan.guard.run("observe", plan.observe, rows, x, number=number)
+    if plan.stopwatch is not None:
+        plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
 
 
 observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe)
@@ -185,6 +195,51 @@ observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe
 @observe.register_fake
 def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
     return x.new_empty((0,))
+
+
+def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
+    """Look at a Linear that computes as before: at its operands, its output and, in backward, the gradient of that.
+    Eager only, see `is_eager`: an op would cost more than many an operand takes, and nothing here is in any graph."""
+    value = int(site)
+    plan, first = _plans.get(value >> 32), value & 0xFFFFFFFF
+    if plan is None:
+        return
+    wgrad = weight.requires_grad and torch.is_grad_enabled()
+    if plan.idle(first):
+        _number(plan, INPUT, True)  # steps end all the same
+    else:
+        with torch.no_grad():
+            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad)
+            _observe_now(plan, first, weight.detach(), WEIGHT, True, False)
+            _look_at_output(y.detach(), site, INPUT, False)
+    if y.requires_grad:
+        dgrad = x.requires_grad
+
+        def see_gradient(grad: Tensor | None) -> None:
+            plan = _plans.get(value >> 32)
+            if plan is None or grad is None:
+                return
+            if plan.idle(first):
+                _number(plan, GRAD_OUTPUT, True)
+            elif not is_eager(grad):
+                observe(rows_by_columns(grad.detach()), site, GRAD_OUTPUT, dgrad, wgrad)
+            else:
+                with torch.no_grad():
+                    _observe_now(plan, first, rows_by_columns(grad.detach()), GRAD_OUTPUT, dgrad, wgrad)
+
+        y.register_hook(see_gradient)  # type: ignore[no-untyped-call]
+
+
+def rows_by_columns(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]; without elements −1 would be any number."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def is_eager(y: Tensor) -> bool:
+    """Whether a tensor has values of its own now: it is not being compiled, traced or transformed."""
+    return not torch.compiler.is_compiling() and not _is_virtual(y)
 
 
 def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:

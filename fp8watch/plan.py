@@ -7,8 +7,6 @@ Thread:     training, and autograd's
 
 from __future__ import annotations
 
-import itertools
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,10 +21,11 @@ from .passes import Passes
 from .probes import probe_numbers, probe_stats
 from .provenance import nonfinite_outputs
 from .quantize.stats import TileStats
-from .quantizers import SiteQuantizer, places, run_quantizers
+from .quantizers import SiteQuantizer, measure_operand, places, run_quantizers
 from .recipe import OPERANDS, Recipe
 from .recompute import Recomputed
 from .slab import Slab
+from .stopwatch import EXTRA, LIGHT, SAMPLING, Stopwatch
 from .tile_history import HeldTiles
 from .weight_hash import hash_bits
 
@@ -65,10 +64,7 @@ class Plan:
     paused: bool = False  # by the user
     outside: bool = False  # of the windows that attach was given
     unobserved: frozenset[int] = frozenset()  # rows that attach was told to leave alone
-    calibrating: bool = False  # this step also times the quantiser without statistics, and with the light ones
-    light_s: float = 0.0  # what observing costs in each step, as the calibration step saw it
-    sampling_s: float = 0.0  # what full statistics cost on top of that
-    calibration_s: float = 0.0  # what the calibration itself cost
+    stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
     calls: int = 0  # quantisations of this step, in order of execution
     backward_seen: bool = False
@@ -137,23 +133,58 @@ class Plan:
         if number is not None:
             for quantizer in used:
                 quantizer.begin(number)
-        observe = count and self.observing and (not self.unobserved or any(r not in self.unobserved for r in rows))
-        if observe and self.calibrating:
-            results = self._calibrate(used, x_MK, codes)
+        observe = count and self._any_observed(rows)
+        if observe and self.stopwatch is not None:
+            results = self._timed(self.stopwatch, used, x_MK, codes)
         else:
             stats = observe or (count and any(q.stateful for q in used))
             results = run_quantizers(used, x_MK, stats=stats, heavy=observe and self.sampled, codes=codes)
+        began = self.stopwatch.mark() if self.stopwatch is not None else None
         for row, quantizer, (_, measured) in zip(rows, used, results, strict=True):
             if measured is None:
                 continue
             if count:
                 quantizer.end(measured)
             if observe:
-                began = time.perf_counter() if self.calibrating else 0.0
                 self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
-                if self.calibrating:
-                    self.light_s += time.perf_counter() - began
+        if self.stopwatch is not None:
+            self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
         return [out for out, _ in results]
+
+    def observe(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int) -> None:
+        """Measure an operand that no GEMM reads quantised: nothing of its size is made. Rows that are not observed are
+        left out, but for scales with a history, which must see each pass."""
+        observing = self.observing
+        if not observing or self.unobserved:
+            left_alone = self.unobserved if observing else rows
+            rows = tuple(row for row in rows if row not in left_alone or self.quantizers[row].stateful)
+            if not rows:
+                return
+        used = [self.quantizers[row] for row in rows]
+        for quantizer in used:
+            quantizer.begin(number)
+        heavy = self.sampled and self._any_observed(rows)
+        if self.stopwatch is not None:
+            results = self._timed_alone(self.stopwatch, used, x_MK, heavy=heavy)
+        else:
+            results = measure_operand(used, x_MK, heavy=heavy)
+        for row, quantizer, measured in zip(rows, used, results, strict=True):
+            quantizer.end(measured)
+            if observing:
+                self.guard.run("accumulate", self._accumulate, row, x_MK, measured)
+
+    @property
+    def _stateful(self) -> bool:
+        return self.recipe.history is not None
+
+    def _any_observed(self, rows: tuple[int, ...]) -> bool:
+        return self.observing and (not self.unobserved or any(row not in self.unobserved for row in rows))
+
+    def idle(self, first: int) -> bool:
+        """Whether nothing of a Linear need be looked at now, where its GEMMs stay as they are."""
+        if self._stateful:
+            return False
+        return not self._any_observed(tuple(range(first, first + len(self.rows))) if self.unobserved else ())
 
     def note_unasked(self, first: int, operand: int, columnwise: bool) -> None:
         """A call that counts: remember it where it leaves out a direction that a recomputation may ask for."""
@@ -175,7 +206,10 @@ class Plan:
     def pass_through(self, rows: tuple[int, ...], x_MK: Tensor, *, number: int | None) -> list[Tensor]:
         """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
         if number is not None and (self.slab is not None or any(self.quantizers[row].stateful for row in rows)):
-            self.quantize(rows, x_MK, number=number)
+            began = self.stopwatch.mark() if self.stopwatch is not None else None
+            self.observe(rows, x_MK, number=number)
+            if self.stopwatch is not None:
+                self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
         return [x_MK.to(torch.float32, copy=True) for _ in rows]
 
     def settle(self) -> None:
@@ -185,16 +219,37 @@ class Plan:
             operand = next(o for (o, _), r in self.rows.items() if r == row % len(self.rows))
             quantizer.settle(numbers[operand])
 
-    def _calibrate(self, used: list[SiteQuantizer], x_MK: Tensor, codes: bool) -> list[tuple[Any, TileStats | None]]:
-        times = [time.perf_counter()]
+    def _timed(
+        self, stopwatch: Stopwatch, used: list[SiteQuantizer], x_MK: Tensor, codes: bool
+    ) -> list[tuple[Any, TileStats | None]]:
+        """Quantise as training would without being observed, with the light statistics, and with all."""
+        marks = [stopwatch.mark()]
         for stats, heavy in ((False, False), (False, False), (True, False), (True, True)):  # the first warms the caches
             results = run_quantizers(used, x_MK, stats=stats, heavy=heavy, codes=codes)
-            times.append(time.perf_counter())
-        _, bare, light, full = (after - before for before, after in itertools.pairwise(times))
-        self.light_s += light - bare
-        self.sampling_s += full - light
-        self.calibration_s += times[-2] - times[0]
+            marks.append(stopwatch.mark())
+        start, warm, bare, light, full = marks
+        stopwatch.add(EXTRA, start, light)
+        stopwatch.add(LIGHT, bare, light)
+        stopwatch.add(LIGHT, warm, bare, -1)
+        stopwatch.add(SAMPLING, light, full)
+        stopwatch.add(SAMPLING, bare, light, -1)
         return results
+
+    def _timed_alone(
+        self, stopwatch: Stopwatch, used: list[SiteQuantizer], x_MK: Tensor, *, heavy: bool
+    ) -> list[TileStats]:
+        """Measure with the light statistics, and with all: what the second take more is what sampling costs. Whoever
+        calls times all of it as light, so the second is taken off again."""
+        begin = stopwatch.mark()
+        light = measure_operand(used, x_MK, heavy=False)
+        middle = stopwatch.mark()
+        full = measure_operand(used, x_MK, heavy=True)
+        end = stopwatch.mark()
+        stopwatch.add(LIGHT, middle, end, -1)
+        stopwatch.add(SAMPLING, middle, end)
+        stopwatch.add(SAMPLING, begin, middle, -1)
+        stopwatch.add(EXTRA, begin, middle)
+        return full if heavy else light
 
     def _accumulate(self, row: int, x_MK: Tensor, stats: TileStats) -> None:
         self.record(row, stats.shape, stats)
@@ -221,18 +276,20 @@ class Plan:
 
     def note_output(self, row: int, y: Tensor) -> None:
         """Merge what is not finite in the output of a GEMM into the row of its operand."""
-        began = time.perf_counter()
+        if row in self.unobserved:
+            return
+        began = self.stopwatch.mark() if self.stopwatch is not None else None
         count = nonfinite_outputs(y)
-        if count is not None and self.slab is not None and row not in self.unobserved:
+        if count is not None and self.slab is not None:
             self.slab.count_outputs(row, count)
-        if self.calibrating:
-            self.sampling_s += time.perf_counter() - began
+        if self.stopwatch is not None:
+            self.stopwatch.add(SAMPLING, began, self.stopwatch.mark())
 
     def note_probe(self, row: int, y: Tensor) -> None:
         """Merge an output into the row of its probe."""
         if self.slab is None or not y.numel() or not (y.is_cpu or self.checks_outputs):
             return
-        began = time.perf_counter()
+        began = self.stopwatch.mark() if self.stopwatch is not None else None
         order, self.calls = self.calls, self.calls + 1
         if row not in self.shapes:
             self.shapes[row] = (y.numel() // y.shape[-1], y.shape[-1]) if y.dim() else (1, 1)
@@ -240,8 +297,8 @@ class Plan:
             self.slab.accumulate(row, probe_stats(_flat(y), heavy=self.sampled), order)
         elif not self.slab.look(row, y, order, energy=self.sampled):
             self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=self.sampled), order)
-        if self.calibrating:
-            self.light_s += time.perf_counter() - began
+        if self.stopwatch is not None:
+            self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
 
     def note_logits(self, fqn: str, x: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .formats import fp8_format
-from .kernels.registry import Backend, quantize_dequantize_both
+from .kernels.registry import Backend, measure, measure_both, quantize_dequantize_both
 from .quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from .quantize.per_tensor import DelayedScale
 from .quantize.stats import TileStats
@@ -80,6 +80,12 @@ class SiteQuantizer:
         )
         return out, measured
 
+    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
+        """The statistics alone, of an operand that is not multiplied in FP8."""
+        s = self.spec
+        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
+        return measure(self.backend, x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, heavy=heavy)
+
     def codes(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[tuple[Tensor, Tensor], TileStats | None]:
         """(codes [M, K], scale_inv [Mt, Kt]) and the statistics, for GEMMs that multiply codes."""
         s = self.spec
@@ -103,6 +109,13 @@ class MxQuantizer(SiteQuantizer):
             x_MK, tile, fmt, True, 0.0, scale=scale, stats=stats, heavy=heavy
         )
         return out, measured
+
+    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
+        """As SiteQuantizer."""
+        fmt = fp8_format(self.spec.format)
+        scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
+        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
+        return measure(self.backend, x_MK, tile, fmt, True, 0.0, scale=scale, heavy=heavy)
 
 
 @dataclass
@@ -140,6 +153,12 @@ class DelayedQuantizer(SiteQuantizer):
         )
         return out, measured
 
+    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
+        """As SiteQuantizer."""
+        self.state.to(x_MK.device)
+        tile, fmt = self.tile_for((x_MK.shape[0], x_MK.shape[1])), self.state.format
+        return measure(self.backend, x_MK, tile, fmt, False, 0.0, scale=self.state.scale, invariant=False, heavy=heavy)
+
 
 def run_quantizers(
     used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool, codes: bool = False
@@ -148,21 +167,54 @@ def run_quantizers(
     the recipe made them. With `codes` the results are (codes, scale_inv), else what they stand for."""
     if codes:
         return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
-    first, second = used[0], used[-1]
-    kind = type(first)
-    alike = kind is type(second) and first.spec == second.spec and first.backend is second.backend
-    if len(used) != 2 or not alike or kind not in (SiteQuantizer, MxQuantizer) or first.columnwise or first.spec.shared:
+    if not _alike(used):
         return [q(x_MK, stats=stats, heavy=heavy) for q in used]
-    s, fmt = first.spec, fp8_format(first.spec.format)
+    first, s, fmt = used[0], used[0].spec, fp8_format(used[0].spec.format)
     assert s.tile is not None
-    scale = None
-    if kind is MxQuantizer:
-        rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
-        scale = rowwise, columnwise
+    scale = _scales(first, x_MK)
     both = quantize_dequantize_both(
         first.backend, x_MK, fmt, s.power_2_scale, s.eps, length=s.tile[1], scale=scale, stats=stats, heavy=heavy
     )
     return [(out, measured) for out, _, measured in both]
+
+
+def measure_operand(used: list[SiteQuantizer], x_MK: Tensor, *, heavy: bool) -> list[TileStats]:
+    """As `run_quantizers` with statistics, where nobody wants what is quantised: nothing of the operand's size is written."""
+    if not _alike(used):
+        return [q.measure(x_MK, heavy=heavy) for q in used]
+    first, s = used[0], used[0].spec
+    assert s.tile is not None
+    return [
+        *measure_both(
+            first.backend, x_MK, fp8_format(s.format), s.power_2_scale, s.eps,
+            length=s.tile[1], scale=_scales(first, x_MK), heavy=heavy,
+        )
+    ]  # fmt: skip
+
+
+def _alike(used: list[SiteQuantizer]) -> bool:
+    """Whether these are both directions of one operand, as the recipe made them, so that one read may serve both."""
+    if len(used) != 2:
+        return False
+    first, second = used
+    kind = type(first)
+    return (
+        kind in (SiteQuantizer, MxQuantizer)
+        and kind is type(second)
+        and not first.columnwise
+        and not first.spec.shared
+        and first.backend is second.backend
+        and first.spec == second.spec
+    )
+
+
+def _scales(first: SiteQuantizer, x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scales to use in both directions where the backend does not compute them."""
+    if type(first) is not MxQuantizer:
+        return None
+    fmt = fp8_format(first.spec.format)
+    rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
+    return rowwise, columnwise
 
 
 def _run_for_codes(

@@ -7,7 +7,6 @@ Thread:     training
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from .schedule import Schedule
 from .sites import SiteTable, describe, not_called
 from .slab_copy import HostCopies
 from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
+from .stopwatch import LIGHT
 
 LOSS_MISSING_STEPS = 20
 
@@ -223,7 +223,7 @@ class Watch:
                 self._end_warmup(plan)
                 plan.begin_step(sampled=False)
             return
-        began = time.perf_counter()
+        began = plan.stopwatch.mark() if plan.stopwatch is not None else None
         if step is not None:
             self._step = int(step)
         self._ending = True
@@ -244,9 +244,11 @@ class Watch:
                 self._stuck = False
                 self._tell({STUCK_FACT: ""})
             self._end_warmup(plan)
-            self._overhead.step_closed(plan, recorder, began)
+            if plan.stopwatch is not None:
+                plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
+            self.guard.run("overhead", self._overhead.step_closed, plan, recorder)
             self._begin_step(plan)
-            plan.calibrating = self._overhead.calibrates(self._num_closed)
+            self.guard.run("overhead", self._overhead.begin_step, plan, self._num_closed)
 
     def _begin_step(self, plan: ops.Plan) -> None:
         """What the step that begins now will measure."""
@@ -339,6 +341,7 @@ class Watch:
             "num_steps": self._num_closed,
             "last_step": self.last_step,
             "every": self._overhead.every,
+            "overhead_ratio": self._overhead.ratio,
             "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
             "steps": NO_STEP_ENDED if self._stuck else "ending" if self._num_closed else "none yet",
             "url": self.url,

@@ -1,7 +1,7 @@
 """The cpu backend: quantisation and statistics in one pass of C, compiled at first use. Equal to the reference.
 
 Upstream:   fp8watch.linear     Downstream: fp8watch.quantize.stats
-Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], one folded row     Thread: training
+Shapes:     x [M, K] -> codes, values [M, K] or nothing, scale_inv [Mt, Kt], one folded row     Thread: training
 
 The library knows no Python: it gets pointers and writes into tensors that are made here. It runs without the
 interpreter's lock, and on more than one thread where the operand is large and torch may use them; the result does not
@@ -30,11 +30,12 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"E4M3": 0, "E5M2": 1}
 _THREADED_ELEMENTS = 1 << 19
 _JOB = struct.Struct("P5q6P9if")  # struct job in job.h
-_CODES, _VALUES = 0, 1
+_CODES, _VALUES, _NOTHING = 0, 1, 2
 _empty = functools.partial(torch.empty, device="cpu")  # torch's default device and dtype may be anything
 # a tensor that makes others like itself takes half as long as torch.empty
 _new_f32 = _empty(0, dtype=torch.float32).new_empty
 _new_u8 = _empty(0, dtype=torch.uint8).new_empty
+_no_output = _empty(0, dtype=torch.float32)
 _LIGHT, _ALL = int(LIGHT), int(LIGHT | HEAVY)
 
 
@@ -147,14 +148,63 @@ def quantize_dequantize_both(
     heavy: bool = True,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, TileStats | None], tuple[torch.Tensor, torch.Tensor, TileStats | None]]:
     """As `fp8watch.kernels.registry.quantize_dequantize_both`, from one read of the operand."""
+    row, column = _both(x, fmt, power_2_scale, eps, length, scale, stats, heavy, _VALUES)
+    return row[1:4], column[1:4]
+
+
+def _both(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    length: int,
+    scale: tuple[torch.Tensor, torch.Tensor] | None,
+    stats: bool,
+    heavy: bool,
+    kind: int,
+) -> tuple[_Call, _Call]:
     check_operand(x)
     x = _readable(x)
-    row, column = (
-        _prepare(x, tile, fmt, power_2_scale, eps, given, True, True, stats, heavy, _VALUES)
-        for tile, given in zip(((1, length), (length, 1)), scale or (None, None), strict=True)
-    )
+    given = scale or (None, None)
+    row = _prepare(x, (1, length), fmt, power_2_scale, eps, given[0], True, True, stats, heavy, kind)
+    column = _prepare(x, (length, 1), fmt, power_2_scale, eps, given[1], True, True, stats, heavy, kind)
     _checked(cpu_library.load().fp8watch_quantize_both(row.job, column.job))
-    return row[1:4], column[1:4]
+    return row, column
+
+
+def measure(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    invariant: bool = True,
+    heavy: bool = True,
+) -> TileStats:
+    """As `fp8watch.kernels.registry.measure`: reads the operand, and writes nothing of its size."""
+    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, True, invariant, True, heavy, _NOTHING)
+    _checked(cpu_library.load().fp8watch_quantize(call.job))
+    assert call.stats is not None
+    return call.stats
+
+
+def measure_both(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    heavy: bool = True,
+) -> tuple[TileStats, TileStats]:
+    """As `fp8watch.kernels.registry.measure_both`, from one read of the operand."""
+    row, column = _both(x, fmt, power_2_scale, eps, length, scale, True, heavy, _NOTHING)
+    assert row.stats is not None
+    assert column.stats is not None
+    return row.stats, column.stats
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
@@ -217,7 +267,7 @@ def _prepare(
     mt, kt = -(-rows // bm), -(-columns // bk)
     if given is not None:
         given = check_scale(given, (mt, kt), x).detach().contiguous()
-    out = _new_u8((rows, columns)) if kind == _CODES else _new_f32((rows, columns))
+    out = _no_output if kind == _NOTHING else _new_u8(x.shape) if kind == _CODES else _new_f32(x.shape)
     scale_inv = _new_f32((mt, kt))
     measured: TileStats | None = None
     amax_at = marks_at = row_at = mark_bytes = 0

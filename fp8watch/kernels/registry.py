@@ -110,6 +110,61 @@ def quantize_dequantize_both(
     return rowwise, columnwise
 
 
+def measure(
+    backend: Backend,
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    invariant: bool = True,
+    heavy: bool = True,
+) -> TileStats:
+    """The statistics of `quantize` alone, for operands that nobody multiplies in FP8.
+
+    A backend that can measure without writing what it quantised has a function of this name with the same arguments,
+    `backend` left out; of another the codes are thrown away.
+    """
+    alone = getattr(backend, "measure", None)
+    if alone is not None:
+        got = alone(x, tile_shape, fmt, power_2_scale, eps, scale=scale, invariant=invariant, heavy=heavy)
+        return cast("TileStats", got)
+    _, _, stats = backend.quantize(
+        x, tile_shape, fmt, power_2_scale, eps, scale=scale, invariant=invariant, stats=True, heavy=heavy
+    )
+    assert stats is not None
+    return stats
+
+
+def measure_both(
+    backend: Backend,
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    heavy: bool = True,
+) -> tuple[TileStats, TileStats]:
+    """Both directions of one operand: as `measure` with tiles (1, length) and (length, 1).
+
+    A backend that reads the operand once for both has a function of this name; another is called twice.
+    """
+    both = getattr(backend, "measure_both", None)
+    if both is not None:
+        return cast(
+            "tuple[TileStats, TileStats]", both(x, fmt, power_2_scale, eps, length=length, scale=scale, heavy=heavy)
+        )
+    rowwise, columnwise = (
+        measure(backend, x, tile, fmt, power_2_scale, eps, scale=given, heavy=heavy)
+        for tile, given in zip(((1, length), (length, 1)), scale or (None, None), strict=True)
+    )
+    return rowwise, columnwise
+
+
 def _module_name(name: str) -> str:
     return f"fp8watch.kernels.{name}"
 

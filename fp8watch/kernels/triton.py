@@ -13,6 +13,7 @@ run on a GPU yet. `make test-gpu` is what shows the rest.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from fp8watch.quantize.checks import check_denormals, check_operand, check_tile_
 
 if TYPE_CHECKING:
     from fp8watch.kernels.triton_launch import How
+    from fp8watch.quantize.stats import TileStats
 
 NAME = "triton"
 
@@ -158,6 +160,42 @@ def quantize_dequantize_both(
     """As `quantize_both`, with what the codes stand for (float32) in place of the codes."""
     how = _how(fmt, power_2_scale, eps, True, True, stats, heavy, dequantize=True)
     return _both(x, length, scale, how, transposed=False)
+
+
+def measure(
+    x: torch.Tensor,
+    tile_shape: tuple[int, int],
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    scale: torch.Tensor | None = None,
+    invariant: bool = True,
+    heavy: bool = True,
+) -> TileStats:
+    """As `fp8watch.kernels.registry.measure`: reads the operand, and writes nothing of its size."""
+    how = replace(_how(fmt, power_2_scale, eps, True, invariant, True, heavy, dequantize=False), alone=True)
+    stats = _quantize(x, tile_shape, scale, how)[2]
+    assert stats is not None
+    return stats
+
+
+def measure_both(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    power_2_scale: bool,
+    eps: float,
+    *,
+    length: int = 128,
+    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    heavy: bool = True,
+) -> tuple[TileStats, TileStats]:
+    """As `fp8watch.kernels.registry.measure_both`, from one read of the operand."""
+    how = replace(_how(fmt, power_2_scale, eps, True, True, True, heavy, dequantize=False), alone=True)
+    rowwise, columnwise = (stats for *_, stats in _both(x, length, scale, how, transposed=False))
+    assert rowwise is not None
+    assert columnwise is not None
+    return rowwise, columnwise
 
 
 dequantize = reference.dequantize

@@ -50,6 +50,7 @@ class How:
     heavy: bool
     dequantize: bool
     hardware_cast: bool
+    alone: bool = False  # the statistics alone: nothing is written of the operand's size
 
     def constants(self, x: torch.Tensor, given: bool, region: tuple[int, int]) -> dict[str, Any]:
         """The constants that kernels are compiled for. Fused multiply-add would round once where the rule rounds twice."""
@@ -57,7 +58,7 @@ class How:
             "BM": region[0], "BK": region[1], "SUB": strip_of(region, self.heavy and self.stats), "E4M3": self.fmt.name == "E4M3",
             "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": self.power_2, "GUARD": self.guard, "GIVEN": given,
             "INVARIANT": self.invariant, "STATS": self.stats, "HEAVY": self.heavy and self.stats,
-            "DEQUANTIZE": self.dequantize, "HARDWARE": self.hardware_cast,
+            "OUTPUT": 2 if self.alone else int(self.dequantize), "HARDWARE": self.hardware_cast,
             "num_warps": NUM_WARPS, "enable_fp_fusion": False,
         }  # fmt: skip
 
@@ -70,7 +71,7 @@ class _Side:
     ) -> None:  # fmt: skip
         self.shape, self.tile, self.how, self.whole = (x.shape[0], x.shape[1]), tile, how, whole
         self.num_tiles = (-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1]))
-        shape = self.shape[::-1] if transposed else self.shape
+        shape = (0, 0) if how.alone else self.shape[::-1] if transposed else self.shape
         out = torch.empty(shape, dtype=torch.float32 if how.dequantize else torch.uint8, device=x.device)
         self.out = out.t() if transposed else out
         self.scale_inv = torch.empty(self.num_tiles, dtype=torch.float32, device=x.device)

@@ -28,9 +28,9 @@ def load_strip(x, rows, cols, M, K, stride_m, stride_k):
 def quantize_strip(
     value, scale, scale_inv, out, rows, cols, M, K, stride_om, stride_ok,
     SUB: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
-    E4M3: tl.constexpr, CLIPS: tl.constexpr, HEAVY: tl.constexpr, DEQUANTIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    E4M3: tl.constexpr, CLIPS: tl.constexpr, HEAVY: tl.constexpr, OUTPUT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write codes or values; return the counts of non-zero and underflow of each element in one integer, whether it
+    """Write codes, values or nothing (OUTPUT 0, 1, 2); return the counts of non-zero and underflow of each element in one integer, whether it
     clips, and the error of each element (0 where there is none)."""
     xbits = bits_of(value)
     mag = xbits & 0x7FFFFFFF
@@ -38,12 +38,12 @@ def quantize_strip(
     code, rounded = encode(y, (xbits >> 24) & 0x80, E4M3, HARDWARE)
     inside = (rows < M)[:, None] & (cols < K)[None, :]
     places = rows.to(tl.int64)[:, None] * stride_om + cols.to(tl.int64)[None, :] * stride_ok
-    if DEQUANTIZE or HEAVY:
+    if OUTPUT == 1 or HEAVY:
         signed = float_of(bits_of(rounded) | (xbits & -0x80000000))
         dequantized = signed * spread(scale_inv, SUB // TM, TM, BK // TK, TK)
-    if DEQUANTIZE:
+    if OUTPUT == 1:
         tl.store(out + places, dequantized, mask=inside)
-    else:
+    elif OUTPUT == 0:
         tl.store(out + places, code.to(tl.uint8), mask=inside)
     seen = tl.where(mag != 0, tl.where((code & 0x7F) == 0, 0x10001, 1), 0)
     if CLIPS:  # a scale computed here clips nothing

@@ -51,7 +51,7 @@ def _along_rows(
     M, K, stride_m, stride_k, stride_om, stride_ok, Kt, eps,
     BM: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, TK: tl.constexpr, E4M3: tl.constexpr,
     LARGEST_INPUT: tl.constexpr, POWER_2: tl.constexpr, GUARD: tl.constexpr, GIVEN: tl.constexpr,
-    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, DEQUANTIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, OUTPUT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tiles 1 × TK of a region."""
     GK: tl.constexpr = BK // TK
@@ -103,7 +103,7 @@ def _along_rows(
         tl.store(scale_inv_out + place, scale_inv, mask=mine)
         seen, clips, error = quantize_strip(
             value, scale, scale_inv, out, rows, cols, M, K, stride_om, stride_ok,
-            SUB, BK, 1, TK, E4M3, CLIPS, HEAVY, DEQUANTIZE, HARDWARE,
+            SUB, BK, 1, TK, E4M3, CLIPS, HEAVY, OUTPUT, HARDWARE,
         )  # fmt: skip
         if STATS:
             seen = tile_sum(seen, SUB, 1, GK, TK)
@@ -179,7 +179,7 @@ def _across_rows(
     M, K, stride_m, stride_k, stride_om, stride_ok, Mt, Kt, eps,
     BM: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, TK: tl.constexpr, WHOLE: tl.constexpr, E4M3: tl.constexpr,
     LARGEST_INPUT: tl.constexpr, POWER_2: tl.constexpr, GUARD: tl.constexpr, GIVEN: tl.constexpr,
-    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, DEQUANTIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, OUTPUT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tiles BM × TK of a region, or with WHOLE its part of the one tile (TK = BK)."""
     GK: tl.constexpr = BK // TK
@@ -242,7 +242,7 @@ def _across_rows(
         value = load_strip(x, rows, cols, M, K, stride_m, stride_k)
         strip_seen, strip_clips, error = quantize_strip(
             value, scale, scale_inv, out, rows, cols, M, K, stride_om, stride_ok,
-            SUB, BK, SUB, TK, E4M3, CLIPS, HEAVY, DEQUANTIZE, HARDWARE,
+            SUB, BK, SUB, TK, E4M3, CLIPS, HEAVY, OUTPUT, HARDWARE,
         )  # fmt: skip
         if STATS:
             seen += strip_seen
@@ -297,7 +297,7 @@ def quantize_kernel(
     M, K, stride_m, stride_k, stride_om, stride_ok, Mt, Kt, regions_k, eps,
     BM: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, WHOLE: tl.constexpr,
     E4M3: tl.constexpr, LARGEST_INPUT: tl.constexpr, POWER_2: tl.constexpr, GUARD: tl.constexpr, GIVEN: tl.constexpr,
-    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, DEQUANTIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, OUTPUT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One direction: tiles along the rows, along the columns, blocks, or the whole operand as one tile."""
     pid = tl.program_id(0)
@@ -307,13 +307,13 @@ def quantize_kernel(
         _along_rows(
             x, pid, row0, col0, out, scale_inv_out, amax_out, marks_out, given, workspace,
             M, K, stride_m, stride_k, stride_om, stride_ok, Kt, eps, BM, BK, SUB, TK,
-            E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, DEQUANTIZE, HARDWARE,
+            E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, OUTPUT, HARDWARE,
         )  # fmt: skip
     else:
         _across_rows(
             x, pid, row0, col0, out, scale_inv_out, amax_out, marks_out, given, workspace, amax_in,
             M, K, stride_m, stride_k, stride_om, stride_ok, Mt, Kt, eps, BM, BK, SUB, TK, WHOLE,
-            E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, DEQUANTIZE, HARDWARE,
+            E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, OUTPUT, HARDWARE,
         )  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def both_kernel(
     M, K, stride_m, stride_k, stride_om, stride_ok, stride_cm, stride_ck, Mt, Kt, regions_k, eps,
     BM: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr,
     E4M3: tl.constexpr, LARGEST_INPUT: tl.constexpr, POWER_2: tl.constexpr, GUARD: tl.constexpr, GIVEN: tl.constexpr,
-    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, DEQUANTIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    INVARIANT: tl.constexpr, STATS: tl.constexpr, HEAVY: tl.constexpr, OUTPUT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Tiles 1 × BM and BM × 1 from one read of memory: Mt counts those along a column, Kt those along a row."""
     pid = tl.program_id(0)
@@ -334,11 +334,11 @@ def both_kernel(
     _along_rows(
         x, pid, row0, col0, out, scale_inv_out, amax_out, marks_out, given, workspace,
         M, K, stride_m, stride_k, stride_om, stride_ok, Kt, eps, BM, BK, SUB, BM,
-        E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, DEQUANTIZE, HARDWARE,
+        E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, OUTPUT, HARDWARE,
     )  # fmt: skip
     # the operand comes from the cache now
     _across_rows(
         x, pid, row0, col0, out_c, scale_inv_out_c, amax_out_c, marks_out_c, given_c, workspace_c, None,
         M, K, stride_m, stride_k, stride_cm, stride_ck, Mt, K, eps, BM, BK, SUB, 1, False,
-        E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, DEQUANTIZE, HARDWARE,
+        E4M3, LARGEST_INPUT, POWER_2, GUARD, GIVEN, INVARIANT, STATS, HEAVY, OUTPUT, HARDWARE,
     )  # fmt: skip

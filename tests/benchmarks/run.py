@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FAMILIES = ("kernels", "linear", "agent", "steps", "store", "growth", "collector", "pages", "peers")
+FAMILIES = ("kernels", "linear", "agent", "steps", "observe", "store", "growth", "collector", "pages", "peers")
 
 
 def main() -> None:

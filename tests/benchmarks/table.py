@@ -17,7 +17,20 @@ from importlib import metadata
 from pathlib import Path
 
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-ORDER = ("kernels", "linear", "agent", "steps", "gpu", "store", "growth", "collector", "pages", "peers", "detection")
+ORDER = (
+    "kernels",
+    "linear",
+    "agent",
+    "steps",
+    "observe",
+    "gpu",
+    "store",
+    "growth",
+    "collector",
+    "pages",
+    "peers",
+    "detection",
+)
 """Families, in the order of the page. A family that has not been measured says so."""
 
 _HEAD = """# Benchmarks

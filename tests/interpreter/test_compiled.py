@@ -25,12 +25,13 @@ _POINTERS |= {"lines": "*i32", "buffer": "*u8", "given": "*fp32", "given_c": "*f
 _ALIGNED = {"M", "K", "stride_m", "stride_om", "stride_ck", "Mt", "Kt"}
 _QUANTIZE = {
     "BM": 128, "BK": 128, "WHOLE": False, "E4M3": True, "LARGEST_INPUT": 3.4e38, "POWER_2": True,
-    "GUARD": True, "GIVEN": False, "INVARIANT": True, "STATS": True, "HEAVY": False, "DEQUANTIZE": False,
+    "GUARD": True, "GIVEN": False, "INVARIANT": True, "STATS": True, "HEAVY": False, "OUTPUT": 0,
     "HARDWARE": False, "amax_in": None, "given": None, "stride_k": 1, "stride_ok": 1,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 128, "POWER_2": False}),
     "both": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1}),
+    "statistics alone": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1, "OUTPUT": 2}),
     "fold": ("fold_kernel", {"WHOLE": False, "HEAVY": True, "CHUNK": 256, "COLUMNS": 8}),
 }
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,7 +43,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks, all": ("quantize_kernel", {**_QUANTIZE, "TM": 128, "TK": 128, "HEAVY": True}),
     "both, all": ("both_kernel", {**_QUANTIZE, "given_c": None, "stride_cm": 1, "HEAVY": True}),
     "given": ("quantize_kernel", {**{k: v for k, v in _QUANTIZE.items() if k != "given"}, "TM": 1, "TK": 32, "GIVEN": True}),
-    "E5M2": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "E4M3": False, "DEQUANTIZE": True}),
+    "E5M2": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "E4M3": False, "OUTPUT": 1}),
     "the cast instruction": ("quantize_kernel", {**_QUANTIZE, "TM": 1, "TK": 128, "HARDWARE": True}),
 }  # fmt: skip
 
@@ -61,7 +62,7 @@ def compile_for(target: int, kernel: str, constants: dict[str, Any]) -> Any:
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         kind = _POINTERS.get(name, "fp32" if name == "eps" else "i32")
-        kind = "fp32" if kernel == "quantize_kernel" and constants["DEQUANTIZE"] and name == "out" else kind
+        kind = "fp32" if kernel == "quantize_kernel" and constants["OUTPUT"] == 1 and name == "out" else kind
         kind = "*fp32" if kind == "fp32" and name == "out" else kind
         signature[name] = "constexpr" if name in constants else kind
         if name not in constants and (name in _POINTERS or name in _ALIGNED):

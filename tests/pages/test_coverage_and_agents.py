@@ -72,7 +72,10 @@ def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
     sessions[40] = session_of(40, health={"dropped_ring_full": 17.0})
     sessions[50] = session_of(50, last_seen_at=time.time() - 600)
     sessions[51] = session_of(51, last_seen_at=time.time() - 600, ended=True)  # it is over, and that is well
-    sessions[52] = session_of(52, health={"overhead_ratio": 0.08})
+    sessions[52] = session_of(52, health={"internal_errors": 2.0})
+    sessions[54] = session_of(
+        54, health={"overhead_ratio": 0.3}
+    )  # steps of a small model are short: no fault of the agent
     sessions[53] = session_of(53, attempt=2)
     sessions.append(session_of(53, last_seen_at=0.0))  # of the attempt before
     got = agents({"sessions": sessions, "world_size": 66})

@@ -56,7 +56,7 @@ def run_tests(library: Path, *tests: str, **environ: str) -> None:
 def test_every_build_gives_the_same_bits(flags: tuple[str, ...], tmp_path: Path) -> None:
     compiler = cpu_compiler.find_compiler()
     library = cpu_compiler.compile_library(compiler, [*_PLAIN, *flags], tmp_path)
-    run_tests(library, "tests/quantize/test_agreement.py", "tests/quantize/test_golden.py")
+    run_tests(library, *(f"tests/quantize/test_{name}.py" for name in ("agreement", "golden", "measure")))
 
 
 @pytest.mark.timeout(900)

@@ -190,6 +190,11 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
         row->num_nonzero += t->nonzero;
         row->num_underflow += t->underflow;
         int flags = t->underflow ? UNDERFLOW_FLAG : 0;
+        if (job->mark_bytes == 1) {
+            uint8_t mark[8] = {(uint8_t)t->nonzero, 0, (uint8_t)t->underflow, 0, 0, (uint8_t)flags, 0, 0};
+            memcpy((uint8_t *)job->marks + place * 8, mark, sizeof mark);
+            continue;
+        }
         struct tile counted = *t;
         counted.saturated = counted.nan = counted.inf = 0;
         write_marks(job, place, &counted, flags);

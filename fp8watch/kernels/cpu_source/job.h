@@ -18,7 +18,7 @@
 #define NAME(name) JOIN(name, SUFFIX)
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
-enum { CODES, VALUES };                  /* what comes out: codes, or float32 of what they stand for */
+enum { CODES, VALUES, NOTHING };         /* what comes out: codes, float32 of what they stand for, or statistics alone */
 enum { NO_STATS, LIGHT_STATS, ALL_STATS };
 enum { NAN_FLAG = 1, INF_FLAG = 2, SENTINEL_FLAG = 4, ZERO_FLAG = 8, EPS_FLAG = 16, OFF_SCALE_FLAG = 32,
        SATURATED_FLAG = 64, UNDERFLOW_FLAG = 128 };
@@ -28,7 +28,7 @@ struct job {
     const void *x;          /* [M, K], rows ld elements apart */
     int64_t ld, M, K, bm, bk;
     const float *given;     /* scales to use [Mt, Kt], or NULL */
-    void *out;              /* [M, K] contiguous: bytes or float32 */
+    void *out;              /* [M, K] contiguous: bytes or float32; not read where nothing comes out */
     float *scale_inv;       /* [Mt, Kt] */
     float *amax;            /* [Mt, Kt], with statistics */
     void *marks;            /* integers of mark_bytes [Mt, Kt, 8], with statistics */
@@ -45,6 +45,7 @@ struct tile {
     int64_t row, column;    /* of its first element */
     int64_t rows, columns;
     float amax;             /* NaN ignored */
+    float low;              /* smallest magnitude of finite elements, where nothing comes out */
     int finite;             /* no NaN, no Inf */
     float scale, scale_inv, quotient;
     int64_t nonzero, saturated, underflow, nan, inf;
@@ -55,7 +56,7 @@ struct tile {
 
 /* Amax (as bits) and scale of a group of tiles, side by side for vectors. */
 struct group {
-    int32_t amax[GROUP];
+    int32_t amax[GROUP], low[GROUP]; /* low: smallest magnitude, where nothing comes out */
     float scale[GROUP], scale_inv[GROUP], ratio[GROUP];
     int some_vanished; /* a tile has counts of its own; else every element is non-zero and none vanished */
 };

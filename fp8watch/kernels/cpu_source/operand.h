@@ -34,6 +34,30 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
     }
     return bits_of(TO_FLOAT((uint16_t)max_of_halves(max_s(m0, m1))));
 }
+
+/* As run_amax, with the bits of the smallest |x| as well; a run that does not fill its blocks has 0. */
+INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
+    const vs mask = splat_s(0x7FFF);
+    vs m0 = splat_s(0), m1 = m0, c0 = m0, c1 = m0, v; /* c: the largest of what |x| lacks to the mask */
+    int64_t i = 0;
+    T rest[BLOCK];
+    while (i < n) {
+        const T *p = x + i;
+        if (i + BLOCK > n) {
+            NAME(pad)(x + i, n - i, rest);
+            p = rest;
+        }
+        memcpy(&v, p, sizeof v);
+        m0 = max_s(m0, v & mask);
+        c0 = max_s(c0, ~v & mask);
+        memcpy(&v, p + 2 * VL, sizeof v);
+        m1 = max_s(m1, v & mask);
+        c1 = max_s(c1, ~v & mask);
+        i += BLOCK;
+    }
+    *low = bits_of(TO_FLOAT((uint16_t)(0x7FFF - max_of_halves(max_s(c0, c1)))));
+    return bits_of(TO_FLOAT((uint16_t)max_of_halves(max_s(m0, m1))));
+}
 #else
 /* Largest bits of |x|: above EXPONENT_MASK for NaN, equal to it for Inf. */
 INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
@@ -51,6 +75,27 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
         for (int v = 0; v < 4; v++) m0 = max_i(m0, (vi)LOAD(rest + v * VL) & ABS_MASK);
     }
     return max_of_lanes(max_i(max_i(m0, m1), max_i(m2, m3)));
+}
+
+/* As run_amax, with the bits of the smallest |x| as well; a run that does not fill its blocks has 0. */
+INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
+    vi h[4], l[4];
+    for (int v = 0; v < 4; v++) h[v] = splat_i(0), l[v] = splat_i(ABS_MASK);
+    T rest[BLOCK];
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        const T *p = x + i;
+        if (i + BLOCK > n) {
+            NAME(pad)(x + i, n - i, rest);
+            p = rest;
+        }
+        for (int v = 0; v < 4; v++) {
+            vi a = (vi)LOAD(p + v * VL) & ABS_MASK;
+            h[v] = max_i(h[v], a);
+            l[v] = min_i(l[v], a);
+        }
+    }
+    *low = -max_of_lanes(-min_i(min_i(l[0], l[1]), min_i(l[2], l[3])));
+    return max_of_lanes(max_i(max_i(h[0], h[1]), max_i(h[2], h[3])));
 }
 
 #endif

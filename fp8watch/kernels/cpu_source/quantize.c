@@ -228,7 +228,7 @@ int fp8watch_check(void) {
         for (int c = 0; c < 512; c++)
             if (!is_finite(x[c])) x[c] = 0, codes[c] = 0;
         for (int dtype = 0; dtype < 3; dtype++)
-            for (int way = 0; way < 4; way++) {
+            for (int way = 0; way < 6; way++) {
                 const int64_t *tile = way & 1 ? narrow : one_tile;
                 float given[256];
                 struct job job = {x, 256, 2, 256, 2, tile[1], given, out, scale_inv, amax, marks, &row, 8, dtype, format, 1, 1, 0, ALL_STATS, way / 2, 1, 0};

@@ -34,12 +34,14 @@ static __attribute__((noinline)) void NAME(tile_rows)(const struct job *job, str
     int vanished = 0;
     const int clip = t->amax * t->scale > fmt->max_finite;
     for (int64_t i = 0; i < t->rows; i++) {
+        if (kind == NOTHING) break;
         if (kind == CODES)
             vanished |= NAME(run_codes)(x + i * ld, t->columns, (uint8_t *)t->out + i * out_ld, t->scale, r, clip, stream, ahead);
         else
             vanished |= NAME(run_values)(x + i * ld, t->columns, (float *)t->out + i * out_ld, t->scale, t->scale_inv, r, clip, stream, ahead);
     }
     if (!stats) return;
+    if (kind == NOTHING) vanished = t->low * t->scale <= fmt->vanishing;
     t->nonzero = t->rows * t->columns;
     t->saturated = t->underflow = t->nan = t->inf = 0;
     if (vanished || t->amax * t->scale >= fmt->midpoint) {
@@ -79,7 +81,8 @@ INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile 
         struct tile *t = tiles + k;
         const T *x = (const T *)t->x;
         int vanished;
-        if (kind == CODES) vanished = NAME(run_codes)(x, t->columns, (uint8_t *)t->out, g->scale[k], r, 0, stream, ahead);
+        if (kind == NOTHING) vanished = float_of(g->low[k]) * g->scale[k] <= FORMATS[job->format].vanishing;
+        else if (kind == CODES) vanished = NAME(run_codes)(x, t->columns, (uint8_t *)t->out, g->scale[k], r, 0, stream, ahead);
         else vanished = NAME(run_values)(x, t->columns, (float *)t->out, g->scale[k], g->scale_inv[k], r, 0, stream, ahead);
         job->scale_inv[t->i * Kt + t->j] = g->scale_inv[k];
         if (!counted) continue;
@@ -104,10 +107,10 @@ INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile 
 /* Tiles [i0, i1) × [j0, j1), along their rows. */
 INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1, int kind, int counted, int stats) {
     const struct rounding r = rounding_of(&FORMATS[job->format]);
-    const int64_t ld = job->ld, K = job->K, size = kind == CODES ? 1 : 4;
+    const int64_t ld = job->ld, K = job->K, size = kind == CODES ? 1 : kind == VALUES ? 4 : 0;
     const int group = job->bm == 1 ? GROUP : 1;
     const int64_t ahead = group * job->bk; /* where the next group is, mostly */
-    const int stream = job->M * K * size >= STREAM_BYTES && job->bk % VB == 0 && K % VB == 0 && (uintptr_t)job->out % VB == 0;
+    const int stream = kind != NOTHING && job->M * K * size >= STREAM_BYTES && job->bk % VB == 0 && K % VB == 0 && (uintptr_t)job->out % VB == 0;
     struct tile tiles[GROUP];
     struct group g;
     int64_t i = i0, j = j0;
@@ -119,12 +122,16 @@ INLINE void NAME(rows_of)(const struct job *job, struct fold *f, int64_t i0, int
             t->rows = least(job->bm, job->M - t->row), t->columns = least(job->bk, K - t->column);
             t->x = (const char *)job->x + (t->row * ld + t->column) * (int64_t)sizeof(T);
             t->out = (char *)job->out + (t->row * K + t->column) * size;
-            int32_t bits = 0;
+            int32_t bits = 0, low = ABS_MASK, l = ABS_MASK;
             for (int64_t k = 0; k < t->rows; k++) {
-                int32_t b = NAME(run_amax)((const T *)t->x + k * ld, t->columns);
+                const T *x = (const T *)t->x + k * ld;
+                int32_t b = kind == NOTHING ? NAME(run_extremes)(x, t->columns, &l) : NAME(run_amax)(x, t->columns);
                 bits = b > bits ? b : bits;
+                low = l < low ? l : low;
             }
             g.amax[n] = bits;
+            g.low[n] = low;
+            t->low = float_of(low);
             if (++j == j1) j = j0, i++;
         }
         if (n == GROUP && !job->given && group_scales(job, &g)) {
@@ -177,7 +184,7 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
                              int64_t n, const T *x, int64_t ld, char *out, int64_t out_ld, int kind, int stats) {
     const struct rounding r = rounding_of(&FORMATS[job->format]);
     const struct format *fmt = &FORMATS[job->format];
-    const int64_t bk = job->bk, rows = least(job->bm, job->M - i * job->bm), size = kind == CODES ? 1 : 4;
+    const int64_t bk = job->bk, rows = least(job->bm, job->M - i * job->bm), size = kind == CODES ? 1 : kind == VALUES ? 4 : 0;
     const int64_t num_tiles = ceil_div(real, bk);
     for (int64_t c = 0; c < n; c++) w->mask[c] = 0, w->amax[c] = 0x7F000000, w->scale[c] = w->scale_inv[c] = w->unit[c] = 1;
     if (stats == ALL_STATS) memset(w->signal, 0, sizeof w->signal), memset(w->noise, 0, sizeof w->noise), memset(w->fourth, 0, sizeof w->fourth);
@@ -220,7 +227,7 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
             if (heavy) w->mask[c] = ABS_MASK, w->amax[c] = bits, w->unit[c] = NAME(unit_of)(t->amax);
         }
     }
-    for (int64_t k = 0; k < rows; k++)
+    for (int64_t k = 0; k < rows && kind != NOTHING; k++)
         if (kind == CODES) NAME(column_codes)(x + k * ld, n, (uint8_t *)out + k * out_ld, w->scale, &r);
         else NAME(column_values)(x + k * ld, n, (float *)out + k * out_ld, w->scale, w->scale_inv, &r);
     if (stats == ALL_STATS)
@@ -271,7 +278,7 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
 
 /* Tiles of row i, columns [c0, c1) with c0 at a tile's edge. Returns 0, or −1 without memory. */
 static int NAME(columns)(const struct job *job, struct fold *f, int64_t i, int64_t c0, int64_t c1, int kind, int stats) {
-    const int64_t size = kind == CODES ? 1 : 4, step = job->bk * BLOCK * (job->bk * BLOCK < 512 ? 512 / (job->bk * BLOCK) : 1);
+    const int64_t size = kind == CODES ? 1 : kind == VALUES ? 4 : 0, step = job->bk * BLOCK * (job->bk * BLOCK < 512 ? 512 / (job->bk * BLOCK) : 1);
     const int64_t row = i * job->bm, rows = least(job->bm, job->M - row);
     struct NAME(stretch) *w = malloc(sizeof *w);
     if (!w) return -1;
@@ -286,11 +293,11 @@ static int NAME(columns)(const struct job *job, struct fold *f, int64_t i, int64
         /* the rest, fewer columns than vectors have, in a padded copy */
         int64_t rest = real - whole, padded = ceil_div(rest, BLOCK) * BLOCK;
         T *copy = calloc((size_t)(rows * padded), sizeof(T));
-        char *result = malloc((size_t)(rows * padded * size));
+        char *result = malloc((size_t)(rows * padded * size + 1));
         if (copy && result) {
             for (int64_t k = 0; k < rows; k++) memcpy(copy + k * padded, x + k * job->ld + whole, (size_t)rest * sizeof(T));
             NAME(columns_of)(job, f, w, i, c + whole, rest, padded, copy, padded, result, padded, kind, stats);
-            for (int64_t k = 0; k < rows; k++)
+            for (int64_t k = 0; k < rows && kind != NOTHING; k++)
                 memcpy(out + (k * job->K + whole) * size, result + k * padded * size, (size_t)(rest * size));
         } else {
             status = -1;
@@ -311,7 +318,9 @@ static int NAME(tiles)(const struct job *job, struct fold *f, int64_t i0, int64_
             status = NAME(columns)(job, f, i, j0 * job->bk, least(j1 * job->bk, job->K), kind, stats);
         return status;
     }
-    if (kind == CODES) {
+    if (kind == NOTHING) {
+        NAME(rows_of)(job, f, i0, i1, j0, j1, NOTHING, 1, stats);
+    } else if (kind == CODES) {
         if (stats) NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, 1, stats);
         else NAME(rows_of)(job, f, i0, i1, j0, j1, CODES, 0, NO_STATS);
     } else {

@@ -172,9 +172,11 @@ def _cause(finding: Finding, facts: SiteFacts | None) -> str:
             return (
                 f"{where} was not finite before it was quantised{element}. A weight changes between steps: an update wrote "
                 "it, or what loads or edits weights."
+            )
         if extra.get("unobserved"):
             return (
-                f"{where} is the first operand of the step that is not finite{element}, and no scale before it is broken. "
+                f"{where} is the first measured operand of the step that is not finite{element}, and no measured scale before it is "
+                "broken. "
                 f"Between it and the operand before it run GEMMs that are not observed: {', '.join(extra['unobserved'])}. "
                 "One of them made it, or what lies around them: a norm, attention, an elementwise operation."
             )

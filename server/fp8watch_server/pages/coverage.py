@@ -18,8 +18,6 @@ Dict = dict[str, Any]
 PROBE = "output"
 NUM_LEFT_OUT = 40
 NUM_RANKS = 32
-OVERHEAD_BUDGET = 0.01
-"""The agent's own budget (attach: overhead_budget); above it the page says so."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -111,7 +109,6 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
     overhead = health.get("overhead_ratio")
     status = "ended" if session["ended"] else "silent" if now - session["last_seen_at"] > STALLED_AFTER_S else "sending"
     errors, spooled = _count(health, "internal_errors"), _count(health, "spooled")
-    late = isinstance(overhead, (int, float)) and overhead > 2 * OVERHEAD_BUDGET
     return {
         "rank": session["rank"],
         "host": session["host"],
@@ -127,5 +124,5 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
         "internal_errors": errors,
         "overhead": overhead,
         "versions": session["versions"] or {},
-        "well": status != "silent" and not dropped and not errors and not spooled and not late,
+        "well": status != "silent" and not dropped and not errors and not spooled,
     }
