@@ -106,7 +106,8 @@ def test_a_model_of_transformer_engine_alone_closes_its_steps(te: ModuleType, at
         optimizer.step()
     kept = watch._recorder
     assert [int(h["step"]) for h, *_ in kept.steps] == [0, 1, 2, 3]
-    assert [len(ids) > 0 for _, ids, *_ in kept.steps] == [True, False, True, False]
+    sampled = [len(ids) > 0 for _, ids, *_ in kept.steps]
+    assert sampled == [True, False, True, True], "each second one, and what follows the NaN"
     _, rows = kept.step(2)
     assert rows["0.fc1", "input", "rowwise"]["num_nan"] > 0
 
