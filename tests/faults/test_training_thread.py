@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agent_support import serve
+from counts import part_of
 from faults.proxy import UP, Fault, proxy
 from faults.zygote import Zygote
 
@@ -82,4 +83,4 @@ def test_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url:
 
 @pytest.mark.long
 def test_a_thousand_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
-    check(zygote, 1000, tmp_path, refused_url)
+    check(zygote, part_of(1000), tmp_path, refused_url)

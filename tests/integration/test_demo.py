@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from counts import in_turn, part_of
+
+FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr"]
 
 
 def demo(tmp_path, *args):
@@ -23,9 +26,9 @@ def test_an_inf_is_named(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
-@pytest.mark.parametrize("fault", ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr"])
-def test_every_failure_is_named_whatever_the_seed(tmp_path, fault, seed):
+@pytest.mark.parametrize("fault_and_seed", in_turn([f"{fault} {seed}" for fault in FAILURES for seed in (1, 2, 3)]))
+def test_every_failure_is_named_whatever_the_seed(tmp_path, fault_and_seed):
+    fault, seed = fault_and_seed.split()
     out = demo(tmp_path, "--fault", fault, "--seed", seed)
     assert out.returncode == 0, out.stdout + out.stderr
 
@@ -33,7 +36,7 @@ def test_every_failure_is_named_whatever_the_seed(tmp_path, fault, seed):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_healthy_run_raises_nothing_in_600_steps(tmp_path):
-    out = demo(tmp_path, "--fault", "none")
+    out = demo(tmp_path, "--fault", "none", "--steps", str(part_of(600)))
     assert out.returncode == 0, out.stdout + out.stderr
 
 
