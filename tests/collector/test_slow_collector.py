@@ -118,9 +118,11 @@ def agent(client: httpx.Client) -> Agent:
 def test_a_slow_database_is_waited_for_while_it_gets_something_done(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(patience, "WITHOUT_PROGRESS_S", 1.0)
+    monkeypatch.setattr(patience, "WORKED_S", 1e9)  # as where the system does not say who uses the processor
     slowly(monkeypatch, write, "register_sites", lambda: time.sleep(0.5 * patience.WITHOUT_PROGRESS_S))
-    answer = agent.register_sites(SITES)
-    assert (answer.status_code, answer.json()) == (200, {"run": "run-1", "num_sites": len(SITES)})
+    answer = agent.register_sites(SITES[:1000])
+    assert (answer.status_code, answer.json()) == (200, {"run": "run-1", "num_sites": 1000})
 
 
 def test_a_database_that_gets_nothing_done_is_not_waited_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
