@@ -227,7 +227,7 @@ class TeObserver:
         first = output[0] if isinstance(output, tuple) and output else output
         if frame is None or not isinstance(first, torch.Tensor):
             return
-        if self.sampled and not frame.again and not frame.num_products:
+        if self.sampled and not frame.again and not frame.num_products and first.numel():
             for row in self._rows_of[id(frame.te)]:
                 self.unread.note(frame.te.kind, "its products do not pass where they are seen: fused or compiled", row)
         if not first.requires_grad:
