@@ -182,8 +182,8 @@ MODES = [
     Bug(
         "sensitive-layer-quantized",
         f"{D}/sessions.py",
-        "            if what is not None:\n                hit.append((site, what))\n",
-        "            if what is not None and site.operand == 'weight':\n                hit.append((site, what))\n",
+        "        if what is not None:\n            hit.append((site, what))\n",
+        "        if what is not None and site.operand == 'weight':\n            hit.append((site, what))\n",
         _scenario("sensitive-layer-quantized"),
     ),
     Bug(
