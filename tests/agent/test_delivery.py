@@ -330,3 +330,18 @@ def test_close_says_that_the_session_ended(collector: Collector, settings: Agent
     recorder.close()
     (farewell,) = collector.farewells()
     assert farewell.header.health["ended"] == 1.0
+
+
+def test_facts_that_only_running_shows_travel_without_a_batch(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    assert eventually(lambda: session.session in collector.sessions)
+    recorder.update_facts({"no_step_ended": "call watch.step()"})
+    told = {"ok": True, "no_step_ended": "call watch.step()"}
+    assert eventually(lambda: collector.sessions[session.session]["facts"] == told)
+    num_requests = len(collector.requests)
+    time.sleep(10 * settings.poll_interval_s)
+    assert len(collector.requests) == num_requests  # once
+    assert collector.batches() == []
+    recorder.close()

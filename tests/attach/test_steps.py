@@ -44,6 +44,38 @@ def test_micro_batches_are_one_step(attach, mlp):
     assert watch._recorder.losses() == pytest.approx([np.mean(losses)], rel=1e-6)
 
 
+class Shares(nn.Module):
+    """Divides its loss by the items that it is told of, as the models of transformers do; else by its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x, num_items_in_batch=None):
+        total = self.linear(x).pow(2).sum()
+        return total / (x.shape[0] if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("windows", [(4, 4, 4), (5, 5, 1)])  # of an epoch that does not divide, the last is short
+def test_losses_that_are_shares_of_the_step_are_added_and_others_averaged(attach, windows):
+    model = Shares()
+    watch = attach(model, recipe="observe")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    expected = []
+    for told in (True, False):
+        for num in windows:
+            batches = [torch.randn(16, 64) for _ in range(num)]
+            items = sum(len(b) for b in batches) if told else None
+            losses = [model(b, num_items_in_batch=items) for b in batches]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            losses = [float(loss.detach()) for loss in losses]
+            expected.append(sum(losses) if told else sum(losses) / num)
+    assert watch._recorder.losses() == pytest.approx(expected, rel=1e-6)
+    assert max(expected) < 2 * min(expected)
+
+
 def test_an_optimizer_of_something_else_ends_nothing(attach, mlp):
     watch = attach(mlp)
     other = nn.Linear(16, 16)

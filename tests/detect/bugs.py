@@ -183,9 +183,30 @@ MODES = [
     Bug(
         "sensitive-layer-quantized",
         f"{D}/sessions.py",
-        "            if pattern.search(facts.module):\n",
-        "            if pattern.match(facts.module + '.'):\n",
+        "        if what is not None:\n            hit.append((site, what))\n",
+        "        if what is not None and site.operand == 'weight':\n            hit.append((site, what))\n",
         _scenario("sensitive-layer-quantized"),
+    ),
+    Bug(
+        "the role that the session says of a module counts more than its name",
+        f"{D}/sessions.py",
+        "told.get(pattern(site.module)) or role_of(site.module)",
+        "role_of(site.module)",
+        "tests/detect/test_reports.py::test_the_gate_of_an_mlp_is_no_router_where_the_session_says_so",
+    ),
+    Bug(
+        "GEMMs that nobody observes are suspected",
+        f"{D}/unobserved.py",
+        "    suspects = [name for name in names if _lies_in(name, inside)]\n",
+        "    suspects: list[str] = []\n",
+        "tests/detect/test_reports.py::test_a_nan_behind_experts_that_nobody_observes_may_be_theirs",
+    ),
+    Bug(
+        "GEMMs that ran elsewhere are not suspected",
+        f"{D}/unobserved.py",
+        "    suspects = [name for name in names if _lies_in(name, inside)]\n",
+        "    suspects = names\n",
+        "tests/detect/test_reports.py::test_a_nan_between_two_sites_of_one_mlp_is_not_of_experts_elsewhere",
     ),
     Bug(
         "kernel-output-fault",

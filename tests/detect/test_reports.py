@@ -269,3 +269,64 @@ def test_fused_attention_is_a_bound_and_is_said_to_be_one() -> None:
     words = explain(finding, case.traces[0].facts)
     assert "bound, not a measurement" in words.cause
     assert words.place["module"] in (Q, K)
+
+
+EXPERTS = {"not_taken": "layers.*.experts.down_proj (3-D parameter [8, 192, 96], 41 %); conv (Conv1d [64, 64, 3], 3 %)"}
+
+
+def _nan_in_the_input_of(module: str, facts: dict[str, str]) -> Explanation:
+    t = healthy(4, 20)
+    j = t.one(module, "input")
+    put_nan(t, 9, np.arange(len(t.sites)) == j)
+    nan_after(t, 9, t.sites[j].order)
+    finding, words = said(Case([t], 9, [[session(t, facts=facts)]]))
+    assert (finding.mode, words.place["module"]) == ("nan-in-activation", module)
+    return words
+
+
+def test_a_nan_behind_experts_that_nobody_observes_may_be_theirs() -> None:
+    words = _nan_in_the_input_of("layers.1.attention.q_proj", EXPERTS)
+    assert "outside the GEMMs" not in words.title + words.cause
+    assert "perhaps out of a GEMM that is not observed" in words.title
+    assert "GEMMs that are not observed: layers.*.experts.down_proj." in words.cause
+
+
+def test_a_nan_between_two_sites_of_one_mlp_is_not_of_experts_elsewhere() -> None:
+    words = _nan_in_the_input_of("layers.1.mlp.down_proj", EXPERTS)
+    assert "from outside the GEMMs" in words.title
+    assert "not observed" not in words.cause
+
+
+def test_without_unobserved_gemms_a_nan_came_from_outside_of_them() -> None:
+    assert "from outside the GEMMs" in _nan_in_the_input_of("layers.1.attention.q_proj", {"not_taken": ""}).title
+
+
+def _sensitive(module: str, facts: dict[str, str]) -> list[str]:
+    t = healthy(4, 20)
+    site = replace(t.sites[0], module=module, id=site_id(module, "input", "rowwise"), order=500)
+    [j] = t.add_sites([site], measured=int(Measured.COUNTS))
+    for name in t.columns:
+        t.columns[name][:, j] = t.columns[name][:, t.one(DOWN, "input")]
+    found = causes(play(Case([t], 0, [[session(t, facts=facts)]])))
+    return [m for f in found if f.mode == "sensitive-layer-quantized" for m in f.extra["modules"]]
+
+
+def test_the_gate_of_an_mlp_is_no_router_where_the_session_says_so() -> None:
+    gate = "layers.7.mlp.gate"
+    assert _sensitive(gate, {}) == [gate]
+    assert _sensitive(gate, {"roles": "layers.*.mlp.gate (linear)"}) == []
+
+
+def test_a_head_of_another_name_is_one_where_the_session_says_so() -> None:
+    assert _sensitive("decoder", {}) == []
+    assert _sensitive("decoder", {"roles": "decoder (output head)"}) == ["decoder"]
+
+
+def test_what_a_loop_or_a_model_says_of_itself_is_no_other_recipe() -> None:
+    before, after = healthy(5, 20), healthy(5, 20, first_step=20)
+    old = session(
+        before, attempt=1, facts={"no_step_ended": "", "not_taken": "", "gemm_flops_observed": 0.5, "roles": ""}
+    )
+    new = {"no_step_ended": "x", "not_taken": "a (b, 1 %)", "gemm_flops_observed": 0.4, "roles": "a (linear)"}
+    found = causes(play(Case([after], 20, [[old], [session(after, attempt=2, facts=new)]])))
+    assert [f.mode for f in found] == []

@@ -60,6 +60,55 @@ def test_run_page_says_what_is_in_fp8_on_which_backend_and_what_is_not_and_why(
     assert "all well" in words(html, "agents")
 
 
+def with_facts(client: httpx.Client, run: synthetic.Run, facts: dict[str, Any]) -> None:
+    session = {"rank": 0, "host": "node-1", "pid": 1, "recipe": "observe", "backend": "cpu", "facts": facts}
+    assert client.put(f"/v1/runs/{run.run_id}/sessions/{run.session}", json=session).status_code == 200
+
+
+def test_run_page_names_the_gemms_that_are_not_observed_and_their_share(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with serving(make_app(tmp_path_factory.mktemp("share"))) as client:
+        run = synthetic.Run(client, "moe", "moe", sites=synthetic.make_sites(1)).register()
+        experts = "model.layers.*.mlp.experts.down_proj (3-D parameter [8, 96, 192], 24 %)"
+        facts = {"gemm_flops_observed": 0.22, "not_taken": experts, "not_called": "a.b; c.*"}
+        with_facts(client, run, facts)
+        run.send(range(3))
+        said = words(client.get("/runs/moe").text, "coverage")
+        (session,) = client.get("/api/v1/runs/moe").json()["sessions"]
+        with_facts(client, run, {"gemm_flops_observed": "nan"})
+        hostile = words(client.get("/runs/moe").text, "coverage")
+    assert "Observed: 22 % of the model's GEMM FLOPs" in said.replace("&#39;", "'")
+    for expected in (
+        "GEMMs not observed model.layers.*.mlp.experts.down_proj 3-D parameter [8, 96, 192], 24 %",
+        "Not called in the first step a.b c.*",
+    ):
+        assert expected in said
+    assert session["facts"] == facts
+    assert "Observed:" not in hostile
+
+
+def test_a_run_of_which_no_step_ends_is_visible_as_not_watching(tmp_path_factory: pytest.TempPathFactory) -> None:
+    remedy = "no step has ended after 20 backward passes: call watch.step()"
+    with serving(make_app(tmp_path_factory.mktemp("stuck"))) as client:
+        run = synthetic.Run(client, "stuck", "stuck", sites=synthetic.make_sites(1)).register()
+        before, listed_before = client.get("/runs/stuck").text, client.get("/").text
+        with_facts(client, run, {"no_step_ended": remedy})
+        empty, listed = client.get("/runs/stuck").text, client.get("/").text
+        run.send(range(3))
+        page = client.get("/runs/stuck").text
+        with_facts(client, run, {"no_step_ended": ""})
+        after, listed_after = client.get("/runs/stuck").text, client.get("/").text
+    note = f'<p class="note warning">Attached, but {remedy}.</p>'
+    assert [note in html for html in (before, empty, page, after)] == [False, True, True, False]
+    assert "attached, no step has ended" in empty
+    assert ["no step has ended</small>" in html for html in (listed_before, listed, listed_after)] == [
+        False,
+        True,
+        False,
+    ]
+
+
 def session_of(rank: int, **changes: Any) -> dict[str, Any]:
     """A session that is well."""
     health = {"acknowledged": 100.0, "queued": 0.0, "spooled": 0.0, "retries": 0.0, "internal_errors": 0.0}

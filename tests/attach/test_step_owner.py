@@ -1,0 +1,214 @@
+"""Whose steps end a step where the optimizer holds none of the watched parameters, and what is said where none does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+
+
+def forward_backward(m):
+    m(torch.randn(16, 64).bfloat16()).float().pow(2).mean().backward()
+
+
+def copies_of(m, *, trained=True):
+    made = [p.detach().float().clone().requires_grad_(trained) for p in m.parameters()]
+    return made, torch.optim.AdamW(made)
+
+
+def hand_over(m, copies):
+    for p, c in zip(m.parameters(), copies, strict=True):
+        c.grad, p.grad = p.grad.float(), None
+
+
+def numbers(watch):
+    return [int(h["step"]) for h, *_ in watch._recorder.steps]
+
+
+def calls(watch):
+    return [{int(r["num_calls"]) for r in watch._recorder.step(i)[1].values()} for i in range(len(numbers(watch)))]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_optimizer_of_float32_copies_ends_each_step_from_the_first_on(attach, capsys, trained):
+    m = model()
+    copies, optimizer = copies_of(m, trained=trained)
+    watch = attach(m, recipe="observe")
+    for _ in range(5):
+        forward_backward(m)
+        hand_over(m, copies)
+        optimizer.step()
+    assert numbers(watch) == [0, 1, 2, 3, 4]
+    assert calls(watch) == [{1}] * 5
+    assert capsys.readouterr().err.count("AdamW holds none of the watched parameters") == 1
+    assert watch.summary()["steps"] == "ending"
+
+
+def test_one_flat_copy_of_all_parameters_is_enough(attach):
+    m = model()
+    flat = torch.cat([p.detach().float().reshape(-1) for p in m.parameters()]).requires_grad_()
+    optimizer = torch.optim.AdamW([flat])
+    watch = attach(m, recipe="observe")
+    for _ in range(3):
+        forward_backward(m)
+        flat.grad = torch.cat([p.grad.float().reshape(-1) for p in m.parameters()])
+        optimizer.step()
+    assert numbers(watch) == [0, 1, 2]
+
+
+def test_megatron_leaves_the_copy_on_its_parameter(attach, capsys):
+    m = model()
+    watch = attach(m, recipe="observe")
+    copies, optimizer = copies_of(m)
+    for p, c in zip(m.parameters(), copies, strict=True):
+        p.main_param = c
+    small = torch.optim.SGD([nn.Parameter(torch.zeros(4))])
+    for _ in range(3):
+        forward_backward(m)
+        small.step()  # of something else, and first
+        hand_over(m, copies)
+        optimizer.step()
+    assert numbers(watch) == [0, 1, 2]
+    assert "holds none" not in capsys.readouterr().err
+
+
+def test_an_optimizer_of_a_part_is_adopted_after_three_steps_and_numbers_go_on(attach, capsys):
+    m = model()
+    part = [next(m.parameters()).detach().float().clone().requires_grad_()]
+    optimizer = torch.optim.AdamW(part)
+    watch = attach(m, recipe="observe")
+    for _ in range(5):
+        forward_backward(m)
+        optimizer.step()
+        optimizer.step()  # without a backward in between: not a step more
+    assert numbers(watch) == [2, 3, 4]
+    assert calls(watch) == [{3}, {1}, {1}]
+    assert "its first 3 steps are recorded as one" in capsys.readouterr().err
+
+
+def test_whoever_holds_the_parameters_displaces_the_adopted(attach):
+    m = model()
+    stranger = torch.optim.SGD([p.detach().clone() for p in m.parameters()], lr=0.0)
+    owner = torch.optim.SGD(m.parameters(), lr=0.1)
+    watch = attach(m, recipe="observe")
+    for _ in range(3):
+        forward_backward(m)
+        stranger.step()
+        owner.step()
+    for _ in range(2):
+        forward_backward(m)
+        owner.step()
+    assert numbers(watch) == [0, 1, 2, 3, 4]
+    assert calls(watch) == [{1}] * 5
+
+
+class Engine:
+    """What wraps an optimizer and is none: `step` is its own."""
+
+    def __init__(self, inner):
+        self.optimizer = inner
+        self.param_groups = inner.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_an_engine_is_asked_for_the_optimizer_inside(attach):
+    m = model()
+    copies, optimizer = copies_of(m)
+    watch = attach(m, recipe="observe", optimizer=Engine(Engine(optimizer)))
+    for _ in range(2):
+        forward_backward(m)
+        hand_over(m, copies)
+        optimizer.step()
+    assert numbers(watch) == [0, 1]
+
+
+class Own:
+    """An optimizer of one's own, that torch knows nothing of."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+        self.param_groups = [{"params": self.parameters, "lr": 0.1}]
+
+    def step(self):
+        for p in self.parameters:
+            p.data.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+
+def test_an_optimizer_without_a_step_of_torch_is_refused_with_the_remedy(attach):
+    m = model()
+    with pytest.raises(ValueError, match=r"Engine → Own.*watch\.step\(\)"):
+        attach(m, optimizer=Engine(Own(m.parameters())))
+    assert type(m[0]) is nn.Linear
+
+
+def test_that_no_step_ends_is_said_once_and_unsaid_when_one_does(attach, capsys):
+    m = model()
+    optimizer = Own(m.parameters())
+    watch = attach(m, recipe="observe")
+    assert watch.summary()["steps"] == "none yet"
+    for n in range(25):
+        forward_backward(m)
+        optimizer.step()
+        assert ("no step has ended" in watch.summary()["steps"]) == (n >= 19)
+    assert numbers(watch) == []
+    assert capsys.readouterr().err.count("call watch.step() after each optimizer step") == 1
+    assert "watch.step()" in watch._recorder.facts["no_step_ended"]
+    watch.step()
+    assert watch._recorder.facts["no_step_ended"] == ""
+    assert watch.summary()["steps"] == "ending"
+    for _ in range(25):
+        forward_backward(m)
+    assert "no step has ended" not in capsys.readouterr().err
+
+
+def test_micro_batches_of_a_step_are_no_missing_end(attach, mlp, capsys):
+    attach(mlp)
+    optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(19):
+            mlp(torch.randn(8, 64)).backward()
+        optimizer.step()
+    assert "no step has ended" not in capsys.readouterr().err
+
+
+def test_the_run_is_registered_and_says_it_although_no_step_is_ever_sent(tmp_path):
+    from agent_support import eventually, serve
+
+    script = textwrap.dedent(
+        """
+        import sys, torch, fp8watch
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        watch = fp8watch.attach(model, recipe="observe")
+        for _ in range(21):
+            model(torch.randn(8, 32)).sum().backward()
+        sys.stdin.read()
+        import os; os._exit(0)
+        """
+    )
+    with serve() as collector:
+        env = {**os.environ, "FP8WATCH_SPOOL_DIR": str(tmp_path), "FP8WATCH_COLLECTOR": collector.url}
+        child = subprocess.Popen(
+            [sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            assert eventually(lambda: "no_step_ended" in json.dumps(list(collector.sessions.values())), 60)
+        finally:
+            child.kill()
+            child.communicate()
+    (session,) = collector.sessions.values()
+    assert "watch.step()" in session["facts"]["no_step_ended"]
+    assert collector.batches() == []
