@@ -88,7 +88,8 @@ def attach(
             object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
-        every: full statistics each n-th optimizer step.
+        every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
+            counts and scales are of each step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
             what is looked at in each step takes more by itself, they cost as much again as that. None switches that off.
