@@ -83,7 +83,8 @@ def attach(
             the GEMMs as they are), a Recipe, or a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
-        every: full statistics each n-th optimizer step.
+        every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
+            counts and scales are of each step.
         tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before `every` is raised; None switches that off.
         optimizer: the one whose steps count; default: those that hold watched parameters.

@@ -5,8 +5,8 @@ Shapes:     batches that were detected -> one Engine, whose findings are known a
 Thread:     detect worker
 
 An engine that can say what it remembers is saved now and then, and needs only what came since: that is exact. Otherwise
-the newest batches are shown to it again. How far back is counted in sampled steps, which are those with records: a run
-that sends full statistics each 64th step needs 64 times the steps to fill the same baselines.
+the newest batches are shown to it again. How far back is counted in steps with records; what only samples measure has
+fewer of them to learn from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .store.dialect import upsert
 STATE_VERSION = "1"
 """Of the envelope; the engine has a version of its own in what it dumps."""
 REPLAY_SAMPLES = 256
-"""Sampled steps of a rank that are replayed."""
+"""Steps with records of a rank that are replayed."""
 MAX_REPLAY_BATCHES = 8192
 """Of a rank, however few samples they hold."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp8watch_agent.record import Measured
+from fp8watch_agent.record import Measured, holds
 from fp8watch_agent.wire import decode_batch
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.detect.finding import facts_of
@@ -36,10 +36,15 @@ def test_the_records_do_not_depend_on_how_steps_are_cut_into_batches() -> None:
     assert np.array_equal(whole[0].steps, np.concatenate([p.steps for p in parts]))
 
 
-def test_between_samples_only_steps_travel() -> None:
+def test_between_samples_records_lack_what_only_samples_measure() -> None:
     (batch,) = [decode_batch(b.data) for b in RankStream(Plan(num_sites=10, num_steps=12, steps_per_batch=12, every=5))]
     assert len(batch.steps) == 12
-    assert sorted(set(batch.step.tolist())) == [0, 5, 10]
+    assert batch.step.tolist() == np.repeat(np.arange(12), 10).tolist()
+    full = holds(batch.column("measured"), Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH)
+    assert sorted(set(batch.step[full].tolist())) == [0, 5, 10]
+    assert not batch.column("noise_energy")[~full].any()
+    assert not batch.column("depth_hist")[~full].any()
+    assert holds(batch.column("measured"), Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO).all()
 
 
 def test_a_fault_put_in_travels_also_between_samples() -> None:
@@ -49,8 +54,8 @@ def test_a_fault_put_in_travels_also_between_samples() -> None:
     plan = Plan(num_sites=10, num_steps=6, steps_per_batch=6, every=5)
     (body,) = RankStream(plan, change=change)
     batch = decode_batch(body.data)
-    assert batch.step.tolist() == [0] * 10 + [4] + [5] * 10
-    assert body.num_records == 21
+    assert batch.step[batch.column("num_nan") == 7].tolist() == [4]
+    assert body.num_records == 60
 
 
 def test_a_healthy_fleet_is_found_healthy() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows
+from fp8watch_agent.record import FIELDS, STEP, Measured, Site, StepPresent, TileMap, empty_rows
 from fp8watch_agent.wire import Header, encode_batch, encode_tile_maps
 
 from .model import SiteTraits, make_sites, traits_of
@@ -27,15 +27,8 @@ Array = npt.NDArray[Any]
 Change = Callable[[Array, Array, int, int], None]
 """(rows [S] of ROW, step row of STEP, rank, step): puts a fault in, in place."""
 
-EVERYTHING = int(
-    Measured.COUNTS
-    | Measured.AMAX
-    | Measured.SCALE
-    | Measured.RATIO
-    | Measured.ENERGIES
-    | Measured.MOMENTS
-    | Measured.DEPTH
-)
+SAMPLED = int(Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH)
+EVERYTHING = SAMPLED | int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO)
 FP8_MAX = 448.0
 EPOCH = 1_700_000_000.0
 
@@ -45,9 +38,9 @@ class Plan:
     """One made-up run.
 
     Args:
-        num_ranks, num_sites, num_steps: its size; records are their product (divided by `every`).
+        num_ranks, num_sites, num_steps: its size; records are their product.
         steps_per_batch: as the agent's sender would bundle them.
-        every: full statistics each n-th step; the steps between travel without records.
+        every: full statistics each n-th step; in between records have no energies, moments and depth.
         seed: all numbers follow from it.
         first_step: step of the first batch.
         step_s: seconds between steps, for the steps' own clock.
@@ -133,13 +126,13 @@ class RankStream:
             rows = self.rows(step)
             if self.change is not None:
                 self.change(rows, step_rows[i : i + 1], self.rank, step)
-            if step % self.plan.every:  # between samples only what is broken leaves
-                kept = (rows["num_nan"] > 0) | (rows["num_inf"] > 0) | (rows["num_off_scale_tiles"] > 0)
-                rows, site = rows[kept], self.traits.ids[kept]
-            else:
-                site = self.traits.ids
+            if step % self.plan.every:  # between samples a record has no energies, moments and depth
+                for f in FIELDS:
+                    if f.group & SAMPLED:
+                        rows[f.name] = f.default
+                rows["measured"] &= ~SAMPLED
             parts.append(rows)
-            ids.append(site)
+            ids.append(self.traits.ids)
             of_step.append(np.full(len(rows), step, dtype=np.int64))
         rows = np.concatenate(parts)
         self.seq += 1

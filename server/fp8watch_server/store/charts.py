@@ -186,8 +186,9 @@ def heatmap(
     """Sites × steps, sites in data-flow order: {field, unit, sites, steps, values, nonfinite, stride}.
 
     `values[i][j]` is site i in column j, null where absent; a column that holds several steps shows the worst of
-    them, and `steps[j]` is its first. Steps in which no site has the field are no columns. Columns begin at multiples of their width, up to 8 steps or whole multiples of
-    32; `stride` is how many steps of a site the fullest has. `nonfinite` is [[i, j, "nan" | "inf" | "-inf"], …].
+    them, and `steps[j]` is its first. Steps in which no site has the field are no columns. Columns begin at multiples of
+    their width, up to 8 steps or whole multiples of 32; `stride` is how many steps of a site the fullest has. `nonfinite`
+    is [[i, j, "nan" | "inf" | "-inf"], …].
     """
     f = series_field(field)
     facts = site_facts(conn, run_id)
