@@ -39,11 +39,11 @@ CAUSES = [
         f"{FIRST}::test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis",
     ),
     Bug(
-        "an input that leaped is not called a batch",
-        f"{D}/loss.py",
-        "    if lr is None and inputs is not None and inputs.moved:\n",
-        "    if lr is None and inputs is not None and not inputs:\n",
-        f"{FIRST}::test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis",
+        "a leap that is measured later explains the loss",
+        f"{D}/precedence.py",
+        '    LEAP: frozenset({"chronic-quantization-noise", "bad-batch", ',
+        '    LEAP: frozenset({"chronic-quantization-noise", ',
+        f"{FIRST}::test_a_leap_that_is_measured_later_takes_the_jump_of_the_loss_over",
     ),
     Bug(
         "a verdict needs inputs that were measured",
