@@ -300,6 +300,11 @@ class Plan:
         if self.stopwatch is not None:
             self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
 
+    def loss(self) -> Tensor:
+        """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
+        losses = torch.stack([x.float() for x in self.losses])
+        return losses.sum() if self.losses_add_up else losses.mean()
+
     def note_logits(self, fqn: str, x: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of."""
         largest, before = x.amax().float(), self.logits.get(fqn)

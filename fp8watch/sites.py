@@ -6,7 +6,7 @@ Shapes:     one row -> one Site     Thread: training
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -91,3 +91,16 @@ def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) ->
             f"'module.operand' or 'module.operand.direction', such as {table[0].fqn!r}"
         )
     return frozenset(rows)
+
+
+def first_rows(table: Sequence[SiteTable], modules: Iterable[str]) -> set[int]:
+    """The first row of each of these modules.
+
+    Raises:
+        ValueError: a name that is not watched.
+    """
+    first = {site.fqn: row for row, site in reversed(list(enumerate(table)))}
+    for name in modules:
+        if name not in first:
+            raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")
+    return {first[name] for name in modules}

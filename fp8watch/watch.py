@@ -32,7 +32,7 @@ from .recipe import Recipe
 from .resume import resume_facts, resume_state
 from .scale_state import load_scale_state, scale_state
 from .schedule import Schedule
-from .sites import SiteTable, describe, not_called
+from .sites import SiteTable, describe, first_rows, not_called
 from .slab_copy import HostCopies
 from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
 from .stopwatch import LIGHT
@@ -144,11 +144,8 @@ class Watch:
         Raises:
             ValueError: a name that is not watched.
         """
-        first = {s.fqn: row for row, s in reversed(list(enumerate(self._table)))}
-        for name in modules:
-            if name not in first:
-                raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")
-        switch_shadow(self._plan.modules if self._plan is not None else (), {first[name] for name in modules})
+        rows = first_rows(self._table, modules)
+        switch_shadow(self._plan.modules if self._plan is not None else (), rows)
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
@@ -274,8 +271,7 @@ class Watch:
         values = {name: value for name, value in self._facts.items() if value is not None}
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
         if plan.losses:
-            losses = torch.stack([x.float() for x in plan.losses])
-            values["loss"] = losses.sum() if plan.losses_add_up else losses.mean()
+            values["loss"] = plan.loss()
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:
@@ -292,10 +288,8 @@ class Watch:
             self._tell_recompute(plan)
         if len(self._registered) < len(plan.shapes):
             new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
-            orders = [int(rows["order"][r]) for r in new]
-            sites = [
-                describe(r, self._table[r], n, plan, self.te, self._recipe) for r, n in zip(new, orders, strict=True)
-            ]
+            te, recipe = self.te, self._recipe
+            sites = [describe(r, self._table[r], int(rows["order"][r]), plan, te, recipe) for r in new]
             self._recorder.register_sites(sites)
             self._registered.update(new)
         if self._observed and not self._told_silent:
