@@ -181,8 +181,10 @@ def _report(fault: Fault, found: list[dict[str, Any]], url: str) -> bool:
         console.print(f"page     {url}/incidents/{i['id']}", markup=False)
     console.print()
     if fault.mode is None:
-        ok = not found
-        console.print("Nothing was raised, as it should be." if ok else f"{len(found)} incidents in a healthy run.")
+        raised = [i for i in found if i["severity"] != "info"]
+        ok = not raised
+        healthy = "No warning was raised, as it should be." if found else "Nothing was raised, as it should be."
+        console.print(healthy if ok else f"{len(raised)} incidents in a healthy run.")
     else:
         ok = len(found) == 1 and _is_named(fault, found[0])
         text = "named as injected" if ok else f"NOT named as injected: wanted {fault.mode} in {fault.module}"

@@ -136,4 +136,11 @@ CAUSES = [
         '    if f.extra.get("operands_seen") == 0:\n',
         WORDS,
     ),
+    Bug(
+        "one odd batch warns nobody",
+        f"{D}/loss.py",
+        'notice = about["shift"] or (back and after <= BRIEF_STEPS)',
+        'notice = about["shift"]',
+        "tests/detect/test_what_came_first.py::test_a_batch_that_is_over_in_one_step_warns_nobody",
+    ),
 ]

@@ -86,6 +86,14 @@ def test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch() -> 
     assert [i.mode for i in incidents(t)] == ["bad-batch"]
 
 
+@pytest.mark.parametrize(("steps", "severity"), [(1, "info"), (3, "warning")])
+def test_a_batch_that_is_over_in_one_step_warns_nobody(steps: int, severity: str) -> None:
+    t = made()
+    loss_jumps(t, AT, steps)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", severity)
+
+
 @pytest.mark.parametrize("light", [False, True])
 def test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis(light: bool) -> None:
     t = made()

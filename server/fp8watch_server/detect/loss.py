@@ -28,6 +28,8 @@ SIGMA_FLOOR_SHARE = 0.01
 INPUT_SIGMA = 4.0
 LR_BEFORE = 6
 """Observed steps before the jump of the loss in which a leap of the LR is its cause."""
+BRIEF_STEPS = 1
+"""A jump that is over after so many steps, with the loss back, is a notice: nothing is to be done before it comes again."""
 LR_STEPS = 2
 """Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
 
@@ -202,7 +204,8 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
         verdict: Verdict = "shared" if healthy else "unknown"
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
     verdict = "shared" if healthy and inputs is not None and inputs.ordinary and not cut else "unknown"
-    return [_of_run(now, "bad-batch", "info" if about["shift"] else "warning", evidence, verdict, about)]
+    notice = about["shift"] or (back and after <= BRIEF_STEPS)
+    return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 
 
 def _of_run(
