@@ -26,6 +26,9 @@ AGAIN_STEPS = 100
 """After that each so many steps one is measured, and the last `len(FIRST_STEPS)` count."""
 
 MAX_EVERY = 64
+NOTABLE = 1.5
+"""Times the budget: what costs more than this is said even where rarer statistics would not help."""
+
 MAX_WAITING = 4
 """Measured steps that the device has not passed yet; what is older is let go."""
 
@@ -117,14 +120,22 @@ class Overhead:
             every = max(self._asked, choose_every(self._median(), self._budget))
             if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
                 self.every = every
-            if self.every > self._asked and not self._said:
-                self._said = True
-                self._say(
-                    f"observing costs {self.ratio:.1%} of a step here; full statistics every {_ordinal(self.every)} step "
-                    "keep it there; everything that breaks is still seen in each step"
-                )
+            self._tell(self._budget)
         if self.ratio is not None:
             recorder.set_gauge("overhead_ratio", self.ratio)
+
+    def _tell(self, budget: float) -> None:
+        """Say once what it costs, where that is more than the budget or full statistics have become rarer."""
+        ratio = self.ratio
+        if self._said or ratio is None or (self.every == self._asked and ratio <= NOTABLE * budget):
+            return
+        self._said = True
+        if self.every > self._asked:
+            text = f"full statistics every {_ordinal(self.every)} step keep it there; everything that breaks is still seen in each step"
+        else:
+            often = "each step" if self.every == 1 else f"every {_ordinal(self.every)} step"
+            text = f"more than overhead_budget={budget:g}, with full statistics in {often}; a larger every= or windows= lower it"
+        self._say(f"observing costs {ratio:.1%} of a step here{';' if self.every > self._asked else ','} {text}")
 
     def _median(self) -> Cost:
         return Cost(

@@ -94,6 +94,15 @@ def test_it_is_measured_again_and_goes_down_when_it_was_unlucky_but_not_below_wh
     assert len(run.said) == 1
 
 
+def test_what_rarer_statistics_cannot_lower_is_said_too() -> None:
+    run = Run()
+    run.steps(12, 0.2, 0.1)
+    assert run.overhead.every == 1
+    (text,) = run.said
+    assert text.startswith("observing costs 30.0% of a step here, more than overhead_budget=0.02")
+    assert "full statistics in each step" in text
+
+
 def test_no_budget_measures_nothing_and_neither_does_a_step_that_is_not_observed() -> None:
     run = Run(budget=None)
     run.steps(30, 0.5, 0.5)
