@@ -195,7 +195,8 @@ def attach(
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.warming = start_step < chosen.warmup_steps
     backend_name = chosen_backend.NAME
-    say(_line(linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign))
+    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
+    say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
     hook = ForwardEnd(ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None

@@ -47,8 +47,8 @@ def role_of(fqn: str) -> str | None:
 
 
 def pattern(fqn: str) -> str:
-    """A name with its numbers as `*`: what the layers of a model have in common."""
-    return _NUMBER.sub("*", fqn)
+    """A name with its numbers as `*`: what the layers of a model have in common. Of a name that is a number nothing would be left."""
+    return _NUMBER.sub("*", fqn) if not fqn.isdigit() else fqn
 
 
 def layers_of(names: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor, Done
 from fp8watch_server.store.dialect import writing
 
-UP, DOWN, HEAD = (make_site(name, order=i) for i, name in enumerate(("layers.0.up", "layers.0.down", "head")))
+UP, DOWN, HEAD = (make_site(name, order=i) for i, name in enumerate(("layers.0.up", "layers.0.down", "layers.1.up")))
 SITES = [UP, DOWN, HEAD]
 NOW = 1_800_000_000.0
 FIELDS = ("amax_max", "signal_energy", "tile_sqnr_db", "num_nonfinite")

@@ -255,13 +255,13 @@ class WriterBusy(OperationalError):
 
 
 @contextmanager
-def writing(engine: Engine, turn_s: float = BUSY_TIMEOUT_S) -> Iterator[Connection]:
+def writing(engine: Engine, turn_s: float | None = None) -> Iterator[Connection]:
     """One write transaction: committed when the block ends, undone when it raises.
 
     On SQLite the writers of this process stand in line here, which is fairer and quicker than SQLite's polling.
 
     Raises:
-        WriterBusy: no turn within `turn_s` seconds (an OperationalError, as when the database itself is busy).
+        WriterBusy: no turn within `turn_s` seconds, or BUSY_TIMEOUT_S (an OperationalError, as when the database itself is busy).
     """
     if engine.dialect.name != "sqlite":
         with for_writing(engine).begin() as conn:
@@ -269,6 +269,7 @@ def writing(engine: Engine, turn_s: float = BUSY_TIMEOUT_S) -> Iterator[Connecti
         return
     with _LOCKS_LOCK:
         lock = _LOCKS.setdefault(engine.pool, Turns())
+    turn_s = BUSY_TIMEOUT_S if turn_s is None else turn_s
     if not lock.acquire(turn_s):
         raise WriterBusy(turn_s)
     try:
