@@ -272,7 +272,7 @@ def _observe_te(
             return
         if plan.on_forward is not None:
             plan.on_forward()
-        plan.forward_seen = True
+        plan.saw_forward()
 
     def tell(line: str | None, facts: Mapping[str, str]) -> None:
         if line is not None:

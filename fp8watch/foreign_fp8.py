@@ -39,7 +39,7 @@ def foreign_fp8(model: nn.Module) -> str | None:
             found[f"transformer_engine.pytorch.{kind}"] += 1
         elif fqn in operations:
             found[f"transformer_engine.pytorch.ops.{cls.__name__}"] += 1
-        elif _FP8_NAME.search(cls.__name__) and "linear" in cls.__name__.lower():
+        elif _FP8_NAME.search(cls.__name__) and "linear" in cls.__name__.lower() and not _holds_linears(module):
             found[f"{cls.__module__.split('.')[0]} {cls.__name__}"] += 1
         elif not any(fqn.startswith(f"{name}.") for name in operations):
             held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -49,6 +49,11 @@ def foreign_fp8(model: nn.Module) -> str | None:
     (first, count), *others = found.most_common()
     more = f", {sum(n for _, n in others)} of other kinds" if others else ""
     return f"{first}, {count} of them{more}" if count > 1 or others else first
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    """Whether it is a model of Linears rather than one: what wraps a single Linear may be one itself."""
+    return sum(isinstance(m, nn.Linear) for m in module.modules() if m is not module) > 1
 
 
 def left_as_it_is(found: str, num_linears: int) -> str:

@@ -25,6 +25,7 @@ from .stopwatch import LIGHT
 
 __all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "Plan", "rows_of"]
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[int, Plan] = {}
 _handles = itertools.count(1)
 _lock = threading.Lock()
@@ -78,7 +79,7 @@ def _number(plan: Plan, operand: int, count: bool) -> int | None:
         return None
     if plan.on_forward is not None:
         plan.guard.run("on_forward", plan.on_forward)
-    plan.forward_seen = True
+    plan.saw_forward()
     return plan.passes.in_forward()
 
 
@@ -237,9 +238,11 @@ def rows_by_columns(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def is_eager(y: Tensor) -> bool:
-    """Whether a tensor has values of its own now: it is not being compiled, traced or transformed."""
-    return not torch.compiler.is_compiling() and not _is_virtual(y)
+def is_eager(*tensors: Tensor) -> bool:
+    """Whether tensors have values of their own now: they are plain, and not being compiled, traced or transformed."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not any(_is_virtual(t) for t in tensors)
 
 
 def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
@@ -300,14 +303,14 @@ def look_at_logits(x: Tensor, site: Tensor, fqn: str) -> None:
 
 def _is_virtual(y: Tensor) -> bool:
     """Whether a tensor has no values of its own: inside torch.func's transforms, traced, or on device meta."""
-    return type(y) is not Tensor or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
+    return type(y) not in _PLAIN or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
 
 
 def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
     if plan is not None and torch._C._current_graph_task_id() == -1:
         plan.saw_root(grad=grad)
-        if len(plan.losses) < MAX_LOSSES:
+        if plan.slab is not None and len(plan.losses) < MAX_LOSSES:
             plan.losses.append(loss.detach().clone())
             plan.losses_add_up |= adds_up
     return loss.new_empty((0,))

@@ -81,6 +81,12 @@ class Plan:
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls of this step that left it out
     _task: int = -1
+    _forward_since: bool = False  # of the last backward that was counted
+
+    def saw_forward(self) -> None:
+        """A watched module is in its forward, and it counts."""
+        self.forward_seen = self._forward_since = True
+
     on_forward: Callable[[], None] | None = None  # what ends the step before, where its optimizers ran in backward
 
     @property
@@ -94,7 +100,9 @@ class Plan:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._count_pass()
+            if self._forward_since:  # reentrant checkpointing nests a backward for each of its parts
+                self._forward_since = False
+                self._count_pass()
 
     def saw_root(self, *, grad: bool) -> None:
         """The model returned. Where no watched module ran in it, this is all that is known of the pass."""

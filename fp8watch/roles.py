@@ -26,7 +26,11 @@ def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
         named: modules of the model under the names that sites have.
     """
     heads = {id(m) for head in _called_heads(named) for m in head.modules()}
-    embeddings = {id(m.weight) for _, m in named if isinstance(m, nn.Embedding)}
+    embeddings = {
+        id(m._parameters["weight"])
+        for _, m in named
+        if isinstance(m, nn.Embedding) and m._parameters.get("weight") is not None
+    }
     vocabularies = set(_vocabularies(named))
     children: dict[str, list[tuple[str, nn.Module]]] = {}
     for fqn, module in named:
@@ -37,7 +41,7 @@ def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
         if not isinstance(module, nn.Linear):
             continue
         role = role_of(fqn)
-        if id(module.weight) in embeddings:
+        if id(module._parameters.get("weight")) in embeddings:
             role = TIED
         elif id(module) in heads or _is_vocabulary_wide(fqn, module, vocabularies):
             role = OUTPUT_HEAD

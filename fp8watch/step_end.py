@@ -51,7 +51,7 @@ def _wrap_scaler() -> Callable[[], None]:
 
     @functools.wraps(original_step)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        _each(lambda w: w._owner.owns(optimizer))
+        _each(lambda w: w._on_scaler_step(optimizer))
         return original_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(original_update)

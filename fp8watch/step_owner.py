@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from .linear import SITE_KEY
 from .plan import STUCK_AFTER_PASSES
@@ -67,7 +68,14 @@ def _inside(wrapper: object) -> list[object]:
 
 def num_elements(tensors: Iterable[Any]) -> int:
     """Elements in all; a partitioned parameter of DeepSpeed counts whole."""
-    return sum(int(getattr(t, "ds_numel", t.numel())) for t in tensors)
+    return sum(_numel(t) for t in tensors)
+
+
+def _numel(t: Any) -> int:
+    if isinstance(t, UninitializedParameter):
+        return 0
+    whole = getattr(t, "ds_numel", None)
+    return int(t.numel() if whole is None else whole)
 
 
 class StepOwner:
@@ -98,6 +106,7 @@ class StepOwner:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._adopted: Optimizer | None = None
+        self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
         self._refresh()
 
@@ -132,6 +141,11 @@ class StepOwner:
         self._known.add(optimizer)
         return True
 
+    def meets(self, optimizer: Optimizer, ran: bool, num_passes: int) -> None:
+        """A GradScaler is about to let it step, or to skip it."""
+        if not self.owns(optimizer) and ran:
+            self._adopts(optimizer, num_passes)
+
     def owns_any(self, ids: set[int]) -> bool:
         """Whether one of the optimizers that has been met has one of these ids."""
         return any(id(o) in ids for o in self._known)
@@ -157,11 +171,21 @@ class StepOwner:
             return True
         return False
 
+    def ended_by_hand(self) -> bool:
+        """`watch.step()` was called: nothing is adopted from now on. True where an adopted optimizer was let go."""
+        self._by_hand = True
+        adopted, self._adopted = self._adopted, None
+        if adopted is None or adopted not in self._known:
+            return False
+        self._known.discard(adopted)
+        self._stepped.discard(adopted)
+        return True
+
     # ---- adoption -----------------------------------------------------------------------------------------------
 
     def _adopts(self, optimizer: Optimizer, num_passes: int) -> bool:
         """At once, where it is alone and holds what must be copies; else after three steps, each behind a backward."""
-        if self._by_name or self._known:
+        if self._by_name or self._by_hand or self._known:
             return False
         count, before = self._strangers.get(optimizer, (0, 0))
         if num_passes and num_passes == before:

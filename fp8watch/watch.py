@@ -119,7 +119,14 @@ class Watch:
 
     def step(self, step: int | None = None) -> None:
         """End the step by hand, in loops without a torch optimizer. `step` sets the number of the step that ends."""
-        self.guard.run("step", self._close, StepStatus.OK, step)
+        self.guard.run("step", self._end_by_hand, step)
+
+    def _end_by_hand(self, step: int | None) -> None:
+        if self._owner.ended_by_hand() and not self._ran():
+            if step is not None:  # the adopted optimizer has ended this one: only its successor's number is new
+                self._step = int(step) + 1
+            return
+        self._close(StepStatus.OK, step)
 
     def pause(self) -> None:
         """Observe nothing until `resume`; the compute path stays."""
@@ -181,6 +188,10 @@ class Watch:
             self._facts.update(step_end.optimizer_facts(optimizer))
             self._step += self._owner.take_late()
             self._close(StepStatus.OK)
+
+    def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._plan is not None and not self._detached:
+            self._owner.meets(optimizer, self._ran(), self._plan.num_passes)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):

@@ -140,7 +140,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
             rate = (step + 1) * watch.summary()["num_sites"] / (time.monotonic() - began)
             progress.update(task, completed=step + 1, loss=float(loss.detach()), rate=rate)
             if time.monotonic() - asked > 1:
-                named, asked = incidents(url, run_id), time.monotonic()
+                named, asked = raised(incidents(url, run_id)), time.monotonic()
             if not healthy and step >= args.fault_step + STEPS_AFTER_FAULT and named:
                 break
         watch.flush(10)
@@ -148,9 +148,14 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     deadline = time.monotonic() + SETTLE_S
     while last_step is not None and detected_step(url, run_id) < last_step and time.monotonic() < deadline:
         time.sleep(0.2)
-    while time.monotonic() < deadline and not healthy and not incidents(url, run_id):
+    while time.monotonic() < deadline and not healthy and not raised(incidents(url, run_id)):
         time.sleep(0.2)
     return run_id, incidents(url, run_id)
+
+
+def raised(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Incidents that somebody is told of; the others are notices on the timeline."""
+    return [i for i in found if i["severity"] != "info"]
 
 
 def _is_named(fault: Fault, incident: dict[str, Any]) -> bool:
@@ -180,11 +185,10 @@ def _report(fault: Fault, found: list[dict[str, Any]], url: str) -> bool:
         console.print(f"verdict  {i['verdict']}", markup=False)
         console.print(f"page     {url}/incidents/{i['id']}", markup=False)
     console.print()
+    found = raised(found)
     if fault.mode is None:
-        raised = [i for i in found if i["severity"] != "info"]
-        ok = not raised
-        healthy = "No warning was raised, as it should be." if found else "Nothing was raised, as it should be."
-        console.print(healthy if ok else f"{len(raised)} incidents in a healthy run.")
+        ok = not found
+        console.print("No warning was raised, as it should be." if ok else f"{len(found)} incidents in a healthy run.")
     else:
         ok = len(found) == 1 and _is_named(fault, found[0])
         text = "named as injected" if ok else f"NOT named as injected: wanted {fault.mode} in {fault.module}"

@@ -97,7 +97,12 @@ class Connections:
         self.start(loop)
         for of_stage in self._at.values():
             for connection in list(of_stage):
-                connection.tick(self.limits.tick_s)
+                try:
+                    connection.tick(self.limits.tick_s)
+                except (
+                    Exception
+                ):  # of one transport (asyncio's TLS, closed twice): the others have their limits all the same
+                    connection.transport.abort()
 
 
 class Connection(HttpToolsProtocol):

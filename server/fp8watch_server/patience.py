@@ -54,10 +54,12 @@ class WorkClock:
 
     def __init__(self) -> None:
         self._clock: int | None = None
+        self._before_s = 0.0  # what the thread worked for others
 
     def start(self) -> None:
         """Of the thread that calls this."""
         if hasattr(time, "pthread_getcpuclockid"):
+            self._before_s = time.thread_time()
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def read_s(self) -> float:
@@ -65,7 +67,7 @@ class WorkClock:
         if self._clock is None:
             return 0.0
         try:
-            return time.clock_gettime(self._clock)
+            return time.clock_gettime(self._clock) - self._before_s
         except OSError:  # the thread has ended
             return 0.0
 

@@ -112,9 +112,10 @@ class Server(uvicorn.Server):
                 if e.errno in OUT_OF_DESCRIPTORS:
                     log.warning("no descriptor is left for a connection: %s", e)
                     self._make_room()
-                    await asyncio.sleep(PAUSE_S)
                 elif e.errno == errno.EBADF:
                     return
+                if e.errno != errno.ECONNABORTED:  # no memory, a firewall: it may go on, and others must have a turn
+                    await asyncio.sleep(PAUSE_S)
                 continue  # whoever came has gone
             if self._is_full() and not self._make_room():
                 self._turn_away(accepted)

@@ -83,8 +83,8 @@ CAUSES = [
     Bug(
         "later evidence is sent once",
         f"{INCIDENTS}/messages.py",
-        "    if note not in told:\n",
-        "    if note in told:\n",
+        '    if any(got.idempotency_key.endswith(f":{key}") for got in fired):\n',
+        '    if not any(got.idempotency_key.endswith(f":{key}") for got in fired):\n',
         f"{REJUDGED}::test_evidence_that_comes_later_re_judges_an_open_incident_and_says_so_once",
     ),
     Bug(
@@ -139,8 +139,8 @@ CAUSES = [
     Bug(
         "one odd batch warns nobody",
         f"{D}/loss.py",
-        'notice = about["shift"] or (back and after <= BRIEF_STEPS)',
+        'notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)',
         'notice = about["shift"]',
-        "tests/detect/test_what_came_first.py::test_a_batch_that_is_over_in_one_step_warns_nobody",
+        "tests/detect/test_what_came_first.py::test_an_odd_batch_that_is_over_in_one_step_warns_nobody",
     ),
 ]

@@ -348,7 +348,7 @@ class Engine:
     def _apart(self, name: str) -> int:
         """Steps between the samples of a field. A burst of samples does not make those behind it come sooner."""
         gaps = self._rhythm.get(name, (None, []))[1]
-        return max(self.stride, max(gaps, default=1) if name == FULL else gaps[-1] if gaps else 1)
+        return max(self.stride, sorted(gaps)[-2:][0] if name == FULL and gaps else gaps[-1] if gaps else 1)
 
     def _with_context(self, found: Finding, view: StepView, streams: Iterable[Stream], stride: int) -> Finding:
         context: dict[str, Any] = {

@@ -29,7 +29,8 @@ INPUT_SIGMA = 4.0
 LR_BEFORE = 6
 """Observed steps before the jump of the loss in which a leap of the LR is its cause."""
 BRIEF_STEPS = 1
-"""A jump that is over after so many steps, with the loss back, is a notice: nothing is to be done before it comes again."""
+BRIEF_RATIO = 2.0
+"""A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
 LR_STEPS = 2
 """Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
 
@@ -53,6 +54,7 @@ class _Jump:
     step: int
     num: int  # observed steps since
     loss: float
+    peak: int  # step of `loss`
     usual: float
     spread: float
     grad_norm: float | None
@@ -95,7 +97,8 @@ class LossJumps:
         jump.num += 1
         if grad_norm is not None and math.isfinite(grad_norm) and jump.grad_norm is not None:
             jump.grad_norm = max(jump.grad_norm, grad_norm) if jump.num == 1 else jump.grad_norm
-        jump.loss = max(jump.loss, loss)
+        if loss > jump.loss:
+            jump.loss, jump.peak = loss, ctx.now.step
         jump.inputs = jump.inputs or _look(ctx)
         back = loss < jump.usual + max(3 * jump.spread, 0.25 * (jump.loss - jump.usual))
         patience = ctx.limit.recover_steps if jump.lr is None else min(LR_STEPS, ctx.limit.recover_steps)
@@ -126,6 +129,7 @@ class LossJumps:
             step=step,
             num=0,
             loss=loss,
+            peak=step,
             usual=usual,
             spread=spread,
             grad_norm=grad_norm if grad_norm is not None and math.isfinite(grad_norm) else None,
@@ -172,7 +176,7 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
     if lr is None and inputs is not None and inputs.moved:
         return []
     after = now.step - jump.step
-    evidence = [Evidence("loss", round(jump.loss, 4), round(jump.usual, 4), "", jump.step)]
+    evidence = [Evidence("loss", round(jump.loss, 4), round(jump.usual, 4), "", jump.peak)]
     if jump.grad_norm is not None:
         usual = None if jump.usual_grad_norm is None else float(f"{jump.usual_grad_norm:.4g}")
         evidence.append(Evidence("grad_norm", float(f"{jump.grad_norm:.4g}"), usual, "", jump.step))
@@ -204,7 +208,7 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
         verdict: Verdict = "shared" if healthy else "unknown"
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
     verdict = "shared" if healthy and inputs is not None and inputs.ordinary and not cut else "unknown"
-    notice = about["shift"] or (back and after <= BRIEF_STEPS)
+    notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 
 

@@ -241,10 +241,12 @@ class Outliers:
             usual_db = ctx.base.sqnr.median()[row]
             baseline = round(float(usual_db), 2) if np.isfinite(usual_db) else None
             evidence.append(Evidence("tile_sqnr_db", round(float(ctx.now.sqnr_db[row]), 2), baseline, "dB", None))
+        # amax is risk, SQNR is damage: an input whose quantiser was seen to bear it is a notice.
+        borne = latch is not self._weights and bool(np.all(ctx.health_known[rows] & ~ctx.unhealthy[rows]))
         rows = np.concatenate([rows, others])
         return ctx.now.finding(
             "outlier-growth",
-            "warning",
+            "info" if borne else "warning",
             rows,
             evidence,
             ctx.verdict(rows[:1]),

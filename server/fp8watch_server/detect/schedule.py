@@ -52,8 +52,9 @@ class Schedule:
         leap = rising and last is not None and lr >= LR_JUMP * last and int(self._lr.count[0]) >= 4
         above = usual is not None and lr > LR_JUMP * usual and (peak is None or lr > LR_JUMP / 2 * peak)
         if above and (leap or self.jump_step is not None):  # a ramp climbs, a fault leaps
-            if self.jump_step is None and usual is not None:
-                self.jump_step, self.last_leap = step, (step, usual, lr)
+            if usual is not None and (self.jump_step is None or leap):
+                self.last_leap = step, usual if self.jump_step is None or last is None else last, lr
+            self.jump_step = step if self.jump_step is None else self.jump_step
             return
         self.jump_step = None
         if rising and (peak is None or lr <= LR_JUMP * peak):

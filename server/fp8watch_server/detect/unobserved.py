@@ -13,7 +13,7 @@ between the last forward operand and there, the output head included.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +31,21 @@ def with_unobserved(found: Finding, table: SiteTable, facts: Mapping[str, Any]) 
     """The finding with the names of GEMMs that may have made its value unseen, as `extra["unobserved"]`."""
     if found.mode != "nan-in-activation" or found.site is None or found.extra.get("weight_born"):
         return found
-    names = [n for fact in (NOT_TAKEN_FACT, "left_out") for n in _ITEM.findall(str(facts.get(fact) or ""))]
+    names = [n for fact in (NOT_TAKEN_FACT, "left_out") for n in _items(str(facts.get(fact) or ""))]
     row = int(table.rows(np.array([found.site], dtype=np.uint64))[0])
     if not names or row < 0:
         return found
     inside = _innermost(table, row)
     suspects = [name for name in names if _lies_in(name, inside)]
     return replace(found, extra={**found.extra, "unobserved": suspects[:MAX_NAMED]}) if suspects else found
+
+
+def _items(text: str) -> Iterator[str]:
+    """Names, up to the first item that cannot be read: a search that begins again at each character has no end."""
+    at = 0
+    while (m := _ITEM.match(text, at)) is not None:
+        yield m[1]
+        at = m.end()
 
 
 def _innermost(table: SiteTable, row: int) -> list[str]:

@@ -23,7 +23,7 @@ from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
 from fp8watch_server.store import schema
 
 from .explain import Explanation, explain
-from .match import Open, covering, explained_by, root_of, target_of
+from .match import PRECURSORS, Open, covering, explained_by, root_of, target_of
 from .messages import write_escalated, write_firing, write_rejudged
 from .quiet import close_quiet
 from .rows import IncidentChange, change_of, key_of, write_event
@@ -236,7 +236,8 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
 def _mute(root: Open, finding: Finding) -> None:
     """A consequence of an incident that is open: it is counted there, once by name, and sends nothing."""
     root.row["num_events"] += 1
-    root.row["first_step"] = min(root.row["first_step"], finding.onset)  # its cause was there, and was not yet seen
+    first = root.row["first_step"]  # its cause may have been there, and not yet seen; not before it can have begun
+    root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
@@ -272,7 +273,10 @@ def _absorb(
     row = incident.row
     earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
     takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
-    row["first_step"] = min(row["first_step"], finding.onset)
+    first = min(row["first_step"], finding.onset)
+    if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # what came before a cause is not its beginning
+        first = max(first, finding.earliest(window_steps * int(finding.extra.get("stride", 1))))
+    row["first_step"] = first
     row["last_step"] = max(row["last_step"], finding.step)
     row["num_events"] += 1
     row["severity"] = max(row["severity"], finding.severity, key=_SEVERITY.index)

@@ -94,7 +94,11 @@ def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
         return f"silenced by {silence}"
     t = schema.outbox
     of_incident = (t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.incident_id == row["id"])
-    fired = list(conn.execute(sa.select(t.c.id, t.c.state, t.c.payload).where(*of_incident, t.c.kind == "firing")))
+    fired = list(
+        conn.execute(
+            sa.select(t.c.id, t.c.state, t.c.payload, t.c.idempotency_key).where(*of_incident, t.c.kind == "firing")
+        )
+    )
     waiting = [got for got in fired if got.state == "inhibited"]
     for got in waiting:
         payload = {**got.payload, "incident": contract_incident(row, public_url)}
@@ -102,13 +106,13 @@ def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
             sa.update(t).where(t.c.run_id == row["run_id"], t.c.tenant == row["tenant"], t.c.id == got.id)
             .values(payload=payload)
         )  # fmt: skip
-    key = f"rejudged-{row['mode']}"
+    key = "rejudged"
     if len(waiting) == len(fired):
         return "it waits, and says so when it goes out" if waiting else "it was not told before"
-    told = {got.payload.get("note") for got in fired}
+    if any(got.idempotency_key.endswith(f":{key}") for got in fired):
+        return "another judgement was told before"
     note = f"It was told as {was}; what was measured since says {row['mode']}."
-    if note not in told:
-        _write(conn, row, "firing", now, public_url, note, key=key)
+    _write(conn, row, "firing", now, public_url, note, key=key)
     return None
 
 

@@ -158,7 +158,7 @@ def _outlier(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         told = f": {number(usual)} → {number(amax)}" if amax is not None and usual is not None else ""
         gap = ""
         if (first := f.extra.get("not_before")) is not None and first < f.onset:
-            gap = f" It was not measured in the steps from {first} on, so it may have begun in any of them."
+            gap = f" Its usual size was last seen before step {first}, so it may have begun in any step since."
         jumped = f" The loss is {number(loss)}, and was {number(baseline(f, 'loss'))}." if loss is not None else ""
         return (
             f"Outlier in {site_words(s)}: amax leaped{f' by {number(grown)} octaves' if grown is not None else ''}",
