@@ -143,4 +143,11 @@ CAUSES = [
         'notice = about["shift"]',
         "tests/detect/test_what_came_first.py::test_an_odd_batch_that_is_over_in_one_step_warns_nobody",
     ),
+    Bug(
+        "growth that is borne warns nobody",
+        f"{D}/outlier.py",
+        '            "info" if borne else "warning",\n',
+        '            "warning",\n',
+        "tests/detect/test_what_came_first.py::test_an_input_that_grows_warns_when_its_quantiser_no_longer_bears_it",
+    ),
 ]

@@ -135,6 +135,17 @@ def test_a_jump_in_steps_without_measurements_makes_no_claim_about_inputs(steps:
     assert "overhead_budget=None" in words.fix[0]["text"]
 
 
+@pytest.mark.parametrize(("lost_db", "severity"), [(0.0, "info"), (6.0, "warning")])
+def test_an_input_that_grows_warns_when_its_quantiser_no_longer_bears_it(lost_db: float, severity: str) -> None:
+    t = made()
+    inputs, since = t.mask(FC2, "input"), np.clip(np.arange(t.num_steps) - AT, 0, 12)
+    t.grow(inputs, 0.3 * since)
+    t.set_kurtosis(inputs, np.exp2(0.3 * since))
+    t.set_sqnr(inputs, t.sqnr(inputs) - lost_db / 12 * since[:, None])
+    found = [i for i in incidents(t) if i.mode == "outlier-growth"]
+    assert [i.severity for i in found] == [severity]
+
+
 def test_a_leap_that_is_measured_later_takes_the_jump_of_the_loss_over() -> None:
     t = made()
     leaps(t, AT)

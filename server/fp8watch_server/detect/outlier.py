@@ -241,8 +241,10 @@ class Outliers:
             usual_db = ctx.base.sqnr.median()[row]
             baseline = round(float(usual_db), 2) if np.isfinite(usual_db) else None
             evidence.append(Evidence("tile_sqnr_db", round(float(ctx.now.sqnr_db[row]), 2), baseline, "dB", None))
-        # amax is risk, SQNR is damage: an input whose quantiser was seen to bear it is a notice.
-        borne = latch is not self._weights and bool(np.all(ctx.health_known[rows] & ~ctx.unhealthy[rows]))
+        # amax is risk, SQNR is damage: an input whose quantiser was seen to bear it is a notice. What a scale of the past
+        # cannot carry is told as delayed-clip, in the step that it happens in.
+        late = ~ctx.now.table.current_scaling[rows]
+        borne = latch is not self._weights and bool(np.all((ctx.health_known[rows] & ~ctx.unhealthy[rows]) | late))
         rows = np.concatenate([rows, others])
         return ctx.now.finding(
             "outlier-growth",
