@@ -99,9 +99,7 @@ class Connections:
             for connection in list(of_stage):
                 try:
                     connection.tick(self.limits.tick_s)
-                except (
-                    Exception
-                ):  # of one transport (asyncio's TLS, closed twice): the others have their limits all the same
+                except Exception:  # noqa: BLE001  the others have their limits whatever fails in one (TLS, closed twice)
                     connection.transport.abort()
 
 

@@ -24,8 +24,9 @@ from .settings import Settings
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _BEARER = re.compile(r"fp8w_[A-Za-z0-9_-]{8,}")
 MAX_CHARS = 8000
-MIN_SECRET_CHARS, MIN_PATH_CHARS, MIN_PART_CHARS = 4, 5, 16
-"""Parts of a URL's path and query from this length on are taken for tokens; shorter ones are words that logs need."""
+MIN_SECRET_CHARS, MIN_PART_CHARS, MIN_MIXED_CHARS = 4, 16, 9
+"""Parts of a URL's path and query from this length on are taken for tokens, with a digit in them from the last one on;
+others are words that logs need."""
 OWN = ("fp8watch", "fp8watch_server", "fp8watch_agent")
 request_log = logging.getLogger("fp8watch.request")
 
@@ -56,7 +57,7 @@ class Redacted(logging.Formatter):
 
 
 def _ways_to_write(secret: str) -> Iterator[str]:
-    """A secret, and of a URL what clients log of it: path and query apart from the host, as given and as sent."""
+    """A secret, and of a URL what clients log of it: a path and a query that hold a token, apart from the host, as given and as sent."""
     yield secret
     try:
         parts = urlsplit(secret)
@@ -65,12 +66,18 @@ def _ways_to_write(secret: str) -> Iterator[str]:
         return
     if not parts.netloc:
         return
+    if parts.password:
+        yield from (parts.password, unquote(parts.password))
     for path, query in ((parts.path, parts.query), (sent.path or "", sent.query or "")):
         whole = f"{path}?{query}" if query else path
-        for text in (whole, path, query, *re.split(r"[/?&=;]+", whole)):
-            yield from (
-                t for t in (text, unquote(text)) if len(t) >= (MIN_PART_CHARS if "/" not in t else MIN_PATH_CHARS)
-            )
+        tokens = [part for part in re.split(r"[/?&=;]+", whole) if _is_token(unquote(part))]
+        for text in (whole, path, query, *tokens):
+            if any(token in text for token in tokens):
+                yield from (text, unquote(text))
+
+
+def _is_token(part: str) -> bool:
+    return len(part) >= MIN_PART_CHARS or (len(part) >= MIN_MIXED_CHARS and any(c.isdigit() for c in part))
 
 
 class TextLines(Redacted):

@@ -18,6 +18,8 @@ from .store.write import SessionFacts
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+LongText = Annotated[str, msgspec.Meta(max_length=65536)]
+"""A fact may list modules; the agent cuts its lists far below."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
@@ -46,7 +48,7 @@ class SessionBody(msgspec.Struct):
     recipe: Text = ""
     fingerprint: Text = ""
     backend: Text = ""
-    facts: dict[Name, str | int | float | bool | None] = {}
+    facts: dict[Name, LongText | int | float | bool | None] = {}
 
     def as_facts(self, session: str) -> SessionFacts:
         """As the store takes it."""

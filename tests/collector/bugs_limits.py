@@ -137,6 +137,34 @@ CONNECTIONS = [
         "",
         f"{SLOW}::test_nothing_is_imported_once_the_collector_serves",
     ),
+    Bug(
+        "a socket that accepts nothing leaves others their turn",
+        f"{S}/serving.py",
+        "                if e.errno != errno.ECONNABORTED:",
+        "                if e.errno in OUT_OF_DESCRIPTORS:",
+        f"{SLOW}::test_a_socket_that_accepts_nothing_leaves_others_their_turn",
+    ),
+    Bug(
+        "a transport that fails leaves others their limits",
+        f"{S}/connections.py",
+        "                    connection.transport.abort()\n",
+        "                    raise\n",
+        f"{SLOW}::test_a_transport_that_fails_leaves_others_their_limits",
+    ),
+    Bug(
+        "a clock of work counts one request",
+        f"{S}/patience.py",
+        "time.clock_gettime(self._clock) - self._before_s",
+        "time.clock_gettime(self._clock)",
+        f"{PATIENT}::test_a_thread_that_worked_for_others_has_done_nothing_yet",
+    ),
+    Bug(
+        "a fact has a length",
+        f"{S}/registration.py",
+        "facts: dict[Name, LongText | int",
+        "facts: dict[Name, str | int",
+        "tests/collector/test_ingest_answers.py::test_a_fact_has_a_length",
+    ),
 ]
 
 PATIENCE = [

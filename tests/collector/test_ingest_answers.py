@@ -57,6 +57,14 @@ def test_a_batch_is_acknowledged_after_commit_and_stored_as_it_came(agent: Agent
     assert (run.last_step, run.num_batches, run.name) == (11, 1, "a run")
 
 
+def test_a_fact_has_a_length(client: Any) -> None:
+    agent = Agent(client, facts={"left_out": "a" * 65_537})
+    assert agent.register_run().status_code == 200
+    assert_problem(agent.register_session(), 422, "65536")
+    agent.facts = {"facts": {"left_out": "a" * 65_536}}
+    assert agent.register_session().status_code == 200
+
+
 def test_the_same_batch_twice_changes_nothing(agent: Agent, app: Any) -> None:
     body = agent.body(SITES, [1, 2])
     agent.post(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 import ssl
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,8 +22,8 @@ import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site, served
 
-from fp8watch_server.connections import LIMITS, Limits
-from fp8watch_server.serving import limits_within
+from fp8watch_server.connections import LIMITS, Connections, Limits, Stage
+from fp8watch_server.serving import Server, limits_within
 
 SITE = make_site()
 QUICK = Limits(header_s=0.5, idle_s=0.5, linger_s=0.3)
@@ -410,6 +412,52 @@ def test_a_request_that_finds_no_descriptor_is_a_503(app: Any, client: httpx.Cli
     answer = agent.post(agent.body([SITE], [1]))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "ulimit -n" in answer.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.EPERM])
+def test_a_socket_that_accepts_nothing_leaves_others_their_turn(number: int) -> None:
+    tries = 0
+
+    class Loop:
+        async def sock_accept(self, sock: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries > 100:
+                await asyncio.Event().wait()
+            raise OSError(number, "it fails, and does not wait")
+
+    async def turns() -> int:
+        task = asyncio.ensure_future(Server(None, lifespan="off")._accept(Loop(), None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        return tries
+
+    assert asyncio.run(turns()) == 1
+
+
+def test_a_transport_that_fails_leaves_others_their_limits() -> None:
+    told: list[str] = []
+
+    class Broken:
+        transport = SimpleNamespace(abort=lambda: told.append("aborted"))
+
+        def tick(self, seconds: float) -> None:
+            raise AttributeError("'NoneType' object has no attribute 'close'")
+
+    class Sound:
+        def tick(self, seconds: float) -> None:
+            told.append("looked at")
+
+    async def one_tick() -> None:
+        connections = Connections(QUICK)
+        for connection in (Broken(), Sound()):
+            connections.move(connection, None, Stage.NEW)  # type: ignore[arg-type]
+        connections._tick(asyncio.get_running_loop())
+        connections.stop()
+
+    asyncio.run(one_tick())
+    assert told == ["aborted", "looked at"]
 
 
 def test_nothing_is_imported_once_the_collector_serves(tmp_path: Path) -> None:

@@ -133,6 +133,20 @@ def test_a_database_that_gets_nothing_done_is_not_waited_for(agent: Agent, monke
     assert time.monotonic() - began < 3 * patience.WITHOUT_PROGRESS_S
 
 
+def test_a_thread_that_worked_for_others_has_done_nothing_yet() -> None:
+    clock, read_s = patience.WorkClock(), []
+
+    def request() -> None:
+        work()  # of an earlier request: the pool uses its threads again
+        clock.start()
+        read_s.append(clock.read_s())
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    thread.join()
+    assert read_s[0] < patience.WORKED_S
+
+
 def test_work_on_a_registration_is_not_the_database(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     slowly(monkeypatch, sites, "decode", work)
     assert agent.register_sites(SITES[:1]).status_code == 200

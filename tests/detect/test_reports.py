@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from detect.play import causes, play
 from detect.scenarios import DOWN, GATE, OUT, STEPS, Case, K, Q, _replicas, _shadow, nan_after, put_inf, put_nan
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured, Site, site_id
 from fp8watch_server.detect.finding import Finding
-from fp8watch_server.detect.sessions import SessionFacts
+from fp8watch_server.detect.sessions import SessionFacts, left_out
+from fp8watch_server.detect.unobserved import _items
 from fp8watch_server.incidents.explain import Explanation, explain
 
 NAN = float("nan")
@@ -299,6 +302,21 @@ def test_a_nan_between_two_sites_of_one_mlp_is_not_of_experts_elsewhere() -> Non
 
 def test_without_unobserved_gemms_a_nan_came_from_outside_of_them() -> None:
     assert "from outside the GEMMs" in _nan_in_the_input_of("layers.1.attention.q_proj", {"not_taken": ""}).title
+
+
+@pytest.mark.parametrize("text", ["a" * 32_000, "a (b" * 8_000, "a " * 16_000, "a ((((" * 5_000, "a (" + "()" * 16_000])
+def test_a_text_that_lists_nothing_is_read_in_no_time(text: str) -> None:
+    began = time.thread_time()
+    named = list(_items(text))
+    left_out({"left_out": text})
+    assert time.thread_time() - began < 1.0  # of the processor: a search from each character takes many seconds
+    assert named == []
+
+
+def test_what_was_left_out_is_read_up_to_where_the_text_was_cut() -> None:
+    text = "lm_head (the output head); blocks.*.gate (a router; by its name); blocks.7.w (sha"
+    assert left_out({"left_out": text}) == {"lm_head": "the output head", "blocks.*.gate": "a router; by its name"}
+    assert list(_items("experts.*.w (3-D (12 of them), 40 %); head (left out)")) == ["experts.*.w", "head"]
 
 
 def _sensitive(module: str, facts: dict[str, str]) -> list[str]:

@@ -86,6 +86,26 @@ def test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch() -> 
     assert [i.mode for i in incidents(t)] == ["bad-batch"]
 
 
+def test_of_a_learning_rate_that_leaps_twice_the_last_leap_is_named() -> None:
+    t = made()
+    t.steps["lr"][AT - 20 :] = 8e-3
+    t.steps["lr"][AT:] = 8e-2
+    loss_jumps(t, AT + 1)
+    unmeasured(t)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.first.onset) == ("optimizer-divergence", AT)
+    assert "LR 0.008 → 0.08" in said(t).title
+
+
+def test_a_loss_that_peaks_later_is_told_with_the_step_of_its_peak() -> None:
+    t = made()
+    loss_jumps(t, AT, 3)
+    t.steps["loss"][AT + 2] += 40
+    [incident] = incidents(t)
+    [loss] = [e for e in incident.named.evidence if e.field == "loss"]
+    assert (loss.value > 40, loss.since_step) == (True, AT + 2)
+
+
 @pytest.mark.parametrize(("steps", "more", "severity"), [(1, 0.0, "info"), (3, 0.0, "warning"), (1, 3.0, "warning")])
 def test_an_odd_batch_that_is_over_in_one_step_warns_nobody(steps: int, more: float, severity: str) -> None:
     t = made()

@@ -255,6 +255,20 @@ def test_a_sampled_run_closes_after_twenty_samples(store: Store) -> None:
     assert [i["status"] for i in store.incidents] == ["resolved"]
 
 
+def test_one_long_gap_between_samples_keeps_no_incident_open(store: Store) -> None:
+    noisy = store.run.index(DOWN, "input")
+
+    def noise(rows: np.ndarray, scalars: np.ndarray, step: int) -> None:
+        if 5010 <= step < 5022:
+            rows["tile_noise_ratio_sum"][noisy] *= 30
+            rows["tile_noise_ratio_max"][noisy] = 0.5
+            rows["noise_energy"][noisy] *= 30
+
+    for step in [*range(60), *range(5000, 5060)]:
+        store.take(store.run.batch([step], noise))
+    assert [(i["first_step"], i["status"]) for i in store.incidents] == [(5010, "resolved")]
+
+
 def test_a_loss_that_is_nan_can_be_stored_and_read(store: Store) -> None:
     store.take(store.run.batch([5], lambda rows, s, step: s["loss"].fill(NAN)))
     [incident] = store.incidents

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+from detect.healthy_run import Run
 from incidents.store import Store
 from incidents.test_roots import DOWN, OTHER, finding, modes, put
 
@@ -97,3 +98,56 @@ def test_any_order_of_delivery_makes_the_same_incidents(store: Store, order: tup
         put(store, found[i])
     got = {(i["mode"], i["first_step"]) for i in store.incidents}
     assert got == {("bad-batch", 109), ("inf-laundering", 114)}
+
+
+def of_rank(store: Store, rank: int, mode: str, flow: int, verdict: str) -> Finding:
+    values = finding(store, mode, 100, severity="critical").__dict__
+    return Finding(**{**values, "rank": rank, "rank_in_flow": flow, "verdict": verdict})
+
+
+def test_a_judgement_that_comes_back_is_sent_once_and_breaks_nothing(store: Store) -> None:
+    storm = [
+        ("nan-in-activation", 50, "unknown"),
+        ("zero-tile-eps", 40, "fp8"),
+        ("nan-in-activation", 30, "shared"),
+        ("kernel-output-fault", 20, "unknown"),
+        ("zero-tile-eps", 10, "fp8"),
+    ]
+    for rank, (mode, flow, verdict) in enumerate(storm):
+        put(store, of_rank(store, rank, mode, flow, verdict))
+    assert modes(store) == ["zero-tile-eps"]
+    assert store.messages == ["firing", "firing"]
+
+
+def test_what_takes_over_is_not_dated_before_it_can_have_begun(store: Store) -> None:
+    put(store, finding(store, "chronic-quantization-noise", 99, began=95))
+    put(store, finding(store, "nan-in-activation", 100, severity="critical"))
+    [incident] = store.incidents
+    assert (incident["mode"], incident["first_step"]) == ("nan-in-activation", 100)
+
+
+def test_consequences_do_not_move_a_beginning_to_any_past(store: Store) -> None:
+    put(store, finding(store, "optimizer-divergence", 110, began=100))
+    put(store, finding(store, "chronic-quantization-noise", 111, began=95))
+    begun = store.incidents[0]["first_step"]
+    assert 90 <= begun <= 95
+    for i, began in enumerate((89, 83, 77, 71, 65)):
+        put(store, finding(store, "chronic-quantization-noise", 112 + i, began=began))
+    steps = {i["mode"]: i["first_step"] for i in store.incidents}
+    assert steps["optimizer-divergence"] >= 90
+
+
+def test_slow_alarms_make_the_same_incidents_in_any_order(tmp_path_factory: pytest.TempPathFactory) -> None:
+    seen = set()
+    for order in permutations(range(3)):
+        store = Store(tmp_path_factory.mktemp("order"), Run())
+        found = [
+            finding(store, "optimizer-divergence", 110, began=100),
+            finding(store, "chronic-quantization-noise", 111, began=89),
+            finding(store, "gradient-underflow", 112, OTHER, began=84),
+        ]
+        for i in order:
+            put(store, found[i])
+        seen.add(tuple((i["mode"], i["first_step"]) for i in store.incidents))
+        store.db.dispose()
+    assert len(seen) == 1, seen

@@ -101,3 +101,25 @@ def test_an_address_is_masked_in_parts_too(kind: Any) -> None:
         for word in ("abcdefghijkl", "bcdefghijklmnopq", "/T00/"):
             assert word not in text, text
     assert "the services of T00 are in /api/v1/runs" in texts[-1], "words that logs need were masked"
+
+
+@pytest.mark.parametrize(
+    "url", ["https://ops.example/alerts", "http://10.0.0.7:9/fp8watch", "https://x.example/v1/runs"]
+)
+def test_words_of_an_address_stay_in_other_lines(url: str) -> None:
+    lines = TextLines([url])
+    for line in ("GET /alerts/history 200", "/var/lib/fp8watch/fp8watch.db is locked", "PUT /v1/runs/a/sites 503"):
+        assert lines.clean(line) == line
+    assert url not in lines.clean(f"no answer from {url}")
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("https://u:p4ssw0rd@hooks.example/x", "who is u with p4ssw0rd"),
+        ("https://hooks.example/?t=p4ssw0rd-1", "POST /?t=p4ssw0rd-1 HTTP/1.1"),
+        ("https://hooks.example/in/p4ssw0rd-1", "told p4ssw0rd-1"),
+    ],
+)
+def test_short_tokens_and_passwords_of_an_address_are_masked(url: str, line: str) -> None:
+    assert "p4ssw0rd" not in TextLines([url]).clean(line)

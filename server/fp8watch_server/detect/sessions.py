@@ -42,7 +42,7 @@ _IGNORED = frozenset(
     }
 )
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
-_LEFT_OUT = re.compile(r"\s*(.+?)\s*\(([^()]*)\)\s*(?:;|$)")
+_END_OF_ITEM = re.compile(r"\)\s*(?:;|$)")
 EXPECTED_LEFT_OUT = (OUTPUT_HEAD, EMBEDDING, ROUTER, NORM, "tied", "not multiples", "shape")
 """Reasons of the default filter: these are meant."""
 
@@ -114,7 +114,9 @@ class Change:
 
 def left_out(facts: Mapping[str, Any]) -> dict[str, str]:
     """Module -> reason, of the Linears that stay in high precision."""
-    return {m[1]: m[2] for m in _LEFT_OUT.finditer(str(facts.get("left_out", "")))}
+    *items, _ = _END_OF_ITEM.split(str(facts.get("left_out", "")))  # what was cut off has no end
+    parts = [item.rpartition("(") for item in items]
+    return {name.strip(): reason for name, _, reason in parts if name.strip() and ")" not in reason}
 
 
 def differences(new: SessionFacts, old: SessionFacts, against: str) -> list[Change]:
