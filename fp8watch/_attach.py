@@ -36,7 +36,7 @@ from .integrations.te_modules import TeModule
 from .integrations.transformer_engine import TeObserver
 from .kernels import scaled_mm
 from .kernels.registry import Backend, resolve
-from .linear import take_over
+from .linear import release, take_over
 from .passes import ForwardEnd
 from .probes import LogitHook, Probe, ProbeHook, softmaxes
 from .probes import select as select_probes
@@ -139,11 +139,20 @@ def attach(
         url = None
         if recorder is not None and settings.collector is not None:
             url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
-        return Watch(
-            model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
-            tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
-            start_step=start_step, url=url, say=say, hooks=hooks, te=te,
-        )  # fmt: skip
+        try:
+            return Watch(
+                model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
+                tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
+                start_step=start_step, url=url, say=say, hooks=hooks, te=te,
+            )  # fmt: skip
+        except BaseException:  # nobody has a handle to detach
+            for hook in hooks:
+                hook.remove()
+            for module in plan.modules if plan is not None else ():
+                release(module)
+            if plan is not None:
+                ops.remove_plan(plan)
+            raise
 
     if settings.disabled == "1":
         say("switched off by FP8WATCH_DISABLED=1; the model is untouched")

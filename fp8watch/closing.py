@@ -213,6 +213,7 @@ class Closing:
         """Let full statistics follow what broke or jumped. True where a jump has begun that, and its maps are to go."""
         is_broken = bool(broken.any() or np.any(rows["output_num_nonfinite"] > 0))
         is_broken |= not all(math.isfinite(numbers.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        self.follow.reached(self._newest)
         if is_broken:
             self.follow.broke(step, self._newest, fresh=not self._was_broken)
         self._was_broken = is_broken

@@ -9,10 +9,10 @@ score is the distance from the running middle in units of what is allowed: a mul
 shown, at least a floor. So weights, which move by hundredths of an octave, jump where gradients, which move by whole
 octaves, do not.
 
-A jump begins a burst: `BURST_STEPS` steps with full statistics and tile maps, whatever `every` says. Bursts for jumps
-are rationed, so that a restless run stays near its budget; what breaks (non-finite values, a broken invariant) begins
-one whenever it comes. The host learns of a step on a GPU one or two steps later, so the burst begins that much later;
-tile maps of the jump's own step are held until then.
+A jump begins a burst: `BURST_STEPS` steps with full statistics and tile maps, whatever `every` says. Bursts are rationed,
+so that a restless run stays near its budget. What breaks (non-finite values, a broken invariant) has a ration of its
+own, and needs no distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps
+later, so the burst begins that much later; tile maps of the jump's own step are held until then.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Follow:
         self.outputs_until = -1  # the last step in which every output and gradient is looked at
         self.full_until = -1  # the last step with full statistics
         self._begun = -APART_STEPS
-        self._saved, self._seen = float(MAX_BURSTS), 0
+        self._saved = self._saved_for_breaks = float(MAX_BURSTS)
+        self._seen = 0
 
     def broke(self, step: int, newest: int, *, fresh: bool) -> None:
         """Something is broken in `step`.
@@ -157,13 +158,15 @@ class Follow:
             newest: the step that was begun last.
             fresh: it was sound in the step before. What stays broken is looked at by its outputs only.
         """
+        self.reached(newest)
         self.outputs_until = max(self.outputs_until, step + ALERT_STEPS)
-        if fresh:
+        if fresh and self._saved_for_breaks >= 1:
+            self._saved_for_breaks -= 1
             self._begin(newest)
 
     def jumped(self, newest: int) -> bool:
         """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up."""
-        self._refill(newest)
+        self.reached(newest)
         if newest - self._begun < APART_STEPS or self._saved < 1:
             return False
         self._saved -= 1
@@ -171,15 +174,17 @@ class Follow:
         return True
 
     def _begin(self, newest: int) -> None:
-        self._refill(newest)
         self._begun = newest
         self.full_until = newest + BURST_STEPS
         self.outputs_until = max(self.outputs_until, self.full_until)
 
-    def _refill(self, newest: int) -> None:
-        if newest < self._begun:  # training went back
-            self._begun, self.full_until = -APART_STEPS, -1
-        self._saved = min(MAX_BURSTS, self._saved + max(0, newest - self._seen) / REFILL_STEPS)
+    def reached(self, newest: int) -> None:
+        """Training is at this step: what is saved up grows, and where training went back nothing is on any more."""
+        if newest < self._seen:
+            self._begun, self.full_until, self.outputs_until = -APART_STEPS, -1, -1
+        more = max(0, newest - self._seen) / REFILL_STEPS
+        self._saved = min(MAX_BURSTS, self._saved + more)
+        self._saved_for_breaks = min(MAX_BURSTS, self._saved_for_breaks + more)
         self._seen = newest
 
 

@@ -239,10 +239,8 @@ def rows_by_columns(x: Tensor) -> Tensor:
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Whether tensors have values of their own now: they are plain, and not being compiled, traced or transformed."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    return not any(_is_virtual(t) for t in tensors)
+    """Whether tensors have values of their own now: they are plain, and not being compiled or transformed."""
+    return not torch.compiler.is_compiling() and not any(_is_virtual(t) for t in tensors)
 
 
 def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:

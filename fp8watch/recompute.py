@@ -11,10 +11,15 @@ function. What is compared is what the site was given, call by call: dtype, colu
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sites import SiteTable
 
 
 @dataclass
@@ -41,6 +46,16 @@ class Recomputed:
             return fingerprint
         text = ";".join(f"{row}={now}" for row, (_, now) in sorted(self.differs.items()))
         return hashlib.blake2b(f"{fingerprint};{text}".encode(), digest_size=6).hexdigest()
+
+    def told(self, table: Sequence[SiteTable], fingerprint: str) -> tuple[str, dict[str, str]]:
+        """The line and the facts of the first operand that differs; `fingerprint` is the recipe's."""
+        row, (before, now) = next(iter(self.differs.items()))
+        where = f"{table[row].fqn}.{table[row].operand}"
+        facts = {
+            "recompute_fingerprint": self.fingerprint(fingerprint),
+            "recomputed": f"{where}: first {before}, then {now}",
+        }
+        return f"activation checkpointing recomputes {where} as {now}, the first pass was {before}", facts
 
 
 def _words(given: tuple[torch.dtype, int, str]) -> str:

@@ -1,8 +1,8 @@
 """Which Linears are an output head, a router or an embedding: by what a model shows, and by name where it shows nothing.
 
 A head is what the model calls its output embeddings, what shares its weight with an embedding, or what has one output for
-each token outside of the blocks. A router has few outputs, one for each expert beside it; a `gate` as wide as its sibling
-`up` belongs to the MLP.
+each token outside of the blocks, and no Linear there that reads as many. A router has few outputs, one for each expert
+beside it; a `gate` as wide as its sibling `up` belongs to the MLP.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
         for _, m in named
         if isinstance(m, nn.Embedding) and m._parameters.get("weight") is not None
     }
-    vocabularies = set(_vocabularies(named))
+    # a head is the end: an MLP outside of blocks has a Linear that reads its width
+    read = {m.in_features for fqn, m in named if isinstance(m, nn.Linear) and not _NUMBERED.search(fqn)}
+    vocabularies = {v for v in _vocabularies(named) if v[0] not in read}
     children: dict[str, list[tuple[str, nn.Module]]] = {}
     for fqn, module in named:
         parent, _, name = plain_name(fqn).rpartition(".")

@@ -67,6 +67,11 @@ def not_called(table: Sequence[SiteTable], called: Set[int], unobserved: Set[int
     return layers_of(fqn for fqn in asked if fqn not in seen)
 
 
+def and_more(num: int) -> str:
+    """What ends a list of which so many are not shown."""
+    return f" and {num} more" if num > 0 else ""
+
+
 def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) -> frozenset[int]:
     """Rows that no pattern of `attach(sites=...)` names; none where there are no patterns.
 

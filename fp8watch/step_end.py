@@ -51,7 +51,10 @@ def _wrap_scaler() -> Callable[[], None]:
 
     @functools.wraps(original_step)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        _each(lambda w: w._on_scaler_step(optimizer))
+        owned: list[bool] = []
+        _each(lambda w: owned.append(w._owner.owns(optimizer)))
+        if not any(owned):  # what steps another watched model is nobody's optimizer of copies
+            _each(lambda w: w._on_scaler_step(optimizer))
         return original_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(original_update)

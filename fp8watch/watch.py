@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .recipe import Recipe
 from .resume import resume_facts, resume_state
 from .scale_state import load_scale_state, scale_state
 from .schedule import Schedule
-from .sites import SiteTable, describe, first_rows, not_called
+from .sites import SiteTable, and_more, describe, first_rows, not_called
 from .slab_copy import HostCopies
 from .step_owner import NO_STEP_ENDED, STUCK_FACT, StepOwner
 from .stopwatch import LIGHT
@@ -182,7 +183,7 @@ class Watch:
         if torch._C._current_graph_task_id() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
                 self._facts.update(step_end.optimizer_facts(optimizer))
-                self._plan.on_forward = self._close_pending
+                self._plan.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
         if self._owner.closes(optimizer, self._ran(), self._plan.num_passes):
             self._facts.update(step_end.optimizer_facts(optimizer))
@@ -200,10 +201,6 @@ class Watch:
             self._facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
         if self._ran():
             self._close(StepStatus.SKIPPED)
-
-    def _close_pending(self) -> None:
-        """End the step whose optimizers stepped during backward: at the next forward, or where training ends."""
-        self._close(StepStatus.OK)
 
     def _close_unfinished(self) -> None:
         """End a step that no optimizer will end any more."""
@@ -294,9 +291,11 @@ class Watch:
         assert self._plan is not None
         assert self._recorder is not None
         plan = self._plan
-        if self._plan.recomputed.differs and not self._said_recompute:
+        if plan.recomputed.differs and not self._said_recompute:
             self._said_recompute = True
-            self._tell_recompute(plan)
+            line, facts = plan.recomputed.told(self._table, self._recipe.fingerprint())
+            self._say(line)
+            self._tell(facts)
         if len(self._registered) < len(plan.shapes):
             new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
             te, recipe = self.te, self._recipe
@@ -307,17 +306,8 @@ class Watch:
             self._told_silent = True
             silent = not_called(self._table, self._registered, plan.unobserved)
             if silent:
-                more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
-                self._say(f"not called in the first step: {', '.join(silent[:5])}{more}")
+                self._say(f"not called in the first step: {', '.join(silent[:5])}{and_more(len(silent) - 5)}")
                 self._tell({"not_called": "; ".join(silent)[:2000]})
-
-    def _tell_recompute(self, plan: ops.Plan) -> None:
-        assert self._recorder is not None
-        row, (before, now) = next(iter(plan.recomputed.differs.items()))
-        where = f"{self._table[row].fqn}.{self._table[row].operand}"
-        self._say(f"activation checkpointing recomputes {where} as {now}, the first pass was {before}")
-        fingerprint = plan.recomputed.fingerprint(self._recipe.fingerprint())
-        self._tell({"recompute_fingerprint": fingerprint, "recomputed": f"{where}: first {before}, then {now}"})
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
@@ -381,7 +371,7 @@ class Watch:
 
     def _detach(self) -> None:
         assert self._plan is not None
-        if self._plan.backward_seen:
+        if self._plan.backward_seen or (self._plan.root_seen and not self._plan.forward_seen):
             self.guard.run("detach", self._close_unfinished)
         if self._closing is not None:
             self.guard.run("detach", self._closing.settle, everything=True)

@@ -17,7 +17,10 @@ LINEAR = "linear"
 ROLES_FACT = "roles"
 MAX_FACT_CHARS = 4000
 
-_HEAD = re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*)(?:\.|$)|(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
+_HEAD = re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*)(?:\.|$)")
+_OUTER_HEAD = re.compile(r"(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
+"""Heads at any depth outside of numbered blocks; inside of one they are a part of the block."""
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 _TOP_HEAD = frozenset({"head", "output", "classifier", "score", "logits"})
 """Heads where they stand at the top of a model; deeper inside they may be anything."""
 _INNER = re.compile(r"attn|attention|mlp|ffn|feed_forward")
@@ -38,7 +41,9 @@ def role_of(fqn: str) -> str | None:
     """The role that a name stands for: output head, embedding, router, norm; None for everything else."""
     name = plain_name(fqn)
     parent, _, last = name.rpartition(".")
-    if _HEAD.search(name) or (last in _TOP_HEAD and parent.count(".") == 0 and not _INNER.search(parent)):
+    if _HEAD.search(name) or (_OUTER_HEAD.search(name) and not _IN_BLOCK.search(name)):
+        return OUTPUT_HEAD
+    if last in _TOP_HEAD and parent.count(".") == 0 and not _INNER.search(parent):
         return OUTPUT_HEAD
     for pattern, role in ((_EMBEDDING, EMBEDDING), (_ROUTER, ROUTER), (_NORM, NORM)):
         if pattern.search(name):

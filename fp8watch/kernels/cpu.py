@@ -232,6 +232,8 @@ def _checked(status: int) -> None:
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """The operand with its rows in one piece each; a copy where it is not so."""
     x = x.detach()
+    if type(x) is not torch.Tensor:  # a subclass may hold its values elsewhere: its own pointer is null
+        x = _empty(x.shape, dtype=x.dtype).copy_(x)
     if x.is_conj() or x.is_neg():
         x = x.resolve_neg()
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -63,6 +63,14 @@ def test_without_linears_and_probes_steps_end_all_the_same(attach, train):
     assert watch._recorder.losses() == [1.0, 1.0]
 
 
+def test_without_linears_a_step_that_is_not_ended_leaves_with_detach(attach):
+    model = NoLinear()
+    watch = attach(model)
+    model(torch.randn(8, 64)).backward()
+    watch.detach()
+    assert [int(h["step"]) for h, *_ in watch._recorder.steps] == [0]
+
+
 def test_evaluation_and_a_forward_without_gradients_end_nothing(attach):
     model = NoLinear()
     watch = attach(model)

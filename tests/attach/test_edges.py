@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from fp8watch import ops
+from fp8watch.kernels import cpu
+from fp8watch.linear import SITE_KEY
+from fp8watch.watch import Watch
 
 
 def chain(inplace=False):
@@ -128,3 +135,101 @@ def test_a_copy_follows_the_rules_of_its_class(attach):
     assert "handle" not in twin[0].__dict__
     x = torch.randn(4, 64)
     assert torch.equal(twin(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+def test_a_tensor_that_holds_its_values_elsewhere_is_observed_as_what_it_holds(attach):
+    x, want = torch.randn(2, 4, 64), chain()
+    got = copy.deepcopy(want)
+    watch = attach(got, recipe="observe")
+    assert torch.equal(got(AsyncCollectiveTensor(x)), want(x))
+    gradients(want, x)
+    gradients(got, AsyncCollectiveTensor(x))
+    pairs = zip(want.parameters(), got.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    watch.step()
+    assert watch.summary()["internal_errors"] == {}
+    assert len(watch._recorder.step(0)[1]) == 2 * 5 - 1  # the first input has no gradient
+
+
+def test_a_weight_that_holds_its_values_elsewhere_is_observed_as_what_it_holds(attach):
+    x, want = torch.randn(8, 64), nn.Linear(64, 32).requires_grad_(False)
+    got = copy.deepcopy(want)
+    got.weight = nn.Parameter(AsyncCollectiveTensor(want.weight.detach()), requires_grad=False)
+    watch = attach(got, recipe="observe")
+    assert torch.equal(got(x), want(x))
+    watch.step()
+    assert watch.summary()["internal_errors"] == {}
+
+
+def test_the_library_in_c_never_gets_the_pointer_of_a_subclass():
+    x = torch.randn(8, 64)
+    read = cpu._readable(AsyncCollectiveTensor(x))
+    assert type(read) is torch.Tensor
+    assert torch.equal(read, x)
+
+
+def test_a_model_that_is_traced_while_it_is_observed_traces_as_it_computes(attach):
+    model, x = chain(), torch.randn(8, 64)
+    want = model(x)
+    watch = attach(model, recipe="observe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, (x,))
+    assert torch.equal(traced(x), want)
+    other = torch.randn(8, 64)
+    assert torch.equal(traced(other), model(other))
+    assert watch.summary()["internal_errors"] == {}
+
+
+def test_a_lazy_linear_is_left_out(attach):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(32))
+    watch = attach(model, recipe="observe")
+    assert SITE_KEY in model[0].__dict__
+    assert SITE_KEY not in model[1].__dict__
+    gradients(model, torch.randn(8, 64))
+    watch.step()
+    assert watch.summary()["internal_errors"] == {}
+
+
+class Factored(nn.Linear):
+    """A Linear without a weight."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        del self.weight
+        self.u, self.v = nn.Parameter(torch.randn(size, 4)), nn.Parameter(torch.randn(4, size))
+
+    def forward(self, x):
+        return x @ self.u @ self.v
+
+
+class Unstored(nn.Embedding):
+    """A table that is computed."""
+
+    def __init__(self, num, dim):
+        super().__init__(num, dim)
+        del self.weight
+
+    def forward(self, tokens):
+        return tokens[..., None].expand(*tokens.shape, self.embedding_dim).float()
+
+
+@pytest.mark.parametrize("odd", [lambda: Factored(64), lambda: Unstored(64, 64)])
+def test_a_module_without_its_weight_is_left_as_it_is(attach, odd):
+    model = nn.Sequential(nn.Linear(64, 64), odd())
+    watch = attach(model)
+    assert [SITE_KEY in m.__dict__ for m in model] == [True, False]
+    assert watch.summary()["internal_errors"] == {}
+
+
+def test_an_attach_that_fails_at_the_end_leaves_the_model_as_it_was(attach, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise MemoryError("planted")
+
+    model, plans = chain(), len(ops._plans)
+    monkeypatch.setattr(Watch, "__init__", broken)
+    with pytest.raises(MemoryError, match="planted"):
+        attach(model)
+    assert type(model[0]) is nn.Linear
+    assert SITE_KEY not in model[0].__dict__
+    assert len(ops._plans) == plans

@@ -110,6 +110,14 @@ def test_what_is_found_is_counted_by_kind() -> None:
     assert foreign_fp8(nn.Sequential(nn.Linear(16, 16), nn.Embedding(4, 16))) is None
 
 
+def test_a_model_of_linears_is_not_foreign_for_its_name(attach: Any, capsys: Any) -> None:
+    class FP8LinearNet(Model):
+        pass
+
+    attach(FP8LinearNet(nn.Identity()))
+    assert "2 Linears now compute in FP8 (blockwise" in capsys.readouterr().err
+
+
 def test_a_model_attached_before_is_not_foreign(attach: Any) -> None:
     model = Model(nn.Identity())
     attach(model)

@@ -125,6 +125,26 @@ def test_a_break_needs_no_ration_and_what_stays_broken_begins_once():
     assert follow.jumped(12), "training went back: the steps begin anew"
 
 
+def test_breaks_come_as_they_like_but_their_bursts_are_rationed():
+    follow, num_steps, begun = Follow(), 2000, 0
+    for step in range(0, num_steps, 4):
+        before = follow.full_until
+        follow.broke(step, step, fresh=True)
+        begun += follow.full_until != before
+        assert follow.outputs_until > step
+    assert MAX_BURSTS <= begun <= MAX_BURSTS + num_steps // REFILL_STEPS + 1
+
+
+def test_where_training_went_back_nothing_is_followed_any_more():
+    follow = Follow()
+    follow.broke(190, 190, fresh=True)
+    follow.reached(191)
+    assert follow.outputs_until > 191
+    follow.reached(0)
+    assert follow.outputs_until < 0
+    assert follow.full_until < 0
+
+
 def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
     torch.manual_seed(seed)
     for step in range(num_steps):

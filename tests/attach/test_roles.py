@@ -69,6 +69,25 @@ def test_an_mlp_as_wide_as_a_byte_vocabulary_is_no_head():
     assert left_out(tree(embedding=nn.Embedding(256, 64), layers=layers(block, block))) == {}
 
 
+def test_an_mlp_as_wide_as_a_byte_vocabulary_is_no_head_outside_of_blocks_either():
+    model = tree(embedding=nn.Embedding(256, 64), up=(64, 256), down=(256, 64), head=(64, 256))
+    assert left_out(model) == {"head": OUTPUT_HEAD}
+
+
+def test_an_untied_head_of_any_name_is_one_beside_blocks_as_wide_as_the_vocabulary():
+    block = {"up": (64, 256), "down": (256, 64)}
+    model = tree(embedding=nn.Embedding(256, 64), layers=layers(block, block), decoder=(64, 256))
+    assert left_out(model) == {"decoder": OUTPUT_HEAD}
+
+
+@pytest.mark.parametrize("name", ["output_layer", "embed_out"])
+def test_what_a_block_calls_its_output_is_no_head(name):
+    block = {"input_layer": (64, 128), name: (128, 64)}
+    assert left_out(tree(blocks=layers(block, block))) == {}
+    assert role_of(f"blocks.0.{name}") is None
+    assert role_of(f"model.{name}") == OUTPUT_HEAD
+
+
 def test_positions_are_no_vocabulary():
     assert left_out(tree(wpe=nn.Embedding(1024, 64), mlp={"fc": (64, 1024)})) == {}
 
@@ -131,7 +150,7 @@ def test_the_session_says_roles_that_names_would_get_wrong():
 
 
 def test_attach_leaves_out_whatever_the_collector_would_warn_of(attach):
-    names = ["lm_head", "layers.3.router", "layers.0.mlp.gating", "blocks.1.output_layer", "embedding", "final_norm"]
+    names = ["lm_head", "layers.3.router", "layers.0.mlp.gating", "model.output_layer", "embedding", "final_norm"]
     model = nn.Module()
     for name in names:
         parent = model

@@ -11,6 +11,10 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8watch.plan import STUCK_AFTER_PASSES
+from fp8watch_agent.record import StepStatus
 
 
 def model():
@@ -212,3 +216,57 @@ def test_the_run_is_registered_and_says_it_although_no_step_is_ever_sent(tmp_pat
     (session,) = collector.sessions.values()
     assert "watch.step()" in session["facts"]["no_step_ended"]
     assert collector.batches() == []
+
+
+def test_a_loop_that_steps_by_hand_too_ends_each_step_once(attach):
+    m = model()
+    copies, optimizer = copies_of(m)
+    watch = attach(m, recipe="observe")
+    for _ in range(10):
+        forward_backward(m)
+        hand_over(m, copies)
+        optimizer.step()
+        watch.step()
+    assert numbers(watch) == list(range(10))
+    assert calls(watch) == [{1}] * 10
+
+
+@pytest.mark.parametrize("num_skipped", [1, 4])
+def test_steps_that_a_gradscaler_skips_before_adoption_are_skipped(attach, num_skipped):
+    m = model()
+    copies, optimizer = copies_of(m)
+    watch = attach(m, recipe="observe")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for i in range(num_skipped + 2):
+        scaler.scale(m(torch.randn(16, 64).bfloat16()).float().pow(2).mean()).backward()
+        hand_over(m, copies)
+        if i < num_skipped:
+            copies[0].grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    statuses = [StepStatus(int(h["status"])).name for h, *_ in watch._recorder.steps]
+    assert statuses == ["SKIPPED"] * num_skipped + ["OK"] * 2
+    assert calls(watch) == [{1}] * (num_skipped + 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, num):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(num))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
+def test_the_nested_backwards_of_reentrant_checkpointing_are_one(attach, capsys, recipe):
+    m = Checkpointed(STUCK_AFTER_PASSES + 4)
+    watch = attach(m, recipe=recipe)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    for _ in range(2):
+        m(torch.randn(8, 32, requires_grad=True)).backward()
+        optimizer.step()
+    assert "no step has ended" not in capsys.readouterr().err
+    assert numbers(watch) == [0, 1]
