@@ -53,6 +53,7 @@ def test_it_opens_what_its_scopes_say_until_it_is_revoked(
     token: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "RELOAD_AFTER_S", 0.0)
+    monkeypatch.setattr(auth, "READ_S", 5.0)  # a busy machine is waited for
     site = make_site()
     Agent(client).register([site])  # nobody has a token yet, and this is loopback
     agents, readers = token("create", "agents")[1].strip(), token("create", "people", "--scopes", "read")[1].strip()
