@@ -47,7 +47,7 @@ def test_a_llama_leaves_out_its_head_and_nothing_else():
 @pytest.mark.parametrize("wrapper", [("base_model", "model"), ("model", "language_model"), ("a", "b", "c")])
 @pytest.mark.parametrize("name", ["lm_head", "output_layer", "embed_out", "unembed"])
 def test_a_head_is_one_at_any_depth(wrapper, name):
-    inner = tree(**{"model": llama(), name: (64, 320)})
+    inner = tree(**{"model": llama(), name: (64, 336)})  # padded: its width is not the vocabulary's
     for part in reversed(wrapper):
         inner = tree(**{part: inner})
     assert left_out(inner) == {".".join((*wrapper, name)): OUTPUT_HEAD}
