@@ -83,9 +83,23 @@ BUGS = [
     Bug(
         "the worst tile is sought in all steps",
         f"{J}/tile_map.js",
-        "if (this.steps.worst() !== this.steps.now) await this.load(this.steps.worst());",
-        "",
+        "const step = this.steps.worst();",
+        "const step = this.steps.now;",
         f"{B}/test_tile_map_steps.py::test_worst_tile_is_found_from_any_step",
+    ),
+    Bug(
+        "a click waits for what is bad to be known",
+        f"{J}/tile_map.js",
+        "await this.steps.known;",
+        "",
+        f"{B}/test_tile_map_steps.py::test_a_click_that_is_faster_than_the_data_waits_for_it",
+    ),
+    Bug(
+        "a key waits for the first map",
+        f"{J}/tile_map.js",
+        "if (!this.map) await this.load(this.steps.now);",
+        "",
+        f"{B}/test_tile_map_steps.py::test_a_click_that_is_faster_than_the_data_waits_for_it",
     ),
     Bug(
         "a fault does not become usual",

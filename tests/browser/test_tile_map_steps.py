@@ -6,7 +6,7 @@ import pytest
 from browser.kit import Collector, until
 from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +22,24 @@ def test_worst_tile_is_found_from_any_step(page: Page, collector: Collector) -> 
     expect(page.locator("[data-readout]")).to_contain_text("Tile (131, 3)")
     expect(page.locator("output[data-map-step]")).to_have_text(str(FAULT_STEP))
     assert page.url.endswith(f"step={FAULT_STEP}&tile=131,3")
+
+
+@pytest.mark.parametrize("slow", ["tile-map", "series"])
+def test_a_click_that_is_faster_than_the_data_waits_for_it(browser: Browser, collector: Collector, slow: str) -> None:
+    """On a busy machine the buttons are there long before the map, and before it is known which steps are bad."""
+    tab = browser.new_page()  # the script stays in it, and is not for the tests after this one
+    tab.add_init_script(
+        f"""const fast = window.fetch; window.fetch = async (url, ...rest) => {{
+            if (String(url).includes("/{slow}")) await new Promise((done) => setTimeout(done, 700));
+            return fast(url, ...rest); }};"""
+    )
+    tab.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP + 3}"))
+    tab.get_by_role("button", name="Worst tile").click()
+    expect(tab.locator("[data-readout]")).to_contain_text("Tile (131, 3)")
+    tab.goto(collector.url(f"{SITE}/tile-map?step={FAULT_STEP}"))
+    tab.keyboard.press("n")
+    expect(tab.locator("[data-readout]")).to_contain_text("Tile (131, 3)")
+    tab.close()
 
 
 def test_play_goes_through_the_steps_and_stops_at_the_last(page: Page, collector: Collector) -> None:

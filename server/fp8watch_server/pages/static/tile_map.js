@@ -108,7 +108,8 @@ class TileMapView {
     if (all.includes(this.steps.now) && String(all) !== String(this.steps.all)) this.steps.replace(all, this.whole);
   }
 
-  nextFlagged() {
+  async nextFlagged() {
+    if (!this.map) await this.load(this.steps.now); // whoever is faster than the first map is not told that nothing stands out
     if (!this.flagged?.length) return this.say("No tile stands out in this step.");
     const columns = this.map.shape[1];
     const at = this.chosen ? this.chosen[0] * columns + this.chosen[1] : -1;
@@ -116,11 +117,13 @@ class TileMapView {
     this.choose([Math.floor(next / columns), next % columns]);
   }
 
-  // The worst tile of the worst step that was kept.
+  // The worst tile of the worst step that was kept. A click before the first map has come waits for it.
   async worst() {
     this.steps.stop();
-    if (this.steps.worst() !== this.steps.now) await this.load(this.steps.worst());
-    if (!this.map) return;
+    await this.steps.known;
+    const step = this.steps.worst();
+    await this.load(step);
+    if (!this.map || this.steps.now !== step) return; // not to be had, or the slider went on meanwhile
     const i = worstTile(this.map), columns = this.map.shape[1];
     this.choose([Math.floor(i / columns), i % columns]);
   }

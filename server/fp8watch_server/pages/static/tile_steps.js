@@ -20,7 +20,7 @@ export class Steps {
     panel.querySelector("[data-back]").addEventListener("click", () => this.move(-1));
     panel.querySelector("[data-on]").addEventListener("click", () => this.move(1));
     this.play.addEventListener("click", () => this.toggle());
-    this.lookForBad();
+    this.known = this.lookForBad(); // resolves when it is known which steps have something wrong in them
   }
 
   show(step) {
@@ -46,7 +46,7 @@ export class Steps {
     this.all = all;
     this.slider.max = String(all.length - 1);
     this.slider.value = String(all.indexOf(this.now));
-    this.lookForBad();
+    this.known = this.lookForBad();
     if (newest && follow && this.timer === null) this.go(all.at(-1));
   }
 
