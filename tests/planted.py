@@ -15,6 +15,7 @@ from pathlib import Path
 
 import database
 from planted_fork import Ended, warmed
+from planted_place import find
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "examples", "pyproject.toml", "README.md")
@@ -29,10 +30,10 @@ _ticks = itertools.count(1)
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` stands once in the file `path`; with `new` in its place, `test` fails."""
+    """`old` stands once at a place of the product; with `new` instead of it, `test` fails."""
 
     promise: str
-    path: str
+    at: str  # module:function (planted_place.py), or the path of what is not Python
     old: str
     new: str
     test: str  # node id; several, apart by spaces: one of them at least must fail
@@ -43,8 +44,7 @@ class Bug:
 
 def still_fits(bug: Bug, root: Path = ROOT) -> None:
     """The code that the bug goes into is there, once, and so is the file of its test."""
-    found = (root / bug.path).read_text().count(bug.old)
-    assert found == 1, f"{bug.path} holds what the bug replaces {found} times; put it where the code has gone"
+    find(bug.at, bug.old, root)
     for node in bug.test.split():
         path, _, name = node.partition("::")
         text = (root / path).read_text()
@@ -71,9 +71,9 @@ def copy_of_tree(folder: Path) -> Path:
 
 def seen_to_fail(tree: Path, bug: Bug, timeout_s: float = 240.0) -> None:
     """Put the bug in, run its test in the copy, and take it out again."""
-    path = tree / bug.path
-    good = path.read_text()
-    _write(path, good.replace(bug.old, bug.new, 1))
+    place = find(bug.at, bug.old, tree)
+    path, good = place.path, place.path.read_text()
+    _write(path, good[: place.start] + place.text().replace(bug.old, bug.new, 1) + good[place.end :])
     try:
         done = _run(tree, bug, timeout_s)
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from planted import ROOT, Bug
+from planted_place import file_of
 
 VARIABLE = "FP8WATCH_PLANTED"
 WINDOW_S = 2 * 24 * 3600
@@ -70,16 +71,16 @@ def changed(root: Path = ROOT) -> Changed | None:
     return Changed(commit, latest, lately | latest, is_shallow)
 
 
-def select(bugs: Sequence[Bug], what: Changed | None, max_bugs: int = MAX_BUGS) -> Selection:
+def select(bugs: Sequence[Bug], what: Changed | None, max_bugs: int = MAX_BUGS, root: Path = ROOT) -> Selection:
     """The bugs to run for a change."""
     if what is None:
         return Selection(frozenset(bugs), f"all {len(bugs)}, because there is no git history to choose by")
 
     def turn(bug: Bug) -> str:
-        return hashlib.sha256(f"{what.commit} {bug.path} {bug.promise}".encode()).hexdigest()
+        return hashlib.sha256(f"{what.commit} {bug.at} {bug.promise}".encode()).hexdigest()
 
     def files(bug: Bug) -> set[str]:
-        return {bug.path, *(node.partition("::")[0] for node in bug.test.split())}
+        return {file_of(bug.at, bug.old, root), *(node.partition("::")[0] for node in bug.test.split())}
 
     in_turn = sorted(bugs, key=turn)
     if what.is_shallow:

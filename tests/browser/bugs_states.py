@@ -12,7 +12,7 @@ T = "tests/pages"
 BUGS = [
     Bug(
         "a map that comes alone is told of",
-        "server/fp8watch_server/store/tiles.py",
+        "store.tiles:commit_tile_maps",
         "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",
         "pass",
         f"{B}/test_maps_that_come_later.py::test_they_appear_on_the_open_page_of_the_incident_and_on_the_map_itself",
@@ -26,7 +26,7 @@ BUGS = [
     ),
     Bug(
         "steps of a map are those of its rank",
-        f"{P}/routes.py",
+        "pages.routes:tile_map_page",
         'steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])',
         "pass",
         f"{T}/test_pages_show_what_is_wrong.py::test_steps_of_a_map_are_those_that_its_rank_has",
@@ -132,7 +132,7 @@ BUGS = [
     ),
     Bug(
         "pages hear of changes on PostgreSQL too",
-        f"{P}/live.py",
+        "live:version",
         "sa.func.sum(sa.cast(s.ended, sa.Integer))",
         "sa.func.sum(s.ended)",
         f"{T}/test_on_both_databases.py::test_a_page_is_the_same",

@@ -163,7 +163,7 @@ def test_bugs_of_what_changed_are_run_and_a_tenth_of_the_others(
     aged(repository)
     bugs = bugs_of("latest.py", "lately.py", "seen.py") + bugs_of("old.py", each=25)
     chosen = select(bugs, changed(tmp_path))
-    assert {b for b in chosen.bugs if b.path != "old.py"} == set(bugs[:3])  # `seen.py` is the same, its test is not
+    assert {b for b in chosen.bugs if b.at != "old.py"} == set(bugs[:3])  # `seen.py` is the same, its test is not
     assert len(chosen.bugs) == 3 + 3
     assert chosen.line.startswith("6 of 28, chosen by commit ")
     assert f"1 of 1 in files of the last {NUM_LATEST} commits" in chosen.line

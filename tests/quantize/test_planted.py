@@ -10,13 +10,13 @@ from quantize.backends import USABLE
 
 W = "tests/quantize/test_cpu_width.py"
 BUGS = [
-    Bug("the fastest width of vectors is compiled", "fp8watch/kernels/cpu_width.py",
+    Bug("the fastest width of vectors is compiled", "cpu_width:fastest_width",
         "width = min(times,", "width = max(times,",
         f"{W}::test_the_fastest_width_is_compiled_and_the_measurement_is_kept"),
-    Bug("a measurement that fails costs the measurement only", "fp8watch/kernels/cpu_width.py",
+    Bug("a measurement that fails costs the measurement only", "cpu_width:fastest_width",
         "except (Unavailable, OSError) as reason:", "except OSError as reason:",
         f"{W}::test_a_measurement_that_fails_leaves_the_widest_and_alarms_nobody"),
-    Bug("a width that is asked for is taken", "fp8watch/kernels/cpu_width.py",
+    Bug("a width that is asked for is taken", "cpu_width:fastest_width",
         'argument.startswith("-DVB=")', "False", f"{W}::test_a_width_that_is_asked_for_is_taken"),
 ]  # fmt: skip
 
