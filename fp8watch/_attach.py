@@ -37,8 +37,9 @@ from .integrations.transformer_engine import TeObserver
 from .kernels import scaled_mm
 from .kernels.registry import Backend, resolve
 from .linear import release, take_over
-from .passes import ForwardEnd
-from .probes import LogitHook, Probe, ProbeHook, softmaxes
+from .module_hooks import ForwardEnd, LogitHook, ProbeHook
+from .plan import Plan, rows_of
+from .probes import Probe, softmaxes
 from .probes import select as select_probes
 from .quantize.per_tensor import DelayedScale
 from .quantizers import DelayedQuantizer, SiteQuantizer, places, site_quantizer
@@ -130,7 +131,7 @@ def attach(
             sys.stderr.write(f"fp8watch: {text}\n")
 
     def watch(
-        plan: ops.Plan | None,
+        plan: Plan | None,
         table: list[SiteTable],
         recorder: Recorder | None,
         hooks: Sequence[RemovableHandle] = (),
@@ -264,7 +265,7 @@ def _scaled_formats(
 
 
 def _observe_te(
-    plan: ops.Plan,
+    plan: Plan,
     te: list[TeModule],
     left_out: list[LeftOut],
     guard: Guard,
@@ -302,7 +303,7 @@ def _observe_te(
     return None
 
 
-def _place_probes(plan: ops.Plan, table: list[SiteTable], probed: list[Probe]) -> list[RemovableHandle]:
+def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe]) -> list[RemovableHandle]:
     """Hooks on the probed modules, and on the softmax of attention. Rows of probes come last in the table."""
     first = len(table) - len(probed)
     handles: list[RemovableHandle] = []
@@ -324,7 +325,7 @@ def _plan(
     observe: bool,
     probed: Sequence[Probe] = (),
     model: nn.Module | None = None,
-) -> tuple[ops.Plan, list[SiteTable]]:
+) -> tuple[Plan, list[SiteTable]]:
     table: list[SiteTable] = []
     quantizers: list[SiteQuantizer] = []
     for fqn, module in linears:
@@ -346,7 +347,7 @@ def _plan(
         first = linears[0][1] if linears else te[0].module if te else model
         devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
-    return ops.Plan(quantizers, slab, guard, recipe, ops.rows_of(recipe)), table
+    return Plan(quantizers, slab, guard, recipe, rows_of(recipe)), table
 
 
 def _line(

@@ -28,9 +28,6 @@ from torch import Tensor, nn
 from .kernels import gemm
 from .once import once_only
 from .ops import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
     is_eager,
     look_at_output,
     observe,
@@ -38,6 +35,7 @@ from .ops import (
     quantize_dequantize,
     rows_by_columns,
 )
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT
 from .quantize.checks import OPERAND_DTYPES
 from .scaled_linear import Formats, ScaledLinear
 from .shadow import shadow_gemm

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from .passes import first_tensor
-from .plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan, rows_of
+from .plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan
 from .stopwatch import LIGHT
-
-__all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "Plan", "rows_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[int, Plan] = {}

@@ -11,17 +11,13 @@ backward. Forwards without gradients and recomputations are no passes of their o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .watch import Watch
+from torch import Tensor
 
 
 class _Forward(Enum):
@@ -103,50 +99,3 @@ def first_tensor(output: Any) -> Tensor | None:
         if isinstance(part, (tuple, list)):
             waiting.extend(reversed(part))
     return None
-
-
-class ForwardEnd:
-    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
-    nothing, so that files load without fp8watch."""
-
-    def __init__(self, site: Tensor) -> None:
-        self._site = site
-
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        from .ops import forward_ended
-
-        if module.training:
-            found = first_tensor(output)
-            forward_ended(self._site if found is None else found.detach(), self._site, torch.is_grad_enabled())
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class LossHook:
-    """Forward hook of the root module, with keyword arguments: its loss, or else that it returned. A copy or a pickle of
-    the model gets a hook of the standard library that does nothing, so that files load without fp8watch and copies report
-    to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
-
-    def __init__(self, watch: Watch, site: Tensor) -> None:
-        self._watch, self._site = watch, site
-
-    def __call__(self, module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        if module.training:
-            self._watch.guard.run("loss", self._look, kwargs, output)
-
-    def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
-        from .ops import note_loss, root_returned
-
-        grad = torch.is_grad_enabled()
-        loss = getattr(output, "loss", None)
-        if loss is None:
-            loss = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
-            # given the tokens of the whole step, a model divides by them: what it returns are shares, to be added
-            note_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
-            return
-        root_returned(output, self._site, grad)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")

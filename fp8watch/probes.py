@@ -13,13 +13,11 @@ attention shows none; training can say them itself: watch.log(max_attention_logi
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from fp8watch_agent.record import Measured
 
 from .kernels.look import largest_magnitude
-from .passes import first_tensor
+from .quantize.output_checks import ProbeNumbers
 from .quantize.stats import Heavy, Invariant, PerTile, TileStats
 
 NORMS, ATTENTION = "norms", "attention"
@@ -133,18 +131,6 @@ def probe_stats(y: Tensor, *, heavy: bool) -> TileStats:
     return TileStats((y.shape[0], y.shape[1]), (y.shape[0], y.shape[1]), True, 0.0, one, measured, tiles=tiles)
 
 
-@dataclass(frozen=True)
-class ProbeNumbers:
-    """The same on the CPU, as numbers."""
-
-    num_elements: int
-    amax: float
-    num_nan: int = 0
-    num_inf: int = 0
-    first: tuple[int, int] = (-1, -1)
-    energy: float | None = None
-
-
 @torch.no_grad()
 def probe_numbers(y: Tensor, *, heavy: bool) -> ProbeNumbers:
     """Look at an output [M, N] on the CPU: one read where all of it is finite."""
@@ -162,38 +148,3 @@ def probe_numbers(y: Tensor, *, heavy: bool) -> ProbeNumbers:
     finite = y.float().masked_fill(nan | inf, 0.0).double()
     energy = float(finite.square().sum()) if heavy else None
     return ProbeNumbers(y.numel(), amax, int(nan.sum()), int(inf.sum()), divmod(index, y.shape[1]), energy)
-
-
-class ProbeHook:
-    """Forward hook of a probed module. A copy or a pickle of the model gets a hook of the standard library that does
-    nothing, so that files load without fp8watch and copies write into no slab."""
-
-    def __init__(self, site: Tensor) -> None:
-        self._site = site
-
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        from .ops import look_at_probe
-
-        if module.training:
-            y = first_tensor(output)
-            if y is not None and y.is_floating_point():
-                look_at_probe(y.detach(), self._site)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class LogitHook:
-    """Forward hook of an nn.Softmax in attention: the largest of what it read."""
-
-    def __init__(self, site: Tensor, fqn: str) -> None:
-        self._site, self._fqn = site, fqn
-
-    def __call__(self, module: nn.Module, args: Any, _output: Any) -> None:
-        from .ops import look_at_logits
-
-        if module.training and args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():
-            look_at_logits(args[0].detach(), self._site, self._fqn)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")

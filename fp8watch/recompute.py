@@ -11,15 +11,11 @@ function. What is compared is what the site was given, call by call: dtype, colu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .sites import SiteTable
 
 
 @dataclass
@@ -47,10 +43,15 @@ class Recomputed:
         text = ";".join(f"{row}={now}" for row, (_, now) in sorted(self.differs.items()))
         return hashlib.blake2b(f"{fingerprint};{text}".encode(), digest_size=6).hexdigest()
 
-    def told(self, table: Sequence[SiteTable], fingerprint: str) -> tuple[str, dict[str, str]]:
-        """The line and the facts of the first operand that differs; `fingerprint` is the recipe's."""
+    def told(self, name_of: Callable[[int], str], fingerprint: str) -> tuple[str, dict[str, str]]:
+        """The line and the facts of the first operand that differs.
+
+        Args:
+            name_of: module and operand of a row, such as "layers.0.fc1.input".
+            fingerprint: of the recipe.
+        """
         row, (before, now) = next(iter(self.differs.items()))
-        where = f"{table[row].fqn}.{table[row].operand}"
+        where = name_of(row)
         facts = {
             "recompute_fingerprint": self.fingerprint(fingerprint),
             "recomputed": f"{where}: first {before}, then {now}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .quantizers import DelayedQuantizer
 
 if TYPE_CHECKING:
-    from .ops import Plan
+    from .plan import Plan
     from .quantize.per_tensor import DelayedScale
     from .sites import SiteTable
 

@@ -18,7 +18,8 @@ from .kernels import scaled_mm
 from .kernels.reference import dequantize
 from .kernels.scaled_mm import Codes
 from .once import once_only
-from .ops import GRAD_OUTPUT, INPUT, WEIGHT, look_at_output, quantize_codes
+from .ops import look_at_output, quantize_codes
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT
 from .shadow import shadow_gemm
 
 ROW, COLUMN, BLOCK = (1, 128), (128, 1), (128, 128)

@@ -21,6 +21,7 @@ from fp8watch_agent.guard import Guard
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.version import __version__
 
 from .filter import LeftOut
 from .identity import Identity
@@ -42,7 +43,6 @@ def start_recorder(
     more: Mapping[str, str | float],
 ) -> Recorder:
     """Start the agent of this process, and tell it who it is."""
-    from . import __version__
 
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "interactive").stem
     facts = recipe.session_facts()

@@ -12,22 +12,14 @@ what the output's own dtype loses is not held against the kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from . import ops
+from .plan import INPUT
+from .quantize.output_checks import GemmCheck
 
 NUM_ROWS = 64
-
-
-class GemmCheck(NamedTuple):
-    """One GEMM against its shadow: 0-d tensors on the output's device."""
-
-    error: Tensor  # float32: RMS(output − shadow) / RMS(shadow); 0 where both are 0, NaN left out
-    gain: Tensor  # float32: Σ output·shadow / Σ shadow²; 1 is right
-    num_nonfinite: Tensor  # int64: NaN and ±Inf in the sampled rows of the output
 
 
 def sampled_rows(num_rows: int, phase: int) -> list[int]:
@@ -85,7 +77,7 @@ def _shadow_gemm(
 ) -> Tensor:
     plan, first = ops.lookup(site)
     row = plan.row(first, operand, columnwise)
-    recomputed = operand == ops.INPUT and torch._C._current_graph_task_id() != -1
+    recomputed = operand == INPUT and torch._C._current_graph_task_id() != -1
     slab = plan.slab
     if slab is not None and plan.sampled and not plan.paused and not recomputed and output.numel() and a.numel():
 

@@ -14,7 +14,7 @@ from fp8watch_agent.record import Site
 from fp8watch_agent.roles import layers_of
 
 from .integrations.transformer_engine import TeObserver
-from .ops import Plan
+from .plan import Plan
 from .probes import PROBE
 from .recipe import Recipe
 

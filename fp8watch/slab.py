@@ -11,7 +11,6 @@ capture `accumulate`. A row has the layout of `fp8watch_agent.record.ROW`, and m
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,32 +18,10 @@ import torch
 
 from fp8watch.formats import AMAX_BUCKET_OFFSET
 from fp8watch.kernels.look import look_into
-from fp8watch.quantize.fold import row_span, sections
-from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, empty_rows
-
-if TYPE_CHECKING:
-    from fp8watch.probes import ProbeNumbers
-    from fp8watch.quantize.stats import TileStats
-    from fp8watch.shadow import GemmCheck
-
-
-class _RowViews(NamedTuple):
-    """One row by section."""
-
-    sums: torch.Tensor
-    noise_max: torch.Tensor
-    counts: torch.Tensor
-    counts_and_depth: torch.Tensor
-    tiles: torch.Tensor
-    maxima: torch.Tensor
-    minima: torch.Tensor
-    amax_max: torch.Tensor
-    worst_tile: torch.Tensor
-    noise_tile: torch.Tensor
-    firsts: torch.Tensor  # off_scale_tile, row and column of first_nonfinite
-    first_call: torch.Tensor  # call of first_nonfinite
-    order: torch.Tensor
-    measured: torch.Tensor
+from fp8watch.quantize.fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
+from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
+from fp8watch.quantize.stats import TileStats
+from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured
 
 
 class Slab:
@@ -60,10 +37,9 @@ class Slab:
             raise ValueError(f"capacity={capacity}: must be at least 1 row, one for each site")
         self.capacity = capacity
         self.device = torch.device(device)
-        defaults = torch.from_numpy(empty_rows(1).view(np.uint8).reshape(1, ROW.itemsize))
-        self._defaults = defaults.to(self.device)
+        self._defaults = new_rows(1, self.device)
         self.buffer = self._defaults.repeat(capacity, 1)
-        self._views: dict[int, _RowViews] = {}
+        self._views: dict[int, RowViews] = {}
 
     def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
         """Merge one quantisation into a row.
@@ -78,27 +54,11 @@ class Slab:
             self._check_row(row)
             stats.folded.merge_into(self.buffer, row, call_order)
             return
-        into = self._views.get(row) or self._row_views(row)
-        call = sections(stats)
-        # Of two equals the earlier stays. A maximum of 0 is never larger, so its coordinates stay at −1.
-        torch.where(call.maxima[0] > into.amax_max, call.worst_tile, into.worst_tile, out=into.worst_tile)
-        if call.sums is None or call.noise_max is None or call.noise_tile is None:
-            into.counts.add_(call.counts)
-        else:
-            torch.where(call.noise_max > into.noise_max, call.noise_tile, into.noise_tile, out=into.noise_tile)
-            torch.maximum(into.noise_max, call.noise_max, out=into.noise_max)
-            into.sums.add_(call.sums)
-            into.counts_and_depth.add_(call.counts)
-        into.tiles.add_(call.tiles)
-        torch.maximum(into.maxima, call.maxima, out=into.maxima)
-        torch.minimum(into.minima, call.minima, out=into.minima)
-        if call.firsts is not None:
-            # A coordinate is −1 as a whole or not at all, so element by element is the same as field by field.
-            fresh = into.firsts < 0
-            torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
-            into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
-        into.order.masked_fill_(into.order < 0, call_order)
-        into.measured.bitwise_or_(call.measured)
+        views = self._views.get(row)
+        if views is None:
+            self._check_row(row)
+            views = self._views[row] = row_views(self.buffer[row])
+        merge_sections(views, sections(stats), call_order)
 
     def accumulate_gemm(self, row: int, check: GemmCheck) -> None:
         """Merge what a shadow found of one GEMM into the row of the operand that it reads."""
@@ -169,29 +129,6 @@ class Slab:
     def clear(self) -> None:
         """Set every row to the defaults, in place."""
         self.buffer.copy_(self._defaults.expand(self.capacity, -1))
-
-    @torch.inference_mode(False)  # views made in inference mode could never be written outside of it
-    def _row_views(self, row: int) -> _RowViews:
-        """Typed views of one row, derived from the offsets of FIELDS and kept: the address never changes."""
-        self._check_row(row)
-        mine = self.buffer[row]
-        views = self._views[row] = _RowViews(
-            sums=row_span(mine, "signal_energy", "moment4"),
-            noise_max=row_span(mine, "tile_noise_ratio_max"),
-            counts=row_span(mine, "num_elements", "num_inf"),
-            counts_and_depth=row_span(mine, "num_elements", "depth_hist"),
-            tiles=row_span(mine, "num_tiles", "amax_hist"),
-            maxima=row_span(mine, "amax_max", "scale_ratio_max"),
-            minima=row_span(mine, "amax_min_nonzero", "scale_ratio_min"),
-            amax_max=row_span(mine, "amax_max"),
-            worst_tile=row_span(mine, "worst_tile"),
-            noise_tile=row_span(mine, "noise_tile"),
-            firsts=row_span(mine, "off_scale_tile", "first_nonfinite")[:4],
-            first_call=row_span(mine, "first_nonfinite")[2:],
-            order=row_span(mine, "order"),
-            measured=row_span(mine, "measured"),
-        )
-        return views
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.capacity:

@@ -17,25 +17,48 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8watch_agent.guard import Guard
+
 from . import ops
 from .closing import FOUND_INF
+from .plan import Plan
 
 if TYPE_CHECKING:
     from fp8watch_agent.recorder import Recorder
 
-    from .watch import Watch
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+class StepListener(Protocol):
+    """Who is told of what may end a step: a watch."""
+
+    guard: Guard
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer ends the steps of this watch."""
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+
+    def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler steps an optimizer that no watch owns."""
+
+    def _on_scaler(self, scale: torch.Tensor | None, optimizers: set[int]) -> None:
+        """A GradScaler has updated its scale."""
+
+    def _on_death(self) -> None:
+        """The process ends, or training raised."""
+
+
+_watches: weakref.WeakSet[StepListener] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
 _lock = threading.Lock()
 
 
-def _each(action: Callable[[Watch], Any]) -> None:
+def _each(action: Callable[[StepListener], Any]) -> None:
     for watch in list(_watches):
         watch.guard.run("step_end", action, watch)
 
@@ -52,7 +75,7 @@ def _wrap_scaler() -> Callable[[], None]:
     @functools.wraps(original_step)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         owned: list[bool] = []
-        _each(lambda w: owned.append(w._owner.owns(optimizer)))
+        _each(lambda w: owned.append(w._owns(optimizer)))
         if not any(owned):  # what steps another watched model is nobody's optimizer of copies
             _each(lambda w: w._on_scaler_step(optimizer))
         return original_step(self, optimizer, *args, **kwargs)
@@ -117,7 +140,7 @@ def _at_exit() -> None:
     _each(lambda w: w._on_death())
 
 
-def start(watch: Watch) -> None:
+def start(watch: StepListener) -> None:
     """Begin to tell a watch where its steps end."""
     with _lock:
         if not _undo:
@@ -128,7 +151,7 @@ def start(watch: Watch) -> None:
         _watches.add(watch)
 
 
-def stop(watch: Watch) -> None:
+def stop(watch: StepListener) -> None:
     """Take everything back when the last watch goes."""
     with _lock:
         _watches.discard(watch)
@@ -137,7 +160,7 @@ def stop(watch: Watch) -> None:
                 watch.guard.run("step_end.undo", _undo.pop())
 
 
-def abandoned(plan: ops.Plan, recorder: Recorder) -> None:
+def abandoned(plan: Plan, recorder: Recorder) -> None:
     """A watch went with its model, without detach. The collector of garbage must not wait for the network."""
     plan.slab = None
     plan.begin_step(sampled=False)

@@ -26,8 +26,9 @@ from .identity import Identity
 from .integrations.transformer_engine import TeObserver
 from .jumps import Follow
 from .linear import SITE_KEY, release, switch_shadow
+from .module_hooks import LossHook
 from .overhead import Overhead
-from .passes import LossHook
+from .plan import Plan
 from .provenance import OUTPUTS_EVERY
 from .recipe import Recipe
 from .resume import resume_facts, resume_state
@@ -50,7 +51,7 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        plan: ops.Plan | None,
+        plan: Plan | None,
         table: list[SiteTable],
         recorder: Recorder | None,
         guard: Guard,
@@ -177,6 +178,9 @@ class Watch:
         if self._recorder is not None:
             self._recorder.update_facts(facts)
 
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._owner.owns(optimizer)
+
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_end.is_capturing():
             return
@@ -255,7 +259,7 @@ class Watch:
             self._begin_step(plan)
             self.guard.run("overhead", self._overhead.begin_step, plan, self._num_closed)
 
-    def _begin_step(self, plan: ops.Plan) -> None:
+    def _begin_step(self, plan: Plan) -> None:
         """What the step that begins now will measure."""
         plan.outside = not self._schedule.inside(self._step)
         follow = self._closing.follow if self._closing is not None else Follow()
@@ -268,13 +272,13 @@ class Watch:
         if self.te is not None:
             self.te.sampled = plan.sampled
 
-    def _end_warmup(self, plan: ops.Plan) -> None:
+    def _end_warmup(self, plan: Plan) -> None:
         """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
         if plan.warming and self._step >= self._recipe.warmup_steps:
             plan.warming = False
             self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
 
-    def _values(self, plan: ops.Plan) -> dict[str, Any]:
+    def _values(self, plan: Plan) -> dict[str, Any]:
         """Scalars of the step that ends, numbers or tensors: what training said wins over what was seen."""
         values = {name: value for name, value in self._facts.items() if value is not None}
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
@@ -286,6 +290,9 @@ class Watch:
             self._say("loss not seen for 20 steps: call watch.log(loss=...)")
         return values
 
+    def _name_of(self, row: int) -> str:
+        return f"{self._table[row].fqn}.{self._table[row].operand}"
+
     def _register(self, rows: Rows) -> None:
         """Tell the agent of the sites that were called for the first time, and of what only running shows."""
         assert self._plan is not None
@@ -293,7 +300,7 @@ class Watch:
         plan = self._plan
         if plan.recomputed.differs and not self._said_recompute:
             self._said_recompute = True
-            line, facts = plan.recomputed.told(self._table, self._recipe.fingerprint())
+            line, facts = plan.recomputed.told(self._name_of, self._recipe.fingerprint())
             self._say(line)
             self._tell(facts)
         if len(self._registered) < len(plan.shapes):

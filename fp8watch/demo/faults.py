@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..formats import fp8_format
 from ..linear import SITE_KEY
+from ..plan import INPUT, WEIGHT
 from ..quantize.stats import TileStats
 from ..quantizers import SiteQuantizer
 from ..recipe import delayed
@@ -118,7 +119,7 @@ def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantiz
 
 def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
     """128 channels die, and the site's kernel has no guard for a tile of zeros."""
-    _replace(model, FAULT_MODULE, ops.INPUT, _Unguarded)
+    _replace(model, FAULT_MODULE, INPUT, _Unguarded)
 
     def die(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0].clone()
@@ -130,7 +131,7 @@ def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -
 
 def _stale_weight_scale(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
     """One layer's weight scale is cached from here on; the weights grow out of it within some steps."""
-    _replace(model, STALE_MODULE, ops.WEIGHT, _Stale)
+    _replace(model, STALE_MODULE, WEIGHT, _Stale)
 
 
 def _lr(_model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -21,7 +21,8 @@ from .. import _attach, ops
 from ..filter import FilterFn, select_linears
 from ..kernels.registry import resolve
 from ..linear import SCALED_KEY, SITE_KEY, WatchedLinear, take_over
-from ..passes import ForwardEnd
+from ..module_hooks import ForwardEnd
+from ..plan import Plan
 from ..quantize.per_tensor import DelayedScale
 from ..quantizers import DelayedQuantizer
 from ..recipe import Recipe, resolve_recipe
@@ -66,7 +67,7 @@ class Twin:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    plan: ops.Plan | None
+    plan: Plan | None
     linears: dict[str, nn.Linear]
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ def recipe_of(model: nn.Module, recipe: object) -> Recipe:
     return chosen
 
 
-def _plan_of(model: nn.Module) -> ops.Plan | None:
+def _plan_of(model: nn.Module) -> Plan | None:
     for module in model.modules():
         site = module.__dict__.get(SITE_KEY)
         if isinstance(module, WatchedLinear) and site is not None:
@@ -161,7 +162,7 @@ def make_twins(
     return twins
 
 
-def _copy_states(model: nn.Module, twin: nn.Module, plan: ops.Plan) -> None:
+def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
     """Delayed scales and histories go on in the copy where the original stands: a pass that is over is rolled in."""
     over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
     copies = dict(twin.named_modules())

@@ -1,7 +1,7 @@
-"""Statistics of one call folded into the sections of a slab row, in torch.
+"""Statistics of one call folded into the sections of a slab row, and merged into it, in torch.
 
-Upstream:   fp8watch.quantize.stats     Downstream: fp8watch.slab
-Shapes:     TileStats -> sections of one ROW     Thread: training
+Upstream:   fp8watch.quantize.per_tile     Downstream: fp8watch.quantize.stats, fp8watch.slab
+Shapes:     one call -> sections of one ROW     Thread: training
 
 The way of backends that do not fold by themselves; nothing here reads a value back to the host.
 """
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from fp8watch.formats import AMAX_BUCKET_OFFSET
-from fp8watch.quantize.stats import INF, Invariant, PerTile, TileStats
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, NUM_AMAX_BUCKETS, ROW
+from fp8watch.quantize.per_tile import INF, Call, Invariant, PerTile
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, NUM_AMAX_BUCKETS, ROW, empty_rows
 
 _AMAX_BUCKET_SHIFT = 128 - AMAX_BUCKET_OFFSET  # exponent field of amax/1.75, rounded down, minus this = bucket
 _TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
@@ -49,7 +49,7 @@ def row_span(row: torch.Tensor, first: str, last: str | None = None) -> torch.Te
     return row[start:stop].view(_TORCH_DTYPES[FIELD_BY_NAME[first].dtype])
 
 
-def sections(stats: TileStats) -> Sections:
+def sections(stats: Call) -> Sections:
     """Fold what a backend in plain torch left into the sections of one slab row, on the device."""
     tiles = stats.tiles
     assert tiles is not None
@@ -87,7 +87,7 @@ def sections(stats: TileStats) -> Sections:
 
 
 def _unusual(
-    stats: TileStats, tiles: PerTile, invariant: Invariant, buckets: torch.Tensor, shared: _Shared
+    stats: Call, tiles: PerTile, invariant: Invariant, buckets: torch.Tensor, shared: _Shared
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sections that differ where tiles are zero, clamped, sentinel or off-scale; zero tiles to bucket 0."""
     amax, scale_inv, ratio = stats.amax, stats.scale_inv, tiles.scale_ratio
@@ -133,3 +133,80 @@ def histogram(buckets: torch.Tensor, num_buckets: int) -> torch.Tensor:
     # bincount reads the maximum back to the host on other devices
     counts = torch.zeros(num_buckets, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+
+
+class RowViews(NamedTuple):
+    """One row by section."""
+
+    sums: torch.Tensor
+    noise_max: torch.Tensor
+    counts: torch.Tensor
+    counts_and_depth: torch.Tensor
+    tiles: torch.Tensor
+    maxima: torch.Tensor
+    minima: torch.Tensor
+    amax_max: torch.Tensor
+    worst_tile: torch.Tensor
+    noise_tile: torch.Tensor
+    firsts: torch.Tensor  # off_scale_tile, row and column of first_nonfinite
+    first_call: torch.Tensor  # call of first_nonfinite
+    order: torch.Tensor
+    measured: torch.Tensor
+
+
+@torch.inference_mode(False)  # views made in inference mode could never be written outside of it
+def row_views(row: torch.Tensor) -> RowViews:
+    """Typed views of one row (uint8 [ROW.itemsize]), derived from the offsets of FIELDS."""
+    return RowViews(
+        sums=row_span(row, "signal_energy", "moment4"),
+        noise_max=row_span(row, "tile_noise_ratio_max"),
+        counts=row_span(row, "num_elements", "num_inf"),
+        counts_and_depth=row_span(row, "num_elements", "depth_hist"),
+        tiles=row_span(row, "num_tiles", "amax_hist"),
+        maxima=row_span(row, "amax_max", "scale_ratio_max"),
+        minima=row_span(row, "amax_min_nonzero", "scale_ratio_min"),
+        amax_max=row_span(row, "amax_max"),
+        worst_tile=row_span(row, "worst_tile"),
+        noise_tile=row_span(row, "noise_tile"),
+        firsts=row_span(row, "off_scale_tile", "first_nonfinite")[:4],
+        first_call=row_span(row, "first_nonfinite")[2:],
+        order=row_span(row, "order"),
+        measured=row_span(row, "measured"),
+    )
+
+
+def merge_sections(into: RowViews, call: Sections, call_order: int) -> None:
+    """Merge one call into a row, as `fp8watch_agent.record.merge_rows` does."""
+    # Of two equals the earlier stays. A maximum of 0 is never larger, so its coordinates stay at −1.
+    torch.where(call.maxima[0] > into.amax_max, call.worst_tile, into.worst_tile, out=into.worst_tile)
+    if call.sums is None or call.noise_max is None or call.noise_tile is None:
+        into.counts.add_(call.counts)
+    else:
+        torch.where(call.noise_max > into.noise_max, call.noise_tile, into.noise_tile, out=into.noise_tile)
+        torch.maximum(into.noise_max, call.noise_max, out=into.noise_max)
+        into.sums.add_(call.sums)
+        into.counts_and_depth.add_(call.counts)
+    into.tiles.add_(call.tiles)
+    torch.maximum(into.maxima, call.maxima, out=into.maxima)
+    torch.minimum(into.minima, call.minima, out=into.minima)
+    if call.firsts is not None:
+        # A coordinate is −1 as a whole or not at all, so element by element is the same as field by field.
+        fresh = into.firsts < 0
+        torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
+        into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
+    into.order.masked_fill_(into.order < 0, call_order)
+    into.measured.bitwise_or_(call.measured)
+
+
+def new_rows(capacity: int, device: torch.device) -> torch.Tensor:
+    """Rows of ROW at their defaults: uint8 [capacity, ROW.itemsize]."""
+    defaults = torch.from_numpy(empty_rows(1).view(np.uint8).reshape(1, ROW.itemsize))
+    return defaults.to(device).repeat(capacity, 1)
+
+
+def merge_call(rows: torch.Tensor, row: int, call: Call, call_order: int) -> None:
+    """Merge one call into `rows[row]`, whichever way its backend folds."""
+    if call.folded is not None:
+        call.folded.merge_into(rows, row, call_order)
+    else:
+        merge_sections(row_views(rows[row]), sections(call), call_order)

@@ -1,86 +1,26 @@
 """Tile statistics of one quantised operand, as a backend hands them to the slab.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.quantize.fold, fp8watch.slab
+Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.slab
 Shapes:     tensors [Mt, Kt], or one folded ROW     Thread: training
 
-A backend in plain torch leaves a number per tile (`PerTile`), which `fold` sums up. A backend with a kernel of its own
-folds while it quantises and hands over something that merges itself into a slab row (`Folded`). Nothing here
-reads a value back to the host: tensors stay on their device until `summary` is asked for.
+Nothing here reads a value back to the host: tensors stay on their device until `summary` is asked for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from fp8watch_agent.record import FIELDS, Measured, TileFlag
+from fp8watch.quantize.fold import merge_call, new_rows
+from fp8watch.quantize.per_tile import HEAVY, INF, LIGHT, Folded, Heavy, Invariant, PerTile
+from fp8watch_agent.record import FIELDS, ROW, TileFlag
 
-INF = float("inf")
-LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
-HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+__all__ = ["HEAVY", "INF", "LIGHT", "Folded", "Heavy", "Invariant", "PerTile", "TileStats"]
+
 _PLAIN_BYTES = 100  # a tile in plain torch: five int64 counts, five float64 sums, seven of 1–4 bytes
-
-
-class Invariant(NamedTuple):
-    """The scale invariant, tile by tile: [Mt, Kt]."""
-
-    included: torch.Tensor  # bool: tiles that it is about: not zero, sentinel or clamped, and with a usable scale
-    off_scale: torch.Tensor  # bool: tiles that break it, or whose scale is not finite and positive
-    badness: torch.Tensor  # float32: how far outside; 0 for tiles that are not off-scale
-
-
-@dataclass(frozen=True)
-class Heavy:
-    """The statistics that cost a second look at the elements."""
-
-    sums: torch.Tensor  # float64 [5]: signal_energy … moment4
-    noise_ratio: torch.Tensor  # float64 [Mt, Kt]: noise / signal energy of a tile, 0 where there is no signal
-    depth_hist: torch.Tensor  # int64 [32]
-
-
-class PerTile(NamedTuple):
-    """What a backend in plain torch leaves. Tensors are [Mt, Kt]."""
-
-    amax: torch.Tensor  # float32, NaN ignored, before eps; Inf where an element is
-    scale: torch.Tensor  # float32
-    scale_ratio: torch.Tensor  # float32: amax·scale/FP8_MAX
-    invariant: Invariant | None  # None: every tile is included, has an amax above 0 and cannot be off-scale
-    counts: torch.Tensor  # int64 [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf
-    first_nonfinite: torch.Tensor | None  # int32 [2]: row, column of the first NaN or Inf, else −1; None: all finite
-    heavy: Heavy | None
-
-
-class Folded(Protocol):
-    """What a backend leaves that folds while it quantises."""
-
-    @property
-    def amax(self) -> torch.Tensor:
-        """float32 [Mt, Kt]: NaN ignored, before eps; Inf where an element is."""
-
-    @property
-    def num_bytes(self) -> int:
-        """What is kept of the tiles, about."""
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Integers of any width [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf."""
-
-    @property
-    def flags(self) -> torch.Tensor:
-        """TileFlag bits: uint8 [Mt, Kt]."""
-
-    def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
-        """Merge the call into `buffer[row]` (uint8 [capacity, ROW.itemsize]) as `fp8watch_agent.record.merge_rows` does.
-
-        Where the row had none, `call_order` becomes its `order`, and the call of `first_nonfinite` if this one has a
-        non-finite element.
-        """
-
-    def release(self) -> None:
-        """Let go of what only merging needs. What the tiles say stays."""
 
 
 @dataclass(slots=True)
@@ -186,9 +126,7 @@ class TileStats:
 
         Reads the device. Groups of fields that were not measured are at their defaults; see "measured".
         """
-        from fp8watch.slab import Slab
-
-        slab = Slab(1, self.amax.device)
-        slab.accumulate(0, self, 0)
-        row = slab.copy_rows()[0]
+        rows = new_rows(1, self.amax.device)
+        merge_call(rows, 0, self, 0)
+        row = rows.cpu().numpy().reshape(-1).view(ROW)[0]
         return {f.name: row[f.name].item() if f.size == 1 else np.array(row[f.name]) for f in FIELDS}

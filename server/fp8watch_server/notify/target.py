@@ -21,10 +21,11 @@ import threading
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from urllib3.exceptions import HTTPError
+
+from fp8watch_server.settings.webhook_url import TargetError, check_url, split_url
 
 TIMEOUT_S = 5.0
 """For connecting, and again for each read."""
@@ -69,10 +70,6 @@ class _Ending:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # beneath TLS: it would wait for a goodbye
 
 
-class TargetError(ValueError):
-    """A URL that must not be used. The text names the rule and the remedy, and never the URL itself."""
-
-
 class Unreachable(Exception):
     """Nothing answered; another try may."""
 
@@ -107,7 +104,7 @@ class Target:
     @property
     def masked(self) -> str:
         """Scheme and host: all of the URL that may be shown."""
-        parts = _split(self.url)
+        parts = split_url(self.url)
         return f"{parts.scheme}://{parts.hostname}/…"
 
     def post(self, body: bytes, headers: dict[str, str], *, timeout_s: float = TIMEOUT_S) -> Answer:
@@ -117,7 +114,7 @@ class Target:
             TargetError: the host resolves to an address that is not allowed.
             Unreachable: no address, no connection, no answer in time.
         """
-        parts = _split(self.url)
+        parts = split_url(self.url)
         host, port = str(parts.hostname), parts.port or (443 if parts.scheme == "https" else 80)
         address = self._checked_address(host, port)
         timeout = urllib3.Timeout(connect=timeout_s, read=timeout_s)
@@ -171,23 +168,6 @@ class Target:
         return addresses[0]
 
 
-def check_url(url: str) -> None:
-    """Check what of a URL can be checked without looking its host up.
-
-    Raises:
-        TargetError: with the rule and the remedy, never the URL.
-    """
-    parts = _split(url)
-    if parts.scheme not in ("http", "https"):
-        raise TargetError(
-            f"webhook URL has scheme {parts.scheme or 'none'!r}; http and https are allowed, so it begins with https://"
-        )
-    if not parts.hostname:
-        raise TargetError("webhook URL has no host; give it whole, like https://hooks.slack.com/services/...")
-    if parts.username or parts.password:
-        raise TargetError("webhook URL holds a user or password; take them out, use a token in the path")
-
-
 def refusal(address: str, *, from_operator: bool) -> str | None:
     """Why an address may not be connected to; None where it may."""
     ip: Address = ipaddress.ip_address(address.split("%")[0])
@@ -200,17 +180,6 @@ def refusal(address: str, *, from_operator: bool) -> str | None:
     if not ip.is_global or ip.is_multicast:
         return f"{ip} is not a global address; give a receiver on a global address, or one on loopback that forwards"
     return None
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url.strip())
-        _ = parts.port  # raises where it is no port
-    except ValueError:
-        raise TargetError("webhook URL cannot be read; give it whole, like https://host/path") from None
-    if any(c.isspace() or ord(c) < 32 for c in url.strip()):
-        raise TargetError("webhook URL holds a space or a control character; take it out")
-    return parts
 
 
 def _retry_after_s(value: str | None, date: str | None) -> float | None:

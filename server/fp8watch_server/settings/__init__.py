@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .notify.target import check_url
-from .store.dialect import DatabaseUrlError, parse_url
+from fp8watch_server.store.dialect import DatabaseUrlError, parse_url
+
+from .webhook_url import check_url
 
 
 class SettingError(ValueError):
