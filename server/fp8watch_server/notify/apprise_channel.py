@@ -20,10 +20,12 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp8watch_server.settings.webhook_url import TargetError
+
 from . import plain
 from .channels import SLACK_PACE, Pace
 from .outgoing import watched
-from .target import Answer, TargetError, Unreachable
+from .target import Answer, Unreachable
 
 UNCHECKED = frozenset({"mqtt", "mqtts", "xmpp", "xmpps", "matrix", "matrixs"})
 LOCAL = frozenset({"dbus", "glib", "gnome", "kde", "macosx", "qt", "syslog", "windows"})

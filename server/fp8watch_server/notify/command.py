@@ -22,6 +22,7 @@ import msgspec
 from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
+from fp8watch_server.settings.webhook_url import TargetError
 from fp8watch_server.store.dialect import engine_of, writing
 
 from .channels import Channel, channels_of
@@ -29,7 +30,7 @@ from .log import STATES, delivery_log, retry
 from .message import SEVERITIES
 from .routes_file import MODES, RoutesError, load_routes
 from .sending import routing_of
-from .target import TargetError, Unreachable
+from .target import Unreachable
 
 
 def test_payload(public_url: str, now: float) -> dict[str, Any]:

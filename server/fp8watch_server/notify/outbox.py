@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
+from fp8watch_server.settings.webhook_url import TargetError
 from fp8watch_server.store import schema
 from fp8watch_server.store.dialect import writing
 
@@ -39,7 +40,7 @@ from .fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
 from .group import choose
 from .lease import ALIVE, MAX_RETRY_AFTER_S, Leased, Raced, due_again, lease, release_leases_of_the_dead
 from .settle import settle
-from .target import TargetError, Unreachable
+from .target import Unreachable
 
 POLL_S = 0.5
 LEASE_S = 12.0

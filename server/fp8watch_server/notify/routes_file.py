@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch_server.incidents.playbook import SLUGS
+from fp8watch_server.settings.webhook_url import TargetError
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 from .apprise_channel import AppriseChannel
@@ -36,7 +37,7 @@ from .fields import NAMES, Fields, near
 from .message import SEVERITIES
 from .routes import Route, Routing
 from .stalled import STALLED
-from .target import Target, TargetError
+from .target import Target
 
 MAX_FILE_BYTES = 1 << 20
 KINDS: dict[str, Any] = {
