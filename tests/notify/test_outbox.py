@@ -17,12 +17,12 @@ from detect.healthy_run import Run
 from incidents.store import Store
 from notify.receiver import Outbox, Receiver
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import outbox as module
 from fp8watch_server.notify.channels import Pace, SlackChannel, WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
-from fp8watch_server.notify.target import Target
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.notify.safe_http import Target
 
 Receivers = Callable[..., Receiver]
 Dispatch = Callable[..., Dispatcher]

@@ -1,6 +1,6 @@
 """Any service that the package apprise knows, as a channel: Discord, Teams, mail, and some hundred others.
 
-Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.outgoing    Downstream: fp8watch_server.notify.routes_file
+Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.egress    Downstream: fp8watch_server.notify.routes_file
 Shapes:     outbox payload -> whatever the service takes
 Thread:     dispatcher, one per channel
 
@@ -20,12 +20,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp8watch_server.notify import plain
+from fp8watch_server.notify.channels import SLACK_PACE, Pace
+from fp8watch_server.notify.egress import watched
+from fp8watch_server.notify.safe_http import Answer, Unreachable
 from fp8watch_server.settings.webhook_url import TargetError
-
-from . import plain
-from .channels import SLACK_PACE, Pace
-from .outgoing import watched
-from .target import Answer, Unreachable
 
 UNCHECKED = frozenset({"mqtt", "mqtts", "xmpp", "xmpps", "matrix", "matrixs"})
 LOCAL = frozenset({"dbus", "glib", "gnome", "kde", "macosx", "qt", "syslog", "windows"})
