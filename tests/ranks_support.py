@@ -12,7 +12,7 @@ from pathlib import Path
 HARNESS = """
 import os, sys
 import torch, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
-import fp8watch, fp8watch._attach
+import fp8watch, fp8watch.session.attach
 torch.set_num_threads(1)
 script, folder, world = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sys.argv = ["rank", *sys.argv[4:]]

@@ -48,7 +48,7 @@ SCRIPT = textwrap.dedent(
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor, Replicate, Shard
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from fp8watch.mesh import mesh_coordinates
+    from fp8watch.session.mesh import mesh_coordinates
     dist.init_process_group("gloo")
     calls = []
     for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "all_gather_into_tensor"):

@@ -164,7 +164,7 @@ def _rehearse() -> None:
     import fp8watch_server.detect.rules
     import fp8watch_server.detect.sessions
     import fp8watch_server.incidents.messages
-    import fp8watch_server.notify.sending
+    import fp8watch_server.notify.service
     import fp8watch_server.pages.routes  # noqa: F401  of a whole collector
     from fp8watch_server.app import create_app
     from fp8watch_server.db.dialect import make_engine
