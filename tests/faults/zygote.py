@@ -1,7 +1,8 @@
-"""A process that has imported torch and forks: each of the fault programs gets a process of its own, without the wait.
+"""A process that has imported torch and forks: fault programs and examples get processes of their own, without the wait.
 
-Reads lines of JSON from its standard input, {"module", "arguments", "env", "out", "err"}, and answers each with the
-exit code of a child that ran the module's `main` with these. It has no threads, so a fork of it is whole.
+Reads lines of JSON from its standard input, lists of {"module", "arguments", "env", "out", "err"}, and answers each with
+the largest exit code of the children that ran the module's `main` with these, at the same time; a module that is the path of
+a script is run as `python` runs it. It has no threads, so a fork of it is whole.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +27,14 @@ def child(order: dict[str, object]) -> int:
         os.dup2(fd, number)
         os.close(fd)
     os.environ.update(order["env"])  # type: ignore[call-overload]
-    sys.argv = [str(order["module"]), *order["arguments"]]  # type: ignore[misc]
+    module = str(order["module"])
+    sys.argv = [module, *order["arguments"]]  # type: ignore[misc]
     try:
-        importlib.import_module(str(order["module"])).main()
+        if module.endswith(".py"):
+            sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            runpy.run_path(module, run_name="__main__")
+        else:
+            importlib.import_module(module).main()
     except BaseException:
         traceback.print_exc()
         return 1
@@ -44,11 +53,12 @@ def main() -> None:
     fp8watch.attach  # noqa: B018 - imports what is lazy
     torch.set_num_threads(1)
     for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(child(order))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        pids = []
+        for order in json.loads(line):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os._exit(child(order))
+        print(max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids), flush=True)
 
 
 @dataclass
@@ -59,15 +69,38 @@ class Zygote:
 
     def run(self, folder: Path, module: str, *arguments: str, **env: str) -> list[str]:
         """Lines that the module's `main` printed. A failure raises, with its errors."""
-        out, err = folder / "stdout", folder / "stderr"
-        order = {"module": module, "arguments": arguments, "env": env, "out": str(out), "err": str(err)}
+        (printed,) = self.run_ranks(folder, module, *arguments, envs=[env])
+        return printed.splitlines()
+
+    def run_ranks(self, folder: Path, module: str, *arguments: str, envs: Sequence[dict[str, str]]) -> list[str]:
+        """What processes printed that ran at the same time, each with an environment of its own."""
+        orders = [
+            {
+                "module": module,
+                "arguments": arguments,
+                "env": env,
+                "out": f"{folder}/{i}.out",
+                "err": f"{folder}/{i}.err",
+            }
+            for i, env in enumerate(envs)
+        ]
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.write(json.dumps(orders) + "\n")
         self.process.stdin.flush()
         code = self.process.stdout.readline().strip()
-        assert code == "0", f"{module}: exit {code}\n{err.read_text() if err.exists() else ''}"
-        return out.read_text().splitlines()
+        errors = "\n".join(Path(o["err"]).read_text() for o in orders if Path(o["err"]).exists())
+        assert code == "0", f"{module}: exit {code}\n{errors}"
+        return [Path(o["out"]).read_text() for o in orders]
+
+
+def ranks(world: int) -> list[dict[str, str]]:
+    """What a launcher gives each rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 def start() -> Zygote:

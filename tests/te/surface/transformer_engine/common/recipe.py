@@ -1,3 +1,7 @@
+class Float8BlockScaling:
+    """What the imitated modules always compute in."""
+
+
 class CustomRecipe:
     """Keeps a factory."""
 
