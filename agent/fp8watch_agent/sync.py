@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import math
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def session_of(path: Path) -> str:
     return path.name.split(".")[0].split("-")[0]
 
 
+def _started_at(segments: Sequence[Path]) -> float:
+    """When the session of these segments started; what does not say so comes last."""
+    for path in segments:
+        with contextlib.suppress(OSError):
+            registration = read_segment(path).registration
+            if registration is not None:
+                return registration.session.started_at
+    return math.inf
+
+
 class Sync:
     """One pass over a spool folder."""
 
@@ -121,12 +132,22 @@ class Sync:
                 with _locked(leftover, create=False) as ours:
                     if ours:  # made by a process that died before it got its name
                         leftover.unlink(missing_ok=True)
-        segments = [p for p in sorted(self._directory.glob(f"*{SEGMENT_SUFFIX}")) if session_of(p) not in running]
+        segments = self._in_order(
+            [p for p in self._directory.glob(f"*{SEGMENT_SUFFIX}") if session_of(p) not in running]
+        )
         for i, path in enumerate(segments):
             if not self._send_segment(path):
                 self.report.num_left += len(segments) - i
                 break
         return self.report
+
+    def _in_order(self, segments: Sequence[Path]) -> list[Path]:
+        """Session by session, the one that started first before all others: the collector numbers a run's attempts in
+        the order in which their sessions come."""
+        sessions: dict[str, list[Path]] = {}
+        for path in sorted(segments):
+            sessions.setdefault(session_of(path), []).append(path)
+        return [path for paths in sorted(sessions.values(), key=_started_at) for path in paths]
 
     def _take_ring(self, ring: Path) -> None:
         """The ring's contents as one segment; the ring is gone afterwards."""

@@ -153,6 +153,18 @@ def test_a_spool_sent_twice_has_the_same_keys_and_bytes(
     assert collector.num_conflicts == 0
 
 
+def test_the_session_that_started_first_is_sent_first(tmp_path: Path, collector: Collector) -> None:
+    """The collector numbers a run's attempts in the order in which their sessions come."""
+    settings = AgentSettings(spool_dir=tmp_path, ring_bytes=1 << 20, poll_interval_s=0.01)
+    names = ["c" * 32, "a" * 32, "b" * 32]
+    for i, name in enumerate(names):
+        recorder = Recorder(settings, make_session(session=name, started_at=1e9 + i))
+        record(recorder, range(3))
+        recorder.close(5)
+    assert run_sync(tmp_path, collector) == 0
+    assert list(collector.sessions) == names
+
+
 def test_a_kill_between_spooling_and_noting_it_sends_nothing_twice(
     tmp_path: Path,
     settings: AgentSettings,

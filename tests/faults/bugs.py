@@ -223,6 +223,13 @@ BUGS = (
         "tests/agent/test_sync.py::test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key",
     ),
     Bug(
+        "sync sends the session that started first before all others",
+        "sync:Sync._in_order",
+        "sorted(sessions.values(), key=_started_at)",
+        "sorted(sessions.values())",
+        "tests/agent/test_sync.py::test_the_session_that_started_first_is_sent_first",
+    ),
+    Bug(
         "sync puts a ring into its segment under one rename",
         "sync:Sync._take_ring",
         '            writer = SegmentWriter(final.with_suffix(".tmp"))\n',
