@@ -6,7 +6,7 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 
-.PHONY: demo test test-long test-gpu test-te lint serve bench bench-gpu bench-detect screenshots clean
+.PHONY: demo test test-long test-python test-gpu test-te lint docs serve bench bench-gpu bench-detect screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -40,6 +40,14 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long $(ARGS)
 
+# make test-python  agent, wire and store on another Python, without torch (PYTHON=python3.13 ROOMS=tests/agent)
+ROOMS ?= tests/agent tests/store
+test-python:
+	$(PYTHON) -m venv $(VENV)-$(notdir $(PYTHON))
+	$(VENV)-$(notdir $(PYTHON))/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	$(VENV)-$(notdir $(PYTHON))/bin/python -c 'import fp8watch, fp8watch_agent.sync, fp8watch_server.app'
+	OMP_NUM_THREADS=1 $(VENV)-$(notdir $(PYTHON))/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not long" $(ROOMS) $(ARGS)
+
 # make test-gpu     what only a GPU can show; fails where there is none
 test-gpu: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) tests/gpu/run.sh check
@@ -54,6 +62,16 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# make docs         the docs site, in build/site; a warning is an error
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(VENV)-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # make serve        the collector on http://127.0.0.1:8420 (ARGS="--port 9000")
 serve: $(VENV)/.demo
@@ -75,6 +93,6 @@ bench-gpu: $(VENV)/.dev
 screenshots: $(VENV)/.dev
 	$(BIN)/python docs/screenshots.py $(ARGS)
 
-# make clean        forget the virtual environment and the caches
+# make clean        forget the virtual environments and the caches
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-* .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist

@@ -53,7 +53,9 @@ def compare_bf16(
         optimizer: the one that trains the model, which is copied with its state; or a function parameters -> optimizer;
             or None: weights stay, and each batch is compared at the same weights.
         steps: at most. After about 40 steps any two runs separate.
-        recipe, filter_fn, backend: as for `attach`, for a model that is not attached, or to compare another recipe.
+        recipe: as for `attach`, for a model that is not attached, or to compare another recipe.
+        filter_fn: as for `attach`.
+        backend: as for `attach`.
         autocast: torch.bfloat16 runs the high-precision copy under autocast; None: in the model's own dtypes, as it
             would run without FP8.
 

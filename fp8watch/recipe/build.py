@@ -118,7 +118,9 @@ def current(
         fp8_format: "HYBRID" (E5M2 for grad_output), "E4M3" or "E5M2".
         power_2_scale: round the scales down to powers of two. None: as NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES says.
         amax_epsilon: smallest amax a scale is computed from.
-        warmup_steps, observe_only, environ: as for `blockwise`.
+        warmup_steps: as for `blockwise`.
+        observe_only: as for `blockwise`.
+        environ: as for `blockwise`.
 
     Raises:
         ValueError: an argument or environment variable that cannot be meant.
@@ -151,7 +153,8 @@ def delayed(
         amax_history_len: passes that are remembered.
         amax_compute_algo: "max" over the history, or "most_recent".
         margin: octaves of room above the amax.
-        warmup_steps, observe_only: as for `blockwise`. Histories fill during the warm-up.
+        warmup_steps: as for `blockwise`. Histories fill during the warm-up.
+        observe_only: as for `blockwise`. Histories fill during the warm-up.
 
     Raises:
         ValueError: an argument that cannot be meant.
@@ -167,7 +170,8 @@ def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool
 
     Args:
         fp8_format: "E4M3", "HYBRID" or "E5M2".
-        warmup_steps, observe_only: as for `blockwise`.
+        warmup_steps: as for `blockwise`.
+        observe_only: as for `blockwise`.
 
     Raises:
         ValueError: an argument that cannot be meant.
