@@ -24,15 +24,15 @@ FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = '
 
 
 def dashboards() -> str:
-    """The rows of the first table."""
-    return "\n".join(
+    """The first table."""
+    return "| dashboard | shows |\n|---|---|\n" + "\n".join(
         f"| {b['title'].removeprefix('fp8watch · ')} (`{uid}`) | {b['description']} |"
         for uid, b in boards.load().items()
     )
 
 
 def views() -> str:
-    """The rows of the last table, as a migrated database has them."""
+    """The last table, as a migrated database has it."""
     with fresh_database("postgresql") as url:
         engine = make_engine(url)
         with engine.connect() as conn:
@@ -44,14 +44,15 @@ def views() -> str:
                 shown = [*plain, f"{octaves[0].strip(chr(34))} … {octaves[-1].strip(chr(34))}"] if octaves else plain
                 found.append((name, ", ".join(shown)))
         engine.dispose()
-    return "\n".join(f"| `{name}` | {columns} |" for name, columns in found)
+    rows = [f"| `{name}` | {columns} |" for name, columns in found]
+    return "\n".join(["| view or function | columns |", "|---|---|", *rows])
 
 
-@pytest.mark.parametrize(("mark", "rows"), [("dashboards", dashboards), ("views", views)])
-def test_a_table_is_what_there_is(mark: str, rows: object) -> None:
-    assert callable(rows)
+@pytest.mark.parametrize(("mark", "table"), [("dashboards", dashboards), ("views", views)])
+def test_a_table_is_what_there_is(mark: str, table: object) -> None:
+    assert callable(table)
     written = PAGE.read_text().split(f"<!-- {mark} -->\n")[1].split(f"<!-- /{mark} -->")[0]
-    assert written.rstrip("\n") == rows(), WRITE
+    assert written.strip("\n") == table(), WRITE
 
 
 def test_commands_and_variables_are_those_of_the_files() -> None:
@@ -67,5 +68,5 @@ if __name__ == "__main__":
     page = PAGE.read_text()
     for mark, rows in (("dashboards", dashboards()), ("views", views())):
         pattern = rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-        page = re.sub(pattern, lambda m, rows=rows: m[1] + rows + "\n" + m[2], page, flags=re.S)  # type: ignore[misc]
+        page = re.sub(pattern, lambda m, rows=rows: f"{m[1]}\n{rows}\n\n{m[2]}", page, flags=re.S)  # type: ignore[misc]
     PAGE.write_text(page)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
+from xml.etree import ElementTree
+
+import yaml
 
 from fp8watch.cli import main
 from fp8watch_agent.record import FIELDS, Measured, StepPresent, TileFlag
@@ -29,11 +33,69 @@ def test_the_wire_page_has_the_bits_of_the_code():
 def test_links_between_pages_resolve():
     root = DOCS.parent
     wrong = []
-    for page in [root / "README.md", root / "CONTRIBUTING.md", *DOCS.glob("*.md")]:
+    for page in [*root.glob("*.md"), *DOCS.rglob("*.md"), root / "examples" / "README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             if not (page.parent / target).exists():
                 wrong.append((page.name, target))
     assert wrong == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths and modules in code marks. `<slug>` stands for any."""
+    root = DOCS.parent
+    wrong = []
+    for page in [*root.glob("*.md"), *DOCS.rglob("*.md"), root / "examples" / "README.md"]:
+        for name in re.findall(
+            r"`((?:fp8watch|agent|server|tests|docs|examples|dashboards)/[^`\s:]*)`", page.read_text()
+        ):
+            if not any(root.glob(re.sub(r"<\w+>", "*", name.rstrip("/")))):
+                wrong.append((page.name, name))
+        for name in re.findall(r"`(fp8watch(?:_agent|_server)?(?:\.\w+)+)`", page.read_text()):
+            if find_name(name) is None:
+                wrong.append((page.name, name))
+    assert wrong == []
+
+
+def find_name(name: str) -> object:
+    """A module, or something in one; None where there is none."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    nav = (DOCS.parent / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    listed = re.findall(r"(\S+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+def test_the_picture_of_the_architecture_names_the_rooms_that_there_are() -> None:
+    text = (DOCS / "images" / "architecture.svg").read_text()
+    ElementTree.fromstring(text)
+    assert not re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?http""", text), "it loads nothing"
+    rooms = re.findall(r'class="room"[^>]*>([^<]+)<', text)
+    named = [r for line in rooms for r in _rooms(line)]
+    assert len(named) >= 15
+    assert [name for name in named if find_name(name) is None] == []
+
+
+def _rooms(line: str) -> list[str]:
+    """`fp8watch_agent.sender, .spool` names two."""
+    parts = [p.strip() for p in line.split(",")]
+    if not parts[0].startswith("fp8watch"):
+        return []
+    package = parts[0].split(".")[0]
+    return [package + p if p.startswith(".") else p for p in parts]
+
+
+def test_hooks_before_a_commit_have_the_versions_of_the_checks() -> None:
+    root = DOCS.parent
+    pinned = set((root / "constraints.txt").read_text().splitlines())
+    hooks = yaml.safe_load((root / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    wanted = {d for hook in hooks for d in hook["additional_dependencies"]}
+    assert {d for d in wanted if d.startswith("ruff")} <= pinned
+    assert all("==" in d for d in wanted)
 
 
 def test_every_command_says_what_it_does(capsys):
