@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
+import urllib.request
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from fp8watch_agent.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +42,6 @@ def test_the_base_is_what_the_agent_needs(tmp_path):
 def test_a_wheel_carries_everything_that_is_read_at_run_time(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    import zipfile
-
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for package, base in (("fp8watch", "."), ("fp8watch_agent", "agent"), ("fp8watch_server", "server")):
@@ -48,3 +53,82 @@ def test_a_wheel_carries_everything_that_is_read_at_run_time(tmp_path):
         }
         assert wanted - names == set()
     assert not {n for n in names if n.startswith("tests/")}
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """Folder of the sdist, and of the wheel that is made out of it, as a release makes them."""
+    folder = tmp_path_factory.mktemp("release")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "build")], check=True)
+    installed = subprocess.run(
+        [str(folder / "build/bin/pip"), "install", "-q", "build"], capture_output=True, text=True
+    )
+    if installed.returncode:
+        pytest.skip(f"no package registry reachable: {installed.stderr.strip().splitlines()[-1]}")
+    build = [str(folder / "build/bin/python"), "-m", "build", "--outdir", str(folder / "dist"), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_source_distribution_holds_what_is_tracked(release):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: nothing to list")
+    (sdist,) = release.glob("*.tar.gz")
+    with tarfile.open(sdist) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+    assert {name for name in tracked - names if not name.startswith(".ci/")} == set()
+    assert names - tracked <= {"PKG-INFO"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_wheel_out_of_the_source_distribution_is_whole(release):
+    (wheel,) = release.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"fp8watch-{__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {__version__}\n" in metadata
+    packages = ("fp8watch", "fp8watch_agent", "fp8watch_server")
+    assert {name.split("/")[0] for name in names} == {*packages, f"fp8watch-{__version__}.dist-info"}
+    for kind, least in {
+        r"fp8watch/kernels/cpu_source/.+\.[ch]": 8,
+        r"fp8watch_server/.*migrations/versions/\d+_\w+\.py": 1,
+        r"fp8watch_server/.*migrations/script\.py\.mako": 1,
+        r"fp8watch_server/pages/static/.+\.(js|css|svg)": 15,
+        r"fp8watch_server/pages/templates/.+\.html": 10,
+        r"fp8watch_server/.*dashboards/.+\.json": 5,
+        r"fp8watch_server/.+\.md": 23,  # a runbook for each failure mode
+        r"fp8watch(_agent|_server)?/py\.typed": 3,
+    }.items():
+        assert len([name for name in names if re.fullmatch(kind, name)]) >= least, kind
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_release_serves_from_an_empty_environment_without_torch(release, tmp_path):
+    (wheel,) = release.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    subprocess.run([str(tmp_path / "env/bin/pip"), "install", "-q", f"{wheel}[server]"], check=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FP8WATCH", "PYTHON"))}
+    env |= {"FP8WATCH_DATABASE_URL": f"sqlite:///{tmp_path / 'fp8watch.sqlite'}", "PYTHONUNBUFFERED": "1"}
+    command = str(tmp_path / "env/bin/fp8watch")
+    shown = subprocess.run([command, "--version"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == __version__
+    demo = subprocess.run([command, "demo"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (demo.returncode, demo.stderr.strip()) == (2, "fp8watch: demo needs torch: pip install 'fp8watch[demo]'")
+    serve = [command, "serve", "--port", "0"]
+    with subprocess.Popen(serve, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next(w.rstrip(".,;") for line in process.stdout for w in line.split() if w.startswith("http://"))
+            for path in ("/", "/healthz", "/runbooks/inf-laundering", "/metrics"):
+                with urllib.request.urlopen(url + path, timeout=30) as answer:
+                    assert answer.status == 200, path
+        finally:
+            process.terminate()
+            process.wait(20)
