@@ -4,6 +4,7 @@ PYTHON   ?= python3
 VENV     ?= .venv
 PIP_ARGS ?=
 ARGS     ?=
+ROOMS    ?= tests/agent tests/store
 BIN      := $(VENV)/bin
 
 .PHONY: demo test test-long test-python test-gpu test-te lint docs serve bench bench-gpu bench-detect screenshots clean
@@ -41,7 +42,6 @@ test-long: $(VENV)/.dev
 	$(PYTEST) -m long $(ARGS)
 
 # make test-python  agent, wire and store on another Python, without torch (PYTHON=python3.13 ROOMS=tests/agent)
-ROOMS ?= tests/agent tests/store
 test-python:
 	$(PYTHON) -m venv $(VENV)-$(notdir $(PYTHON))
 	$(VENV)-$(notdir $(PYTHON))/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test]'
