@@ -89,7 +89,7 @@ CAUSES = [
     ),
     Bug(
         "energies have windows of their own",
-        "noise:Noise.observe",
+        "chronic_quantization_noise.detector:Noise.observe",
         "        chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)\n",
         "        chronic = self._chronic.update(noisy, now.seen, now.step)\n",
         f"{FIRST}::test_noise_that_only_full_samples_hold_is_counted_by_them",
@@ -110,14 +110,14 @@ CAUSES = [
     ),
     Bug(
         "inputs that were not measured are not called ordinary",
-        "words:_inputs_words",
+        "bad_batch.words:_inputs_words",
         "    if measured is None or not about:\n",
         "    if measured is None and not about:\n        return 'Inputs are of ordinary size'\n    if not about:\n",
         WORDS,
     ),
     Bug(
         "a gradient that was not measured is not called ordinary",
-        "words:_corruption",
+        "silent_data_corruption.words:words",
         '        if f.extra.get("gradient_seen")\n        else "and the gradient',
         '        if not f.extra.get("gradient_seen")\n        else "and the gradient',
         WORDS,
@@ -131,7 +131,7 @@ CAUSES = [
     ),
     Bug(
         "operands that were not measured leave the kernel unjudged",
-        "words:_kernel",
+        "kernel_output_fault.words:words",
         '    if not f.extra.get("operands_seen"):\n',
         '    if f.extra.get("operands_seen") == 0:\n',
         WORDS,

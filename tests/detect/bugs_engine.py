@@ -10,7 +10,7 @@ T = "tests/detect"
 REPORTS = [
     Bug(
         "the eps of the operand is named",
-        "fixes_statistical",
+        "remedies",
         '"grad_output": "FP8_QUANT_BWD_GRAD_AMAX_EPS"',
         '"grad_output": "FP8_QUANT_FWD_WEIGHT_AMAX_EPS"',
         f"{T}/test_reports.py::test_nan_gradients_at_once_with_eps_0",
@@ -148,8 +148,8 @@ ENGINE = [
     Bug(
         "the state keeps the baselines",
         "state",
-        '_SKIPPED = {"limit", "_pending", "_of_scalars"}',
-        '_SKIPPED = {"limit", "_pending", "_of_scalars", "_roots"}',
+        '_SKIPPED = {"limit", "_pending"}',
+        '_SKIPPED = {"limit", "_pending", "_roots"}',
         f"{T}/test_state.py::test_an_engine_that_was_read_back_says_what_the_first_would_have",
     ),
     Bug(
