@@ -55,7 +55,7 @@ CAUSES = [
     Bug(
         "what broke later does not lose what jumped before",
         "statistics:Statistics.observe",
-        "            return self._told(self._loss.cut_off(now, self.limit), window)\n",
+        "            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window)\n",
         "            return []\n",
         f"{FIRST}::test_bad_batches_before_an_inf_are_an_incident_of_their_own",
     ),
@@ -124,8 +124,8 @@ CAUSES = [
     ),
     Bug(
         "an invariant that was not measured is not said to hold",
-        "explain:_cause",
-        'holds = " The scale invariant holds." if extra.get("invariant_held") else ""',
+        "optimizer_divergence.words:words",
+        'holds = " The scale invariant holds." if f.extra.get("invariant_held") else ""',
         'holds = " The scale invariant holds."',
         WORDS,
     ),
