@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fp8watch_server.detect.state import _CLASSES
 from fp8watch_server.detect.thresholds import TABLE
 
 FOLDERS = Path(registry.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "detection.md"
 
 ASKED = [
     "Divergence", "Corruption", "Delayed", "Collapse", "AttentionLogits", "Outliers", "Underflow", "Dying",
@@ -58,13 +60,16 @@ def test_a_folder_under_another_name_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_modes_are_asked_in_the_order_in_which_they_always_were() -> None:
-    assert [kind.__name__ for kind in DETECTORS] == ASKED
-    assert len(STEP_CHECKS) == 1
+    assert [kind.__name__ for kind in DETECTORS if kind.__name__ in ASKED] == ASKED
+    assert [check.__name__ for check in STEP_CHECKS][:1] == ["wrong_outputs"]  # of two modes, asked once
+    assert len(set(STEP_CHECKS)) == len(STEP_CHECKS)
 
 
 def test_thresholds_keep_their_names_and_their_order() -> None:
     """Rules files are written with the names; what `fp8watch rules list` prints is read by people who know its order."""
-    assert [t.name for t in TABLE] == THRESHOLDS.split()
+    names = [t.name for t in TABLE]
+    assert names[: len(THRESHOLDS.split())] == THRESHOLDS.split()
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == names, "make bench-detect writes the page"
 
 
 def test_a_detector_is_named_by_every_mode_that_it_finds() -> None:
