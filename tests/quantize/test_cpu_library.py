@@ -22,8 +22,10 @@ _TRY = """
 import json, logging, sys, torch
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
 from fp8watch.kernels import resolve, cpu_library
+from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 a, b = resolve(None, "cpu"), resolve(None, "cpu")
-out = b.quantize_dequantize(torch.ones(2, 128), (1, 128), __import__("fp8watch").formats.E4M3, True, 0.0)[0]
+out = b.quantize_dequantize(torch.ones(2, 128), QuantizeJob((1, 128), E4M3))[0]
 print(json.dumps({"backend": a.NAME, "ones": bool((out == 1).all()), "reason": cpu_library._reason and str(cpu_library._reason)}))
 """
 
