@@ -85,8 +85,8 @@ def attach(
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
         run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
-            "blockwise", "current", "delayed", "mxfp8", "observe" (leave the GEMMs as they are), a Recipe, or a recipe
-            object of Transformer Engine.
+            one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, or
+            a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
