@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fp8watch.numerics.formats import Fp8Format
-from fp8watch.numerics.row_fold import histogram
+from fp8watch.numerics.row_fold import groups_of, histogram
 from fp8watch.numerics.tile_stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
@@ -80,14 +80,15 @@ def measure(
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
+    tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy)
     return TileStats(
         shape,
         tile_shape,
         power_2_scale,
         eps,
         operand.scale_inv,
-        int(LIGHT if heavy is None else LIGHT | HEAVY),
-        PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy),
+        int(LIGHT if heavy is None else LIGHT | HEAVY) | groups_of(tiles.later),
+        tiles,
     )
 
 
