@@ -162,19 +162,11 @@ def _layout() -> tuple[Field, ...]:
 
 
 def _row_dtype() -> np.dtype[np.void]:
-    offsets, end = [], 0
-    for f in LAYOUT:
-        each = np.dtype(f.dtype).itemsize
-        offsets.append(-(-end // each) * each)
-        end = offsets[-1] + each * f.size
-    return np.dtype(
-        {
-            "names": [f.name for f in LAYOUT],
-            "formats": [f.dtype if f.size == 1 else (f.dtype, (f.size,)) for f in LAYOUT],
-            "offsets": offsets,
-            "itemsize": -(-end // 8) * 8,  # rows stay aligned to 8 bytes, so that typed device views exist
-        }
-    )
+    members: list[Any] = [(f.name, f.dtype) if f.size == 1 else (f.name, f.dtype, (f.size,)) for f in LAYOUT]
+    odd = np.dtype(members).itemsize % 8
+    if odd:  # rows stay aligned to 8 bytes, so that typed views exist; named, or numpy drops it when it joins arrays
+        members.append(("padding", f"V{8 - odd}"))
+    return np.dtype(members)
 
 
 LAYOUT: tuple[Field, ...] = _layout()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from quantize.backends import each_backend
 from quantize.operands import operand
@@ -36,9 +37,12 @@ def filled(stats: TileStats, count: int, largest: float) -> TileStats:
 
 def test_the_field_is_in_the_table_and_behind_what_kernels_write_in_one_piece() -> None:
     assert ROW.fields is not None
-    ends = {name: ROW.fields[name][1] + ROW.fields[name][0].itemsize for name in ROW.names or ()}
-    assert min(ROW.fields[name][1] for name in NEW) >= max(end for name, end in ends.items() if name not in NEW)
-    assert ROW.fields["num_made_up"][1] % 8 == 0
+    ends = [ROW.fields[f.name][1] + int(f.dtype[2:]) * f.size for f in record.FIELDS if f.name not in NEW]
+    assert min(ROW.fields[name][1] for name in NEW) >= max(ends)
+    assert ROW.itemsize % 8 == 0
+    assert np.concatenate([empty_rows(1), empty_rows(2)]).dtype == ROW  # numpy drops padding without a name
+    for f in record.FIELDS:
+        assert ROW.fields[f.name][1] % int(f.dtype[2:]) == 0, f.name
 
 
 @each_backend
