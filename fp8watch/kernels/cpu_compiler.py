@@ -26,7 +26,7 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=of
 
 FILLS = int(LIGHT)
 """Groups that the sources fill in every call; a later field's group is added here once fold.h counts it."""
-FILLS_SAMPLED = int(LIGHT | HEAVY)
+FILLS_SAMPLED = FILLS | int(HEAVY)
 """The same with energies, moments and depth."""
 
 _MERGES = {  # of b into a

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from house import field_gaps
 from house.field_gaps import all_gaps, gaps
+from quantize.backends import USABLE
 
 from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, FIELDS, HISTOGRAMS, Measured
 from fp8watch_server.store import blocks
@@ -96,10 +97,16 @@ def test_a_field_that_a_backend_does_not_know_is_absent() -> None:
 
 
 def test_a_field_that_a_record_does_not_hold_is_absent_from_store_and_pages() -> None:
-    passed(with_a_later_field("tests/house/later/test_in_the_store.py"), 8)
+    passed(with_a_later_field("tests/house/later/test_in_the_store.py"), 11)
+
+
+@pytest.mark.long
+@pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC")
+def test_a_field_that_the_compiled_backend_does_not_know_is_absent() -> None:
+    passed(with_a_later_field("tests/house/later/test_in_backends.py", "-k", "cpu"), 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_whole_rooms_pass_with_a_field_that_no_backend_knows() -> None:
-    with_a_later_field("tests/house/later", *(f"tests/{room}" for room in ROOMS))
+    with_a_later_field(*(f"tests/{room}" for room in ROOMS))
