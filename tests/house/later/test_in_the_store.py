@@ -12,7 +12,7 @@ from collector.kit import ALL, Agent
 from store.kit import DOWN, UP, Feed
 
 from fp8watch_agent import record, wire
-from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, Measured, empty_rows
+from fp8watch_agent.record import FIELD_BY_NAME, Measured, empty_rows
 from fp8watch_server.db import migrations
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.detect.cross_rank_step import Now
@@ -24,7 +24,7 @@ from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 from fp8watch_server.store.records import Parts, dtype_of, over_ranks
 
 NEW = ("num_made_up", "made_up_max")
-GROUP = int(EVERY_CALL)
+GROUP = int(Measured["MADE_UP"])
 
 
 def rows_with(*measured: int) -> np.ndarray:
