@@ -19,10 +19,10 @@ import torch
 
 from fp8watch.kernels import cpu_library, reference
 from fp8watch.kernels.backend import Quantized, Scales
-from fp8watch.kernels.cpu_compiler import Unavailable
+from fp8watch.kernels.cpu_compiler import FILLS, FILLS_SAMPLED, Unavailable
 from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale, check_tile_shape
 from fp8watch.numerics.quantize_job import QuantizeJob
-from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import ROW
 
 NAME = "cpu"
@@ -36,7 +36,6 @@ _empty = functools.partial(torch.empty, device="cpu")  # torch's default device 
 _new_f32 = _empty(0, dtype=torch.float32).new_empty
 _new_u8 = _empty(0, dtype=torch.uint8).new_empty
 _no_output = _empty(0, dtype=torch.float32)
-_LIGHT, _ALL = int(LIGHT), int(LIGHT | HEAVY)
 
 
 def probe(device: torch.device) -> str | None:
@@ -200,7 +199,7 @@ def _prepare(x: torch.Tensor, job: QuantizeJob, given: torch.Tensor | None, kind
     if job.stats:
         size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
         mark_type = torch.uint8 if size <= 255 else _wide(size)
-        mark_bytes, bits = mark_type.itemsize, _ALL if job.heavy else _LIGHT
+        mark_bytes, bits = mark_type.itemsize, FILLS_SAMPLED if job.heavy else FILLS
         num_bytes = ROW.itemsize + (8 * mark_bytes + 4) * mt * kt
         piece = _new_u8(num_bytes)
         row_at = piece.data_ptr()

@@ -18,7 +18,7 @@ import torch
 
 from fp8watch.numerics.formats import Fp8Format
 from fp8watch.numerics.quantize_job import QuantizeJob
-from fp8watch.numerics.row_fold import histogram
+from fp8watch.numerics.row_fold import groups_of, histogram
 from fp8watch.numerics.tile_stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
@@ -73,14 +73,15 @@ def measure(operand: Operand, shape: tuple[int, int], job: QuantizeJob) -> TileS
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
+    tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy)
     return TileStats(
         shape,
         job.tile,
         job.power_2_scale,
         job.eps,
         operand.scale_inv,
-        int(LIGHT if heavy is None else LIGHT | HEAVY),
-        PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy),
+        int(LIGHT if heavy is None else LIGHT | HEAVY) | groups_of(tiles.later),
+        tiles,
     )
 
 
