@@ -1,7 +1,7 @@
 """A process that has imported torch and forks: each of the fault programs gets a process of its own, without the wait.
 
 Reads lines of JSON from its standard input, {"module", "arguments", "env", "out", "err"}, and answers each with the
-exit code of a child that ran the module's `main` with these. It has no threads, so a fork of it is whole.
+exit code of a child that ran the module's `main` with these, and the seconds of processor time that it took. It has no threads, so a fork of it is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+import time_budget
 
 
 def child(order: dict[str, object]) -> int:
@@ -48,7 +50,8 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os._exit(child(order))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        _, status, used = os.wait4(pid, 0)
+        print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, flush=True)
 
 
 @dataclass
@@ -65,7 +68,8 @@ class Zygote:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        code = self.process.stdout.readline().strip()
+        code, spent_s = self.process.stdout.readline().split()
+        time_budget.add(float(spent_s))
         assert code == "0", f"{module}: exit {code}\n{err.read_text() if err.exists() else ''}"
         return out.read_text().splitlines()
 
