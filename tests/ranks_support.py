@@ -23,9 +23,10 @@ TIMEOUT_S = 150.0
 SERVER = """
 import gc, json, os, sys
 import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
-import torch._dynamo.backends.debugging, torch._functorch._aot_autograd.autograd_cache  # what a first torch.compile imports
 import fp8watch, fp8watch._attach
 torch.set_num_threads(1)
+torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1)).backward()  # imports half of torch
+torch._dynamo.reset()
 assert len(os.listdir("/proc/self/task")) == 1 if sys.platform == "linux" else True, "who forks has one thread"
 gc.freeze()
 script = None
