@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from fp8watch_agent.version import __version__
 
 if TYPE_CHECKING:
-    from ._attach import attach
-    from .quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
-    from .recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe
-    from .watch import Watch
+    from fp8watch.quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
+    from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe
+    from fp8watch.session.attach import attach
+    from fp8watch.session.watch import Watch
 
 _PUBLIC = {
     "attach": "_attach",

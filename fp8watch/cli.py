@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_usage(commands))
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        from . import __version__
+        from fp8watch import __version__
 
         print(__version__)
         return 0

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from fp8watch_server import migrations
-from fp8watch_server.store import embedded
-from fp8watch_server.store.dialect import make_engine, parse_url
-from fp8watch_server.store.schema import metadata
+from fp8watch_server.db import embedded, migrations
+from fp8watch_server.db.dialect import make_engine, parse_url
+from fp8watch_server.db.schema import metadata
 
 KINDS = ("sqlite", "postgresql")
 MAX_USES = 40

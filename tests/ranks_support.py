@@ -23,7 +23,7 @@ TIMEOUT_S = 150.0
 SERVER = """
 import gc, json, os, sys
 import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
-import fp8watch, fp8watch._attach
+import fp8watch, fp8watch.session.attach
 torch.set_num_threads(1)
 torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1)).backward()  # imports half of torch
 torch._dynamo.reset()

@@ -14,10 +14,10 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from .record import ROW, STEP, TileFlag, TileMap
-from .ring_file import Frame
-from .session import Session
-from .wire import (
+from fp8watch_agent.record import ROW, STEP, TileFlag, TileMap
+from fp8watch_agent.ring_file import Frame
+from fp8watch_agent.session import Session
+from fp8watch_agent.wire import (
     MAX_HEADER_BYTES,
     Header,
     decode_batch,

@@ -1,6 +1,6 @@
 """The agent's own books: every record that was handed over is in exactly one column of them.
 
-Upstream:   fp8watch_agent.ledgers     Downstream: fp8watch_agent.wire
+Upstream:   fp8watch_agent.accounting     Downstream: fp8watch_agent.wire
 Thread:     sender writes; any thread takes a snapshot
 
     produced == acknowledged + queued + spooled + dropped[by reason]

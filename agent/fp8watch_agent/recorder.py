@@ -1,6 +1,6 @@
 """The recorder: where a training process hands over what it measured, and forgets about it.
 
-Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.maps, fp8watch_agent.wire, fp8watch_agent.sender
+Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.tile_map_queue, fp8watch_agent.wire, fp8watch_agent.sender
 Shapes:     one step: STEP, site ids uint64 [N], rows [N] of ROW
 Thread:     training: `record_*` copy memory and return; they never wait, never raise, and do no I/O
 """
@@ -18,19 +18,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .courier import Courier
-from .folder import usable_directory
-from .guard import Guard
-from .health import DROP_CLOSED, DROP_REENTRANT, Books, Health
-from .ledgers import maps_ledger, records_ledger
-from .maps import MapQueue
-from .record import ROW, STEP, Site, TileMap
-from .ring import Ring
-from .sender import ENDED, Sender
-from .session import Registration, Session
-from .settings import AgentSettings
-from .spool import Spool
-from .transport import Transport
+from fp8watch_agent.accounting import maps_ledger, records_ledger
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, Books, Health
+from fp8watch_agent.record import ROW, STEP, Site, TileMap
+from fp8watch_agent.ring import Ring
+from fp8watch_agent.sender import ENDED, Sender
+from fp8watch_agent.session import Registration, Session
+from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.spool import Spool
+from fp8watch_agent.spool_dir import usable_directory
+from fp8watch_agent.tile_map_queue import MapQueue
+from fp8watch_agent.transport import Transport
+from fp8watch_agent.uploader import Courier
 
 logger = logging.getLogger("fp8watch")
 

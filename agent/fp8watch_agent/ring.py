@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from .record import ROW, STEP, Site
-from .ring_file import (
+from fp8watch_agent.record import ROW, STEP, Site
+from fp8watch_agent.ring_file import (
     BODY_OFFSET,
     COMMIT,
     FRAME,
@@ -51,7 +51,7 @@ from .ring_file import (
     head_bytes,
     parse_frame,
 )
-from .session import Session, encode_registration
+from fp8watch_agent.session import Session, encode_registration
 
 RING_SUFFIX = ".ring"
 _MASK = (1 << 64) - 1

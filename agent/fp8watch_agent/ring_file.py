@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .record import ROW, STEP, StepPresent, StepStatus
-from .session import Session
+from fp8watch_agent.record import ROW, STEP, StepPresent, StepStatus
+from fp8watch_agent.session import Session
 
 MAGIC = b"FP8WRNG1"
 FRAME_MAGIC = b"fp8wFRM\x01"

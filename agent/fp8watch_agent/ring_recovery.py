@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from .ring_file import (
+from fp8watch_agent.ring_file import (
     ALIGN_BYTES,
     BODY_OFFSET,
     COMMIT,
@@ -38,8 +38,8 @@ from .ring_file import (
     parse_frame,
     read_head,
 )
-from .session import Registration, decode_registration
-from .wire import decompress
+from fp8watch_agent.session import Registration, decode_registration
+from fp8watch_agent.wire import decompress
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The sender: takes steps out of the ring, encodes them, sends them, or keeps them on disk until it can.
 
-Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.courier
+Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.uploader
 Thread:     its own, a daemon; the training thread never waits for it and never wakes it
 
 One parcel is in hand at a time. It leaves the hand acknowledged, refused (counted), or on disk; until then the ring's
@@ -18,17 +18,17 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from .batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
-from .courier import Courier, Receipt
-from .guard import Guard
-from .health import DROP_ENCODE, DROP_RING_FULL, Books, merged
-from .maps import MapQueue
-from .ring import Ring
-from .ring_file import Frame
-from .session import Registration
-from .settings import AgentSettings
-from .spool import Spool
-from .transport import Answer, Verdict, judge
+from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, Books, merged
+from fp8watch_agent.ring import Ring
+from fp8watch_agent.ring_file import Frame
+from fp8watch_agent.session import Registration
+from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.spool import Spool
+from fp8watch_agent.tile_map_queue import MapQueue
+from fp8watch_agent.transport import Answer, Verdict, judge
+from fp8watch_agent.uploader import Courier, Receipt
 
 logger = logging.getLogger("fp8watch")
 

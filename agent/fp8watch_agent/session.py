@@ -1,6 +1,6 @@
 """Who is sending: one attach of one process, and the sites that it registered.
 
-Upstream:   fp8watch._attach           Downstream: fp8watch_agent.courier
+Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.uploader
 Thread:     made where attach runs, read by the sender
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from .record import Site
+from fp8watch_agent.record import Site
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The agent's settings: one frozen table, from the environment and from arguments. The docs come from `VARIABLES`.
 
-Upstream:   fp8watch._attach           Downstream: fp8watch_agent.recorder, fp8watch_agent.sync
+Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.recorder, fp8watch_agent.sync
 Thread:     the one that attaches; read-only afterwards
 """
 

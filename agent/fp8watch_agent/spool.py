@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from .batch import Kind, Parcel
-from .session import Registration, decode_registration, encode_registration
-from .wire import WireError, decompress
+from fp8watch_agent.batch import Kind, Parcel
+from fp8watch_agent.session import Registration, decode_registration, encode_registration
+from fp8watch_agent.wire import WireError, decompress
 
 MAGIC = b"FP8WSPL\x01"
 SEGMENT_SUFFIX = ".spool"

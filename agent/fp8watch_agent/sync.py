@@ -1,6 +1,6 @@
 """`fp8watch sync`: sends what is left on disk, by a collector that was away or by a process that was killed.
 
-Upstream:   fp8watch_agent.spool, fp8watch_agent.ring_recovery       Downstream: fp8watch_agent.courier
+Upstream:   fp8watch_agent.spool, fp8watch_agent.ring_recovery       Downstream: fp8watch_agent.uploader
 Thread:     its own process
 
 A ring is first turned into a segment of the spool, under one rename, and removed; nothing of it is sent before. So
@@ -23,16 +23,16 @@ from pathlib import Path
 
 import msgspec
 
-from .batch import Kind, Parcel, batches
-from .courier import Courier
-from .ring import RING_SUFFIX, live_paths
-from .ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
-from .ring_recovery import recover
-from .session import Registration, Session
-from .settings import AgentSettings
-from .spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
-from .transport import Transport, Verdict
-from .wire import WireError, decode_batch
+from fp8watch_agent.batch import Kind, Parcel, batches
+from fp8watch_agent.ring import RING_SUFFIX, live_paths
+from fp8watch_agent.ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
+from fp8watch_agent.ring_recovery import recover
+from fp8watch_agent.session import Registration, Session
+from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
+from fp8watch_agent.transport import Transport, Verdict
+from fp8watch_agent.uploader import Courier
+from fp8watch_agent.wire import WireError, decode_batch
 
 RECORDS_PER_BATCH = 4096
 MIN_BACKOFF_S = 0.1

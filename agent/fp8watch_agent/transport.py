@@ -1,6 +1,6 @@
 """HTTP to the collector: one kept-alive connection, bounded answers, and what each answer means.
 
-Upstream:   fp8watch_agent.courier     Downstream: fp8watch_server.ingest
+Upstream:   fp8watch_agent.uploader     Downstream: fp8watch_server.ingest.routes
 Thread:     sender; never the one that trains
 
 urllib3 retries nothing here and follows no redirect: the sender decides, because only it knows what is idempotent.
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import urllib3
 
-from .settings import read_token_file
+from fp8watch_agent.settings import read_token_file
 
 MAX_ANSWER_BYTES = 64 << 10
 MAX_RETRY_AFTER_S = 3600.0

@@ -1,6 +1,6 @@
 """The wire: a batch of steps as columnar msgpack in zstd. One codec for agent and collector.
 
-Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender, fp8watch_server.ingest
+Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender, fp8watch_server.ingest.routes
 Shapes:     N records of ROW -> one byte string a column, little-endian, exact lengths
 Thread:     sender (encode), collector (decode)
 
@@ -18,25 +18,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .body import MAX_COLUMNS as MAX_COLUMNS
-from .body import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-from .body import MAX_RECORDS as MAX_RECORDS
-from .body import MAX_STEPS as MAX_STEPS
-from .body import MAX_TILE_MAPS as MAX_TILE_MAPS
-from .body import MAX_WIRE_BYTES as MAX_WIRE_BYTES
-from .body import UNDECODABLE, Array, decode_header, exact, open_map
-from .body import UnsupportedVersion as UnsupportedVersion
-from .columns import Columns, new_compressor, pack
-from .columns import decode_histogram as decode_histogram
-from .columns import encode_histogram as encode_histogram
-from .inflate import MAX_INFLATED_BYTES as MAX_INFLATED_BYTES
-from .inflate import TooLarge as TooLarge
-from .inflate import WireError as WireError
-from .inflate import decompress as decompress
-from .record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, STEP
-from .wire_maps import TileMaps as TileMaps
-from .wire_maps import decode_tile_maps as decode_tile_maps
-from .wire_maps import encode_tile_maps as encode_tile_maps
+from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES as MAX_INFLATED_BYTES
+from fp8watch_agent.bounded_decompress import TooLarge as TooLarge
+from fp8watch_agent.bounded_decompress import WireError as WireError
+from fp8watch_agent.bounded_decompress import decompress as decompress
+from fp8watch_agent.column_codec import Columns, new_compressor, pack
+from fp8watch_agent.column_codec import decode_histogram as decode_histogram
+from fp8watch_agent.column_codec import encode_histogram as encode_histogram
+from fp8watch_agent.envelope import MAX_COLUMNS as MAX_COLUMNS
+from fp8watch_agent.envelope import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from fp8watch_agent.envelope import MAX_RECORDS as MAX_RECORDS
+from fp8watch_agent.envelope import MAX_STEPS as MAX_STEPS
+from fp8watch_agent.envelope import MAX_TILE_MAPS as MAX_TILE_MAPS
+from fp8watch_agent.envelope import MAX_WIRE_BYTES as MAX_WIRE_BYTES
+from fp8watch_agent.envelope import UNDECODABLE, Array, decode_header, exact, open_map
+from fp8watch_agent.envelope import UnsupportedVersion as UnsupportedVersion
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, STEP
+from fp8watch_agent.wire_maps import TileMaps as TileMaps
+from fp8watch_agent.wire_maps import decode_tile_maps as decode_tile_maps
+from fp8watch_agent.wire_maps import encode_tile_maps as encode_tile_maps
 
 WIRE_VERSION = 2
 READS = (1, 2)

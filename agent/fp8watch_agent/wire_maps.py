@@ -1,6 +1,6 @@
 """Tile maps on the wire: every tile of a site in a step, the maps end to end in one zstd frame.
 
-Upstream:   fp8watch_agent.maps    Downstream: fp8watch_agent.wire
+Upstream:   fp8watch_agent.tile_map_queue    Downstream: fp8watch_agent.wire
 Shapes:     maps of [Mt·Kt] tiles -> one byte string a column
 Thread:     sender (encode), collector (decode)
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from .body import MAX_TILE_MAPS, UNDECODABLE, Array, decode_header, exact, open_map
-from .columns import new_compressor
-from .inflate import MAX_INFLATED_BYTES, TooLarge, WireError, decompress
-from .record import TileMap
+from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES, TooLarge, WireError, decompress
+from fp8watch_agent.column_codec import new_compressor
+from fp8watch_agent.envelope import MAX_TILE_MAPS, UNDECODABLE, Array, decode_header, exact, open_map
+from fp8watch_agent.record import TileMap
 
 MAPS_VERSION = 1
 

@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import attach
-from .collector import detected_step, incidents, running_collector
-from .faults import FAULTS, Fault
-from .model import ByteModel
-from .text import batches, load_text
+from fp8watch import attach
+from fp8watch.demo.collector import detected_step, incidents, running_collector
+from fp8watch.demo.faults import FAULTS, Fault
+from fp8watch.demo.model import ByteModel
+from fp8watch.demo.text import batches, load_text
 
 BATCH, TOKENS = 4, 64
 DEFAULT_PORT = 8420

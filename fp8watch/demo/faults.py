@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..formats import fp8_format
-from ..linear import SITE_KEY
-from ..plan import INPUT, WEIGHT
-from ..quantize.stats import TileStats
-from ..quantizers import SiteQuantizer
-from ..recipe import delayed
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.observer.plan import INPUT, WEIGHT
+from fp8watch.quantize.site_quantizer import SiteQuantizer
+from fp8watch.recipe import delayed
 
 FAULT_MODULE = "layers.1.mlp.down_proj"
 STALE_MODULE = "layers.0.mlp.up_proj"
@@ -111,7 +111,7 @@ class _Stale(SiteQuantizer):
 
 
 def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantizer]) -> None:
-    plan, first = ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
+    plan, first = custom_ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
     row = plan.row(first, operand, False)
     old = plan.quantizers[row]
     plan.quantizers[row] = kind(old.spec, old.columnwise, old.backend)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..filter import FilterFn
-from .twins import MakeOptimizer, Twin, check, make_twins, recipe_of, unwrapped
-from .verdict import LAYER_ERROR, LayerPair, StepPair, Verdict, judge
+from fp8watch.diagnose.twins import MakeOptimizer, Twin, check, make_twins, recipe_of, unwrapped
+from fp8watch.diagnose.verdict import LAYER_ERROR, LayerPair, StepPair, Verdict, judge
+from fp8watch.selection.module_filter import FilterFn
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 

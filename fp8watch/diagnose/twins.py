@@ -1,6 +1,6 @@
 """Two copies of a model, one on the FP8 path and one off it, that share nothing with the original.
 
-Upstream:   fp8watch._attach, fp8watch.ops     Downstream: fp8watch.diagnose.compare
+Upstream:   fp8watch.session.attach, fp8watch.layers.custom_ops     Downstream: fp8watch.diagnose.compare
 Shapes:     a model and its optimizer -> a copy of both; outputs of Linears, at most 64 rows of each
 Thread:     the caller's
 """
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8watch.kernels.registry import resolve
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import SCALED_KEY, SITE_KEY, WatchedLinear, take_over
+from fp8watch.layers.module_hooks import ForwardEnd
+from fp8watch.layers.shadow_gemm import sampled_rows
+from fp8watch.observer.plan import Plan
+from fp8watch.quantize.per_tensor import DelayedScale
+from fp8watch.quantize.site_quantizer import DelayedQuantizer
+from fp8watch.recipe import Recipe, resolve_recipe
+from fp8watch.selection.module_filter import FilterFn, select_linears
+from fp8watch.session import attach
 from fp8watch_agent.guard import Guard
-
-from .. import _attach, ops
-from ..filter import FilterFn, select_linears
-from ..kernels.registry import resolve
-from ..linear import SCALED_KEY, SITE_KEY, WatchedLinear, take_over
-from ..module_hooks import ForwardEnd
-from ..plan import Plan
-from ..quantize.per_tensor import DelayedScale
-from ..quantizers import DelayedQuantizer
-from ..recipe import Recipe, resolve_recipe
-from ..shadow import sampled_rows
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -87,7 +87,7 @@ class Twin:
     def close(self) -> None:
         """Forget the plan."""
         if self.plan is not None:
-            ops.remove_plan(self.plan)
+            custom_ops.remove_plan(self.plan)
 
 
 def recipe_of(model: nn.Module, recipe: object) -> Recipe:
@@ -107,7 +107,7 @@ def _plan_of(model: nn.Module) -> Plan | None:
     for module in model.modules():
         site = module.__dict__.get(SITE_KEY)
         if isinstance(module, WatchedLinear) and site is not None:
-            return ops.lookup(site)[0]
+            return custom_ops.lookup(site)[0]
     return None
 
 
@@ -132,21 +132,25 @@ def make_twins(
     linears, left_out = select_linears(fp8, chosen)
     if not linears:
         raise ValueError("no Linear of this model computes in FP8; give filter_fn, or see what attach leaves out")
-    device = _attach._device(linears, left_out)
+    device = attach._device(linears, left_out)
     used = plan.quantizers[0].backend if attached and plan is not None and backend is None else resolve(backend, device)
     if attached and plan is not None:
         _copy_states(model, fp8, plan)
-    made, _ = _attach._plan(linears, [], recipe, used, Guard(), observe=False)
-    ops.add_plan(made)
+    made, _ = attach._plan(linears, [], recipe, used, Guard(), observe=False)
+    custom_ops.add_plan(made)
     made.modules.update(module for _, module in linears)
     originals = dict(model.named_modules())
     for i, (name, module) in enumerate(linears):
         scaled = originals[name].__dict__.get(SCALED_KEY) if attached else None
         take_over(
-            module, ops.site_tensor(made, i * len(made.rows)), observe_only=False, shared=recipe.shared, scaled=scaled
+            module,
+            custom_ops.site_tensor(made, i * len(made.rows)),
+            observe_only=False,
+            shared=recipe.shared,
+            scaled=scaled,
         )
     if recipe.history is not None:
-        fp8.register_forward_hook(ForwardEnd(ops.site_tensor(made, 0)))
+        fp8.register_forward_hook(ForwardEnd(custom_ops.site_tensor(made, 0)))
     names = [name for name, _ in linears]
     plain = dict(high.named_modules())
     try:
@@ -155,7 +159,7 @@ def make_twins(
             Twin(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
         )
     except BaseException:
-        ops.remove_plan(made)
+        custom_ops.remove_plan(made)
         raise
     for twin in twins:
         twin.watch_outputs()
@@ -167,12 +171,12 @@ def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
     over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
     copies = dict(twin.named_modules())
     for name, module in model.named_modules():
-        for operand, state in _attach._states.get(module, {}).items():
+        for operand, state in attach._states.get(module, {}).items():
             made = DelayedScale(state.format, state.history, state.scale.device)
             made.load_state_dict(state.state_dict())
             if id(state) in over:
                 made.roll()
-            _attach._states.setdefault(copies[name], {})[operand] = made
+            attach._states.setdefault(copies[name], {})[operand] = made
 
 
 def _optimizer_of(

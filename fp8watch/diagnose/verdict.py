@@ -1,6 +1,6 @@
 """What a comparison found, as numbers, as one sentence, and as a note on an incident.
 
-Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.comparison
+Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.api.comparison
 Shapes:     per step two losses; per layer one error and one cosine
 Thread:     the caller's
 """

@@ -1,6 +1,6 @@
 """Statistics of an operand that Transformer Engine quantised: from the operand and its codes, or from the codes alone.
 
-Upstream:   fp8watch.integrations.te_tensors     Downstream: fp8watch.quantize.stats
+Upstream:   fp8watch.integrations.te_tensors     Downstream: fp8watch.numerics.tile_stats
 Shapes:     codes [M, K], scale_inv [Mt, Kt], operand [M, K] or none -> TileStats     Thread: training
 
 Nothing is quantised a second time: the codes are those that the GEMM reads. Where the operand can be seen everything is
@@ -17,7 +17,7 @@ import torch
 
 from fp8watch.integrations.te_tensors import QuantizedView
 from fp8watch.kernels import reference, reference_stats
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import Measured
 
 DERIVED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.CODES)

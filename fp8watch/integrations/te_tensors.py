@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.formats import FORMATS, Fp8Format
+from fp8watch.numerics.formats import FORMATS, Fp8Format
 
 _ABSENT = "it holds no codes of the direction that is multiplied"
 _PARTS = (("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_storage", "columnwise_sub_storage"))

@@ -1,6 +1,6 @@
 """Transformer Engine, observed from outside: its quantised operands where they enter a GEMM.
 
-Upstream:   fp8watch._attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
 In sampled steps, and then only: a hook before a module's forward keeps the operand that Python sees, a hook on its
@@ -35,7 +35,7 @@ from fp8watch.integrations.te_modules import DERIVED, EXACT, TeModule, weights_o
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_unread import Tell, Unread, silent
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.recipe.framework import STOCK, transformer_engine
 from fp8watch_agent.guard import Guard
 

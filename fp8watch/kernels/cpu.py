@@ -1,6 +1,6 @@
 """The cpu backend: quantisation and statistics in one pass of C, compiled at first use. Equal to the reference.
 
-Upstream:   fp8watch.linear     Downstream: fp8watch.quantize.stats
+Upstream:   fp8watch.layers.fp8_linear     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes, values [M, K] or nothing, scale_inv [Mt, Kt], one folded row     Thread: training
 
 The library knows no Python: it gets pointers and writes into tensors that are made here. It runs without the
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels import cpu_library, reference
 from fp8watch.kernels.cpu_compiler import Unavailable
-from fp8watch.quantize.checks import check_denormals, check_operand, check_scale, check_tile_shape
-from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale, check_tile_shape
+from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
 from fp8watch_agent.record import ROW
 
 NAME = "cpu"

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8watch.formats import AMAX_BUCKET_OFFSET
+from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch_agent.record import FIELDS, ROW, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")

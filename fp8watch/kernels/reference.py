@@ -1,6 +1,6 @@
 """The reference backend: blockwise quantisation in plain torch, on any device. Short, and right.
 
-Upstream:   fp8watch.linear     Downstream: fp8watch.quantize.stats
+Upstream:   fp8watch.layers.fp8_linear     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv [Mt, Kt], TileStats     Thread: training
 
 Every other backend equals this one exactly: codes and scales with tolerance 0.
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels import reference_stats
 from fp8watch.kernels.reference_stats import Kind
-from fp8watch.quantize.checks import check_denormals, check_operand, check_scale, check_tile_shape
-from fp8watch.quantize.stats import INF, TileStats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale, check_tile_shape
+from fp8watch.numerics.tile_stats import INF, TileStats
 
 NAME = "reference"
 _EXPONENT_BITS = 0x7F800000

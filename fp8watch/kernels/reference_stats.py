@@ -1,6 +1,6 @@
 """What the reference backend counts while it quantises.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.quantize.stats
+Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.numerics.tile_stats
 Shapes:     operand and codes [Mt, bm, Kt, bk] -> TileStats [Mt, Kt]     Thread: training
 
 There are two ways through. The plain one is for what training is made of: finite elements and scales computed
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8watch.formats import Fp8Format
-from fp8watch.quantize.fold import histogram
-from fp8watch.quantize.stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.row_fold import histogram
+from fp8watch.numerics.tile_stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
 _EXACT_FLOAT32_COUNT = 1 << 24

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 import torch
 
 if TYPE_CHECKING:
-    from fp8watch.formats import Fp8Format
-    from fp8watch.quantize.stats import TileStats
+    from fp8watch.numerics.formats import Fp8Format
+    from fp8watch.numerics.tile_stats import TileStats
 
 _LOG = logging.getLogger("fp8watch.kernels")
 

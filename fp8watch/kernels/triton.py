@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels import reference
 from fp8watch.kernels.registry import Quantized
-from fp8watch.quantize.checks import check_denormals, check_operand, check_tile_shape
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_tile_shape
 
 if TYPE_CHECKING:
     from fp8watch.kernels.triton_launch import How
-    from fp8watch.quantize.stats import TileStats
+    from fp8watch.numerics.tile_stats import TileStats
 
 NAME = "triton"
 

@@ -1,6 +1,6 @@
 """Folding the partial sketches of a call, and merging them into a row of the slab, in one launch.
 
-Upstream:   fp8watch.kernels.triton_line     Downstream: fp8watch.slab
+Upstream:   fp8watch.kernels.triton_line     Downstream: fp8watch.sketch.slab
 Shapes:     workspace [programs, WORDS] int32 -> one row of ROW, in place     Thread: device
 
 The lines are read in a fixed order and each field is written by one program, so the same lines give the same row.
@@ -281,7 +281,7 @@ def whole_marks_kernel(lines, marks, num_lines, CHUNK: tl.constexpr):
 
 @dataclass
 class FoldedLines:
-    """What the programs of one call left, as fp8watch.quantize.stats.Folded."""
+    """What the programs of one call left, as fp8watch.numerics.tile_stats.Folded."""
 
     lines: torch.Tensor | None  # int32 [programs, WORDS]; None once they are merged and nothing else is in them
     amax: torch.Tensor  # float32 [Mt, Kt]

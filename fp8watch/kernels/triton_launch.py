@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels import triton_fold, triton_strip, triton_tiles
 from fp8watch.kernels.registry import Quantized
-from fp8watch.quantize.checks import check_scale
-from fp8watch.quantize.stats import HEAVY, LIGHT, TileStats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_scale
+from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
 
 REGION = 128
 """Rows and columns of what one program reads: one 128×128 block, or the 128 tiles of 128 in it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.blockwise import BlockwiseQuantized, quantize_blockwise
 from fp8watch.quantize.mxfp8 import MxQuantized, quantize_mxfp8
 from fp8watch.quantize.per_tensor import DelayedScale, TensorQuantized, quantize_per_tensor
-from fp8watch.quantize.stats import TileStats
 
 __all__ = [
     "BlockwiseQuantized",

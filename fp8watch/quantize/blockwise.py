@@ -1,6 +1,6 @@
 """`quantize_blockwise`: one tensor in FP8 blocks, with what was lost on the way.
 
-Upstream:   fp8watch.kernels.registry     Downstream: fp8watch.quantize.stats
+Upstream:   fp8watch.kernels.registry     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> data [M, K], scale_inv [Mt, Kt]     Thread: any
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8watch import formats
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.quantize.checks import check_block_shape, check_denormals, check_eps, check_operand
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics import formats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_block_shape, check_denormals, check_eps, check_operand
+from fp8watch.numerics.tile_stats import TileStats
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """MX scaling: 1×32 tiles with a shared exponent (E8M0), emulated with the arithmetic of the backends.
 
-Upstream:   fp8watch.quantizers     Downstream: fp8watch.kernels.registry, fp8watch.quantize.stats
+Upstream:   fp8watch.quantize.site_quantizer     Downstream: fp8watch.kernels.registry, fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv float8_e8m0fnu [M, ceil(K/32)]     Thread: training
 
 Sources: OCP Microscaling Formats v1.0, and Transformer Engine's MXFP8 quantiser (`float_to_e8m0`, `exp2f_rcp` in
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fp8watch import formats
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.quantize.checks import check_denormals, check_operand
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics import formats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_denormals, check_operand
+from fp8watch.numerics.tile_stats import TileStats
 
 TILE = 32
 E8M0_NAN = 0xFF

@@ -1,6 +1,6 @@
 """Per-tensor scaling: one FP32 scale a tensor, from its own amax (current) or from those of earlier passes (delayed).
 
-Upstream:   fp8watch.quantizers     Downstream: fp8watch.kernels.registry, fp8watch.quantize.stats
+Upstream:   fp8watch.quantize.site_quantizer     Downstream: fp8watch.kernels.registry, fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv [1, 1]; amax_history [amax_history_len]     Thread: training
 
 The arithmetic is that of the blockwise rule with one tile, the tensor. Columnwise data are the transpose, with the
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8watch import formats
-from fp8watch.formats import Fp8Format
 from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.quantize.checks import check_denormals, check_eps, check_operand, check_scale
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics import formats
+from fp8watch.numerics.formats import Fp8Format
+from fp8watch.numerics.operand_checks import check_denormals, check_eps, check_operand, check_scale
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.recipe.spec import AmaxHistory
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .build import blockwise, current, delayed, mxfp8, observe
-from .resolve import resolve_recipe
-from .spec import OPERANDS, RECIPES, AmaxHistory, OperandRecipe, Recipe
+from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe
+from fp8watch.recipe.resolve import resolve_recipe
+from fp8watch.recipe.spec import OPERANDS, RECIPES, AmaxHistory, OperandRecipe, Recipe
 
 __all__ = [
     "OPERANDS",

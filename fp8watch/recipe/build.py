@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..formats import FORMATS
-from .environment import (
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     block_scaling,
     capability,
@@ -22,7 +22,7 @@ from .environment import (
     set_too_late,
     switch,
 )
-from .spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe, in_order
+from fp8watch.recipe.spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe, in_order
 
 FORMAT_NAMES = (*FORMATS, "HYBRID")
 BLOCK_TILES: dict[int, tuple[int, int]] = {1: (1, 128), 2: (128, 128)}

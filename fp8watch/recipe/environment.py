@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .framework import LOONGFORGE, assignment, transformer_engine
-from .spec import FLOAT32_MAX, OPERANDS
+from fp8watch.recipe.framework import LOONGFORGE, assignment, transformer_engine
+from fp8watch.recipe.spec import FLOAT32_MAX, OPERANDS
 
 EPS_VARIABLES: dict[str, str] = {
     "input": "FP8_QUANT_FWD_INP_AMAX_EPS",

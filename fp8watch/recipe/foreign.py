@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .build import BLOCK_TILES, delayed, mxfp8, operand_formats
-from .environment import (
+from fp8watch.recipe.build import BLOCK_TILES, delayed, mxfp8, operand_formats
+from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     FP32_SCALES_VARIABLE,
     QPARAMS,
@@ -27,8 +27,8 @@ from .environment import (
     refuse_fp32_scales_on_blackwell,
     switch,
 )
-from .framework import assignment
-from .spec import OPERANDS, OperandRecipe, Recipe, in_order
+from fp8watch.recipe.framework import assignment
+from fp8watch.recipe.spec import OPERANDS, OperandRecipe, Recipe, in_order
 
 READ = ("Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling")
 """Classes that are read, with their subclasses."""

@@ -1,6 +1,6 @@
 """What `attach(recipe=...)` was given, as one Recipe with a trainer's flags in it.
 
-Upstream:   fp8watch._attach     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign, fp8watch.recipe.trainer
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign, fp8watch.recipe.trainer
 Thread:     training, once
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .build import blockwise, current, delayed, mxfp8, observe
-from .environment import capability, environment, refuse_fp32_scales_on_blackwell
-from .foreign import READ, is_foreign, read_foreign
-from .spec import OPERANDS, RECIPES, Recipe
-from .trainer import misfits, trainer_flags
+from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe
+from fp8watch.recipe.environment import capability, environment, refuse_fp32_scales_on_blackwell
+from fp8watch.recipe.foreign import READ, is_foreign, read_foreign
+from fp8watch.recipe.spec import OPERANDS, RECIPES, Recipe
+from fp8watch.recipe.trainer import misfits, trainer_flags
 
 
 def resolve_recipe(

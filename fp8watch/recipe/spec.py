@@ -1,6 +1,6 @@
 """What a recipe is: how each operand of a Linear is quantised, as frozen data with facts and a fingerprint.
 
-Upstream:   fp8watch.recipe.build, fp8watch.recipe.foreign     Downstream: fp8watch.quantizers, fp8watch.ops
+Upstream:   fp8watch.recipe.build, fp8watch.recipe.foreign     Downstream: fp8watch.quantize.site_quantizer, fp8watch.layers.custom_ops
 Thread:     any; read-only
 """
 
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..formats import fp8_format
+from fp8watch.numerics.formats import fp8_format
 
 OPERANDS = ("input", "weight", "grad_output")
 RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")

@@ -1,6 +1,6 @@
 """The collector as one FastAPI application.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.ingest, fp8watch_server.api, fp8watch_server.pages
+Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.ingest.routes, fp8watch_server.api.routes, fp8watch_server.pages
 Shapes:     Settings -> FastAPI
 Thread:     event loop; the detect worker, the compactor and the notify dispatcher have threads of their own
 
@@ -22,19 +22,23 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from . import actions, api, comparison, ingest, metrics, migrations, problem
-from .auth import Auth, Tokens, check_exposure, install_token
-from .logs import RequestLog
-from .notify import log_api
-from .patience import ReadPatience
-from .settings import Settings
-from .store.compactor import Compactor
-from .store.dialect import make_engine
-from .store.facts import PUBLIC_URL, tell
-from .store.fields import FieldError
-from .store.queries import CursorError
-from .store.retention import policy_of
-from .worker import Detection, DetectWorker
+from fp8watch_server.api import comparison, delivery_log, incident_actions
+from fp8watch_server.api import routes as api
+from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
+from fp8watch_server.db import migrations
+from fp8watch_server.db.collector_info import PUBLIC_URL, tell
+from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.http import errors
+from fp8watch_server.http.db_timeout import ReadPatience
+from fp8watch_server.http.logs import RequestLog
+from fp8watch_server.ingest import routes as ingest
+from fp8watch_server.observability import metrics
+from fp8watch_server.pipeline.detect_worker import Detection, DetectWorker
+from fp8watch_server.settings import Settings
+from fp8watch_server.store.compactor import Compactor
+from fp8watch_server.store.fields import FieldError
+from fp8watch_server.store.queries import CursorError
+from fp8watch_server.store.retention import policy_of
 
 __all__ = ["Dispatching", "create_app"]
 
@@ -56,12 +60,12 @@ class Dispatching(Protocol):
 
 
 def _detection(settings: Settings) -> Detection:
-    from .detect.engine import Engine as DetectEngine
-    from .detect.finding import facts_of
-    from .detect.rules import Rules, load_rules
-    from .detect.sessions import sessions_of
-    from .incidents.fold import close_quiet, fold
-    from .incidents.messages import write_resolved
+    from fp8watch_server.detect.engine import Engine as DetectEngine
+    from fp8watch_server.detect.finding import facts_of
+    from fp8watch_server.detect.rules import Rules, load_rules
+    from fp8watch_server.detect.sessions import sessions_of
+    from fp8watch_server.incidents.fold import close_quiet, fold
+    from fp8watch_server.incidents.messages import write_resolved
 
     rules = load_rules(Path(settings.rules)) if settings.rules else Rules()
 
@@ -80,14 +84,14 @@ def _detection(settings: Settings) -> Detection:
 
 
 def _dispatcher(engine: Engine, settings: Settings) -> Dispatching:
-    from .notify.sending import Sending
+    from fp8watch_server.notify.service import Sending
 
     made: Dispatching = Sending(engine, settings)
     return made
 
 
 def _install_pages(app: FastAPI) -> None:
-    from .pages.routes import install
+    from fp8watch_server.pages.routes import install
 
     install(app)
 
@@ -146,13 +150,13 @@ def create_app(
     app.state.on_change = on_change
     app.state.ingest = ingest.Ingest(app, worker.wake, worker.hurry)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
-    problem.install(app)
+    errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
     app.add_exception_handler(CursorError, _on_asked_wrongly)
     app.include_router(ingest.router)
-    app.include_router(actions.router)
+    app.include_router(incident_actions.router)
     app.include_router(comparison.router)
-    app.include_router(log_api.router)
+    app.include_router(delivery_log.router)
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
@@ -177,4 +181,4 @@ def _metrics(request: Request) -> Response:
 
 def _on_asked_wrongly(request: Request, e: Exception) -> Response:
     value: dict[str, Any] = {"rule": "the value is one that the collector knows", "remedy": "choose one that is named"}
-    return problem.Problem(422, str(e), **value).response()
+    return errors.Problem(422, str(e), **value).response()

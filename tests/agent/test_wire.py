@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8watch_agent import wire
-from fp8watch_agent.body import MAX_COLUMNS, WireError, open_map
-from fp8watch_agent.columns import SUM_BITS, round_sums, widen_sums
+from fp8watch_agent.column_codec import SUM_BITS, round_sums, widen_sums
+from fp8watch_agent.envelope import MAX_COLUMNS, WireError, open_map
 from fp8watch_agent.record import FIELDS, HISTOGRAMS, ROW, empty_rows
 from fp8watch_server.load.stream import Plan, RankStream
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fp8watch
-import fp8watch.session_start as start_module
+import fp8watch.session.start as start_module
 from fp8watch_agent.health import Health
 from fp8watch_agent.record import StepPresent
 

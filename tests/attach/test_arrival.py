@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch import step_end
-from fp8watch.closing import ARRIVAL_TIMEOUT_S, MAX_ON_THE_WAY
-from fp8watch.slab_copy import MAX_PINNED_BYTES, HostCopies, HostCopy
+from fp8watch.session import step_boundary
+from fp8watch.session.step_flush import ARRIVAL_TIMEOUT_S, MAX_ON_THE_WAY
+from fp8watch.sketch.host_copy import MAX_PINNED_BYTES, HostCopies, HostCopy
 from fp8watch_agent.record import StepStatus
 
 
@@ -59,7 +59,7 @@ class Device(HostCopies):
 @pytest.fixture
 def late(attach, monkeypatch):
     """attach, with a device whose copies are late."""
-    monkeypatch.setattr("fp8watch.closing.ARRIVAL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fp8watch.session.step_flush.ARRIVAL_TIMEOUT_S", 0.2)
 
     def run(model, **kwargs):
         watch = attach(model, **kwargs)
@@ -132,7 +132,7 @@ def test_what_is_on_its_way_goes_out_where_training_ends(late, mlp, train, how):
         timer.join()
         for event in device.events:
             event.arrived = True
-        step_end._at_exit()
+        step_boundary._at_exit()
     elif how == "sigterm":
         watch._on_death()  # waits for what arrives meanwhile
     elif how == "flush":
@@ -188,8 +188,8 @@ def test_a_fused_optimizers_skip_is_known_when_it_has_arrived(late, mlp):
 def test_nothing_ends_while_a_graph_is_captured(attach, mlp, train, monkeypatch):
     watch = attach(mlp)
     with monkeypatch.context() as m:
-        m.setattr(step_end.torch.cuda, "is_available", lambda: True)
-        m.setattr(step_end.torch.cuda, "is_current_stream_capturing", lambda: True)
+        m.setattr(step_boundary.torch.cuda, "is_available", lambda: True)
+        m.setattr(step_boundary.torch.cuda, "is_current_stream_capturing", lambda: True)
         train(mlp, steps=2)
         assert recorded(watch) == []
     watch.step()

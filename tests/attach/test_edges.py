@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fp8watch import ops
 from fp8watch.kernels import cpu
-from fp8watch.linear import SITE_KEY
-from fp8watch.watch import Watch
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.session.watch import Watch
 
 
 def chain(inplace=False):
@@ -226,10 +226,10 @@ def test_an_attach_that_fails_at_the_end_leaves_the_model_as_it_was(attach, monk
     def broken(*_args, **_kwargs):
         raise MemoryError("planted")
 
-    model, plans = chain(), len(ops._plans)
+    model, plans = chain(), len(custom_ops._plans)
     monkeypatch.setattr(Watch, "__init__", broken)
     with pytest.raises(MemoryError, match="planted"):
         attach(model)
     assert type(model[0]) is nn.Linear
     assert SITE_KEY not in model[0].__dict__
-    assert len(ops._plans) == plans
+    assert len(custom_ops._plans) == plans

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch.foreign_fp8 import foreign_fp8
+from fp8watch.selection.foreign_fp8 import foreign_fp8
 
 
 class Float8Linear(nn.Linear):

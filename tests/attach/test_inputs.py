@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8watch.formats import E4M3
 from fp8watch.kernels import reference
+from fp8watch.numerics.formats import E4M3
 
 
 def qdq(x, tile):

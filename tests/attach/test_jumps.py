@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8watch import closing, jumps
-from fp8watch.jumps import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow, RowJumps, ScalarJumps
-from fp8watch.quantize.stats import HEAVY, LIGHT
-from fp8watch.tile_history import HISTORY_STEPS
+from fp8watch.numerics.tile_stats import HEAVY, LIGHT
+from fp8watch.session import jumps, step_flush
+from fp8watch.session.jumps import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow, RowJumps, ScalarJumps
+from fp8watch.sketch.tile_cache import HISTORY_STEPS
 from fp8watch_agent.record import Measured, empty_rows, holds
 
 SPREADS = np.repeat([0.01, 0.12, 0.9], 20)  # octaves from step to step: weights, inputs, gradients
@@ -204,7 +204,7 @@ def test_full_statistics_follow_a_break_once(attach, mlp):
 
 
 def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
-    monkeypatch.setattr(closing, "MAX_BURST_BYTES", 3 * 11 * 32)
+    monkeypatch.setattr(step_flush, "MAX_BURST_BYTES", 3 * 11 * 32)
     watch = attach(mlp, every=64)
     train(watch, mlp, 50, lambda step, x: x * 3000 if step == 30 else x)
     assert watch._recorder.maps

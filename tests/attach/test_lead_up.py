@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from fp8watch import closing
 from fp8watch.quantize import quantize_blockwise
-from fp8watch.tile_history import HISTORY_STEPS, HeldTiles, TileHistory
+from fp8watch.session import step_flush
+from fp8watch.sketch.tile_cache import HISTORY_STEPS, HeldTiles, TileHistory
 
 
 def run(watch, model, inputs):
@@ -52,8 +52,8 @@ def test_a_site_that_stays_broken_sends_its_first_maps_and_begins_anew_when_it_w
     watch = attach(mlp)
     run(watch, mlp, [batch(math.nan)] * 8 + [batch()] * 2 + [batch(math.nan)])
     steps = [m.step for m in maps_of(watch, "up", "input")]
-    assert steps == [*range(closing.MAX_BROKEN_SAMPLES), *range(7, 10), 10] or steps[-1] == 10
-    assert steps[: closing.MAX_BROKEN_SAMPLES] == list(range(closing.MAX_BROKEN_SAMPLES))
+    assert steps == [*range(step_flush.MAX_BROKEN_SAMPLES), *range(7, 10), 10] or steps[-1] == 10
+    assert steps[: step_flush.MAX_BROKEN_SAMPLES] == list(range(step_flush.MAX_BROKEN_SAMPLES))
     assert len(steps) == len(set(steps))
 
 
@@ -77,7 +77,7 @@ def test_full_maps_are_streamed_on_demand(attach, mlp, mode, steps):
 
 
 def test_one_step_triggers_no_more_bytes_than_it_may_and_the_first_to_break_goes_first(attach, mlp, monkeypatch):
-    monkeypatch.setattr(closing, "MAX_TRIGGERED_BYTES", 11 * 32)
+    monkeypatch.setattr(step_flush, "MAX_TRIGGERED_BYTES", 11 * 32)
     watch = attach(mlp)
     run(watch, mlp, [batch(math.nan)])
     by_id = {s.id: (s.module, s.operand) for s in watch._recorder.sites}

@@ -10,7 +10,7 @@ import pytest
 from ranks_support import run_ranks
 from torch import nn
 
-from fp8watch.mesh import mesh_coordinates
+from fp8watch.session.mesh import mesh_coordinates
 
 
 def test_a_single_process_knows_nothing(attach, mlp):
@@ -48,7 +48,7 @@ SCRIPT = textwrap.dedent(
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor, Replicate, Shard
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from fp8watch.mesh import mesh_coordinates
+    from fp8watch.session.mesh import mesh_coordinates
     dist.init_process_group("gloo")
     calls = []
     for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "all_gather_into_tensor"):
@@ -87,7 +87,7 @@ def test_four_ranks_find_their_coordinates_without_a_collective(tmp_path):
 
 HASHES = textwrap.dedent(
     """
-    import copy, torch, torch.distributed as dist, fp8watch, fp8watch.session_start as start
+    import copy, torch, torch.distributed as dist, fp8watch, fp8watch.session.start as start
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel as DDP

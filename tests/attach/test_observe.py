@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from fp8watch import ops, slab, slab_copy
+from fp8watch.layers import custom_ops
+from fp8watch.sketch import host_copy, slab
 
 
 def weights(model):
@@ -58,7 +59,7 @@ def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, t
 
     watch = attach(mlp)
     cls, name = place.split(".")
-    monkeypatch.setattr({"Slab": slab.Slab, "HostCopies": slab_copy.HostCopies}[cls], name, broken)
+    monkeypatch.setattr({"Slab": slab.Slab, "HostCopies": host_copy.HostCopies}[cls], name, broken)
     assert train(mlp, steps=4) == want
     assert sum(watch.guard.errors.values()) >= 4
 
@@ -85,7 +86,7 @@ def test_the_users_own_exceptions_pass(attach, mlp):
 def test_a_step_that_could_not_be_sent_is_not_merged_into_the_next(attach, mlp, train, monkeypatch):
     watch = attach(mlp)
     with monkeypatch.context() as m:
-        m.setattr(slab_copy.HostCopies, "begin", lambda self, *_: 1 / 0)
+        m.setattr(host_copy.HostCopies, "begin", lambda self, *_: 1 / 0)
         train(mlp, steps=2)
     train(mlp, steps=1)
     header, rows = watch._recorder.step(0)
@@ -103,7 +104,7 @@ def test_detach_between_forward_and_backward_is_not_felt(attach, mlp):
 
 def test_a_model_that_is_dropped_takes_its_watch_along(attach):
     gc.collect()
-    before = len(ops._plans)
+    before = len(custom_ops._plans)
     recorder = attach(torch.nn.Sequential(torch.nn.Linear(32, 32)), keep=False)
     kept = torch.nn.Linear(32, 32)
     attach(torch.nn.Sequential(kept), keep=False)
@@ -112,7 +113,7 @@ def test_a_model_that_is_dropped_takes_its_watch_along(attach):
     while not recorder.closed and time.monotonic() < until:
         time.sleep(0.01)
     assert recorder.closed == 1
-    assert len(ops._plans) == before + 1
+    assert len(custom_ops._plans) == before + 1
     kept(torch.randn(8, 32))
 
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8watch import plan
 from fp8watch.kernels import cpu
-from fp8watch.overhead import AGAIN_STEPS, FIRST_STEPS, MAX_EVERY, Cost, Overhead, choose_every
-from fp8watch.quantize.stats import HEAVY
-from fp8watch.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
+from fp8watch.numerics.tile_stats import HEAVY
+from fp8watch.observer import plan
+from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
+from fp8watch.session.overhead_budget import AGAIN_STEPS, FIRST_STEPS, MAX_EVERY, Cost, Overhead, choose_every
 
 
 class Gauges:
@@ -205,7 +205,7 @@ def test_what_is_reported_is_all_that_observing_adds(attach, mlp, monkeypatch) -
         return real(*args, **kwargs)
 
     real = plan.measure_operand
-    monkeypatch.setattr("fp8watch.plan.measure_operand", measured)
+    monkeypatch.setattr("fp8watch.observer.plan.measure_operand", measured)
     watch, x = attach(mlp, overhead_budget=0.5, recipe="observe", every=1 << 20, probes=[]), torch.randn(32, 64)
     run(watch, mlp, *[x] * (FIRST_STEPS[-1] + 1))
     assert watch._overhead.ratio > 0.5, "six operands of 5 ms each in a step of a few"

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8watch.kernels.look import largest_magnitude
-from fp8watch.probes import probe_numbers, probe_stats
-from fp8watch.slab import Slab
+from fp8watch.kernels.cpu_scan import largest_magnitude
+from fp8watch.observer.probes import probe_numbers, probe_stats
+from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import FIELDS, Measured
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8watch import provenance
-from fp8watch.kernels import gemm
+from fp8watch.kernels import emulated_gemm
+from fp8watch.observer import nonfinite_checks
 from fp8watch_agent.record import Measured
 
 
@@ -32,7 +32,7 @@ def outputs(watch, step):
 )
 def test_the_gemm_that_makes_a_nan_of_finite_operands_is_named(attach, mlp, monkeypatch, which, site):
     watch = attach(mlp)
-    right = getattr(gemm, which)
+    right = getattr(emulated_gemm, which)
     shapes = {"fprop": (32, 64), "dgrad": (32, 128), "wgrad": (64, 128)}
 
     def broken(*args):
@@ -41,7 +41,7 @@ def test_the_gemm_that_makes_a_nan_of_finite_operands_is_named(attach, mlp, monk
             out[3, 5] = out[4, 6] = math.nan
         return out
 
-    monkeypatch.setattr(gemm, which, broken)
+    monkeypatch.setattr(emulated_gemm, which, broken)
     mlp(torch.randn(32, 64)).backward()
     watch.step()
     found = outputs(watch, 0)
@@ -71,12 +71,12 @@ def test_observed_linears_show_what_they_return(attach, mlp, monkeypatch):
 
 def test_finite_operands_may_overflow_float16_but_make_no_nan():
     y = torch.tensor([1.0, math.inf, -2.0], dtype=torch.float16)
-    assert provenance.nonfinite_outputs(y) is None
+    assert nonfinite_checks.nonfinite_outputs(y) is None
     y[0] = math.nan
-    assert int(provenance.nonfinite_outputs(y)) == 1
+    assert int(nonfinite_checks.nonfinite_outputs(y)) == 1
     for dtype in (torch.float32, torch.bfloat16):
-        assert int(provenance.nonfinite_outputs(torch.tensor([1.0, -math.inf, math.nan], dtype=dtype))) == 2
-    assert provenance.nonfinite_outputs(torch.empty(0, 4)) is None
+        assert int(nonfinite_checks.nonfinite_outputs(torch.tensor([1.0, -math.inf, math.nan], dtype=dtype))) == 2
+    assert nonfinite_checks.nonfinite_outputs(torch.empty(0, 4)) is None
 
 
 def test_a_gradient_that_is_not_finite_is_named(attach, mlp):
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_is_named(attach, mlp):
 
 def test_extremes_of_float32_are_no_fault():
     ends = [torch.tensor([-3e38, 3e38]), torch.tensor([1.0, math.inf]), torch.tensor([math.nan])]
-    assert provenance.gradient_faults(ends).tolist() == [0, 1, 1]
+    assert nonfinite_checks.gradient_faults(ends).tolist() == [0, 1, 1]
 
 
 def test_sparse_and_missing_gradients_are_no_error(attach):

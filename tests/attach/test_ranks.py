@@ -8,7 +8,7 @@ import warnings
 import pytest
 from ranks_support import run_ranks
 
-from fp8watch.identity import identify
+from fp8watch.session.identity import identify
 
 SCRIPT = textwrap.dedent(
     """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks_support import run_ranks
 
-from fp8watch.passes import first_tensor
+from fp8watch.observer.pass_counter import first_tensor
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.recipe import AmaxHistory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fp8watch.filter import select_linears
-from fp8watch.roles import role_facts
+from fp8watch.selection.module_filter import select_linears
+from fp8watch.selection.module_roles import role_facts
 from fp8watch_agent.roles import LINEAR, OUTPUT_HEAD, ROUTER, decode_roles, pattern, role_of
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8watch.quantize.stats import HEAVY
+from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch_agent.record import FIELDS, Measured, holds
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch import shadow
-from fp8watch.kernels import gemm
+from fp8watch.kernels import emulated_gemm
+from fp8watch.layers import shadow_gemm
 from fp8watch_agent.record import Measured
 
 
@@ -25,7 +25,7 @@ def limited_mm(a: torch.Tensor, b: torch.Tensor, bits: int = 14, width: int = 32
 def test_a_right_product_has_no_error(dtype):
     g = torch.Generator().manual_seed(0)
     a, b, bias = torch.randn(200, 512, generator=g), torch.randn(512, 96, generator=g), torch.randn(96, generator=g)
-    got = shadow.check_gemm((a @ b + bias).to(dtype), a, b, bias)
+    got = shadow_gemm.check_gemm((a @ b + bias).to(dtype), a, b, bias)
     assert got.error < (5e-7 if dtype == torch.float32 else 5e-4)
     assert got.gain == pytest.approx(1, abs=1e-5)
     assert got.num_nonfinite == 0
@@ -35,38 +35,38 @@ def test_a_limited_accumulator_is_seen_through_the_cast_of_the_output():
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(128, 4096, generator=g), torch.randn(4096, 64, generator=g)
     for dtype in (torch.float32, torch.bfloat16):
-        right = shadow.check_gemm((a @ b).to(dtype), a, b).error
-        wrong = shadow.check_gemm(limited_mm(a, b).to(dtype), a, b).error
+        right = shadow_gemm.check_gemm((a @ b).to(dtype), a, b).error
+        wrong = shadow_gemm.check_gemm(limited_mm(a, b).to(dtype), a, b).error
         assert wrong > 1e-3 > 2 * right
 
 
 def test_a_wrong_scale_is_a_gain_and_what_is_not_finite_is_counted():
     a, b = torch.randn(70, 64), torch.randn(64, 32)
-    assert shadow.check_gemm(a @ b / 128, a, b).gain == pytest.approx(2.0**-7, rel=1e-5)
+    assert shadow_gemm.check_gemm(a @ b / 128, a, b).gain == pytest.approx(2.0**-7, rel=1e-5)
     out = a @ b
     out[:, 3] = torch.nan
-    got = shadow.check_gemm(out, a, b)
-    assert got.num_nonfinite == shadow.NUM_ROWS
+    got = shadow_gemm.check_gemm(out, a, b)
+    assert got.num_nonfinite == shadow_gemm.NUM_ROWS
     assert got.error < 1e-6
     broken_operand = a.clone()
     broken_operand[5] = torch.inf
-    assert shadow.check_gemm(broken_operand @ b, broken_operand, b).error < 1e-6
+    assert shadow_gemm.check_gemm(broken_operand @ b, broken_operand, b).error < 1e-6
 
 
 def test_nothing_against_nothing_is_right_and_something_is_wrong():
     zero = torch.zeros(4, 16)
-    assert shadow.check_gemm(torch.zeros(4, 8), zero, torch.ones(16, 8))[:2] == (0, 1)
-    assert shadow.check_gemm(torch.ones(4, 8), zero, torch.ones(16, 8)).error == torch.inf
+    assert shadow_gemm.check_gemm(torch.zeros(4, 8), zero, torch.ones(16, 8))[:2] == (0, 1)
+    assert shadow_gemm.check_gemm(torch.ones(4, 8), zero, torch.ones(16, 8)).error == torch.inf
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 65, 1000])
 def test_sampled_rows(num_rows):
     for phase in (0, 1, 7777):
-        rows = shadow.sampled_rows(num_rows, phase)
-        assert len(rows) == min(num_rows, shadow.NUM_ROWS)
+        rows = shadow_gemm.sampled_rows(num_rows, phase)
+        assert len(rows) == min(num_rows, shadow_gemm.NUM_ROWS)
         assert 0 <= rows[0] <= rows[-1] < num_rows
     with pytest.raises(ValueError, match=r"must be \[M, N\], \[M, K\], \[K, N\]"):
-        shadow.check_gemm(torch.ones(2, 3), torch.ones(2, 4), torch.ones(5, 3))
+        shadow_gemm.check_gemm(torch.ones(2, 3), torch.ones(2, 4), torch.ones(5, 3))
 
 
 @pytest.mark.parametrize("broken", ["fprop", "dgrad", "wgrad"])
@@ -77,8 +77,8 @@ def test_the_broken_gemm_is_named(attach, monkeypatch, broken, compiled):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     watch = attach(model)
     watch.shadow("2")
-    right = getattr(gemm, broken)
-    monkeypatch.setattr(gemm, broken, lambda *a: right(*a) / 128)
+    right = getattr(emulated_gemm, broken)
+    monkeypatch.setattr(emulated_gemm, broken, lambda *a: right(*a) / 128)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     run(torch.randn(96, 64)).square().mean().backward()
     watch.step()
@@ -123,8 +123,8 @@ def test_recomputed_products_are_checked_once(attach, monkeypatch):
     from torch.utils.checkpoint import checkpoint
 
     calls = []
-    right = shadow.check_gemm
-    monkeypatch.setattr(shadow, "check_gemm", lambda *a, **k: (calls.append(a[0].shape), right(*a, **k))[1])
+    right = shadow_gemm.check_gemm
+    monkeypatch.setattr(shadow_gemm, "check_gemm", lambda *a, **k: (calls.append(a[0].shape), right(*a, **k))[1])
     model = nn.Sequential(nn.Linear(64, 32))
     attach(model).shadow("0")
     checkpoint(model, torch.randn(48, 64, requires_grad=True), use_reentrant=False).sum().backward()

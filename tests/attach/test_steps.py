@@ -208,7 +208,7 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
     script = textwrap.dedent(
         """
         import os, signal, sys, torch, fp8watch
-        import fp8watch.session_start as module
+        import fp8watch.session.start as module
         class Kept:
             def __init__(self, *a, **k): pass
             def register_sites(self, sites): pass

@@ -14,9 +14,9 @@ import torch
 from counts import in_turn
 from torch import nn
 
-from fp8watch import ops
 from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
+from fp8watch.layers import custom_ops
 from fp8watch.recipe import blockwise, current, delayed, mxfp8
 
 STEPS, LAST, TOLERANCE = 300, 50, 0.0025
@@ -80,11 +80,11 @@ def test_300_steps_end_within_a_quarter_of_a_per_cent(attach, monkeypatch, in_fl
 def test_a_quantiser_that_loses_two_bits_does_not(attach, monkeypatch, in_float32):
     """The tolerance is not so wide that anything passes: operands with one bit of mantissa are told apart."""
     monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
-    right = ops.Plan.quantize
+    right = custom_ops.Plan.quantize
 
     def coarse(self, rows, x, **how):
         parts = [torch.frexp(out) for out in right(self, rows, x, **how)]
         return [torch.ldexp(torch.round(mantissa * 4) / 4, exponent) for mantissa, exponent in parts]
 
-    monkeypatch.setattr(ops.Plan, "quantize", coarse)
+    monkeypatch.setattr(custom_ops.Plan, "quantize", coarse)
     assert abs(mean_loss(attach) / in_float32 - 1) > TOLERANCE

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fp8watch.weight_hash import CHUNK, hash_bits
+from fp8watch.sketch.weight_hash import CHUNK, hash_bits
 from fp8watch_agent.record import Measured
 
 

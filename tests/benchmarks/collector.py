@@ -24,13 +24,13 @@ from collector.kit import Serving
 
 from fp8watch_agent.wire import Batch, decode_batch
 from fp8watch_server.app import _detection
+from fp8watch_server.db.dialect import parse_url, writing
 from fp8watch_server.load.drive import LoadReport, run_load
 from fp8watch_server.load.stream import Plan
+from fp8watch_server.pipeline.detect_worker import DetectWorker
 from fp8watch_server.settings import Settings
-from fp8watch_server.store import commit, hot
+from fp8watch_server.store import commit, hot_batches
 from fp8watch_server.store.commit import Incoming
-from fp8watch_server.store.dialect import parse_url, writing
-from fp8watch_server.worker import DetectWorker
 
 T = TypeVar("T")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -61,8 +61,8 @@ def pending(url: str) -> float:
     """Batches that were taken and are not looked at yet: the collector's own count would be cached."""
     from sqlalchemy import func, select
 
-    from fp8watch_server.store import schema as t
-    from fp8watch_server.store.dialect import make_engine
+    from fp8watch_server.db import schema as t
+    from fp8watch_server.db.dialect import make_engine
 
     engine = make_engine(url)
     with engine.connect() as conn:
@@ -126,7 +126,7 @@ def parts(kind: str, num_ranks: int, a_commit: int = 20, a_look: int = 200) -> d
             with writing(made.engine) as conn:
                 commit.commit_group(conn, taken, known, now=now, replays=False)
                 for item in taken:
-                    hot.remember(conn, item.batch, now)
+                    hot_batches.remember(conn, item.batch, now)
 
         bodies = [s.body(range(step, step + 1)).data for step in range(plan.num_steps) for s in streams]
         for at in range(0, len(bodies), a_commit):

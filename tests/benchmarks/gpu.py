@@ -18,10 +18,10 @@ import torch
 from benchmarks.table import machine, table, write
 from torch import nn
 
-from fp8watch.formats import E4M3
 from fp8watch.kernels import scaled_mm, triton
 from fp8watch.kernels.scaled_mm import Codes
-from fp8watch.slab import Slab
+from fp8watch.numerics.formats import E4M3
+from fp8watch.sketch.slab import Slab
 
 Case = Callable[[int], object]
 """What is timed; it is given the number of the call, to take the operands in turn."""

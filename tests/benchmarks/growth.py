@@ -24,11 +24,12 @@ import sqlalchemy as sa
 from benchmarks import store, table
 
 from fp8watch_agent.wire import decode_batch
+from fp8watch_server.db import embedded
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import parse_url, writing
 from fp8watch_server.load.stream import Plan
-from fp8watch_server.store import commit, embedded
-from fp8watch_server.store import schema as t
+from fp8watch_server.store import commit
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import parse_url, writing
 
 PLAN = Plan(num_ranks=4, num_sites=160, num_steps=t.BLOCK_STEPS, steps_per_batch=16, run="made")
 MILLION = 6

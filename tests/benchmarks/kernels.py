@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from benchmarks import table
 
-from fp8watch.formats import E4M3
 from fp8watch.kernels import cpu, cpu_compiler, cpu_library, cpu_width
 from fp8watch.kernels.registry import available, resolve
+from fp8watch.numerics.formats import E4M3
 
 TILES = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 ROW, BLOCK = (1, 128), (128, 128)

@@ -21,8 +21,8 @@ from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.kernels import cpu
 from fp8watch.kernels.registry import available
-from fp8watch.plan import Plan
-from fp8watch.watch import Watch
+from fp8watch.observer.plan import Plan
+from fp8watch.session.watch import Watch
 
 
 def attached(model: nn.Module, *, observe: bool, **how: object) -> fp8watch.Watch:

@@ -27,13 +27,13 @@ from benchmarks import table
 
 from fp8watch_agent.record import FIELDS, HISTOGRAMS, Site
 from fp8watch_agent.wire import Batch, decode_batch
-from fp8watch_server import migrations
+from fp8watch_server.db import embedded, migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.load.model import traits_of
 from fp8watch_server.load.stream import Plan, RankStream
-from fp8watch_server.store import commit, embedded, queries, write
-from fp8watch_server.store import schema as t
+from fp8watch_server.store import commit, queries, registrations
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import make_engine, writing
 from fp8watch_server.store.retention import DAY_S, Policy, prune
 
 BODIES_A_GROUP = 16
@@ -116,15 +116,15 @@ def register(engine: sa.Engine, plan: Plan, sites: list[Site]) -> list[RankStrea
     traits = traits_of(sites, plan.seed)
     streams = [RankStream(plan, rank, traits=traits) for rank in range(plan.num_ranks)]
     with writing(engine) as conn:
-        write.register_run(
+        registrations.register_run(
             conn, plan.run, name=plan.run, recipe="blockwise", backend="cpu", world_size=plan.num_ranks, now=1.0
         )
         for stream in streams:
-            facts = write.SessionFacts(
+            facts = registrations.SessionFacts(
                 stream.session, stream.rank, plan.num_ranks, {}, "node", 1, None, {}, "blockwise", "f", "cpu", {}
             )
-            write.register_session(conn, plan.run, facts, now=1.0)
-        write.register_sites(conn, plan.run, streams[0].session, sites, now=1.0)
+            registrations.register_session(conn, plan.run, facts, now=1.0)
+        registrations.register_sites(conn, plan.run, streams[0].session, sites, now=1.0)
     return streams
 
 

@@ -33,7 +33,7 @@ BUGS = [
     ),
     Bug(
         "ranks that need somebody come first",
-        "pages.coverage:agents",
+        "coverage:agents",
         'rows.sort(key=lambda r: (r["well"], r["rank"]))',
         'rows.sort(key=lambda r: r["rank"])',
         f"{T}/test_coverage_and_agents.py::test_ranks_that_need_somebody_come_first_and_are_counted",
@@ -204,21 +204,21 @@ BUGS = [
     ),
     Bug(
         "what an open incident names is the worst",
-        "tables:worst_sites",
+        "page_queries:worst_sites",
         '"key": (by is None, -num_bad',
         '"key": (False, -num_bad',
         f"{T}/test_pages_show_what_is_wrong.py::test_worst_sites_begin_with_what_an_open_incident_names",
     ),
     Bug(
         "an SQNR of before the failure ranks nothing",
-        "tables:worst_sites",
+        "page_queries:worst_sites",
         "told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin",
         "told = margin",
         f"{T}/test_pages_show_what_is_wrong.py::test_worst_sites_begin_with_what_an_open_incident_names",
     ),
     Bug(
         "the map of a quiet step leads to the one that broke",
-        "tables:seen_here",
+        "page_queries:seen_here",
         "if lookup.site_of(i, [site]) is site else None} for i in found]",
         "if False else None} for i in found]",
         f"{T}/test_pages_show_what_is_wrong.py::test_tile_map_of_a_quiet_step_leads_to_the_step_and_the_tile_that_broke",

@@ -11,8 +11,8 @@ from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_STEP, FAULT_TILE
 from playwright.sync_api import Page, expect
 
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 
 pytestmark = pytest.mark.browser
 

@@ -13,7 +13,7 @@ T = "tests/store"
 INGEST = [
     Bug(
         "200 means committed",
-        "committer:Committer._commit_loop",
+        "group_commit:Committer._commit_loop",
         "                answers = self._take(group)\n",
         "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
         "                __import__('time').sleep(0.05)  # so that one of a few kills falls between the two\n"
@@ -65,21 +65,21 @@ INGEST = [
     ),
     Bug(
         "a database that is away is a 503 within a second",
-        "patience",
+        "db_timeout",
         "WITHOUT_PROGRESS_S = 0.7",
         "WITHOUT_PROGRESS_S = 60.0",
         f"{C}/test_database_away.py::test_postgresql_away_is_a_503_soon_and_heals_by_itself[freeze]",
     ),
     Bug(
         "a 503 says when to come back",
-        "patience:unavailable",
+        "db_timeout:unavailable",
         '        headers={"Retry-After": str(RETRY_AFTER_S)},\n',
         "",
         f"{C}/test_database_away.py::test_no_connection_left_is_a_503_and_heals",
     ),
     Bug(
         "more in flight than 128 MiB is a 429",
-        "ingest:_body",
+        "ingest.routes:_body",
         "if held.total_bytes > MAX_INFLIGHT_BYTES:",
         "if held.total_bytes < 0:",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
@@ -93,7 +93,7 @@ INGEST = [
     ),
     Bug(
         "SIGTERM drains",
-        "fp8watch_server.command",
+        "fp8watch_server.cli",
         "DRAIN_S = 10\n",
         "DRAIN_S = 0\n",
         f"{C}/test_rolling.py::test_rolling_restarts_under_load_lose_nothing_and_drain",
@@ -107,7 +107,7 @@ INGEST = [
     ),
     Bug(
         "a wrong column refuses the whole batch and is named",
-        "body:exact",
+        "envelope:exact",
         "    if len(raw) != want:\n",
         "    if len(raw) < 0:\n",
         f"{C}/test_ingest_answers.py::test_one_bad_column_refuses_the_whole_batch_and_is_named",
@@ -121,7 +121,7 @@ INGEST = [
     ),
     Bug(
         "after a restart from step 0 the newer attempt is looked at",
-        "rebuild:replay",
+        "engine_restore:replay",
         "newest = {row.rank: row for row in rows}",
         "newest = {row.rank: row for row in reversed(rows)}",
         f"{C}/test_worker.py::test_after_a_restart_from_step_0_the_engine_is_rebuilt_from_the_newer_attempt",
@@ -142,7 +142,7 @@ INGEST = [
     ),
     Bug(
         "health is answered while bodies are refused",
-        "ingest:_body",
+        "ingest.routes:_body",
         "            if held.total_bytes > MAX_INFLIGHT_BYTES:\n",
         "            while held.total_bytes > MAX_INFLIGHT_BYTES:\n                time.sleep(0.5)\n            if held.total_bytes < 0:\n",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
@@ -173,7 +173,7 @@ STORE = [
     ),
     Bug(
         "who does not lead does nothing",
-        "rounds:Rounds._one",
+        "leader_loop:Rounds._one",
         "            if self._leader.held():\n",
         "            if self._leader.held() or True:\n",
         f"{T}/test_rounds.py::test_who_does_not_lead_forgets_and_does_nothing"
@@ -216,14 +216,14 @@ STORE = [
     ),
     Bug(
         "an ETag is of what was asked",
-        "api:_chart",
+        "api.routes:_chart",
         "request.url.path, request.url.query)",
         "request.url.path)",
         f"{T}/test_api.py::test_an_answer_that_is_as_it_was_is_a_304",
     ),
     Bug(
         "an ETag is of what it rests on",
-        "validity:validator",
+        "etag:validator",
         '    parts += [f"{row.arrival}:{row.step_min}" for row in found.hot]\n',
         "",
         f"{T}/test_api.py::test_an_answer_that_is_as_it_was_is_a_304",
@@ -258,7 +258,7 @@ STORE = [
     ),
     Bug(
         "a tile map of codes alone says nothing of the cast",
-        "store.tiles:tile_map",
+        "tiles:tile_map",
         'if evidence.get("cast") == "absent"',
         "if not evidence",
         f"{T}/test_codes_alone.py::test_a_tile_map_of_codes_alone_has_no_underflow[sqlite-evidence0-None]",

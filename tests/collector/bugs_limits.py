@@ -89,7 +89,7 @@ CONNECTIONS = [
     ),
     Bug(
         "connections leave descriptors for the database",
-        "serving:limits_within",
+        "server:limits_within",
         "max_connections=min(limits.max_connections, left)",
         "max_connections=limits.max_connections",
         f"{SLOW}::test_the_limits_are_those_that_are_promised"
@@ -97,7 +97,7 @@ CONNECTIONS = [
     ),
     Bug(
         "there is a place for one more",
-        "serving:Server._accept",
+        "server:Server._accept",
         "            if self._is_full() and not self._make_room():",
         "            if self._is_full():",
         f"{SLOW}::test_half_open_requests_leave_descriptors_for_agents",
@@ -111,21 +111,21 @@ CONNECTIONS = [
     ),
     Bug(
         "a connection whose tls does not begin is counted",
-        "serving:Server._is_full",
+        "server:Server._is_full",
         "return len(self.connections) + len(self._opening) >=",
         "return len(self.connections) >=",
         f"{SLOW}::test_with_tls_the_limits_are_the_same",
     ),
     Bug(
         "the limit of descriptors is raised",
-        "serving:raise_descriptor_limit",
+        "server:raise_descriptor_limit",
         "    if soft != hard:",
         "    if soft > hard:",
         f"{SLOW}::test_a_collector_raises_its_own_limit_of_descriptors",
     ),
     Bug(
         "no descriptor is a 503",
-        "fp8watch_server.problem:_on_bug",
+        "errors:_on_bug",
         "cause.errno in OUT_OF_DESCRIPTORS:",
         "cause.errno < 0:",
         f"{SLOW}::test_a_request_that_finds_no_descriptor_is_a_503",
@@ -139,7 +139,7 @@ CONNECTIONS = [
     ),
     Bug(
         "a socket that accepts nothing leaves others their turn",
-        "serving:Server._accept",
+        "server:Server._accept",
         "                if e.errno != errno.ECONNABORTED:",
         "                if e.errno in OUT_OF_DESCRIPTORS:",
         f"{SLOW}::test_a_socket_that_accepts_nothing_leaves_others_their_turn",
@@ -153,7 +153,7 @@ CONNECTIONS = [
     ),
     Bug(
         "a clock of work counts one request",
-        "patience:WorkClock.read_s",
+        "db_timeout:WorkClock.read_s",
         "time.clock_gettime(self._clock) - self._before_s",
         "time.clock_gettime(self._clock)",
         f"{PATIENT}::test_a_thread_that_worked_for_others_has_done_nothing_yet",
@@ -170,7 +170,7 @@ CONNECTIONS = [
 PATIENCE = [
     Bug(
         "work is progress",
-        "patience:Patience.wait",
+        "db_timeout:Patience.wait",
         "if now_s - before_s < WORKED_S or",
         "if before_s < WORKED_S + now_s or",
         f"{PATIENT}::test_work_on_a_registration_is_not_the_database"
@@ -178,42 +178,42 @@ PATIENCE = [
     ),
     Bug(
         "decoders work as well",
-        "committer:Committer._worked_s",
+        "group_commit:Committer._worked_s",
         "        return decoders_s + self._commit_clock.read_s()",
         "        return 0 * decoders_s + self._commit_clock.read_s()",
         f"{PATIENT}::test_to_decode_a_batch_is_not_the_database",
     ),
     Bug(
         "waiting is not work",
-        "patience",
+        "db_timeout",
         "WORKED_S = 0.01",
         "WORKED_S = -1.0",
         f"{PATIENT}::test_a_database_that_gets_nothing_done_is_not_waited_for",
     ),
     Bug(
         "each part of a registration is progress",
-        "ingest:Ingest.__init__",
+        "ingest.routes:Ingest.__init__",
         "SiteRegistry(self.engine, self.patience.progress)",
         "SiteRegistry(self.engine, lambda: None)",
         f"{PATIENT}::test_a_slow_database_is_waited_for_while_it_gets_something_done",
     ),
     Bug(
         "a repeated registration is known",
-        "fp8watch_server.sites:SiteRegistry.register",
+        "ingest.sites:SiteRegistry.register",
         "        if known is not None:\n            return known\n",
         "",
         f"{PATIENT}::test_what_is_registered_is_known_without_a_look_at_it",
     ),
     Bug(
         "what others have changed is not known any more",
-        "fp8watch_server.sites:SiteRegistry.register",
+        "ingest.sites:SiteRegistry.register",
         "            if changed:\n",
         "            if not sites:\n",
         f"{PATIENT}::test_what_others_have_changed_is_registered_again",
     ),
     Bug(
         "a run that came again is another",
-        "fp8watch_server.sites:SiteRegistry._known",
+        "ingest.sites:SiteRegistry._known",
         "return self._bodies.find(run_id, created_at, digest)",
         "return self._bodies.find(run_id, max([c for _, c, _ in self._bodies._known], default=0), digest)",
         f"{PATIENT}::test_what_others_have_changed_is_registered_again",

@@ -16,8 +16,8 @@ import httpx
 import sqlalchemy as sa
 from collector.kit import Agent, Serving, make_site
 
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine
 
 SITES = [make_site("up", order=0), make_site("down", order=1)]
 Key = tuple[str, int, int]  # run, rank, seq

@@ -22,10 +22,10 @@ from collector.nursery import Child, nursery
 
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
-from fp8watch_server.command import listen
-from fp8watch_server.connections import LIMITS, Limits
-from fp8watch_server.serving import Server
-from fp8watch_server.worker import Detection
+from fp8watch_server.cli import listen
+from fp8watch_server.http.connections import LIMITS, Limits
+from fp8watch_server.http.server import Server
+from fp8watch_server.pipeline.detect_worker import Detection
 
 ALL = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.ENERGIES | Measured.MOMENTS)
 T = TypeVar("T")

@@ -164,11 +164,11 @@ def _rehearse() -> None:
     import fp8watch_server.detect.rules
     import fp8watch_server.detect.sessions
     import fp8watch_server.incidents.messages
-    import fp8watch_server.notify.sending
+    import fp8watch_server.notify.service
     import fp8watch_server.pages.routes  # noqa: F401  of a whole collector
     from fp8watch_server.app import create_app
+    from fp8watch_server.db.dialect import make_engine
     from fp8watch_server.settings import Settings
-    from fp8watch_server.store.dialect import make_engine
 
     make_engine("postgresql+psycopg://nobody@127.0.0.1/nothing").dispose()  # the driver; nothing is opened
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +188,7 @@ def _tend(sock: socket.socket) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import collector.serve  # noqa: F401  with everything behind it
 
-    from fp8watch_server import migrations
+    from fp8watch_server.db import migrations
 
     migrations.head()
     _rehearse()

@@ -12,35 +12,37 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collector.kit import Recorder
 
-from fp8watch_server import command, committer, rebuild
+from fp8watch_server import cli
 from fp8watch_server.app import create_app
+from fp8watch_server.ingest import group_commit
+from fp8watch_server.pipeline import engine_restore
 
 
 def answer_late(seconds: float) -> None:
     """Wait between a commit and its answers: a crash point of some width."""
-    settle = committer.settle
+    settle = group_commit.settle
 
     def late(answers: list[object]) -> None:
         time.sleep(seconds)
         settle(answers)
 
-    committer.settle = late
+    group_commit.settle = late
 
 
 def main(argv: list[str]) -> int:
     """Serve until told to stop; with FP8WATCH_TEST_WHOLE nothing is a fake."""
     deadline_s = os.environ.get("FP8WATCH_TEST_DEADLINE_S")
     if deadline_s:
-        command.LIMITS = replace(command.LIMITS, header_s=float(deadline_s), idle_s=float(deadline_s))
+        cli.LIMITS = replace(cli.LIMITS, header_s=float(deadline_s), idle_s=float(deadline_s))
     if os.environ.get("FP8WATCH_TEST_WHOLE"):
-        return command.main(argv)
+        return cli.main(argv)
     detection = Recorder().detection()
-    command.create_app = lambda settings: create_app(
+    cli.create_app = lambda settings: create_app(
         settings, detection=detection, dispatcher=lambda engine, settings: None, pages=False
     )
     answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
-    rebuild.REPLAY_SAMPLES = int(os.environ.get("FP8WATCH_TEST_REPLAY_SAMPLES", rebuild.REPLAY_SAMPLES))
-    return command.main(argv)
+    engine_restore.REPLAY_SAMPLES = int(os.environ.get("FP8WATCH_TEST_REPLAY_SAMPLES", engine_restore.REPLAY_SAMPLES))
+    return cli.main(argv)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from collector.kit import Agent, Recorder, make_site, served
 from starlette.routing import Route
 
-from fp8watch_server import auth
 from fp8watch_server.app import create_app
+from fp8watch_server.auth import tokens as auth
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.settings import Settings
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine, writing
 
 TOKEN = "fp8w_" + "a" * 40
 IDENTITIES = {  # who asks -> scopes of the token that they send, None: nothing that counts

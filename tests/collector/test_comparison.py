@@ -10,8 +10,8 @@ from collector.kit import Agent
 from collector.test_queries import SITES, an_incident
 
 from fp8watch.diagnose.verdict import LayerPair, StepPair, judge
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
 
 
 def sent(**changes: Any) -> dict[str, Any]:

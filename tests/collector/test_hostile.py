@@ -22,7 +22,7 @@ from fp8watch_agent.wire import (
     decode_tile_maps,
     encode_tile_maps,
 )
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
 
 SITES = [make_site("up", order=0), make_site("down", order=1)]
 ABSURD = [0, 1, -1, 2, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 1, 1.5, float("nan"), None, "", "x\0y", "\x7f"]

@@ -13,7 +13,7 @@ from collector.kit import ZSTD, Agent, make_site, on_sqlite
 
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, MAX_WIRE_BYTES
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
 
 SITES = [make_site(order=0), make_site(direction="columnwise", order=1)]
 

@@ -16,7 +16,7 @@ from collector.killing import Crew, Store, kill_under_load, num_kills_of_part, s
 from collector.kit import Recorder
 from counts import in_turn
 
-from fp8watch_server.worker import DetectWorker
+from fp8watch_server.pipeline.detect_worker import DetectWorker
 
 NUM_SENDERS = 8
 ACKS_BETWEEN = 8

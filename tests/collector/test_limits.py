@@ -28,7 +28,7 @@ from fp8watch_agent.wire import (
     MAX_WIRE_BYTES,
     TILE_MAPS_CONTENT_TYPE,
 )
-from fp8watch_server.logs import JsonLines, TextLines
+from fp8watch_server.http.logs import JsonLines, TextLines
 
 SITE = make_site()
 FLAT_BYTES = 32 << 20

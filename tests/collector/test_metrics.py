@@ -12,9 +12,9 @@ from collector.kit import Agent, make_site, on_sqlite
 from collector.test_queries import an_incident
 from prometheus_client.parser import text_string_to_metric_families
 
-from fp8watch_server import metrics
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.observability import metrics
 
 pytestmark = on_sqlite
 UP_ROW, UP_COLUMN = make_site("up", order=0), make_site("up", direction="columnwise", order=1)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from collector.kit import Agent, make_site
 from prometheus_client.parser import text_string_to_metric_families
 
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
 from fp8watch_server.store.fields import badness
 
 NAN, INF = float("nan"), float("inf")

@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from collector.kit import ALL, Agent, make_site
 
 from fp8watch_agent.record import Measured
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
 from fp8watch_server.store.fields import SERIES_FIELDS
 from fp8watch_server.store.series import thin
 

@@ -10,8 +10,8 @@ import pytest
 import sqlalchemy as sa
 from collector.kit import Agent, make_site
 
-from fp8watch_server.detect.replay import main, replay
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
+from fp8watch_server.pipeline.replay import main, replay
 
 UP = make_site("up", order=0)
 

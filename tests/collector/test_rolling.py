@@ -17,7 +17,7 @@ from collector.killing import SITES, Crew, Store, serve
 from collector.kit import ZSTD, Agent
 
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
 
 on_postgresql = pytest.mark.parametrize("database_kind", ["postgresql"])
 

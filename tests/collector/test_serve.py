@@ -12,7 +12,7 @@ import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
 
-from fp8watch_server.command import main
+from fp8watch_server.cli import main
 
 SITE = make_site("up")
 

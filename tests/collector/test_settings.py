@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8watch_server.command import parser
+from fp8watch_server.cli import parser
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
 
 HOOK = "https://hooks.slack.com/services/T0/B0/secret"

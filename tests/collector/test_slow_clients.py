@@ -23,8 +23,8 @@ import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site, served
 
-from fp8watch_server.connections import LIMITS, Connections, Limits, Stage
-from fp8watch_server.serving import Server, limits_within
+from fp8watch_server.http.connections import LIMITS, Connections, Limits, Stage
+from fp8watch_server.http.server import Server, limits_within
 
 SITE = make_site()
 QUICK = Limits(header_s=0.5, idle_s=0.5, linger_s=0.3)

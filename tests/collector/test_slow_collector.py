@@ -20,10 +20,11 @@ import sqlalchemy as sa
 import zstandard
 from collector.kit import Agent, Serving, make_site
 
-from fp8watch_agent.courier import SITES_PER_REQUEST
-from fp8watch_server import patience, sites
-from fp8watch_server.store import schema as t
-from fp8watch_server.store import write
+from fp8watch_agent.uploader import SITES_PER_REQUEST
+from fp8watch_server.db import schema as t
+from fp8watch_server.http import db_timeout
+from fp8watch_server.ingest import sites
+from fp8watch_server.store import registrations
 
 SITES = [make_site(f"layers.{i}") for i in range(2000)]
 MAX_TRIES = 3
@@ -36,7 +37,7 @@ def database_kind() -> str:
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "WITHOUT_PROGRESS_S", 0.3)
+    monkeypatch.setattr(db_timeout, "WITHOUT_PROGRESS_S", 0.3)
 
 
 @contextmanager
@@ -100,7 +101,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wait: Any) -
 
 def work() -> None:
     """Twice as long as a database may do nothing, with the processor."""
-    until = time.thread_time() + 2 * patience.WITHOUT_PROGRESS_S
+    until = time.thread_time() + 2 * db_timeout.WITHOUT_PROGRESS_S
     while time.thread_time() < until:
         sum(range(1000))
 
@@ -118,23 +119,23 @@ def agent(client: httpx.Client) -> Agent:
 def test_a_slow_database_is_waited_for_while_it_gets_something_done(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "WITHOUT_PROGRESS_S", 1.0)
-    monkeypatch.setattr(patience, "WORKED_S", 1e9)  # as where the system does not say who uses the processor
-    slowly(monkeypatch, write, "register_sites", lambda: time.sleep(0.5 * patience.WITHOUT_PROGRESS_S))
+    monkeypatch.setattr(db_timeout, "WITHOUT_PROGRESS_S", 1.0)
+    monkeypatch.setattr(db_timeout, "WORKED_S", 1e9)  # as where the system does not say who uses the processor
+    slowly(monkeypatch, registrations, "register_sites", lambda: time.sleep(0.5 * db_timeout.WITHOUT_PROGRESS_S))
     answer = agent.register_sites(SITES[:1000])
     assert (answer.status_code, answer.json()) == (200, {"run": "run-1", "num_sites": 1000})
 
 
 def test_a_database_that_gets_nothing_done_is_not_waited_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    slowly(monkeypatch, write, "register_sites", lambda: time.sleep(4 * patience.WITHOUT_PROGRESS_S))
+    slowly(monkeypatch, registrations, "register_sites", lambda: time.sleep(4 * db_timeout.WITHOUT_PROGRESS_S))
     began = time.monotonic()
     answer = agent.register_sites(SITES[:1])
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert time.monotonic() - began < 3 * patience.WITHOUT_PROGRESS_S
+    assert time.monotonic() - began < 3 * db_timeout.WITHOUT_PROGRESS_S
 
 
 def test_a_thread_that_worked_for_others_has_done_nothing_yet() -> None:
-    clock, read_s = patience.WorkClock(), []
+    clock, read_s = db_timeout.WorkClock(), []
 
     def request() -> None:
         work()  # of an earlier request: the pool uses its threads again
@@ -144,7 +145,7 @@ def test_a_thread_that_worked_for_others_has_done_nothing_yet() -> None:
     thread = threading.Thread(target=request)
     thread.start()
     thread.join()
-    assert read_s[0] < patience.WORKED_S
+    assert read_s[0] < db_timeout.WORKED_S
 
 
 def test_work_on_a_registration_is_not_the_database(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +179,7 @@ def test_what_is_registered_is_known_without_a_look_at_it(
     def look(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the sites were compared again")
 
-    monkeypatch.setattr(write, "unregistered_sites", look)
+    monkeypatch.setattr(registrations, "unregistered_sites", look)
     for rank in (agent, other):
         answer = rank.register_sites(SITES)
         assert (answer.status_code, answer.json()["num_sites"]) == (200, len(SITES))

@@ -16,10 +16,10 @@ from collector.kit import Agent, make_site, on_sqlite
 from collector.test_queries import an_incident
 
 from fp8watch_agent.record import TileMap
-from fp8watch_server import migrations
-from fp8watch_server.store import dialect, queries, tiles
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import finite_json, make_engine, writing
+from fp8watch_server.db import dialect, migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import finite_json, make_engine, writing
+from fp8watch_server.store import queries, tiles
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
 

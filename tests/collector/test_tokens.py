@@ -10,10 +10,10 @@ import pytest
 import sqlalchemy as sa
 from collector.kit import Agent, make_site
 
-from fp8watch_server import auth
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine
-from fp8watch_server.tokens.command import main
+from fp8watch_server.auth import tokens as auth
+from fp8watch_server.auth.command import main
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine
 
 
 @pytest.fixture

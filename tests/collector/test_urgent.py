@@ -10,10 +10,10 @@ import pytest
 from collector.kit import Agent, Recorder, make_site
 
 from fp8watch_agent.wire import decode_batch
-from fp8watch_server import urgent
-from fp8watch_server import worker as worker_module
+from fp8watch_server.pipeline import detect_worker as worker_module
+from fp8watch_server.pipeline import priority
+from fp8watch_server.pipeline.priority import Urgent, is_urgent
 from fp8watch_server.store import pending as pending_module
-from fp8watch_server.urgent import Urgent, is_urgent
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
 BROKEN: dict[str, Any] = {"fields": {"num_inf": 1}}
@@ -23,14 +23,14 @@ def batch(**given: Any) -> Any:
     return decode_batch(Agent(None).body([UP, DOWN], [1, 2], **given))
 
 
-@pytest.mark.parametrize("name", urgent.BROKEN_COUNTS)
+@pytest.mark.parametrize("name", priority.BROKEN_COUNTS)
 def test_one_record_that_is_broken_is_urgent(name: str) -> None:
     assert not is_urgent(batch(fields={name: 0}))
     assert is_urgent(batch(fields={name: [0, 0, 0, 1]}))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", urgent.BROKEN_SCALARS)
+@pytest.mark.parametrize("name", priority.BROKEN_SCALARS)
 def test_a_loss_or_a_norm_that_is_no_number_is_urgent(name: str, value: float) -> None:
     assert is_urgent(batch(scalars={name: [2.0, value]}))
 
@@ -126,7 +126,7 @@ def test_a_run_that_stays_broken_is_taken_out_of_turn_now_and_then() -> None:
     assert (waiting.take(), waiting.take(), waiting.take()) == (one, other, None)
     assert not waiting.add(one)
     assert not waiting
-    now[0] += urgent.AGAIN_S
+    now[0] += priority.AGAIN_S
     assert waiting.add(one)
     waiting.clear()
     assert waiting.take() is None
@@ -146,7 +146,7 @@ def test_the_same_batch_again_is_no_news(client: Any, app: Any) -> None:
 def test_hurry_ends_a_pause_that_a_wake_does_not() -> None:
     import logging
 
-    from fp8watch_server.store.rounds import Rest, Rounds
+    from fp8watch_server.db.leader_loop import Rest, Rounds
 
     class Ours:
         def held(self) -> bool:

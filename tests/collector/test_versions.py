@@ -16,7 +16,7 @@ from collector.kit import Agent, make_site
 
 from fp8watch_agent.record import Site
 from fp8watch_agent.wire import READS
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
 
 RUN, SESSION, RANK = "run-1", "abc", 3
 STEPS = [7, 8, 11]

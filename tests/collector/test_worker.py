@@ -13,13 +13,13 @@ import sqlalchemy as sa
 import zstandard
 from collector.kit import Agent, FakeEngine, Recorder, make_site, run_async
 
-from fp8watch_server import rebuild
-from fp8watch_server import worker as worker_module
 from fp8watch_server.app import create_app
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
-from fp8watch_server.store.leader import Leader
-from fp8watch_server.worker import DetectWorker
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.leader import Leader
+from fp8watch_server.pipeline import detect_worker as worker_module
+from fp8watch_server.pipeline import engine_restore
+from fp8watch_server.pipeline.detect_worker import DetectWorker
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
 
@@ -178,7 +178,7 @@ def test_facts_that_change_after_the_clock_was_set_back_reach_the_engine(
     client: Any, app: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [2_000_000_000.0]
-    monkeypatch.setattr("fp8watch_server.ingest.time.time", lambda: now[0])
+    monkeypatch.setattr("fp8watch_server.ingest.routes.time.time", lambda: now[0])
     agent = Agent(client).register([UP, DOWN])
     agent.send([UP], [1])
     app.state.worker.drain()
@@ -275,7 +275,7 @@ def test_a_saved_engine_that_cannot_be_used_is_built_up_again(
 
 def test_replay_counts_samples_not_steps(client: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full statistics each 64th step: the baselines reach 64 times as far back."""
-    monkeypatch.setattr(rebuild, "REPLAY_SAMPLES", 4)
+    monkeypatch.setattr(engine_restore, "REPLAY_SAMPLES", 4)
     agent = Agent(client).register([UP])
     for step in range(0, 640, 16):
         agent.send([UP] if step % 64 == 0 else [], [step])

@@ -31,9 +31,9 @@ from database import fresh_database
 import fp8watch
 from dashboards.boards import ROOT
 from fp8watch.demo.model import ByteModel
-from fp8watch_server.store import schema
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import make_engine
 
 STEPS, FAULT_STEP = 24, 14
 FAULT_MODULE = "layers.1.mlp.down_proj"

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from database import fresh_database
 
 from dashboards import boards
-from fp8watch_server.store.dialect import make_engine
+from fp8watch_server.db.dialect import make_engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "grafana.md"
 WRITE = "run python tests/dashboards/test_grafana_page.py"

@@ -9,11 +9,12 @@ from pathlib import Path
 import sqlalchemy as sa
 from prometheus_client.metrics_core import Metric
 
-from fp8watch_server import metrics, migrations
-from fp8watch_server.ingest_stats import IngestStats
-from fp8watch_server.metrics import COUNTERS, GAUGES, MAX_RUNS, MAX_SERIES, FleetCollector
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine, writing
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.observability import metrics
+from fp8watch_server.observability.metrics import COUNTERS, GAUGES, MAX_RUNS, MAX_SERIES, FleetCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 INFO_LABELS = ("recipe", "format", "backend")

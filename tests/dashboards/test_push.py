@@ -20,8 +20,8 @@ from dashboards.grafana_contract import MAY_NOT, TOKEN, Grafana, grafana
 
 from dashboards import boards
 from dashboards.boards import ROOT
-from fp8watch_server.grafana import command
-from fp8watch_server.grafana.push import Api, Target, connect
+from fp8watch_server.observability import command
+from fp8watch_server.observability.grafana_push import Api, Target, connect
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_real_client_in_an_environment_of_its_own(there: Grafana, tmp_path: 
     if done.returncode and ("No matching distribution" in done.stderr or "ConnectionError" in done.stderr):
         pytest.skip(f"no package registry reachable: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    code = "import sys; from fp8watch_server.grafana.command import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from fp8watch_server.observability.command import main; sys.exit(main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "server"), "FP8WATCH_GRAFANA_TOKEN": TOKEN}
     for name in [n for n in env if n.lower().endswith("_proxy")]:
         del env[name]

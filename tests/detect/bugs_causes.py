@@ -26,7 +26,7 @@ CAUSES = [
     ),
     Bug(
         "a learning rate that leaps for one step is remembered",
-        "detect.schedule:Schedule.observe",
+        "schedule:Schedule.observe",
         "        self.jump_step = None\n        if rising",
         "        self.jump_step = self.last_leap = None\n        if rising",
         f"{FIRST}::test_a_learning_rate_that_leaps_for_one_step_and_healthy_quantisers_are_no_matter_of_fp8",
@@ -75,7 +75,7 @@ CAUSES = [
     ),
     Bug(
         "an incident begins with its onset",
-        "incidents.fold:_new",
+        "fold:_new",
         '        "first_step": finding.onset,\n',
         '        "first_step": finding.step,\n',
         f"{REJUDGED}::test_an_incident_begins_with_its_onset",
@@ -159,14 +159,14 @@ CAUSES = [
     ),
     Bug(
         "what takes over is not dated before itself",
-        "incidents.fold:_absorb",
+        "fold:_absorb",
         '    if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:',
         '    if takes_over and row["mode"] == "":',
         f"{REJUDGED}::test_what_takes_over_is_not_dated_before_it_can_have_begun",
     ),
     Bug(
         "consequences do not move a beginning to any past",
-        "incidents.fold:_mute",
+        "fold:_mute",
         "min(first, max(finding.onset, first if root.earliest is None else root.earliest))",
         "min(first, finding.onset)",
         f"{REJUDGED}::test_consequences_do_not_move_a_beginning_to_any_past",
@@ -180,7 +180,7 @@ CAUSES = [
     ),
     Bug(
         "of two leaps of the learning rate the last counts",
-        "detect.schedule:Schedule.observe",
+        "schedule:Schedule.observe",
         "(self.jump_step is None or leap):",
         "self.jump_step is None:",
         f"{FIRST}::test_of_a_learning_rate_that_leaps_twice_the_last_leap_is_named",

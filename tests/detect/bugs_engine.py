@@ -17,7 +17,7 @@ REPORTS = [
     ),
     Bug(
         "the tile of an Inf is named",
-        "detect.view:StepView.element",
+        "view:StepView.element",
         "row // max(tile_rows, 1), column // max(tile_columns, 1))",
         "row, column)",
         f"{T}/test_reports.py::test_the_inf_rule_of_blockwise_scaling_launders_with_the_tile_named",
@@ -46,7 +46,7 @@ REPORTS = [
     ),
     Bug(
         "shards that were not reduced are told",
-        "detect.view",
+        "view",
         'PER_TENSOR = ("delayed", "current")',
         'PER_TENSOR = ("delayed",)',
         f"{T}/test_reports.py::test_tensor_parallel_ranks_that_take_amax_of_their_shard_disagree_before_the_nan",
@@ -112,21 +112,21 @@ ENGINE = [
     ),
     Bug(
         "steps are put back in order",
-        "assemble:Assembly.ready",
+        "step_alignment:Assembly.ready",
         "            step = min(self._pending)\n",
         "            step = next(iter(self._pending))\n",
         f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
     ),
     Bug(
         "a gap is waited for",
-        "assemble",
+        "step_alignment",
         "GAP_BATCHES = 3\n",
         "GAP_BATCHES = 0\n",
         f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
     ),
     Bug(
         "steps behind a gap are not taken for sampling",
-        "assemble:Assembly._is_gap",
+        "step_alignment:Assembly._is_gap",
         "(later and min(later) - step == apart)",
         "step + apart in later",
         f"{T}/test_order.py::test_batches_that_overtake_each_other_and_come_twice_change_no_verdict[chronic-quantization-noise]",
@@ -175,7 +175,7 @@ ENGINE = [
     ),
     Bug(
         "nothing statistical is said while a run is young",
-        "detect.schedule:Schedule.warm",
+        "schedule:Schedule.warm",
         "        if self._first_step is None or step - self._first_step < self._warmup_steps:\n",
         "        if self._first_step is None:\n",
         f"{T}/test_divergence.py::test_nothing_is_judged_in_the_first_fifty_steps",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
 from fp8watch_server.incidents.match import Open, explained_by, root_of, target_of
-from fp8watch_server.incidents.quiet import CLOSE_AFTER_STEPS
 
 SEVERITIES = ("info", "warning", "critical")
 

@@ -8,9 +8,9 @@ from detect.play import causes, place_is_right, play
 from detect.scenarios import BY_NAME, DOWN, GATE, SCENARIOS, Case, Scenario, twin
 from detect.trace import healthy
 
+from fp8watch_server.detect.playbook import MODE_BY_SLUG, SLUGS
 from fp8watch_server.detect.precedence import explains
 from fp8watch_server.incidents.explain import explain
-from fp8watch_server.incidents.playbook import MODE_BY_SLUG, SLUGS
 
 LEVELS = ("mild", "medium", "severe")
 

@@ -201,13 +201,13 @@ def test_a_wrapped_model_and_an_iterator_of_batches_will_do() -> None:
 
 
 def test_a_plan_is_not_left_behind() -> None:
-    from fp8watch import ops
+    from fp8watch.layers import custom_ops
 
-    before = dict(ops._plans)
+    before = dict(custom_ops._plans)
     compare_bf16(make_model(), make_batches(1), loss_of)
     with pytest.raises(ZeroDivisionError):
         compare_bf16(make_model(), make_batches(1), lambda m, b: 1 / 0)  # type: ignore[arg-type]
-    assert ops._plans == before
+    assert custom_ops._plans == before
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ BUGS = (
     ),
     Bug(
         "every loss is counted, what the spool gives up",
-        "ledgers:records_ledger",
+        "accounting:records_ledger",
         "        dropped=merged(from_ring, from_spool, sender.records.dropped, late),\n",
         "        dropped=merged(from_ring, sender.records.dropped, late),\n",
         "tests/agent/test_identity.py::test_the_books_balance_over_random_faults[30]",
@@ -77,7 +77,7 @@ BUGS = (
     ),
     Bug(
         "a model that is watched is not watched twice",
-        "filter:select_linears",
+        "module_filter:select_linears",
         "        if SITE_KEY in module.__dict__:\n",
         "        if False:\n",
         "tests/attach/test_refusals.py::test_attach_twice_watches_once",
@@ -126,7 +126,7 @@ BUGS = (
     ),
     Bug(
         "a bad batch does not block the next",
-        "courier:Courier._receipt",
+        "uploader:Courier._receipt",
         "        if verdict is Verdict.REFUSED:\n            receipt",
         "        if verdict is Verdict.HOLD:\n            receipt",
         f"{DELIVERY}::test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on",
@@ -147,7 +147,7 @@ BUGS = (
     ),
     Bug(
         "a body too large is halved",
-        "courier:Courier._receipt",
+        "uploader:Courier._receipt",
         "        if verdict is Verdict.SPLIT:\n            halves = split(parcel)\n",
         "        if verdict is Verdict.SPLIT:\n            halves = None\n",
         f"{DELIVERY}::test_a_body_too_large_is_split_by_steps_and_then_by_records",
@@ -245,14 +245,14 @@ BUGS = (
     ),
     Bug(
         "the step of an exception arrives",
-        "step_end:_wrap_excepthook",
+        "step_boundary:_wrap_excepthook",
         "            _each(lambda w: w._on_death())\n        original(*args)\n",
         "            pass\n        original(*args)\n",
         "tests/faults/test_dying_step.py::test_every_step_arrives_with_the_dying_one",
     ),
     Bug(
         "the step of a SIGTERM arrives",
-        "step_end:_wrap_sigterm",
+        "step_boundary:_wrap_sigterm",
         "        _each(lambda w: w._on_death())\n        signal.signal",
         "        signal.signal",
         "tests/faults/test_dying_step.py::test_every_step_arrives_with_the_dying_one",
@@ -273,7 +273,7 @@ BUGS = (
     ),
     Bug(
         "a NaN stays a NaN on the wire",
-        "columns:round_sums",
+        "column_codec:round_sums",
         "        rounded = np.where(finite & ~overflown, rounded, cut)\n",
         "        pass\n",
         "tests/agent/test_wire.py::test_a_sum_keeps_its_class_its_sign_and_twelve_bits tests/agent/test_wire.py::test_any_bits_come_back",

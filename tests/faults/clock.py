@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from fp8watch_agent import courier, sender, sync, transport
+from fp8watch_agent import sender, sync, transport, uploader
 
 
 class Clock:
@@ -48,7 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of every module of the agent that waits."""
     clock = Clock()
     module: ModuleType
-    for module in (sender, sync, transport, courier):
+    for module in (sender, sync, transport, uploader):
         if hasattr(module, "time"):
             monkeypatch.setattr(module, "time", clock)
     return clock

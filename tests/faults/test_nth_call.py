@@ -16,7 +16,7 @@ from faults import nth
 from torch import nn
 
 import fp8watch
-import fp8watch._attach as attach_module
+import fp8watch.session.attach as attach_module
 from fp8watch_agent.settings import AgentSettings
 
 STEPS = 3

@@ -14,12 +14,12 @@ from agent_support import make_ids, make_rows, make_session, make_sites, make_st
 from faults.clock import Clock, installed
 
 from fp8watch_agent.batch import Parcel
-from fp8watch_agent.courier import Receipt
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.sender import MAX_BACKOFF_S, MIN_BACKOFF_S, Sender
 from fp8watch_agent.session import Registration
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import Answer, Transport, judge
+from fp8watch_agent.uploader import Receipt
 
 SETTINGS = AgentSettings(collector="http://127.0.0.1:9", ring_bytes=1 << 20, poll_interval_s=3600.0)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import triton
-from fp8watch.slab import Slab
-from fp8watch.slab_copy import HostCopies
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.sketch.host_copy import HostCopies
+from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import ROW
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, scaled_mm, triton
 from fp8watch.kernels.scaled_mm import Codes
+from fp8watch.numerics.formats import FORMATS
 
 SHAPES = [(256, 512, 1024), (512, 11008, 4096), (256, 640, 384), (40, 128, 16), (7, 1536, 144), (1, 256, 256)]
 

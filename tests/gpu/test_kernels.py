@@ -10,9 +10,9 @@ import torch
 from quantize import oracle
 from quantize.operands import DTYPES, KINDS, operand
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, triton
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import FIELDS
 
 SUMS = {"signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"}

@@ -92,7 +92,7 @@ def test_every_stage_names_modules_that_exist():
 def test_the_way_of_the_data_is_whole():
     """From attach to what people see: following Downstream reaches every end of the way."""
     graph = {name: down for name, (_, down) in stages().items()}
-    reached, todo = set(), ["fp8watch._attach"]
+    reached, todo = set(), ["fp8watch.session.attach"]
     while todo:
         name = todo.pop()
         if name in reached:
@@ -102,16 +102,16 @@ def test_the_way_of_the_data_is_whole():
             todo.append(target)
             todo += [n for n in graph if n.startswith(target + ".")]  # a package stands for its modules
     ends = {
-        "fp8watch.slab",
+        "fp8watch.sketch.slab",
         "fp8watch_agent.ring",
         "fp8watch_agent.wire",
         "fp8watch_agent.sender",
-        "fp8watch_server.ingest",
+        "fp8watch_server.ingest.routes",
         "fp8watch_server.detect.engine",
         "fp8watch_server.incidents.fold",
         "fp8watch_server.notify.outbox",
         "fp8watch_server.pages.routes",
-        "fp8watch_server.metrics",
+        "fp8watch_server.observability.metrics",
     }
     assert ends - reached == set()
 

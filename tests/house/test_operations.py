@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from fp8watch_agent.inflate import MAX_INFLATED_BYTES
+from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES
 from fp8watch_agent.wire import MAX_WIRE_BYTES
-from fp8watch_server.auth import LOOPBACK_NAMES, RELOAD_AFTER_S, SCOPES
-from fp8watch_server.command import DRAIN_S
-from fp8watch_server.ingest import MAX_INFLIGHT_BYTES
+from fp8watch_server.auth.tokens import LOOPBACK_NAMES, RELOAD_AFTER_S, SCOPES
+from fp8watch_server.cli import DRAIN_S
+from fp8watch_server.ingest.routes import MAX_INFLIGHT_BYTES
 from fp8watch_server.settings import SETTINGS, Setting
 
 ROOT = Path(__file__).parents[2]

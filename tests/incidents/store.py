@@ -9,10 +9,10 @@ import sqlalchemy as sa
 from detect.healthy_run import Run
 
 from fp8watch_agent.wire import Batch
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.detect.engine import Engine
 from fp8watch_server.incidents.fold import IncidentChange, close_quiet, fold
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import make_engine, writing
 
 RUN, TENANT = "run", "default"
 

@@ -11,9 +11,9 @@ import sqlalchemy as sa
 from detect.healthy_run import Run
 from incidents.store import RUN, TENANT, Store
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.fold import close_quiet, fold
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
 
 NAN = float("nan")
 DOWN = "layers.1.mlp.down_proj"

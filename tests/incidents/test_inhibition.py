@@ -8,11 +8,11 @@ import pytest
 import sqlalchemy as sa
 from incidents.store import RUN, TENANT, Store
 
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_resolved
 from fp8watch_server.incidents.silences import covers, silences_of
 from fp8watch_server.notify.fanout import hold_inhibited
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
 
 PLACE = {"module": "layers.1.mlp.down_proj", "operand": "input", "ranks": [0], "tile": None, "element": None}
 

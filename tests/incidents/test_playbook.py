@@ -6,9 +6,9 @@ from importlib import resources
 
 import pytest
 
+from fp8watch_server.detect.playbook import MODE_BY_SLUG, MODES, SLUGS
 from fp8watch_server.incidents.fixes import EPS_VARIABLE, fixes
 from fp8watch_server.incidents.fixes_statistical import QPARAMS
-from fp8watch_server.incidents.playbook import MODE_BY_SLUG, MODES, SLUGS
 
 FROZEN = [
     "nan-in-loss",

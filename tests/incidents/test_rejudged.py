@@ -9,8 +9,8 @@ from detect.healthy_run import Run
 from incidents.store import Store
 from incidents.test_roots import DOWN, OTHER, finding, modes, put
 
+from fp8watch_server.db import schema
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.store import schema
 
 
 def bad_batch(store: Store, onset: int, step: int, **extra: object) -> Finding:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from incidents.store import RUN, TENANT, Store
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.fold import fold
-from fp8watch_server.incidents.quiet import close_quiet
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
 
 DOWN, OTHER = "layers.1.mlp.down_proj", "layers.0.attn.o_proj"
 

@@ -228,7 +228,7 @@ def test_the_collector_runs_where_torch_is_not(extra, tmp_path):
         import sys
         sys.modules["torch"] = None
         from fp8watch.cli import main
-        import fp8watch_server.app, fp8watch_server.command, fp8watch_agent.sync
+        import fp8watch_server.app, fp8watch_server.cli, fp8watch_agent.sync
         sys.exit(main(["serve", "--help"]))
         """
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.notify.command import test_payload
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import make_engine, writing
 
 Answer = tuple[int, dict[str, str], bytes]
 OK: Answer = (200, {}, b"ok")

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from notify.receiver import Outbox, Receiver
 
-from fp8watch_server.notify import outgoing, plain
+from fp8watch_server.notify import egress, plain
 from fp8watch_server.notify.apprise_channel import LOCAL, UNCHECKED, AppriseChannel
 from fp8watch_server.notify.channels import Pace
 from fp8watch_server.notify.command import main
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
+from fp8watch_server.notify.egress import watched
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.outgoing import watched
 from fp8watch_server.notify.routes_file import RoutesError, load_routes
-from fp8watch_server.notify.target import TargetError, Unreachable
+from fp8watch_server.notify.safe_http import TargetError, Unreachable
 
 Receivers = Callable[..., Receiver]
 AT_ONCE = Pace(group_wait_s=0.0, group_interval_s=0.0)
@@ -115,7 +115,7 @@ def test_no_redirect_is_followed(receiver_of: Receivers, asks: str) -> None:
 
 @pytest.mark.usefixtures("_package")
 def test_a_receiver_that_never_ends_is_left(receiver_of: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "TOTAL_S", 0.3)
+    monkeypatch.setattr(egress, "TOTAL_S", 0.3)
     receiver = receiver_of()
     receiver.hold = threading.Event()
     began = time.monotonic()

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 from fp8watch_server.incidents.messages import FLAPPING_MESSAGES
-from fp8watch_server.notify import outbox, target
+from fp8watch_server.notify import outbox, safe_http
 from fp8watch_server.notify.channels import SLACK_PACE, Pace
 from fp8watch_server.notify.command import _parser
 from fp8watch_server.notify.group import SUMMARY_EVERY_S
 from fp8watch_server.notify.routes_file import KINDS, load_routes
-from fp8watch_server.notify.stalled import STALLED
+from fp8watch_server.notify.stale_run import STALLED
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 PAGE = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
@@ -42,7 +42,7 @@ def test_kinds_fields_and_numbers_are_those_of_the_code() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", between("pace"), re.M)) == defaults
     assert f"{SLACK_PACE.min_interval_s:g} s between messages, {SLACK_PACE.max_per_hour} an hour" in PAGE
     assert f"in a summary every {SUMMARY_EVERY_S:g} s" in PAGE
-    assert f"ends after {target.TOTAL_S:g} seconds" in PAGE.replace("\n", " ")
+    assert f"ends after {safe_http.TOTAL_S:g} seconds" in PAGE.replace("\n", " ")
     assert f"at most {outbox.MAX_BACK_OFF_S:g} s in the first ten minutes" in PAGE
     assert outbox.LATE_S == 600
     assert FLAPPING_MESSAGES == 2

@@ -11,12 +11,12 @@ import pytest
 import sqlalchemy as sa
 from notify.receiver import Answer, Outbox, Receiver
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import group
 from fp8watch_server.notify.channels import AlertmanagerChannel, Pace, SlackChannel, WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.target import Target
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.notify.safe_http import Target
 
 Receivers = Callable[..., Receiver]
 GROUPED = Pace(group_wait_s=5.0, group_interval_s=60.0)

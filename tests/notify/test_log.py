@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from notify.receiver import Outbox, Receiver
 
-from fp8watch_server import migrations
+from fp8watch_server.db import migrations
 from fp8watch_server.notify import command
 from fp8watch_server.notify.channels import WebhookChannel
 from fp8watch_server.notify.group import UNDERWAY
 from fp8watch_server.notify.log import STATES, delivery_log
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.target import Target
+from fp8watch_server.notify.safe_http import Target
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from notify.receiver import Receiver
 from fp8watch_server.notify import command, slack, webhook
 from fp8watch_server.notify.channels import WebhookChannel, channels_of
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
-from fp8watch_server.notify.target import Target
+from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.settings import SettingError, Settings
 
 MODULE = "layers.1.mlp.down_proj"

@@ -17,12 +17,12 @@ from detect.healthy_run import Run
 from incidents.store import Store
 from notify.receiver import Outbox, Receiver
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import outbox as module
 from fp8watch_server.notify.channels import Pace, SlackChannel, WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
-from fp8watch_server.notify.target import Target
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.notify.safe_http import Target
 
 Receivers = Callable[..., Receiver]
 Dispatch = Callable[..., Dispatcher]
@@ -174,8 +174,8 @@ SENDER = """
 import sys
 from fp8watch_server.notify.channels import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.target import Target
-from fp8watch_server.store.dialect import make_engine
+from fp8watch_server.notify.safe_http import Target
+from fp8watch_server.db.dialect import make_engine
 d = Dispatcher(make_engine(sys.argv[1]), [WebhookChannel(Target(sys.argv[2], from_operator=True))], poll_s=0.02)
 d.start()
 sys.stdin.read()

@@ -25,9 +25,9 @@ from incidents.test_fold import nan_from
 from notify.receiver import Answer, Outbox, Receiver
 from notify.test_outbox import SENDER, webhook
 
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.fold import close_quiet, fold
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.store.dialect import writing
 
 Receivers = Callable[..., Receiver]
 FLAPS: list[Answer] = [(500, {}, b""), (0, {}, b""), (503, {}, b""), (408, {}, b"")]
@@ -117,7 +117,7 @@ def test_a_storm_of_a_thousand_ranks_is_one_firing_and_one_resolve(
     storm(tmp_path, receiver_of(), 1024, 500, 8, monkeypatch)
 
 
-SERVE = "import sys; from fp8watch_server.command import main; sys.exit(main(sys.argv[1:]))"
+SERVE = "import sys; from fp8watch_server.cli import main; sys.exit(main(sys.argv[1:]))"
 FLEET = Path(__file__).with_name("fleet.py")
 BATCHES_PER_S, NUM_RUNS, NUM_RANKS, NUM_SITES, NUM_BROKEN = 200, 8, 200, 20, 32
 

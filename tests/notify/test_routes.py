@@ -14,7 +14,7 @@ from fp8watch_server.notify import command
 from fp8watch_server.notify.channels import AlertmanagerChannel, SlackChannel, WebhookChannel, channels_of
 from fp8watch_server.notify.routes import Route, Routing
 from fp8watch_server.notify.routes_file import RoutesError, load_routes
-from fp8watch_server.notify.sending import Sending, routing_of
+from fp8watch_server.notify.service import Sending, routing_of
 from fp8watch_server.settings import Settings
 
 GOOD = """

@@ -14,7 +14,7 @@ import pytest
 from collector.kit import Agent, Serving, make_site
 from notify.receiver import Receiver
 
-from fp8watch_server.logs import JsonLines, TextLines
+from fp8watch_server.http.logs import JsonLines, TextLines
 from fp8watch_server.settings import Settings
 
 SITE = make_site("up")

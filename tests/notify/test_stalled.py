@@ -10,13 +10,13 @@ import sqlalchemy as sa
 from database import fresh_database
 from notify.receiver import Receiver
 
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.notify import slack, webhook
 from fp8watch_server.notify.channels import SlackChannel
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.stalled import STALLED, StalledWatch
-from fp8watch_server.notify.target import Target
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine, writing
+from fp8watch_server.notify.safe_http import Target
+from fp8watch_server.notify.stale_run import STALLED, StalledWatch
 
 HEARTBEAT_S, MISSING = 30.0, 3
 

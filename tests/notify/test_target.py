@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 from notify.receiver import Receiver
 
-from fp8watch_server.notify import target as target_module
-from fp8watch_server.notify.target import MAX_ANSWER_BYTES, Target, TargetError, Unreachable, refusal
+from fp8watch_server.notify import safe_http as target_module
+from fp8watch_server.notify.safe_http import MAX_ANSWER_BYTES, Target, TargetError, Unreachable, refusal
 
 
 @pytest.mark.parametrize(

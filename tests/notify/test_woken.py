@@ -14,13 +14,13 @@ from fastapi import FastAPI
 from notify.receiver import Outbox, Receiver
 from notify.test_outbox import AT_ONCE, webhook
 
-from fp8watch_server import worker
 from fp8watch_server.app import create_app
+from fp8watch_server.db import schema as t
 from fp8watch_server.notify.channels import Pace, SlackChannel
 from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.target import Target
+from fp8watch_server.notify.safe_http import Target
+from fp8watch_server.pipeline import detect_worker
 from fp8watch_server.settings import Settings
-from fp8watch_server.store import schema as t
 
 LONG_S = 30.0
 """The pauses; what is told within a third of it was not told by a poll."""
@@ -32,7 +32,7 @@ Receivers = Callable[..., Receiver]
 @pytest.fixture(autouse=True)
 def pauses_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PACE_S", "MAX_PACE_S", "IDLE_S"):
-        monkeypatch.setattr(worker, name, LONG_S)
+        monkeypatch.setattr(detect_worker, name, LONG_S)
     monkeypatch.setitem(Dispatcher.__init__.__kwdefaults__, "poll_s", LONG_S)  # type: ignore[arg-type]
 
 

@@ -16,10 +16,10 @@ import httpx
 from fastapi import FastAPI
 
 from fp8watch_server.app import create_app
-from fp8watch_server.command import listen
-from fp8watch_server.serving import Server
+from fp8watch_server.cli import listen
+from fp8watch_server.http.server import Server
+from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
-from fp8watch_server.worker import Detection
 
 
 class _Quiet:

@@ -23,8 +23,8 @@ from fp8watch_agent.wire import (
     encode_batch,
     encode_tile_maps,
 )
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 
 TOKENS, WIDTH, HIDDEN = 256, 256, 768
 LINEARS = (

@@ -180,12 +180,12 @@ def test_the_page_holds_its_first_chart(client: httpx.Client) -> None:
 
 
 def test_what_takes_long_is_sent_after_the_first_chart(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8watch_server.pages import tables
+    from fp8watch_server.pages import page_queries
 
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        worst = tables.worst_sites
-        patch.setattr(tables, "worst_sites", lambda *args: seen.append("asked") or worst(*args))
+        worst = page_queries.worst_sites
+        patch.setattr(page_queries, "worst_sites", lambda *args: seen.append("asked") or worst(*args))
         with client.stream("GET", "/runs/demo-inf") as answer:
             chunks = list(answer.iter_raw())
     assert seen == ["asked"]

@@ -15,9 +15,9 @@ from pages import synthetic
 from pages.collector import make_app, serving
 from pages.synthetic import FAULT_SITE, INCIDENT_ID
 
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.pages.live import Topic, version
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import make_engine, writing
 
 SITE = f"/runs/demo-inf/sites/{FAULT_SITE}"
 PAGES = (

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from fp8watch_server.pages import view
+from fp8watch_server.pages import formatting
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ from fp8watch_server.pages import view
     ],
 )
 def test_number(value: object, written: str) -> None:
-    assert view.number(value) == written
+    assert formatting.number(value) == written
 
 
 def test_ratio_octave_and_unit() -> None:
-    assert view.ratio(0.0123) == "1.23 %"
-    assert view.ratio("nan") == "NaN"
-    assert view.octaves(0.25) == "2^−2"
-    assert view.octaves(0) == "0"
-    assert view.quantity(31.6, "dB") == "31.6 dB"
-    assert view.quantity(None, "dB") == "–"
+    assert formatting.ratio(0.0123) == "1.23 %"
+    assert formatting.ratio("nan") == "NaN"
+    assert formatting.octaves(0.25) == "2^−2"
+    assert formatting.octaves(0) == "0"
+    assert formatting.quantity(31.6, "dB") == "31.6 dB"
+    assert formatting.quantity(None, "dB") == "–"
 
 
 @pytest.mark.parametrize(
@@ -60,26 +60,26 @@ def test_ratio_octave_and_unit() -> None:
     ],
 )
 def test_evidence_reads_as_a_sentence_would_say_it(value: object, unit: str, written: str) -> None:
-    assert view.quantity(value, unit) == written
+    assert formatting.quantity(value, unit) == written
 
 
 def test_times_in_any_spelling() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     for value in (at.timestamp(), "2026-01-02T03:04:05Z", at, at.replace(tzinfo=None)):
-        assert view.clock(value) == "2026-01-02 03:04:05 UTC"
-        assert view.ago(value, datetime(2026, 1, 2, 3, 6, 5, tzinfo=timezone.utc)) == "2 min ago"
+        assert formatting.clock(value) == "2026-01-02 03:04:05 UTC"
+        assert formatting.ago(value, datetime(2026, 1, 2, 3, 6, 5, tzinfo=timezone.utc)) == "2 min ago"
     for value in (None, "yesterday", math.nan, 1e30):
-        assert view.clock(value) == "–"
+        assert formatting.clock(value) == "–"
 
 
 def test_latest_of_a_series_may_be_non_finite_or_absent() -> None:
     series = {"steps": [1, 2, 3], "values": [1.0, None, None], "nonfinite": [[1, "inf"]]}
-    assert view.latest(series) == (2, "inf")
-    assert view.latest({"steps": [1], "values": [None], "nonfinite": []}) == (None, None)
+    assert formatting.latest(series) == (2, "inf")
+    assert formatting.latest({"steps": [1], "values": [None], "nonfinite": []}) == (None, None)
 
 
 def test_small_line_of_non_finite_values_only_has_marks_and_no_path() -> None:
-    spark = view.spark({"steps": [1, 2], "values": [None, None], "nonfinite": [[0, "nan"], [1, "-inf"]]})
+    spark = formatting.spark({"steps": [1, 2], "values": [None, None], "nonfinite": [[0, "nan"], [1, "-inf"]]})
     assert spark is not None
     assert spark.path == ""
     assert [what for _, what in spark.marks] == ["NaN", "−Inf"]

@@ -13,10 +13,10 @@ from quantize.backends import USABLE, backends
 from quantize.operands import DTYPES, KINDS, operand
 from quantize.test_slab import assert_rows_equal, row_of
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, resolve
 from fp8watch.kernels.registry import quantize_dequantize_both
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
 
 OTHERS = [name for name in USABLE if name != "reference"]
 TILES = st.one_of(

@@ -12,8 +12,8 @@ from quantize import oracle
 from quantize.backends import backends, each_backend, scale_of
 from quantize.operands import DTYPES, KINDS, SHAPES, TILES, case, operand
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, reference
+from fp8watch.numerics.formats import FORMATS
 
 EPS = (0.0, 1e-12, 0.25)
 CASES = list(itertools.product(KINDS, DTYPES, EPS))

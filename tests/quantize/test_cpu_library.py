@@ -39,7 +39,7 @@ def start(cache: Path, **environ: str | None) -> subprocess.Popen[str]:
     for name in [k for k, v in environ.items() if v is None]:
         env.pop(name, None)
     return subprocess.Popen(
-        [sys.executable, "-c", _TRY.replace('__import__("fp8watch").formats', '__import__("fp8watch.formats").formats')],
+        [sys.executable, "-c", _TRY.replace('__import__("fp8watch").formats', '__import__("fp8watch.numerics.formats").formats')],
         env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
     )  # fmt: skip
 

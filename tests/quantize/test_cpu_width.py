@@ -13,8 +13,8 @@ from quantize.backends import USABLE
 from quantize.operands import DTYPES, KINDS, TILES, operand
 from quantize.test_agreement import assert_same
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import cpu_compiler, cpu_library, cpu_width, reference, resolve
+from fp8watch.numerics.formats import FORMATS
 
 pytestmark = pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC")
 _QUICK = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from quantize.backends import backends, each_backend
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend
 from fp8watch.kernels.cpu_compiler import Unavailable, find_compiler
+from fp8watch.numerics.formats import FORMATS
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

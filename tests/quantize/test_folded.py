@@ -9,11 +9,11 @@ import pytest
 import torch
 from quantize.operands import operand
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference
-from fp8watch.quantize.stats import TileStats
-from fp8watch.slab import Slab
-from fp8watch.tiles import tile_map_of
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.sketch.slab import Slab
+from fp8watch.sketch.tile_map import tile_map_of
 
 
 class Recorded(NamedTuple):

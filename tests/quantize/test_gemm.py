@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8watch.formats import FORMATS
-from fp8watch.kernels import gemm, reference
+from fp8watch.kernels import emulated_gemm, reference
+from fp8watch.numerics.formats import FORMATS
 
 M, K, N = 192, 512, 320
 E4M3 = FORMATS["E4M3"]
@@ -36,34 +36,36 @@ def assert_close_to_float64(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 @pytest.mark.parametrize("seed", range(3))
 def test_within_3e_7_of_float64(seed: int) -> None:
     o = operands(seed)
-    assert_close_to_float64(gemm.fprop(o["x"], o["w"], o["bias"], torch.float32), o["x"], o["w"].t(), o["bias"])
-    assert_close_to_float64(gemm.fprop(o["x"], o["w"], None, torch.float32), o["x"], o["w"].t(), None)
-    assert_close_to_float64(gemm.dgrad(o["dy"], o["w"], torch.float32), o["dy"], o["w"], None)
-    wgrad = gemm.wgrad(o["dy_columnwise"], o["x_columnwise"], torch.float32)
+    assert_close_to_float64(
+        emulated_gemm.fprop(o["x"], o["w"], o["bias"], torch.float32), o["x"], o["w"].t(), o["bias"]
+    )
+    assert_close_to_float64(emulated_gemm.fprop(o["x"], o["w"], None, torch.float32), o["x"], o["w"].t(), None)
+    assert_close_to_float64(emulated_gemm.dgrad(o["dy"], o["w"], torch.float32), o["dy"], o["w"], None)
+    wgrad = emulated_gemm.wgrad(o["dy_columnwise"], o["x_columnwise"], torch.float32)
     assert_close_to_float64(wgrad, o["dy_columnwise"].t(), o["x_columnwise"], None)
 
 
 def test_the_bias_is_added_before_the_cast() -> None:
     x, w, bias = torch.tensor([[1 + 2.0**-9]]), torch.ones(1, 1), torch.tensor([2.0**-8])
     # bfloat16 keeps 2^-7 beside 1: each part alone is rounded away, the sum is not
-    assert float(gemm.fprop(x, w, bias, torch.bfloat16)) == 1 + 2.0**-7
+    assert float(emulated_gemm.fprop(x, w, bias, torch.bfloat16)) == 1 + 2.0**-7
     assert float((x @ w.t()).bfloat16() + bias.bfloat16()) == 1.0
 
 
 def test_shapes_and_dtypes() -> None:
     o = operands()
-    assert gemm.fprop(o["x"], o["w"], None, torch.bfloat16).shape == (M, N)
-    assert gemm.dgrad(o["dy"], o["w"], torch.float16).shape == (M, K)
-    assert gemm.wgrad(o["dy_columnwise"], o["x_columnwise"], torch.bfloat16).dtype == torch.bfloat16
+    assert emulated_gemm.fprop(o["x"], o["w"], None, torch.bfloat16).shape == (M, N)
+    assert emulated_gemm.dgrad(o["dy"], o["w"], torch.float16).shape == (M, K)
+    assert emulated_gemm.wgrad(o["dy_columnwise"], o["x_columnwise"], torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_autocast_does_not_lower_the_precision() -> None:
     o = operands()
-    plain = gemm.fprop(o["x"], o["w"], o["bias"], torch.float32)
+    plain = emulated_gemm.fprop(o["x"], o["w"], o["bias"], torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(gemm.fprop(o["x"], o["w"], o["bias"], torch.float32), plain)
+        assert torch.equal(emulated_gemm.fprop(o["x"], o["w"], o["bias"], torch.float32), plain)
 
 
 def test_operands_that_are_not_dequantised_are_refused() -> None:
     with pytest.raises(TypeError, match="must be float32, as quantize_dequantize returns them"):
-        gemm.dgrad(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2), torch.float32)
+        emulated_gemm.dgrad(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2), torch.float32)

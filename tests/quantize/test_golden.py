@@ -7,8 +7,8 @@ import torch
 from quantize.backends import USABLE, backends, each_backend
 
 import fp8watch.quantize
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend
+from fp8watch.numerics.formats import FORMATS
 
 INF, NAN = float("inf"), float("nan")
 

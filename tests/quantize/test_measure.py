@@ -6,8 +6,8 @@ import pytest
 import torch
 from quantize.backends import backends
 
-from fp8watch.formats import E4M3, E5M2
 from fp8watch.kernels import Backend, reference, registry
+from fp8watch.numerics.formats import E4M3, E5M2
 
 KINDS = ("ordinary", "wide", "zeros", "broken", "tiny")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from quantize.backends import USABLE, each_backend
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, available, reference, resolve
 from fp8watch.kernels.cpu_compiler import Unavailable, find_compiler
 from fp8watch.kernels.registry import quantize_dequantize_both
+from fp8watch.numerics.formats import FORMATS
 from fp8watch.quantize import quantize_blockwise
 
 E4M3 = FORMATS["E4M3"]

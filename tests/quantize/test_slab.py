@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from quantize.backends import each_backend, scale_of
 from quantize.operands import KINDS, operand
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, reference
-from fp8watch.quantize.stats import TileStats
-from fp8watch.slab import Slab
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import FIELDS, ROW, empty_rows, merge_rows
 
 SUMS = {"signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"}

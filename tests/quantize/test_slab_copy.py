@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8watch.slab import Slab
-from fp8watch.slab_copy import HostCopies
+from fp8watch.sketch.host_copy import HostCopies
+from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import ROW, empty_rows
 
 
@@ -33,7 +33,7 @@ def test_a_tensor_of_another_device_is_refused() -> None:
 
 def test_a_gpu_s_copy_is_waited_for_only_when_it_is_read() -> None:
     """The waiting itself, with an event of our own; the GPU's is in tests/gpu."""
-    from fp8watch.slab_copy import HostCopy
+    from fp8watch.sketch.host_copy import HostCopy
 
     class Event:
         def __init__(self) -> None:

@@ -11,9 +11,9 @@ from quantize import oracle
 from quantize.backends import backends, each_backend, scale_of
 from quantize.operands import DTYPES, KINDS, TILES, case, operand
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import Backend, reference, reference_stats
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import FIELDS, Measured, TileFlag
 
 SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8watch import recipe as recipes
 from fp8watch.quantize import quantize_per_tensor
-from fp8watch.quantizers import DelayedQuantizer
+from fp8watch.quantize.site_quantizer import DelayedQuantizer
 
 
 def states(watch):

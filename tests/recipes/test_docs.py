@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from fp8watch import recipe as recipes
-from fp8watch.quantizers import places
+from fp8watch.quantize.site_quantizer import places
 from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     EPS_VARIABLES,

@@ -11,8 +11,8 @@ from quantize import oracle
 from quantize.operands import DTYPES, KINDS, case, operand
 from recipes.oracles import e8m0_byte, mxfp8
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference
+from fp8watch.numerics.formats import FORMATS
 from fp8watch.quantize import quantize_mxfp8
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, e8m0_value
 

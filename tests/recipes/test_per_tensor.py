@@ -14,7 +14,7 @@ from quantize.operands import DTYPES, KINDS, case, operand
 from recipes.oracles import Delayed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8watch.formats import FORMATS
+from fp8watch.numerics.formats import FORMATS
 from fp8watch.quantize import DelayedScale, quantize_per_tensor
 from fp8watch.recipe import AmaxHistory
 

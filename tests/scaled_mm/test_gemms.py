@@ -6,9 +6,9 @@ import pytest
 import torch
 from scaled_mm.strict import scaled_mm as strict
 
-from fp8watch.formats import FORMATS
-from fp8watch.kernels import gemm, reference, scaled_mm
+from fp8watch.kernels import emulated_gemm, reference, scaled_mm
 from fp8watch.kernels.scaled_mm import Codes
+from fp8watch.numerics.formats import FORMATS
 
 SHAPES = [(256, 512, 1024), (256, 256, 128), (16, 128, 16), (40, 384, 640), (1, 16, 48), (7, 1536, 144), (300, 528, 96)]
 
@@ -47,11 +47,11 @@ def test_equal_the_emulated_gemms(
     (xr, xr_wide), (xc, xc_wide) = codes(x, (1, 128), power_2=power_2), codes(x, (128, 1), power_2=power_2)
     wq, w_wide = codes(w, (128, 128), power_2=power_2)
     (gr, gr_wide), (gc, gc_wide) = codes(g, (1, 128), grad_format, power_2), codes(g, (128, 1), grad_format, power_2)
-    same(scaled_mm.fprop(xr, wq, None, dtype), gemm.fprop(xr_wide, w_wide, None, dtype))
-    same(scaled_mm.fprop(xr, wq, bias, dtype), gemm.fprop(xr_wide, w_wide, bias, dtype))
-    same(scaled_mm.dgrad(gr, wq, dtype), gemm.dgrad(gr_wide, w_wide, dtype))
-    same(scaled_mm.dgrad(gr, scaled_mm.column_major(wq), dtype), gemm.dgrad(gr_wide, w_wide, dtype))
-    same(scaled_mm.wgrad(gc, xc, dtype), gemm.wgrad(gc_wide, xc_wide, dtype))
+    same(scaled_mm.fprop(xr, wq, None, dtype), emulated_gemm.fprop(xr_wide, w_wide, None, dtype))
+    same(scaled_mm.fprop(xr, wq, bias, dtype), emulated_gemm.fprop(xr_wide, w_wide, bias, dtype))
+    same(scaled_mm.dgrad(gr, wq, dtype), emulated_gemm.dgrad(gr_wide, w_wide, dtype))
+    same(scaled_mm.dgrad(gr, scaled_mm.column_major(wq), dtype), emulated_gemm.dgrad(gr_wide, w_wide, dtype))
+    same(scaled_mm.wgrad(gc, xc, dtype), emulated_gemm.wgrad(gc_wide, xc_wide, dtype))
 
 
 def test_operands_that_lie_right_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8watch
 from fp8watch import recipe as recipes
-from fp8watch import scaled_linear
 from fp8watch.kernels import scaled_mm
+from fp8watch.layers import scaled_linear
 from fp8watch_agent.record import Measured
 
 

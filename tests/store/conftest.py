@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from store.kit import Feed
 
-from fp8watch_server.store.dialect import make_engine
+from fp8watch_server.db.dialect import make_engine
 
 
 @pytest.fixture

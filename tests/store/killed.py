@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 
+from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import make_engine
 from fp8watch_server.store.retention import Policy, prune
 
 

@@ -11,10 +11,10 @@ from collector.kit import Agent, make_site
 
 from fp8watch_agent.record import HISTOGRAMS, Site
 from fp8watch_agent.wire import decode_batch
-from fp8watch_server.store import commit, queries, reading, write
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.store import commit, queries, reading, registrations
 from fp8watch_server.store.compactor import Compactor, Done
-from fp8watch_server.store.dialect import writing
 
 UP, DOWN, HEAD = (make_site(name, order=i) for i, name in enumerate(("layers.0.up", "layers.0.down", "layers.1.up")))
 SITES = [UP, DOWN, HEAD]
@@ -54,13 +54,15 @@ class Feed:
     def agent(self, run: str = "run-1", rank: int = 0, attempt: int = 1) -> Agent:
         """Register a run, a session and its sites."""
         agent = Agent(None, run=run, session=f"{rank:016x}{attempt:016x}", rank=rank)
-        facts = write.SessionFacts(
+        facts = registrations.SessionFacts(
             agent.session, rank, 2, {}, "node", 1, None, {}, "blockwise", f"f{attempt}", "cpu", {}
         )
         with writing(self.engine) as conn:
-            write.register_run(conn, run, name=run, recipe="blockwise", backend="cpu", world_size=2, now=self.now)
-            assert write.register_session(conn, run, facts, now=self.now) == attempt
-            write.register_sites(conn, run, agent.session, self.sites, now=self.now)
+            registrations.register_run(
+                conn, run, name=run, recipe="blockwise", backend="cpu", world_size=2, now=self.now
+            )
+            assert registrations.register_session(conn, run, facts, now=self.now) == attempt
+            registrations.register_sites(conn, run, agent.session, self.sites, now=self.now)
         return agent
 
     def commit(self, body: bytes, *, detected: bool = True) -> bool:

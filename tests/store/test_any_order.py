@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from store.kit import SITES, Feed, made_up
 
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import make_engine, writing
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 
 STEPS, PER_BATCH = 290, 29
 HEAVY: dict[str, Any] = {

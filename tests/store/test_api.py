@@ -14,11 +14,11 @@ import pytest
 from collector.kit import Agent, make_site, served
 
 from fp8watch_server.app import create_app
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
-from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import writing
-from fp8watch_server.worker import Detection
 
 SITE = make_site("=HYPERLINK(evil)")
 

@@ -14,10 +14,10 @@ from database import fresh_database
 from store.kit import Feed, made_up
 from store.test_compaction import fill
 
-from fp8watch_server.store.chart_views import OCTAVES, SMALLEST_IS_WORST
-from fp8watch_server.store.dialect import make_engine
-from fp8watch_server.store.schema import BLOCK_COUNTS
-from fp8watch_server.store.views import FIELDS
+from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.schema import BLOCK_COUNTS
+from fp8watch_server.db.sql_chart_views import OCTAVES, SMALLEST_IS_WORST
+from fp8watch_server.db.sql_views import FIELDS
 
 Rows = list[dict[str, Any]]
 

@@ -14,12 +14,12 @@ from database import fresh_database
 from store.kit import SITES, UP, Feed, made_up
 from store.test_compaction import fill
 
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.collector_info import PUBLIC_URL, tell
+from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.db.sql_chart_views import OCTAVES, SMALLEST_IS_WORST, create_chart_views, drop_chart_views
+from fp8watch_server.db.sql_views import FIELDS, grant_reader
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.chart_views import OCTAVES, SMALLEST_IS_WORST, create_chart_views, drop_chart_views
-from fp8watch_server.store.dialect import make_engine, writing
-from fp8watch_server.store.facts import PUBLIC_URL, tell
-from fp8watch_server.store.views import FIELDS, grant_reader
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from store.kit import UP, Feed
 
 from fp8watch_agent.record import FIELDS, Measured, TileMap, holds
 from fp8watch_agent.wire import decode_tile_maps, encode_tile_maps
-from fp8watch_server.store import queries, tiles, write
-from fp8watch_server.store.dialect import writing
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.store import queries, registrations, tiles
 
 LIGHT = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO)
 STEPS = list(range(40))
@@ -73,7 +73,7 @@ def test_a_tile_map_of_codes_alone_has_no_underflow(feed: Feed, evidence: dict[s
     )  # fmt: skip
     body = encode_tile_maps("run-1", agent.session, 0, 0, [made])
     with writing(feed.engine) as conn:
-        write.register_sites(conn, "run-1", agent.session, [site], now=feed.now)
+        registrations.register_sites(conn, "run-1", agent.session, [site], now=feed.now)
         tiles.commit_tile_maps(conn, decode_tile_maps(body), hashlib.sha256(body).digest(), now=feed.now)
     with feed.engine.connect() as conn:
         got = tiles.tile_map(conn, "run-1", site.id, 3)

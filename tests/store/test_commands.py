@@ -12,11 +12,11 @@ from database import KINDS, fresh_database
 from store.kit import SITES, UP, Feed
 from store.test_compaction import fill
 
-from fp8watch_server import migrations
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.store.backup import pg_dumps
 from fp8watch_server.store.command import backup_main, check_main, migrate_main, prune_main
-from fp8watch_server.store.dialect import make_engine, writing
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 from store.kit import DOWN, SITES, UP, Feed, made_up
 
+from fp8watch_server.db import schema as t
 from fp8watch_server.store import queries, series
-from fp8watch_server.store import schema as t
 from fp8watch_server.store.compactor import Compactor
 
 WINDOWS = ((None, None), (100, 555))

@@ -13,7 +13,8 @@ from database import fast_folder
 from store.kit import UP, Feed
 from store.test_compaction import fill
 
-from fp8watch_server.store import embedded, queries
+from fp8watch_server.db import embedded
+from fp8watch_server.store import queries
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 from store.kit import SITES, Feed
 from store.test_compaction import fill
 
+from fp8watch_server.db import schema as t
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
 
 HERE = Path(__file__)
 COMPACT = [f"compact.{name}" for name in ("encoded", "claimed", "blocks", "released", "committed")]

@@ -10,10 +10,10 @@ from alembic.migration import MigrationContext
 from database import fresh_database
 from store.kit import SITES, Feed, made_up
 
-from fp8watch_server import migrations
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import for_writing, make_engine
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import for_writing, make_engine
 
 
 def test_a_filled_database_of_the_first_release_keeps_its_data(database_kind: str) -> None:

@@ -9,10 +9,10 @@ import pytest
 from store.kit import SITES, UP, Feed, made_up
 
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
-from fp8watch_server import rebuild
-from fp8watch_server.detect.replay import replay
-from fp8watch_server.store import past
-from fp8watch_server.store.packing import short_mantissa
+from fp8watch_server.pipeline import engine_restore
+from fp8watch_server.pipeline.replay import replay
+from fp8watch_server.store import history
+from fp8watch_server.store.block_codec import short_mantissa
 from fp8watch_server.store.retention import DAY_S, Policy, prune
 
 COLUMNS = ("amax_max", "signal_energy", "num_underflow", "num_nan", "amax_hist", "worst_tile", "measured")
@@ -23,7 +23,7 @@ def said(feed: Feed) -> dict[str, Any]:
     """Everything that batches say, whatever batch it stands in."""
     out: dict[str, Any] = {}
     with feed.engine.connect() as conn:
-        for old in past.batches(conn, "run-1", TENANT):
+        for old in history.batches(conn, "run-1", TENANT):
             h, batch = old.batch.header, old.batch
             assert (h.session[:16], h.rank) == (f"{old.rank:016x}", old.rank)
             assert (h.num_records, h.num_steps) == (len(batch.step), len(batch.steps))
@@ -73,11 +73,11 @@ def test_ranks_take_turns(feed: Feed) -> None:
     fill(feed)
     feed.compact(everything=True)
     with feed.engine.connect() as conn:
-        first = [(old.rank, int(old.batch.steps["step"][0])) for old in past.batches(conn, "run-1", TENANT)]
+        first = [(old.rank, int(old.batch.steps["step"][0])) for old in history.batches(conn, "run-1", TENANT)]
     newest = {0: 0, 1: 0}
     for rank, step in first:
         newest[rank] = max(newest[rank], step)
-        assert abs(newest[0] - newest[1]) <= 2 * past.STEPS_A_PIECE or step >= 280
+        assert abs(newest[0] - newest[1]) <= 2 * history.STEPS_A_PIECE or step >= 280
     assert len(first) == 2 * (32 + 6) + 5
 
 
@@ -119,19 +119,19 @@ class Sees:
 def test_an_engine_is_built_up_again_from_blocks_where_hot_batches_are_too_few(
     feed: Feed, monkeypatch: pytest.MonkeyPatch, everything: bool
 ) -> None:
-    monkeypatch.setattr(rebuild, "REPLAY_SAMPLES", 100)
+    monkeypatch.setattr(engine_restore, "REPLAY_SAMPLES", 100)
     for rank in (0, 1):
         agent = feed.agent(rank=rank)
         for first in range(0, 600, 60):
             feed.send(agent, list(range(first, first + 60)), [UP])
     hot = Sees()
     with feed.engine.connect() as conn:
-        rebuild.replay(conn, hot, "run-1", TENANT, 1 << 40)
+        engine_restore.replay(conn, hot, "run-1", TENANT, 1 << 40)
     assert min(hot.steps) == (0, 480)
     feed.compact(everything=everything)
     after = Sees()
     with feed.engine.connect() as conn:
-        rebuild.replay(conn, after, "run-1", TENANT, 1 << 40)
+        engine_restore.replay(conn, after, "run-1", TENANT, 1 << 40)
     for rank in (0, 1):
         of_rank = [step for r, step in after.steps if r == rank]
         assert of_rank == list(range(of_rank[0], 600)), "each step once, in order"

@@ -9,9 +9,9 @@ from collector.test_queries import an_incident
 from store.kit import SITES, UP, Feed
 from store.test_compaction import fill
 
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
-from fp8watch_server.store.dialect import writing
 from fp8watch_server.store.retention import DAY_S, Policy, prune
 
 DAY = DAY_S + 2e6  # past the moment at which the tests compact

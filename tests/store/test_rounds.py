@@ -14,11 +14,11 @@ from database import fresh_database
 from store.kit import Feed
 from store.test_compaction import fill
 
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.leader import Leader
+from fp8watch_server.db.leader_loop import Rest, Rounds
 from fp8watch_server.store.compactor import Compactor
-from fp8watch_server.store.dialect import make_engine
-from fp8watch_server.store.leader import Leader
-from fp8watch_server.store.rounds import Rest, Rounds
 
 LOG = logging.getLogger("rounds")
 LONG_S = 30.0

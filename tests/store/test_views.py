@@ -12,11 +12,11 @@ from database import fresh_database
 from store.kit import UP, Feed, made_up
 from store.test_compaction import fill
 
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.db.sql_views import FIELDS
 from fp8watch_server.store import queries
-from fp8watch_server.store import schema as t
 from fp8watch_server.store.command import migrate_main
-from fp8watch_server.store.dialect import make_engine, writing
-from fp8watch_server.store.views import FIELDS
 
 
 @pytest.fixture

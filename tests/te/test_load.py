@@ -17,7 +17,7 @@ from torch import nn
 from fp8watch.integrations import te_modules
 from fp8watch.integrations.te_recipe import observing_recipe, operand_of
 from fp8watch.integrations.transformer_engine import TeObserver, load
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import Measured
 

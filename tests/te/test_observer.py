@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch.formats import FORMATS
 from fp8watch.integrations import te_modules
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.kernels import reference
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import FIELDS, Measured, TileFlag, holds
 

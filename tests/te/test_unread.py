@@ -10,8 +10,8 @@ import torch
 from te.test_attach import train
 from torch import nn
 
-from fp8watch.formats import FORMATS
 from fp8watch.integrations.te_tensors import QuantizedView, read, view_of
+from fp8watch.numerics.formats import FORMATS
 from fp8watch_agent.record import Measured
 
 

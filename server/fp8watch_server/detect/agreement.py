@@ -1,6 +1,6 @@
 """Ranks that must agree: mode 20, cross-rank-disagreement, and mode 15 by the hash of the weights.
 
-Upstream:   fp8watch_server.detect.now       Downstream: fp8watch_server.detect.engine
+Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.engine
 Shapes:     columns [ranks, S] of one step -> at most one finding a mode
 Thread:     detect worker
 
@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
-
-from .finding import Evidence, Finding
-from .now import Now
-from .sessions import SessionFacts
-from .view import WEIGHT
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.sessions import SessionFacts
+from fp8watch_server.detect.view import WEIGHT
 
 Array = npt.NDArray[Any]
 SHARDED = ("tp", "pp", "ep", "cp_weights")

@@ -14,9 +14,9 @@ import math
 
 import numpy as np
 
-from .baseline import Baseline
-from .context import Context
-from .finding import Evidence, Finding, Severity
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
 
 LOG = "max_attention_logit"
 WINDOW = 17

@@ -16,11 +16,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .baseline import Baseline
-from .context import Context
-from .finding import Evidence, Finding
-from .latch import Latch
-from .view import Mask
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import Mask
 
 EACH = 4
 MIN_PUSHES = 8

@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from .rules import RulesError, load_rules
-from .thresholds import TABLE
+from fp8watch_server.detect.rules import RulesError, load_rules
+from fp8watch_server.detect.thresholds import TABLE
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,6 @@
 """What every statistical detector may look at besides the step itself: baselines, history, schedule, thresholds.
 
-Upstream:   fp8watch_server.detect.now, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.statistics
+Upstream:   fp8watch_server.detect.cross_rank_step, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.statistics
 Shapes:     columns [S]
 Thread:     detect worker
 """
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .baseline import Baseline
-from .finding import Finding, Verdict
-from .now import Now
-from .schedule import Schedule
-from .thresholds import Thresholds
-from .view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.finding import Finding, Verdict
+from fp8watch_server.detect.schedule import Schedule
+from fp8watch_server.detect.thresholds import Thresholds
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 RECENT = 17

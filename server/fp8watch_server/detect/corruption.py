@@ -15,10 +15,10 @@ import math
 
 import numpy as np
 
-from .baseline import MAD_TO_SIGMA, Baseline
-from .context import Context
-from .finding import Evidence, Finding
-from .view import Mask
+from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.view import Mask
 
 SIGMA = 15.0
 MIN_KNOWN = 8

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .context import Context
-from .finding import Evidence, Finding
-from .latch import Latch
-from .view import GRAD_OUTPUT, INPUT, Mask
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, Mask
 
 
 class DeadLayers:

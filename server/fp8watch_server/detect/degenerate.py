@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
-
-from .finding import Evidence, Finding
-from .view import BatchColumns, Mask, StepView
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.view import BatchColumns, Mask, StepView
 
 
 def degenerate(columns: BatchColumns) -> Mask:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .context import Context
-from .finding import Evidence, Finding, Severity
-from .latch import Latch
-from .view import GRAD_OUTPUT, Mask
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import GRAD_OUTPUT, Mask
 
 FIRST_OBSERVATIONS = 3
 """A history begins empty: the scale of the first calls fits nothing."""

@@ -17,9 +17,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .baseline import Baseline
-from .context import Context
-from .finding import Evidence, Finding
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.finding import Evidence, Finding
 
 MIN_BASELINE = 6
 """Clean growth rates that must be known before one is judged."""

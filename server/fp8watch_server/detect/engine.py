@@ -1,6 +1,6 @@
 """Batches in, findings out: runs the detectors over each step and tells causes from their consequences.
 
-Upstream:   fp8watch_server.ingest           Downstream: fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.ingest.routes           Downstream: fp8watch_server.incidents.fold
 Shapes:     wire.Batch -> list[Finding]
 Thread:     detect worker, one Engine per run; not shared between threads
 
@@ -20,18 +20,17 @@ import numpy as np
 
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
-
-from . import degenerate, invariant, kernel_output, nonfinite, state, unobserved
-from .agreement import Agreement
-from .assemble import LIVE_RANK_STEPS, Assembly
-from .finding import Finding, Notice, SiteFacts
-from .now import Now
-from .registry import Registry, ScaleHistory, merge
-from .sessions import SessionFacts
-from .statistics import Statistics
-from .stream import Stream
-from .thresholds import DEFAULTS, Thresholds
-from .view import BatchColumns, Mask, SiteTable, StepView
+from fp8watch_server.detect import degenerate, invariant, kernel_output, nonfinite, state, unobserved
+from fp8watch_server.detect.agreement import Agreement
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
+from fp8watch_server.detect.registry import Registry, ScaleHistory, merge
+from fp8watch_server.detect.session_state import Stream
+from fp8watch_server.detect.sessions import SessionFacts
+from fp8watch_server.detect.statistics import Statistics
+from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
+from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
+from fp8watch_server.detect.view import BatchColumns, Mask, SiteTable, StepView
 
 _STATE = (
     "_registry",

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
-
-from .finding import Evidence, Finding, Severity
-from .invariant import tile_sqnr_db
-from .thresholds import Thresholds
-from .view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
+from fp8watch_server.detect.invariant import tile_sqnr_db
+from fp8watch_server.detect.thresholds import Thresholds
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
 
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 PROBE = "probe"

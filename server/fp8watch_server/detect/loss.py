@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from .context import Context
-from .finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
-from .now import Now
-from .thresholds import Thresholds
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
+from fp8watch_server.detect.thresholds import Thresholds
 
 SIGMA_FLOOR_SHARE = 0.01
 """Of the loss: the smallest spread that is believed."""

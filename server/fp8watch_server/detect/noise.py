@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .context import SQNR_FLOOR_DB, Context
-from .delayed import damage
-from .finding import Evidence, Finding
-from .latch import Latch
-from .now import Now
-from .view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+from fp8watch_server.detect.context import SQNR_FLOOR_DB, Context
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.delayed import damage
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 SIGMA = 6.0
 

@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured, StepStatus
-
-from . import degenerate, kernel_output
-from .finding import LOSS_FLOW, Evidence, Finding
-from .view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
+from fp8watch_server.detect import degenerate, kernel_output
+from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
+from fp8watch_server.detect.view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
 
 
 def loss_is_broken(view: StepView) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .finding import EXACT_MODES, LEAP, Finding
+from fp8watch_server.detect.finding import EXACT_MODES, LEAP, Finding
 
 _NONFINITE = {"nan-in-loss", "nan-in-activation", "inf-laundering", "zero-tile-eps", "kernel-output-fault"}
 _STATISTICAL = {

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import sessions as s
-from .finding import Evidence, Finding, SiteFacts
-from .now import Now
-from .sessions import Change, SessionFacts
+from fp8watch_server.detect import sessions as s
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
+from fp8watch_server.detect.sessions import Change, SessionFacts
 
 KEEP_NEWEST = 16
 KEEP_EACH = 50

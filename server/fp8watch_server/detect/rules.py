@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8watch_server.incidents.playbook import SLUGS
-
-from .thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds
+from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds
 
 MAX_FILE_BYTES = 1 << 20
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*")

@@ -1,6 +1,6 @@
 """The learning rate as training said it: its warm-up, and jumps of it. Gates the statistical tests.
 
-Upstream:   fp8watch_server.detect.now       Downstream: fp8watch_server.detect.statistics
+Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.statistics
 Shapes:     lr per step -> warm or not, the jump that is on
 Thread:     detect worker
 """
@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from .baseline import Baseline
+from fp8watch_server.detect.baseline import Baseline
 
 LR_JUMP = 3.0
 """An LR this many times its usual value is a jump, not a schedule."""

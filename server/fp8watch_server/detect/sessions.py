@@ -28,9 +28,8 @@ from fp8watch_agent.roles import (
     pattern,
     role_of,
 )
-
-from .finding import Evidence, Finding, SiteFacts
-from .unobserved import NOT_TAKEN_FACT
+from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
+from fp8watch_server.detect.unobserved import NOT_TAKEN_FACT
 
 MAX_NAMED = 8
 _IGNORED = frozenset(

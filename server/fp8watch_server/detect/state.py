@@ -1,6 +1,6 @@
 """The state of an engine as bytes, and back: a collector that restarts goes on with the same baselines and alarms.
 
-Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.worker
+Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     Engine -> zstd of msgpack
 Thread:     detect worker
 
@@ -20,10 +20,8 @@ import numpy as np
 import zstandard
 
 from fp8watch_agent.wire import WireError, decompress
-
-from . import (
+from fp8watch_server.detect import (
     agreement,
-    assemble,
     attention,
     baseline,
     collapse,
@@ -35,15 +33,16 @@ from . import (
     divergence,
     dying,
     finding,
-    latch,
+    hysteresis,
     loss,
     noise,
     outlier,
     registry,
     schedule,
+    session_state,
     sessions,
     statistics,
-    stream,
+    step_alignment,
     underflow,
 )
 
@@ -54,8 +53,8 @@ _CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         agreement.Agreement,
-        assemble.Assembly,
-        assemble._Rank,
+        step_alignment.Assembly,
+        step_alignment._Rank,
         attention.AttentionLogits,
         baseline.Baseline,
         collapse.Collapse,
@@ -70,7 +69,7 @@ _CLASSES: dict[str, type] = {
         finding.Finding,
         finding.Notice,
         finding.SiteFacts,
-        latch.Latch,
+        hysteresis.Latch,
         loss.LossJumps,
         loss._Inputs,
         loss._Jump,
@@ -82,7 +81,7 @@ _CLASSES: dict[str, type] = {
         sessions.Change,
         sessions.SessionFacts,
         statistics.Statistics,
-        stream.Stream,
+        session_state.Stream,
         underflow.Underflow,
     )
 }

@@ -16,24 +16,24 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .attention import AttentionLogits
-from .collapse import Collapse
-from .context import Baselines, Context, Detector
-from .corruption import Corruption
-from .dead import DeadLayers
-from .delayed import Delayed
-from .divergence import Divergence
-from .dying import Dying
-from .finding import EXACT_MODES, Finding
-from .loss import LossJumps
-from .noise import Noise
-from .now import Now
-from .outlier import Outliers
-from .precedence import WINDOW_STEPS, explains, latest, without_consequences
-from .schedule import Schedule
-from .thresholds import Thresholds
-from .underflow import Underflow
-from .view import Mask
+from fp8watch_server.detect.attention import AttentionLogits
+from fp8watch_server.detect.collapse import Collapse
+from fp8watch_server.detect.context import Baselines, Context, Detector
+from fp8watch_server.detect.corruption import Corruption
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.dead import DeadLayers
+from fp8watch_server.detect.delayed import Delayed
+from fp8watch_server.detect.divergence import Divergence
+from fp8watch_server.detect.dying import Dying
+from fp8watch_server.detect.finding import EXACT_MODES, Finding
+from fp8watch_server.detect.loss import LossJumps
+from fp8watch_server.detect.noise import Noise
+from fp8watch_server.detect.outlier import Outliers
+from fp8watch_server.detect.precedence import WINDOW_STEPS, explains, latest, without_consequences
+from fp8watch_server.detect.schedule import Schedule
+from fp8watch_server.detect.thresholds import Thresholds
+from fp8watch_server.detect.underflow import Underflow
+from fp8watch_server.detect.view import Mask
 
 MUTED_STEPS = 20
 """Observed steps for which a cause that was found answers for what it explains."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .context import UNDERFLOW_FLOOR, Context
-from .delayed import damage
-from .finding import Evidence, Finding
-from .latch import Latch
-from .view import Mask
+from fp8watch_server.detect.context import UNDERFLOW_FLOOR, Context
+from fp8watch_server.detect.delayed import damage
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import Mask
 
 SIGMA = 6.0
 SURE_POINTS = 0.2

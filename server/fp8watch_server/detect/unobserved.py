@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .finding import Finding
-from .view import GRAD_OUTPUT, SiteTable
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.view import GRAD_OUTPUT, SiteTable
 
 NOT_TAKEN_FACT = "not_taken"
 MAX_NAMED = 4

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, STEP_SCALARS, Measured, holds
 from fp8watch_agent.wire import Batch
-
-from .finding import MAX_SITES_IN_FINDING, SiteFacts
+from fp8watch_server.detect.finding import MAX_SITES_IN_FINDING, SiteFacts
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]

@@ -1,6 +1,6 @@
 """A finding in words: title, place, evidence, cause with its verdict, what to change, what else it could be.
 
-Upstream:   fp8watch_server.incidents.playbook, fp8watch_server.incidents.words   Downstream: fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.detect.playbook, fp8watch_server.incidents.words   Downstream: fp8watch_server.incidents.fold
 Shapes:     Finding -> Explanation
 Thread:     any; pure functions
 """
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-
-from .fixes import fixes
-from .playbook import MODE_BY_SLUG
-from .words import STATISTICAL_WORDS, WORDS, baseline, evidence, number, site_words, tile_words
+from fp8watch_server.detect.playbook import MODE_BY_SLUG
+from fp8watch_server.incidents.fixes import fixes
+from fp8watch_server.incidents.words import STATISTICAL_WORDS, WORDS, baseline, evidence, number, site_words, tile_words
 
 __all__ = ["Explanation", "explain", "number", "site_words"]
 

@@ -1,6 +1,6 @@
 """What to change for each mode, most likely first, with the exact variable, flag or line.
 
-Upstream:   fp8watch_server.incidents.playbook   Downstream: fp8watch_server.incidents.explain
+Upstream:   fp8watch_server.detect.playbook   Downstream: fp8watch_server.incidents.explain
 Shapes:     (mode, operand, place) -> fixes
 Thread:     any; only data and pure functions
 """
@@ -11,8 +11,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .fixes_statistical import EPS_VARIABLE, FP32_SCALES, LATER, OPERANDS, POWER_2_VARIABLE, Fix, FixKind, Place, set_to
-from .playbook import MODE_BY_SLUG
+from fp8watch_server.detect.playbook import MODE_BY_SLUG
+from fp8watch_server.incidents.fixes_statistical import (
+    EPS_VARIABLE,
+    FP32_SCALES,
+    LATER,
+    OPERANDS,
+    POWER_2_VARIABLE,
+    Fix,
+    FixKind,
+    Place,
+    set_to,
+)
 
 __all__ = ["EPS_VARIABLE", "OPERANDS", "POWER_2_VARIABLE", "Fix", "FixKind", "fixes"]
 

@@ -1,6 +1,6 @@
 """What to change for the modes that statistics, ranks and static facts find.
 
-Upstream:   fp8watch_server.incidents.playbook   Downstream: fp8watch_server.incidents.fixes
+Upstream:   fp8watch_server.detect.playbook   Downstream: fp8watch_server.incidents.fixes
 Shapes:     Place -> fixes
 Thread:     any; only data and pure functions
 """

@@ -19,14 +19,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from fp8watch_server.db import schema
 from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
-from fp8watch_server.store import schema
-
-from .explain import Explanation, explain
-from .match import PRECURSORS, Open, covering, explained_by, root_of, target_of
-from .messages import write_escalated, write_firing, write_rejudged
-from .quiet import close_quiet
-from .rows import IncidentChange, change_of, key_of, write_event
+from fp8watch_server.incidents.auto_resolve import close_quiet
+from fp8watch_server.incidents.explain import Explanation, explain
+from fp8watch_server.incidents.match import PRECURSORS, Open, covering, explained_by, root_of, target_of
+from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
+from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, write_event
 
 __all__ = ["IncidentChange", "close_quiet", "fold"]
 

@@ -1,6 +1,6 @@
 """Inhibition: while a critical incident is open, warnings at the same place of the same run are not told.
 
-Upstream:   fp8watch_server.store.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.notify.fanout
+Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.notify.fanout
 Shapes:     an incident -> the id of the one that says more, or None
 Thread:     detect worker and dispatcher, inside a write transaction
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
+from fp8watch_server.db import schema
 
 
 def inhibitor(conn: sa.Connection, run_id: str, tenant: str, incident: Mapping[str, Any]) -> str | None:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
 from fp8watch_server.detect.precedence import explains, latest
-
-from .quiet import CLOSE_AFTER_STEPS
+from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
 
 SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
 GLOBAL_ROOTS = SPREADING | {"silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding"}

@@ -15,10 +15,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
-
-from .inhibit import inhibitor, release
-from .silences import silences_of
+from fp8watch_server.db import schema
+from fp8watch_server.incidents.inhibit import inhibitor, release
+from fp8watch_server.incidents.silences import silences_of
 
 FLAPPING_MESSAGES = 2
 """Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""

@@ -1,6 +1,6 @@
 """Rows of incident and incident_event: what folding and closing both write.
 
-Upstream:   fp8watch_server.store.schema     Downstream: fp8watch_server.incidents.fold, fp8watch_server.incidents.quiet
+Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.fold, fp8watch_server.incidents.auto_resolve
 Shapes:     a row of incident as a dict -> SQL
 Thread:     detect worker, inside one write transaction
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
+from fp8watch_server.db import schema
 
 Change = Literal["opened", "updated", "rerooted", "resolved"]
 

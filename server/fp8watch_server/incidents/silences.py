@@ -1,6 +1,6 @@
 """Silences: what people have asked not to be told of, for a while.
 
-Upstream:   fp8watch_server.store.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.pages.tables
+Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.pages.page_queries
 Shapes:     (run, mode, module) -> the silences that cover it
 Thread:     any, inside a transaction
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
+from fp8watch_server.db import schema
 
 
 def silences_of(

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 from fp8watch_agent.settings import read_token_file
-
-from .drive import Refused, run_load
-from .stream import Plan
+from fp8watch_server.load.drive import Refused, run_load
+from fp8watch_server.load.stream import Plan
 
 EXIT_USAGE = 2
 DEFAULT_URL = "http://127.0.0.1:8420"

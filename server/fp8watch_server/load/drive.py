@@ -1,6 +1,6 @@
 """Sends a made-up fleet to a collector, as the agents of its ranks would: registered, paced, tried again.
 
-Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream, fp8watch_agent.courier
+Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream, fp8watch_agent.uploader
 Shapes:     (plan, URL) -> LoadReport
 Thread:     a few senders; each owns some ranks and one connection for each of them
 """
@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fp8watch_agent.batch import Kind, Parcel
-from fp8watch_agent.courier import Courier
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.transport import Transport, Verdict
-
-from .model import traits_of
-from .stream import Body, Plan, RankStream
+from fp8watch_agent.uploader import Courier
+from fp8watch_server.load.model import traits_of
+from fp8watch_server.load.stream import Body, Plan, RankStream
 
 MAX_SENDERS = 32
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import FIELDS, STEP, Measured, Site, StepPresent, TileMap, empty_rows
 from fp8watch_agent.wire import Header, encode_batch, encode_tile_maps
-
-from .model import SiteTraits, make_sites, traits_of
+from fp8watch_server.load.model import SiteTraits, make_sites, traits_of
 
 Array = npt.NDArray[Any]
 Change = Callable[[Array, Array, int, int], None]

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .message import Notice, labels_of, notices_of
-from .webhook import alert, rfc3339
+from fp8watch_server.notify.message import Notice, labels_of, notices_of
+from fp8watch_server.notify.webhook import alert, rfc3339
 
 FIRING_FOR_S = 30 * 86_400.0
 

@@ -1,6 +1,6 @@
 """Any service that the package apprise knows, as a channel: Discord, Teams, mail, and some hundred others.
 
-Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.outgoing    Downstream: fp8watch_server.notify.routes_file
+Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.egress    Downstream: fp8watch_server.notify.routes_file
 Shapes:     outbox payload -> whatever the service takes
 Thread:     dispatcher, one per channel
 
@@ -20,10 +20,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import plain
-from .channels import SLACK_PACE, Pace
-from .outgoing import watched
-from .target import Answer, TargetError, Unreachable
+from fp8watch_server.notify import plain
+from fp8watch_server.notify.channels import SLACK_PACE, Pace
+from fp8watch_server.notify.egress import watched
+from fp8watch_server.notify.safe_http import Answer, TargetError, Unreachable
 
 UNCHECKED = frozenset({"mqtt", "mqtts", "xmpp", "xmpps", "matrix", "matrixs"})
 LOCAL = frozenset({"dbus", "glib", "gnome", "kde", "macosx", "qt", "syslog", "windows"})

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fp8watch_server.notify import alertmanager, slack, webhook
+from fp8watch_server.notify.safe_http import Answer, Target
 from fp8watch_server.settings import Settings
-
-from . import alertmanager, slack, webhook
-from .target import Answer, Target
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`fp8watch notify test | check | log | retry`: channels tried out, a routes file checked, what became of messages.
 
-Upstream:   fp8watch_server.notify.sending, fp8watch_server.notify.log    Downstream: (a terminal)
+Upstream:   fp8watch_server.notify.service, fp8watch_server.notify.log    Downstream: (a terminal)
 Shapes:     argv -> exit status: 0 well, 1 refused or unreachable or wrong, 2 usage, or nothing to send to
 Thread:     main
 
@@ -21,15 +21,14 @@ from typing import Any
 import msgspec
 from sqlalchemy.exc import DBAPIError
 
+from fp8watch_server.db.dialect import engine_of, writing
+from fp8watch_server.notify.channels import Channel, channels_of
+from fp8watch_server.notify.log import STATES, delivery_log, retry
+from fp8watch_server.notify.message import SEVERITIES
+from fp8watch_server.notify.routes_file import MODES, RoutesError, load_routes
+from fp8watch_server.notify.safe_http import TargetError, Unreachable
+from fp8watch_server.notify.service import routing_of
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
-from fp8watch_server.store.dialect import engine_of, writing
-
-from .channels import Channel, channels_of
-from .log import STATES, delivery_log, retry
-from .message import SEVERITIES
-from .routes_file import MODES, RoutesError, load_routes
-from .sending import routing_of
-from .target import TargetError, Unreachable
 
 
 def test_payload(public_url: str, now: float) -> dict[str, Any]:

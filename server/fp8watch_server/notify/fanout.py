@@ -20,10 +20,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from fp8watch_server.db import schema
 from fp8watch_server.incidents.inhibit import inhibitor
-from fp8watch_server.store import schema
-
-from .group import UNDERWAY, same_incident
+from fp8watch_server.notify.group import UNDERWAY, same_incident
 
 MAX_AGE_S = 24 * 3600.0
 TOLD = (*UNDERWAY, "sent")

@@ -1,6 +1,6 @@
 """Which notices go out together, and when: one message per run and channel, and a summary past the hour's limit.
 
-Upstream:   fp8watch_server.notify.fanout    Downstream: fp8watch_server.notify.lease
+Upstream:   fp8watch_server.notify.fanout    Downstream: fp8watch_server.notify.outbox_lease
 Shapes:     rows of outbox that were never tried -> Pick
 Thread:     dispatcher; reads only
 
@@ -19,10 +19,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
-
-from .channels import Channel
-from .message import SUMMARY, Notice, order_of
+from fp8watch_server.db import schema
+from fp8watch_server.notify.channels import Channel
+from fp8watch_server.notify.message import SUMMARY, Notice, order_of
 
 SUMMARY_EVERY_S = 300.0
 HOUR_S = 3600.0

@@ -1,6 +1,6 @@
 """The delivery log: what became of each message, the dead letters above all.
 
-Upstream:   fp8watch_server.notify.settle    Downstream: fp8watch_server.notify.command, fp8watch_server.notify.log_api
+Upstream:   fp8watch_server.notify.delivery_status    Downstream: fp8watch_server.notify.command, fp8watch_server.api.delivery_log
 Shapes:     rows of outbox -> {id, channel, state, ...}
 Thread:     any
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from fp8watch_server.store import schema
+from fp8watch_server.db import schema
 
 STATES = {
     "pending": "waits, or is tried again",

@@ -1,6 +1,6 @@
 """The dispatcher: takes messages out of the outbox and delivers them, at least once, a thread per channel.
 
-Upstream:   fp8watch_server.notify.lease    Downstream: fp8watch_server.notify.target
+Upstream:   fp8watch_server.notify.outbox_lease    Downstream: fp8watch_server.notify.safe_http
 Shapes:     rows of outbox -> HTTP requests
 Thread:     one per channel, so that a slow or broken receiver keeps nobody else waiting
 
@@ -31,15 +31,22 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from fp8watch_server.store import schema
-from fp8watch_server.store.dialect import writing
-
-from .channels import Channel, channels_of
-from .fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
-from .group import choose
-from .lease import ALIVE, MAX_RETRY_AFTER_S, Leased, Raced, due_again, lease, release_leases_of_the_dead
-from .settle import settle
-from .target import TargetError, Unreachable
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.notify.channels import Channel, channels_of
+from fp8watch_server.notify.delivery_status import settle
+from fp8watch_server.notify.fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
+from fp8watch_server.notify.group import choose
+from fp8watch_server.notify.outbox_lease import (
+    ALIVE,
+    MAX_RETRY_AFTER_S,
+    Leased,
+    Raced,
+    due_again,
+    lease,
+    release_leases_of_the_dead,
+)
+from fp8watch_server.notify.safe_http import TargetError, Unreachable
 
 POLL_S = 0.5
 LEASE_S = 12.0

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .message import SUMMARY, Notice, notices_of
-from .slack import evidence_line, place_words
+from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
+from fp8watch_server.notify.slack import evidence_line, place_words
 
 TITLE_CHARS = 200
 TEXT_CHARS = 3000

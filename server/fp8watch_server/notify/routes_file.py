@@ -27,16 +27,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8watch_server.incidents.playbook import SLUGS
+from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.notify.apprise_channel import AppriseChannel
+from fp8watch_server.notify.channels import AlertmanagerChannel, Channel, Pace, SlackChannel, WebhookChannel
+from fp8watch_server.notify.fields import NAMES, Fields, near
+from fp8watch_server.notify.message import SEVERITIES
+from fp8watch_server.notify.routes import Route, Routing
+from fp8watch_server.notify.safe_http import Target, TargetError
+from fp8watch_server.notify.stale_run import STALLED
 from fp8watch_server.store.queries import STALLED_AFTER_S
-
-from .apprise_channel import AppriseChannel
-from .channels import AlertmanagerChannel, Channel, Pace, SlackChannel, WebhookChannel
-from .fields import NAMES, Fields, near
-from .message import SEVERITIES
-from .routes import Route, Routing
-from .stalled import STALLED
-from .target import Target, TargetError
 
 MAX_FILE_BYTES = 1 << 20
 KINDS: dict[str, Any] = {

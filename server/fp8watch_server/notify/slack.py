@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8watch_server.incidents.bidi import visible
 from fp8watch_server.incidents.explain import number
-from fp8watch_server.visible import visible
-
-from .message import SUMMARY, Notice, notices_of
+from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
 
 HEADER_CHARS = 150
 SECTION_CHARS = 2600  # 3000 are allowed, but not in each section of one message

@@ -20,8 +20,8 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
-from .message import SUMMARY, Notice, labels_of, notices_of
-from .slack import evidence_line, place_words
+from fp8watch_server.notify.message import SUMMARY, Notice, labels_of, notices_of
+from fp8watch_server.notify.slack import evidence_line, place_words
 
 RECEIVER = "fp8watch"
 MAX_ALERTS = 64

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
-from fp8watch_server.pages import view
+from fp8watch_server.pages import formatting
 
 HEIGHT, ABOVE, BELOW = 430, 4, 42
 CURVE_WIDTH = 10_000
@@ -185,7 +185,7 @@ def curve_of(
         if len(line) > 1
     )
     dots = tuple(
-        (x_of(steps[i]), y_of(float(values[i])), f"{view.number(values[i])} at step {steps[i]}")
+        (x_of(steps[i]), y_of(float(values[i])), f"{formatting.number(values[i])} at step {steps[i]}")
         for line in lines
         for i in line
         if dotted or len(line) == 1
@@ -197,7 +197,7 @@ def marks_of(name: str, series: Mapping[str, Any], x_of: Callable[[int], float])
     """What is no number, above the plot."""
     steps = series["steps"]
     return tuple(
-        (x_of(steps[i]), what, f"{name} is {view.nonfinite(what) or what} at step {steps[i]}")
+        (x_of(steps[i]), what, f"{name} is {formatting.nonfinite(what) or what} at step {steps[i]}")
         for i, what in sorted(_special(series).items())
     )
 
@@ -210,7 +210,7 @@ def finite(series: Mapping[str, Any]) -> list[tuple[float, int]]:
 
 
 def _panel(q: Quantity, series: Mapping[str, Any], x_of: Callable[[int], float], top: float, height: float) -> Panel:
-    marks = marks_of(view.field_label(q.field), series, x_of)
+    marks = marks_of(formatting.field_label(q.field), series, x_of)
     values = [v for v, _ in finite(series)]
     if not values:
         return Panel(q.field, q.title, top, height, (), marks, ())
@@ -221,11 +221,11 @@ def _panel(q: Quantity, series: Mapping[str, Any], x_of: Callable[[int], float],
     def y_of(value: float) -> float:
         return round(height * (high - value / unit) / (high - low), 1)
 
-    ticks = tuple((y_of(k * unit), view.number(k * unit, 3)) for k in round_ticks(low, high, q.num_ticks))
+    ticks = tuple((y_of(k * unit), formatting.number(k * unit, 3)) for k in round_ticks(low, high, q.num_ticks))
     return Panel(q.field, q.title, top, height, (curve_of(q.field, series, x_of, y_of),), marks, ticks)
 
 
-def said(name: str, series: Mapping[str, Any], say: Callable[[float], str] = view.number) -> str:
+def said(name: str, series: Mapping[str, Any], say: Callable[[float], str] = formatting.number) -> str:
     """A series in a sentence, for those who do not see it."""
     special, numbers = _special(series), finite(series)
     parts = []
@@ -237,7 +237,7 @@ def said(name: str, series: Mapping[str, Any], say: Callable[[float], str] = vie
         )
     if special:
         first_bad = min(special)
-        word = view.nonfinite(special[first_bad]) or special[first_bad]
+        word = formatting.nonfinite(special[first_bad]) or special[first_bad]
         parts.append(
             f"{name} not a finite number {len(special)} times, first {word} at step {series['steps'][first_bad]}"
         )
@@ -290,9 +290,9 @@ def training_chart(
         height = room * plot * q.weight / sum(other.weight for other in quantities)
         panels.append(_panel(q, charts[q.field], x_of, round(y, 1), round(height, 1)))
         y += height + GAP * plot
-        words.append(said(view.field_label(q.field), charts[q.field]))
+        words.append(said(formatting.field_label(q.field), charts[q.field]))
     marks = tuple(
-        Mark(x_of(i["first_step"]), i["severity"], i["id"], f"{i['mode']}, {i['severity']}, since step {i['first_step']}: {view.cut(i['title'])}")
+        Mark(x_of(i["first_step"]), i["severity"], i["id"], f"{i['mode']}, {i['severity']}, since step {i['first_step']}: {formatting.cut(i['title'])}")
         for i in shown
         if left <= i["first_step"] <= right
     )  # fmt: skip

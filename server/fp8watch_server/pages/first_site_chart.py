@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8watch_server.pages import view
+from fp8watch_server.pages import formatting
 from fp8watch_server.pages.first_chart import (
     Chart,
     Curve,
@@ -74,9 +74,11 @@ def amax_charts(
             line = curve_of(name, series, x_of, y_of, flat)
             zeros = tuple((x_of(series["steps"][i]), f"0 at step {series['steps'][i]}") for i in sorted(flat))
             curves.append(Curve(name, line.path, line.dots, zeros))
-        nonfinite = tuple(m for name, series in of.items() for m in marks_of(view.field_label(name), series, x_of))
+        nonfinite = tuple(
+            m for name, series in of.items() for m in marks_of(formatting.field_label(name), series, x_of)
+        )
         labels = tuple((round(height * (high - e) / (high - low), 1), f"2^{e}".replace("-", "−")) for e in exponents)
-        words = [said(view.field_label(name), series, view.octaves) for name, series in of.items()]
+        words = [said(formatting.field_label(name), series, formatting.octaves) for name, series in of.items()]
         since = tuple(Mark(x_of(s), severity, "", "") for s, severity in marks if left <= s <= right)
         out.append(
             Chart(

@@ -1,6 +1,6 @@
 """Server-sent events: a word to every open page when what it shows has changed.
 
-Upstream:   fp8watch_server.store.schema   Downstream: fp8watch_server.pages.routes
+Upstream:   fp8watch_server.db.schema   Downstream: fp8watch_server.pages.routes
 Shapes:     GET /live?run=…|incident=… -> text/event-stream of short versions; the page then asks for what it needs
 Thread:     event loop; the question to the database goes to a thread, once for all pages that look at the same
 
@@ -23,8 +23,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, Engine
 
-from fp8watch_server.pages.view import segment
-from fp8watch_server.store import schema as t
+from fp8watch_server.db import schema as t
+from fp8watch_server.pages.formatting import segment
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 LOOK_EACH_S = 0.5

@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from fp8watch_server.pages import view
-from fp8watch_server.pages.problem import Link, PageProblem
+from fp8watch_server.pages import formatting
+from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.store import queries
 
 Dict = dict[str, Any]
@@ -23,7 +23,7 @@ RUNS = Link("All runs", "/")
 
 def run_url(run_id: str) -> str:
     """Address of a run's page."""
-    return f"/runs/{view.segment(run_id)}"
+    return f"/runs/{formatting.segment(run_id)}"
 
 
 def shown_steps(query: Mapping[str, str]) -> tuple[int | None, int | None]:
@@ -60,7 +60,7 @@ def integer(name: str, text: str | None, back: Link) -> int | None:
         raise PageProblem(
             400,
             f"That is not a {name}",
-            f"{name}={view.cut(text)}: a {name} is a whole number, 0 or more.",
+            f"{name}={formatting.cut(text)}: a {name} is a whole number, 0 or more.",
             "Take the link below, and choose it there.",
             (back,),
         )
@@ -82,7 +82,7 @@ def find_run(conn: Connection, run_id: str) -> Dict:
         raise PageProblem(
             404,
             "No such run",
-            f"This collector has no run “{view.cut(run_id)}”.",
+            f"This collector has no run “{formatting.cut(run_id)}”.",
             "Runs appear here when their first batch has arrived. Check that training was started with "
             "FP8WATCH_COLLECTOR set to this address; a run that was recorded offline is sent with fp8watch sync.",
             (RUNS,),
@@ -98,7 +98,7 @@ def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]
         raise PageProblem(
             404,
             "No such site",
-            f"Run “{view.cut(run['name'] or run['id'])}” has no site {view.cut(site)}; it has {len(sites)} sites.",
+            f"Run “{formatting.cut(run['name'] or run['id'])}” has no site {formatting.cut(site)}; it has {len(sites)} sites.",
             "A site is one quantised operand: module, operand and direction. Choose one on the page of the run.",
             (Link("The run", run_url(run["id"])), RUNS),
         )
@@ -112,7 +112,7 @@ def find_incident(conn: Connection, incident_id: str) -> Dict:
         raise PageProblem(
             404,
             "No such incident",
-            f"This collector has no incident “{view.cut(incident_id)}”.",
+            f"This collector has no incident “{formatting.cut(incident_id)}”.",
             "It may have been pruned with its run, or the link may come from another collector.",
             (RUNS,),
         )
@@ -136,7 +136,7 @@ def no_data(run: Dict, watch: dict[str, str], not_watching: str | None = None) -
     """A run that was registered and never sent a step; `not_watching`: what it said of that itself."""
     return PageProblem(
         200,  # the run is there, and this is what is to be said of it
-        f"{view.cut(run['name'] or run['id'])}: {'attached, no step has ended' if not_watching else 'no data yet'}",
+        f"{formatting.cut(run['name'] or run['id'])}: {'attached, no step has ended' if not_watching else 'no data yet'}",
         "The run is registered, but none of its steps has arrived.",
         "A first batch is sent within a second of the first optimizer step. When training is under way and this page "
         "stays empty: check that the model has FP8 sites (the line that attach prints names them), and that an "

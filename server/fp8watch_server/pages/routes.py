@@ -1,7 +1,7 @@
 """The collector's own pages: server-rendered first, charts after, live without a reload.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.app
-Shapes:     GET -> HTML; charts fetch JSON by themselves, of fp8watch_server.pages.data and of /api/v1
+Shapes:     GET -> HTML; charts fetch JSON by themselves, of fp8watch_server.pages.chart_endpoints and of /api/v1
 Thread:     worker threads of the server: one database connection a request
 """
 
@@ -15,23 +15,23 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
+from fp8watch_server.http.security_headers import SecurityHeaders
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.pages import (
     assets,
+    chart_endpoints,
     coverage,
-    data,
     first_chart,
     first_site_chart,
+    formatting,
     health,
     live,
     lookup,
+    page_queries,
     runbooks,
-    tables,
-    view,
 )
+from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.lookup import RUNS
-from fp8watch_server.pages.problem import Link, PageProblem
-from fp8watch_server.pages.security import SecurityHeaders
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.store import queries
 
@@ -55,7 +55,7 @@ def runs_page(request: Request) -> HTMLResponse:
     """All runs, those that need somebody first."""
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic())  # before what is shown: a change in between is told of, not lost
-        return page(request, "runs.html", watch=watch, runs=tables.runs(conn))
+        return page(request, "runs.html", watch=watch, runs=page_queries.runs(conn))
 
 
 # A run id may hold slashes (it may be a path), so the longest pattern comes first.
@@ -72,13 +72,13 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         step = lookup.integer("step", query.get("step"), back)
         steps = queries.steps_available(conn, run["id"], found["id"], rank)
         if not steps:
-            raise tables.no_tile_map(run, found, rank, back)
+            raise page_queries.no_tile_map(run, found, rank, back)
         if step is not None and step not in steps:
-            raise tables.no_tile_map_at(run, found, rank, step, steps, back)
+            raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         step = steps[-1] if step is None else step
         tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
         if tile_map is None:  # pruned since it was listed
-            raise tables.no_tile_map_at(run, found, rank, step, steps, back)
+            raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
         if rank is None:  # of another rank other steps were kept: the slider goes over those of the one that is shown
             steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])
         return page(
@@ -93,8 +93,8 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             rank=tile_map["rank"],
             tile=lookup.coordinates(query.get("tile")),
             map=tile_map,
-            flagged=tables.flagged_tiles(tile_map, found),
-            seen=tables.seen_here(conn, run["id"], found),
+            flagged=page_queries.flagged_tiles(tile_map, found),
+            seen=page_queries.seen_here(conn, run["id"], found),
         )
 
 
@@ -106,7 +106,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         run = lookup.find_run(conn, run_id)
         found, sites = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
-        incidents = [i for i in tables.incidents(conn, run["id"]) if tables.concerns(i, found)]
+        incidents = [i for i in page_queries.incidents(conn, run["id"]) if page_queries.concerns(i, found)]
         siblings = [s for s in sites if s["module"] == found["module"]]
         twin = next((s for s in siblings if s["operand"] == found["operand"] and s["id"] != found["id"]), None)
         other = None if request.query_params.get("sides") == "one" else twin
@@ -129,7 +129,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             twin=twin,
             other=other,
             chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
-            now=tables.site_now(conn, run, found),
+            now=page_queries.site_now(conn, run, found),
             incidents=incidents,
             marks=marks,
             amax=first_site_chart.amax_charts(amax, marks, low, high),
@@ -147,9 +147,9 @@ def run_page(request: Request, run_id: str) -> Response:
         if run["last_step"] is None:
             raise lookup.no_data(run, watch, not_watching)
         low, high = lookup.shown_steps(request.query_params)
-        now = tables.scalars_now(conn, run)
-        incidents = tables.incidents(conn, run["id"])
-        charts = queries.several_scalars(conn, run["id"], tables.SCALARS, low, high, FIRST_POINTS)
+        now = page_queries.scalars_now(conn, run)
+        incidents = page_queries.incidents(conn, run["id"])
+        charts = queries.several_scalars(conn, run["id"], page_queries.SCALARS, low, high, FIRST_POINTS)
     open_incidents = [i for i in incidents if i["status"] != "resolved"]
 
     def below() -> dict[str, Any]:
@@ -157,7 +157,7 @@ def run_page(request: Request, run_id: str) -> Response:
         with _connect(request) as conn:
             sites = queries.sites(conn, run["id"])
             return {
-                "worst": tables.worst_sites(conn, run, sites, open_incidents),
+                "worst": page_queries.worst_sites(conn, run, sites, open_incidents),
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "coverage": coverage.coverage(run, sites),
@@ -202,12 +202,12 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             place=place,
             site=site,
             rank=rank,
-            touched=tables.touched_sites(incident, sites),
+            touched=page_queries.touched_sites(incident, sites),
             has_map=step in maps,
             steps=maps,
             tile=tuple(place["tile"]) if place["tile"] else None,
-            charts=tables.evidence_charts(incident, site),
-            comparison=tables.comparison(incident),
+            charts=page_queries.evidence_charts(incident, site),
+            comparison=page_queries.comparison(incident),
             silences=silences,
             runbooks=runbooks.slugs(),
         )
@@ -222,7 +222,7 @@ def runbook_page(request: Request, slug: str) -> HTMLResponse:
         raise PageProblem(
             404,
             "No such runbook",
-            f"There is no runbook “{view.cut(slug)}”: runbooks are named after failure modes.",
+            f"There is no runbook “{formatting.cut(slug)}”: runbooks are named after failure modes.",
             "Choose one of these." if known else "This installation carries no runbooks; install the server again.",
             (*known, RUNS),
         )
@@ -244,7 +244,7 @@ def _lost(otherwise: Any) -> Any:
         problem = PageProblem(
             404,
             "No such page",
-            f"Nothing is at {view.cut(request.url.path)}.",
+            f"Nothing is at {formatting.cut(request.url.path)}.",
             "Runs, their sites and their incidents are reached from the list of runs.",
             (RUNS,),
         )
@@ -257,7 +257,7 @@ def install(app: FastAPI) -> None:
     """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
     live.install(app)
-    app.include_router(data.router)
+    app.include_router(chart_endpoints.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

@@ -17,9 +17,9 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fp8watch_server.pages import assets, fixes, markdown, view
-from fp8watch_server.pages.problem import PageProblem
-from fp8watch_server.visible import visible
+from fp8watch_server.incidents.bidi import visible
+from fp8watch_server.pages import assets, fixes, formatting, markdown
+from fp8watch_server.pages.error_pages import PageProblem
 
 THEMES = ("dark", "light")
 PART = Markup("<!-- -->")
@@ -38,21 +38,21 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     env.filters.update(
-        number=view.number,
-        ratio=view.ratio,
-        octaves=view.octaves,
-        quantity=view.quantity,
-        of_field=view.of_field,
-        field_label=view.field_label,
-        capitalised=view.capitalised,
-        nonfinite=view.nonfinite,
-        ago=view.ago,
-        clock=view.clock,
-        cut=view.cut,
+        number=formatting.number,
+        ratio=formatting.ratio,
+        octaves=formatting.octaves,
+        quantity=formatting.quantity,
+        of_field=formatting.of_field,
+        field_label=formatting.field_label,
+        capitalised=formatting.capitalised,
+        nonfinite=formatting.nonfinite,
+        ago=formatting.ago,
+        clock=formatting.clock,
+        cut=formatting.cut,
         fix=fixes.render,
         to_copy=fixes.to_copy,
-        details=view.details,
-        segment=view.segment,
+        details=formatting.details,
+        segment=formatting.segment,
         inline=markdown.inline,
     )
     env.globals.update(static=assets.static_url, plotly_url=assets.plotly_url, part=lambda: PART)

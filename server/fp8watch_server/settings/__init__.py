@@ -1,6 +1,6 @@
 """Settings of the collector: one table, from which the command line, the checks and the docs are made.
 
-Upstream:   fp8watch_server.command    Downstream: fp8watch_server.app
+Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.app
 Thread:     any; frozen data
 
 A secret may come from a file named by `<VARIABLE>_FILE`, and is masked wherever settings are shown.
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fp8watch_server.store.dialect import DatabaseUrlError, parse_url
-
-from .webhook_url import check_url
+from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
+from fp8watch_server.settings.webhook_url import check_url
 
 
 class SettingError(ValueError):

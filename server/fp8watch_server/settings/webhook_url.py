@@ -1,6 +1,6 @@
 """What of a webhook's URL can be checked before anything is sent to it.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.notify.target
+Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.notify.safe_http
 """
 
 from __future__ import annotations

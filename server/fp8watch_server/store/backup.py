@@ -1,6 +1,6 @@
 """Backup: one file that holds the database as it is at one moment, while the collector runs.
 
-Upstream:   fp8watch_server.store.dialect    Downstream: fp8watch_server.store.command
+Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.command
 Shapes:     a database URL -> a file: an SQLite database, or an archive for pg_restore
 Thread:     `fp8watch backup`
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sqlalchemy.engine import URL
 
-from .dialect import parse_url
+from fp8watch_server.db.dialect import parse_url
 
 PAGES_AT_ONCE = 4096
 

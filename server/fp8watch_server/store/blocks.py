@@ -1,6 +1,6 @@
 """Blocks: up to 256 steps of one site, in columns.
 
-Upstream:   fp8watch_server.store.records, fp8watch_server.store.packing
+Upstream:   fp8watch_server.store.records, fp8watch_server.store.block_codec
 Downstream: fp8watch_server.store.compact, fp8watch_server.store.reading
 Shapes:     Parts of one source, sorted by site and step -> a row of `block` per site; and back
 Thread:     compactor (write), query pool (read)
@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, holds
-
-from . import schema as t
-from .fields import SERIES_FIELDS, evaluate
-from .packing import Column, DamagedBlock, Packed, pack
-from .records import RANK_OF, Parts, counted, default_of, dtype_of, filled, size_of
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.block_codec import Column, DamagedBlock, Packed, pack
+from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
+from fp8watch_server.store.records import RANK_OF, Parts, counted, default_of, dtype_of, filled, size_of
 
 Array = npt.NDArray[Any]
 

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from . import schema as t
-from .fields import SeriesField, as_data, badness, evaluate, series_field
-from .reading import Extent, extent, read
-from .records import counted
-from .series import clamp_points
-from .summary import BIN_STEPS, WORST, unpack_summary, worst_of_each
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.fields import SeriesField, as_data, badness, evaluate, series_field
+from fp8watch_server.store.reading import Extent, extent, read
+from fp8watch_server.store.records import counted
+from fp8watch_server.store.series import clamp_points
+from fp8watch_server.store.summary import BIN_STEPS, WORST, unpack_summary, worst_of_each
 
 Array = npt.NDArray[Any]
 

@@ -19,11 +19,11 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from . import blocks
-from . import schema as t
-from .packing import DamagedBlock
-from .records import Parts, join
-from .summary import summarize, unpack_summary
+from fp8watch_server.db import schema as t
+from fp8watch_server.store import blocks
+from fp8watch_server.store.block_codec import DamagedBlock
+from fp8watch_server.store.records import Parts, join
+from fp8watch_server.store.summary import summarize, unpack_summary
 
 
 @dataclass

@@ -21,14 +21,14 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from .. import migrations
-from ..settings import SETTINGS, SettingError, Settings
-from . import schema as t
-from .backup import BackupError, backup
-from .check import check
-from .dialect import DatabaseUrlError, engine_of, parse_url, upsert, writing
-from .retention import policy_of, prune
-from .views import RoleError, grant_reader
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import DatabaseUrlError, engine_of, parse_url, upsert, writing
+from fp8watch_server.db.sql_views import RoleError, grant_reader
+from fp8watch_server.settings import SETTINGS, SettingError, Settings
+from fp8watch_server.store.backup import BackupError, backup
+from fp8watch_server.store.check import check
+from fp8watch_server.store.retention import policy_of, prune
 
 EXIT_USAGE = 2
 LIMITS = ("keep_days", "keep_steps", "keep_bytes")

@@ -1,6 +1,6 @@
 """Many batches in one transaction: each is checked for itself, all are committed together.
 
-Upstream:   fp8watch_server.committer    Downstream: fp8watch_server.store.hot, fp8watch_server.worker
+Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.store.hot_batches, fp8watch_server.pipeline.detect_worker
 Shapes:     [Incoming] -> [Taken or what was wrong with it]; one hot_batch row each, one scalar row per step
 Thread:     committer
 
@@ -25,11 +25,10 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import STEP_SCALARS
 from fp8watch_agent.wire import Batch
-
-from . import ledger
-from . import schema as t
-from .dialect import Json, upsert
-from .write import KeyReused, RankMismatch, Unknown
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import Json, upsert
+from fp8watch_server.store import batch_dedup
+from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown
 
 CAPTURE_STEPS = 16
 """How many steps past an incident's last one its sites' full tile maps are asked for."""
@@ -226,7 +225,7 @@ def _commit_run(
             found = conn.execute(_STORED, params).scalar()
             there = None if found is None else bytes(found)
         if there is None and h.seq <= session.ledger_seq_max:  # its body may have become blocks
-            there = ledger.digest_of(conn, run_id, tenant, h.session, h.rank, h.seq)
+            there = batch_dedup.digest_of(conn, run_id, tenant, h.session, h.rank, h.seq)
         if there is not None:
             outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
             continue

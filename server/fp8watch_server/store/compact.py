@@ -1,6 +1,6 @@
 """Compaction: hot batches become blocks, 256 steps of a rank at a time.
 
-Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.store.rollup, fp8watch_server.store.compactor
 Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
 Thread:     compactor
@@ -23,13 +23,12 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_agent.wire import Batch
-
-from . import blocks, hot, ledger
-from . import schema as t
-from .dialect import upsert, writing
-from .records import Parts, join, newest_of_each, over_ranks
-from .scalars import put_scalar_block
-from .summary import pack_summary, summarize
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert, writing
+from fp8watch_server.store import batch_dedup, blocks, hot_batches
+from fp8watch_server.store.records import Parts, join, newest_of_each, over_ranks
+from fp8watch_server.store.scalars import put_scalar_block
+from fp8watch_server.store.summary import pack_summary, summarize
 
 CLOSE_AFTER_STEPS = 32
 """Steps past the end of a cell before it is compacted: batches of other ranks may be on their way."""
@@ -112,8 +111,8 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     """
     with engine.connect() as conn:
         cell = cell_row(conn, group.run_id, group.tenant, group.step0)
-        got = hot.load_all(conn, _first_here(conn, group))
-        fresh = [hot.parts_of(row, batch, blocks.ALL_FIELDS, *_steps(group)) for row, batch in got]
+        got = hot_batches.load_all(conn, _first_here(conn, group))
+        fresh = [hot_batches.parts_of(row, batch, blocks.ALL_FIELDS, *_steps(group)) for row, batch in got]
         new = newest_of_each(join([p for p in fresh if p is not None], blocks.ALL_FIELDS))
         old = _there(conn, group, cell, new)
     if not got:
@@ -327,7 +326,7 @@ def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) ->
         gone = conn.execute(sa.delete(t.hot_batch).where(*of_run, b.arrival.in_(arrivals)))
         if gone.rowcount != len(arrivals):
             raise Raced
-    ledger.enter(conn, done)
+    batch_dedup.enter(conn, done)
     for step_min, of_step in left.items():
         for start in range(0, len(of_step), SITES_AT_ONCE):
             part = of_step[start : start + SITES_AT_ONCE]

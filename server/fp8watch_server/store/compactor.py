@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from . import schema as t
-from .compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
-from .leader import Leader
-from .retention import Policy, prune
-from .rollup import behind, roll_up
-from .rounds import Rest, Rounds
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.leader import Leader
+from fp8watch_server.db.leader_loop import Rest, Rounds
+from fp8watch_server.store.compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
+from fp8watch_server.store.retention import Policy, prune
+from fp8watch_server.store.rollup import behind, roll_up
 
 log = logging.getLogger("fp8watch.store")
 

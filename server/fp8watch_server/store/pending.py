@@ -1,6 +1,6 @@
 """Batches that the detectors have not looked at: which come next, and the mark that they have been.
 
-Upstream:   fp8watch_server.store.commit    Downstream: fp8watch_server.worker
+Upstream:   fp8watch_server.store.commit    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     hot_batch rows, without their bodies
 Thread:     detect worker
 """
@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from . import schema as t
+from fp8watch_server.db import schema as t
 
 BATCHES_AT_ONCE = 512
 

@@ -1,7 +1,7 @@
 """Everything that is read: by the API, by the pages, by anyone with a connection. Plain functions, plain dicts.
 
 Upstream:   fp8watch_server.store.series, fp8watch_server.store.charts, fp8watch_server.store.tiles
-Downstream: fp8watch_server.api, fp8watch_server.pages
+Downstream: fp8watch_server.api.routes, fp8watch_server.pages
 Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*_page` -> (list, cursor | None)
 Thread:     query pool
 
@@ -20,12 +20,12 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from . import schema as t
-from .charts import heatmap, top
-from .fields import SERIES_FIELDS, FieldError
-from .hot import MAX_STEP
-from .series import histogram, newest, scalars, series, several_scalars, several_series
-from .tiles import steps_available, tile_map
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.charts import heatmap, top
+from fp8watch_server.store.fields import SERIES_FIELDS, FieldError
+from fp8watch_server.store.hot_batches import MAX_STEP
+from fp8watch_server.store.series import histogram, newest, scalars, series, several_scalars, several_series
+from fp8watch_server.store.tiles import steps_available, tile_map
 
 __all__ = [
     "MAX_STEP",

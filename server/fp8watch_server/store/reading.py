@@ -1,6 +1,6 @@
 """Reading records: from blocks where steps have cooled, from hot batches where they have not, and never twice.
 
-Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.store.series, fp8watch_server.store.charts
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
@@ -24,12 +24,12 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import HISTOGRAMS
-
-from . import hot, warm
-from . import schema as t
-from .blocks import cell_of, decode
-from .hot import step_range
-from .records import Parts, Records, counted, join, newest_of_each, over_ranks, owned
+from fp8watch_server.db import schema as t
+from fp8watch_server.store import hot_batches as hot
+from fp8watch_server.store import segment_cache
+from fp8watch_server.store.blocks import cell_of, decode
+from fp8watch_server.store.hot_batches import step_range
+from fp8watch_server.store.records import Parts, Records, counted, join, newest_of_each, over_ranks, owned
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # attempt, rank
@@ -131,7 +131,7 @@ def read(
         else:
             apart += cells
     rows = found.hot if rank is None else [row for row in found.hot if row.rank == rank]
-    pieces = warm.pieces_of(rows, found.from_step, found.to_step) if rank is None else None
+    pieces = segment_cache.pieces_of(rows, found.from_step, found.to_step) if rank is None else None
     if pieces is None:
         ready.append(_together(conn, found, names, sites, rank, apart, rows))
     else:
@@ -154,11 +154,11 @@ def _piece(
     conn: Connection, found: Extent, names: Sequence[str], sites: Sequence[int] | None, start: int, rows: Sequence[Any]
 ) -> Parts:
     """Some hot steps, merged over ranks; remembered until a batch changes them."""
-    low, high = max(start, found.from_step), min(start + warm.PIECE_STEPS - 1, found.to_step)
+    low, high = max(start, found.from_step), min(start + segment_cache.PIECE_STEPS - 1, found.to_step)
     cut = replace(found, from_step=low, to_step=high)
     asked = (tuple(names), None if sites is None else tuple(sites), low, high)
-    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, warm.rests_on(rows))
-    return warm.PIECES.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
+    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, segment_cache.rests_on(rows))
+    return segment_cache.PIECES.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
 
 
 def _together(

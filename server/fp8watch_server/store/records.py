@@ -1,6 +1,6 @@
 """Records in columns, and how those of several batches, attempts and ranks become one.
 
-Upstream:   fp8watch_server.store.hot, fp8watch_server.store.blocks
+Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
 Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts where they were asked for
 Thread:     any; only pure functions
@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
 from fp8watch_agent.wire import encode_histogram
-
-from .packing import short_mantissa
+from fp8watch_server.store.block_codec import short_mantissa
 
 Array = npt.NDArray[Any]
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from . import schema as t
-from .compact import ROLLED, SITES_AT_ONCE, CrashPoint, Raced, no_crash, touch
-from .dialect import writing
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CrashPoint, Raced, no_crash, touch
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64

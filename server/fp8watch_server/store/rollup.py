@@ -18,15 +18,26 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from . import blocks
-from . import schema as t
-from .compact import ROLLED, CrashPoint, Raced, cell_row, no_crash, put_blocks, put_summary, read_blocks, size_of, touch
-from .dialect import writing
-from .packing import short_mantissa
-from .reading import detail_keys, owners
-from .records import Parts, newest_of_each, over_ranks, owned
-from .scalars import put_scalar_block
-from .summary import SUMMARY, summarize
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.store import blocks
+from fp8watch_server.store.block_codec import short_mantissa
+from fp8watch_server.store.compact import (
+    ROLLED,
+    CrashPoint,
+    Raced,
+    cell_row,
+    no_crash,
+    put_blocks,
+    put_summary,
+    read_blocks,
+    size_of,
+    touch,
+)
+from fp8watch_server.store.reading import detail_keys, owners
+from fp8watch_server.store.records import Parts, newest_of_each, over_ranks, owned
+from fp8watch_server.store.scalars import put_scalar_block
+from fp8watch_server.store.summary import SUMMARY, summarize
 
 RECORDS_AT_ONCE = 1 << 17
 """How many records one part may have: what one transaction writes stays short, and what is in memory small."""

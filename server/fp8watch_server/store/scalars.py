@@ -1,6 +1,6 @@
 """Loss, grad norm, lr and what else was logged: one number a step, over ranks.
 
-Upstream:   fp8watch_server.store.write, fp8watch_server.store.reading    Downstream: fp8watch_server.store.series
+Upstream:   fp8watch_server.store.registrations, fp8watch_server.store.reading    Downstream: fp8watch_server.store.series
 Shapes:     rows of `scalar` -> steps [N], values [N], present [N]; 256 steps of them in one scalar_block
 Thread:     query pool (read), compactor (write)
 
@@ -17,12 +17,12 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from . import schema as t
-from .dialect import upsert
-from .fields import FieldError
-from .hot import step_range
-from .packing import Column, Packed, pack
-from .reading import Extent
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store.block_codec import Column, Packed, pack
+from fp8watch_server.store.fields import FieldError
+from fp8watch_server.store.hot_batches import step_range
+from fp8watch_server.store.reading import Extent
 
 Array = npt.NDArray[Any]
 Scalars = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]

@@ -18,12 +18,11 @@ import numpy.typing as npt
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, holds
-
-from . import schema as t
-from .fields import FieldError, as_data, badness, evaluate, series_field
-from .reading import extent, gather, num_steps
-from .scalars import read_logged, read_scalars, read_several
-from .summary import worst_of_each
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.fields import FieldError, as_data, badness, evaluate, series_field
+from fp8watch_server.store.reading import extent, gather, num_steps
+from fp8watch_server.store.scalars import read_logged, read_scalars, read_several
+from fp8watch_server.store.summary import worst_of_each
 
 MAX_POINTS = 10_000
 HISTOGRAMS_AT_ONCE = 1 << 15

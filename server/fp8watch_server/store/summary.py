@@ -16,11 +16,10 @@ import numpy.typing as npt
 import zstandard
 
 from fp8watch_agent.record import holds
-
-from . import schema as t
-from .fields import SERIES_FIELDS, badness, evaluate
-from .packing import DamagedBlock
-from .records import Parts, counted
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.block_codec import DamagedBlock
+from fp8watch_server.store.fields import SERIES_FIELDS, badness, evaluate
+from fp8watch_server.store.records import Parts, counted
 
 Array = npt.NDArray[Any]
 

@@ -1,6 +1,6 @@
 """Full tile maps: written once, read by the page, let go when nothing points at them any more.
 
-Upstream:   fp8watch_server.ingest    Downstream: fp8watch_server.store.queries
+Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.queries
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
 Thread:     ingest pool (write), query pool (read)
 
@@ -17,11 +17,10 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import TileMaps, decode_tile_maps, encode_tile_maps
-
-from . import schema as t
-from .dialect import upsert
-from .fields import as_data
-from .write import KeyReused, require_session, require_sites
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store.fields import as_data
+from fp8watch_server.store.registrations import KeyReused, require_session, require_sites
 
 KEEP_NEWEST_STEPS = 256
 KEEP_AROUND_INCIDENT_STEPS = 16

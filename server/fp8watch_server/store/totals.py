@@ -1,6 +1,6 @@
 """Running totals and newest values of every site: what /metrics reads, so that it never opens a body.
 
-Upstream:   fp8watch_server.worker    Downstream: fp8watch_server.metrics
+Upstream:   fp8watch_server.pipeline.detect_worker    Downstream: fp8watch_server.observability.metrics
 Shapes:     batches of one run -> one site_total row per site
 Thread:     detect worker, in the transaction that marks the batches
 """
@@ -17,10 +17,9 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import FIELD_BY_NAME
 from fp8watch_agent.wire import Batch
-
-from . import schema as t
-from .dialect import upsert
-from .fields import SERIES_FIELDS, evaluate
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 
 NEWEST_FIELDS = ("underflow_ratio", "amax_max", "scale_inv_max", "scale_inv_min", "tile_sqnr_db")
 TOTAL_FIELDS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")

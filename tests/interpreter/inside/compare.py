@@ -9,9 +9,9 @@ import torch
 from quantize import oracle
 from quantize.test_statistics import SUMS
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, triton
-from fp8watch.quantize.stats import TileStats
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import FIELDS
 
 

@@ -13,9 +13,9 @@ from interpreter.inside.compare import check, check_with_the_oracle, same, same_
 from quantize.operands import DTYPES, KINDS, SHAPES, TILES, operand
 from quantize.test_conformance import EPS
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, triton
 from fp8watch.kernels.triton_fold import EXTREMES, FoldedLines
+from fp8watch.numerics.formats import FORMATS
 
 COMBINATIONS = list(itertools.product(DTYPES, TILES, FORMATS, (True, False), EPS))
 PANELS = {(1, 128): (3, 256), (128, 1): (128, 5), (128, 128): (128, 128)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8watch.formats import E4M3
 from fp8watch.kernels import triton, triton_launch
+from fp8watch.numerics.formats import E4M3
 
 
 @pytest.mark.parametrize("heavy", [False, True])

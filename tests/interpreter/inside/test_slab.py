@@ -8,9 +8,9 @@ import torch
 from quantize.operands import operand
 from quantize.test_slab import assert_rows_equal
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference, triton
-from fp8watch.slab import Slab
+from fp8watch.numerics.formats import FORMATS
+from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import empty_rows, merge_rows
 
 CALLS = (

@@ -6,8 +6,8 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
-from fp8watch.formats import FORMATS
 from fp8watch.kernels import reference
+from fp8watch.numerics.formats import FORMATS
 
 
 class DType(IntEnum):

@@ -1,0 +1,66 @@
+"""Tile maps on their way to the sender: few, large, and worth less than the sketch, so they wait in plain memory.
+
+Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender
+Thread:     one producer (training), one consumer (sender)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fp8watch_agent.record import TileMap
+
+MAX_QUEUE_BYTES = 16 << 20
+BYTES_PER_TILE = 2 + 4 + 1 + 2 + 2
+
+
+def map_bytes(tile_map: TileMap) -> int:
+    return tile_map.shape[0] * tile_map.shape[1] * BYTES_PER_TILE
+
+
+class MapQueue:
+    """Bounded by bytes; the oldest go first, and are counted. Whoever pops a map accounts for it."""
+
+    def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._maps: deque[TileMap] = deque()
+        # each written by one side only
+        self.pushed = 0
+        self._pushed_bytes = 0
+        self.dropped = 0
+        self._dropped_bytes = 0
+        self._claimed_bytes = 0
+
+    def push(self, tile_map: TileMap) -> None:
+        """Producer."""
+        size = map_bytes(tile_map)
+        while self._maps and self._pushed_bytes - self._dropped_bytes - self._claimed_bytes + size > self._max_bytes:
+            try:
+                gone = self._maps.popleft()
+            except IndexError:
+                break
+            self.dropped += 1
+            self._dropped_bytes += map_bytes(gone)
+        self.pushed += 1
+        self._pushed_bytes += size
+        self._maps.append(tile_map)
+
+    def claim(self, max_bytes: int) -> list[TileMap]:
+        """Consumer: the oldest maps, up to `max_bytes`, at least one when there is one."""
+        out: list[TileMap] = []
+        taken = 0
+        try:
+            while taken < max_bytes:
+                try:
+                    out.append(self._maps.popleft())
+                except IndexError:
+                    break
+                taken += map_bytes(out[-1])
+        except Exception:
+            self._maps.extendleft(reversed(out))  # nobody has them yet: they wait for the next time
+            raise
+        self._claimed_bytes += taken
+        return out
+
+    def __len__(self) -> int:
+        return len(self._maps)

@@ -1,0 +1,163 @@
+"""Delivers one parcel: registers what the collector does not know, halves what it finds too large.
+
+Upstream:   fp8watch_agent.sender, fp8watch_agent.sync      Downstream: fp8watch_agent.transport
+Thread:     sender
+
+Waiting and trying again is not done here: that is for whoever owns the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from fp8watch_agent.batch import Kind, Parcel, split
+from fp8watch_agent.health import DROP_UNREGISTERED
+from fp8watch_agent.session import Registration
+from fp8watch_agent.transport import Ack, Answer, Transport, Verdict, judge, read_ack
+from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE
+
+SITES_PER_REQUEST = 250
+MAX_REGISTRATIONS = 3  # per parcel; a collector that still does not know its sites will not learn them
+
+_PATHS = {
+    Kind.BATCH: ("/v1/batches", BATCH_CONTENT_TYPE),
+    Kind.MAPS: ("/v1/tile-maps", TILE_MAPS_CONTENT_TYPE),
+}
+
+
+@dataclass
+class Receipt:
+    """What became of a parcel. ACKNOWLEDGED: all of it is accounted for, as acknowledged or as refused."""
+
+    verdict: Verdict
+    answer: Answer
+    acknowledged: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # by reason
+    refused_bodies: list[tuple[Parcel, str]] = field(default_factory=list)
+    captures: dict[int, int] | None = None  # site -> last step that is wanted; None: the answer said nothing
+    num_bytes: int = 0
+
+    def refuse(self, parcel: Parcel, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + parcel.amount
+        self.refused_bodies.append((parcel, reason))
+
+    def merge(self, other: Receipt) -> None:
+        self.acknowledged += other.acknowledged
+        self.num_bytes += other.num_bytes
+        self.refused_bodies += other.refused_bodies
+        for reason, n in other.refused.items():
+            self.refused[reason] = self.refused.get(reason, 0) + n
+        if other.captures is not None:
+            self.captures = other.captures
+
+
+class Courier:
+    """One collector, any number of sessions."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._known: dict[str, int] = {}  # session -> registrations that the collector has taken
+        self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has taken
+        self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
+        self.refused_registrations: list[Answer] = []
+
+    def register(self, registration: Registration) -> Answer | None:
+        """Run, session, and the sites that are new. None when the collector knows all of them."""
+        version, session = registration.version, registration.session
+        run = f"/v1/runs/{quote(session.run_id, safe='')}"
+        start = self._known.get(session.session, -1)
+        if start < 0:
+            puts = ((run, session.run_facts()), (f"{run}/sessions/{quote(session.session, safe='')}", session))
+            for path, facts in puts:
+                failed = self._put(path, facts)
+                if failed is not None:
+                    return failed
+            start = self._known[session.session] = 0
+            self._versions[session.session] = version
+        elif self._versions.get(session.session, version) != version:
+            failed = self._put(f"{run}/sessions/{quote(session.session, safe='')}", session)
+            if failed is not None:
+                return failed
+            self._versions[session.session] = version
+        count = len(registration)
+        sites = registration.sites(start) if count > start else []
+        for at in range(0, len(sites), SITES_PER_REQUEST):
+            value: dict[str, object] = {"session": session.session, "sites": sites[at : at + SITES_PER_REQUEST]}
+            failed = self._put(f"{run}/sites", value)
+            if failed is not None:
+                return failed
+        self._known[session.session] = count
+        return None
+
+    def _put(self, path: str, value: object) -> Answer | None:
+        answer = self.transport.put(path, value)
+        verdict = judge(answer)
+        if verdict is Verdict.ACKNOWLEDGED:
+            return None
+        if verdict in (Verdict.REFUSED, Verdict.SPLIT):  # the batches will show whether it matters
+            self.refused_registrations.append(answer)
+            return None
+        return answer
+
+    def send(self, parcel: Parcel, registration: Registration) -> Receipt:
+        """Deliver a parcel and whatever it needs. Never raises for what the collector says."""
+        if (registration.session.session, parcel.seq) in self._halved:
+            halves = split(parcel)
+            if halves is not None:  # one half may be there already: the whole would bring it again under another key
+                return self._send_halves(parcel, halves, registration, Answer(413))
+        answer = Answer(0, error="not sent")
+        path, content_type = _PATHS[parcel.kind]
+        for _ in range(MAX_REGISTRATIONS):
+            failed = self.register(registration)
+            if failed is not None:
+                verdict = judge(failed)
+                if verdict is not Verdict.REGISTER:
+                    return Receipt(verdict, failed)
+                answer = failed
+            else:
+                answer = self.transport.post(path, parcel.body, content_type)
+            verdict = judge(answer)
+            if verdict is not Verdict.REGISTER:
+                return self._receipt(parcel, registration, answer, verdict)
+            self._known.pop(registration.session.session, None)
+        receipt = Receipt(Verdict.ACKNOWLEDGED, answer)
+        receipt.refuse(parcel, DROP_UNREGISTERED)
+        return receipt
+
+    def _receipt(self, parcel: Parcel, registration: Registration, answer: Answer, verdict: Verdict) -> Receipt:
+        if verdict is Verdict.ACKNOWLEDGED:
+            ack = read_ack(answer, parcel.seq)
+            if ack is None:
+                return Receipt(Verdict.RETRY, Answer(0, error=f"no acknowledgement of {parcel.seq}: {answer}"))
+            return Receipt(verdict, answer, parcel.amount, captures=_captures(ack), num_bytes=len(parcel.body))
+        if parcel.kind == Kind.MAPS and answer.status in (404, 405):
+            verdict = Verdict.REFUSED  # a collector that takes no tile maps still takes batches
+        if verdict is Verdict.SPLIT:
+            halves = split(parcel)
+            if halves is not None:
+                self._halved.add((registration.session.session, parcel.seq))
+                return self._send_halves(parcel, halves, registration, answer)
+            verdict = Verdict.REFUSED
+        if verdict is Verdict.REFUSED:
+            receipt = Receipt(Verdict.ACKNOWLEDGED, answer)
+            receipt.refuse(parcel, f"http_{answer.status}")
+            return receipt
+        return Receipt(verdict, answer)
+
+    def _send_halves(
+        self, parcel: Parcel, halves: tuple[Parcel, Parcel], registration: Registration, answer: Answer
+    ) -> Receipt:
+        whole = Receipt(Verdict.ACKNOWLEDGED, answer)
+        for half in halves:
+            receipt = self.send(half, registration)
+            if receipt.verdict is not Verdict.ACKNOWLEDGED:
+                return receipt  # the parent is tried again as a whole; the same halves come of it
+            whole.merge(receipt)
+            whole.answer = receipt.answer
+        self._halved.discard((registration.session.session, parcel.seq))
+        return whole
+
+
+def _captures(ack: Ack) -> dict[int, int] | None:
+    return None if ack.captures is None else {c.site: c.steps[1] for c in ack.captures}

@@ -1,0 +1,362 @@
+"""Custom ops through which operands are quantised and observed: functional to the compiler, accumulating at run time.
+
+Upstream:   fp8watch.layers.fp8_linear            Downstream: fp8watch.observer.plan, fp8watch.quantize
+Shapes:     operand [M, K] -> dequantised [M, K] float32, and one slab row a direction
+Thread:     training, and autograd's
+
+A site travels as one 0-d int64 CPU tensor, (plan handle << 32) | first row of its Linear; the plan is looked up
+inside the op. The slab is never an argument: autograd would save it for backward, and two forwards before a
+backward would then fail with "modified by an inplace operation".
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8watch.observer.pass_counter import first_tensor
+from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan
+from fp8watch.observer.stopwatch import LIGHT
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_plans: dict[int, Plan] = {}
+_handles = itertools.count(1)
+_lock = threading.Lock()
+
+
+def add_plan(plan: Plan) -> int:
+    """Make a plan known to the ops; returns its handle."""
+    with _lock:
+        plan.handle = next(_handles)
+        _plans[plan.handle] = plan
+    return plan.handle
+
+
+def remove_plan(plan: Plan) -> None:
+    """Forget a plan. Graphs compiled with its sites fall through to unobserved arithmetic only after detach."""
+    with _lock:
+        _plans.pop(plan.handle, None)
+
+
+def site_tensor(plan: Plan, first_row: int) -> Tensor:
+    """The 0-d int64 CPU tensor that stands for one Linear of a plan."""
+    return torch.tensor((plan.handle << 32) | first_row, dtype=torch.int64, device="cpu")
+
+
+def lookup(site: Tensor) -> tuple[Plan, int]:
+    """The plan of a site, and its Linear's first row.
+
+    Raises:
+        RuntimeError: the watch was detached.
+    """
+    value = int(site)
+    plan = _plans.get(value >> 32)
+    if plan is None:
+        raise RuntimeError(
+            f"fp8watch site {value >> 32}:{value & 0xFFFFFFFF} belongs to a detached watch; "
+            "run forward again after detach(), a graph kept from before cannot be continued"
+        )
+    return plan, value & 0xFFFFFFFF
+
+
+def _number(plan: Plan, operand: int, count: bool) -> int | None:
+    """Number of the pass that a call belongs to, None where it does not count."""
+    if operand == GRAD_OUTPUT:
+        plan.saw_backward()
+        return plan.passes.in_backward() if count else None
+    if torch._C._current_graph_task_id() != -1:
+        # inside a backward: activation checkpointing recomputes the forward, which was counted already
+        plan.passes.recomputes()
+        return None
+    if not count:
+        return None
+    if plan.on_forward is not None:
+        plan.guard.run("on_forward", plan.on_forward)
+    plan.saw_forward()
+    return plan.passes.in_forward()
+
+
+def _late(plan: Plan, first: int, operand: int, columnwise: bool, number: int | None, count: bool) -> int | None:
+    """The row that counts although this is a recomputation; keeps the books of the first passes on the way."""
+    if operand == GRAD_OUTPUT or not count:
+        return None
+    if number is None:
+        return plan.count_unasked(first, operand, columnwise)
+    plan.note_unasked(first, operand, columnwise)
+    return None
+
+
+def _run(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool, *, codes: bool
+) -> list[Any]:
+    """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts."""
+    plan, first = lookup(site)
+    number = _number(plan, operand, count)
+    if x.numel() == 0:
+        return []
+    rows = plan.wanted(first, operand, rowwise, columnwise)
+    late = _late(plan, first, operand, columnwise, number, count)
+    if late is not None:
+        plan.guard.run("recomputed", plan.observe, (late,), x, number=plan.passes.forward)
+    if count and operand != GRAD_OUTPUT:
+        how = "codes" if codes else "high precision" if plan.warming else "fp8"
+        note = plan.recomputed.again if number is None else plan.recomputed.first_pass
+        plan.guard.run("recompute", note, plan.row(first, operand, False), x, how)
+    if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
+        for row in rows:  # evaluation reads the scales that training has left
+            plan.quantizers[row].settle(plan.passes.settle())
+    if plan.warming and not codes:
+        return list(plan.pass_through(rows, x, number=number))
+    return plan.quantize(rows, x, number=number, codes=codes)
+
+
+def _quantize_dequantize(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor]:
+    outs = _run(x, site, operand, count, rowwise, columnwise, codes=False)
+    none = x.new_empty((0,), dtype=torch.float32)
+    if not outs:  # an empty batch has no tiles; its result is as empty as F.linear's
+        empty = x.to(torch.float32, copy=True)
+        return (empty if rowwise else none), (empty.clone() if columnwise else none)
+    if rowwise and columnwise:
+        return outs[0], (outs[1] if len(outs) == 2 else outs[0].clone())  # an op may not return one tensor twice
+    return (outs[0], none) if rowwise else (none, outs[0] if columnwise else none)
+
+
+quantize_dequantize = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
+
+
+@quantize_dequantize.register_fake
+def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
+    full, none = x.new_empty(x.shape, dtype=torch.float32), x.new_empty((0,), dtype=torch.float32)
+    return (full if rowwise else none), (torch.empty_like(full) if columnwise else none)
+
+
+def _quantize_codes(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outs = _run(x, site, operand, count, rowwise, columnwise, codes=True)
+    none = (x.new_empty((0,), dtype=torch.uint8), x.new_empty((0,), dtype=torch.float32))
+    found = [(data.view(torch.uint8), scale_inv) for data, scale_inv in outs]
+    row, col = (found[0] if rowwise else none), none
+    if columnwise:  # column by column in memory, as wgrad multiplies them
+        col = found[-1][0].t().contiguous().t(), found[-1][1]
+    return (*row, *col)
+
+
+quantize_codes = torch.library.custom_op("fp8watch::quantize_codes", mutates_args=())(_quantize_codes)
+"""Codes as bytes and scale_inv, rowwise and columnwise, both in the operand's own rows × columns; blockwise only."""
+
+
+@quantize_codes.register_fake
+def _(
+    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    none, no_scale = x.new_empty((0,), dtype=torch.uint8), x.new_empty((0,), dtype=torch.float32)
+    row_shape = (-(-m // 128), -(-k // 128)) if operand == WEIGHT else (m, -(-k // 128))
+    row = (x.new_empty((m, k), dtype=torch.uint8), x.new_empty(row_shape, dtype=torch.float32))
+    col = (x.new_empty((k, m), dtype=torch.uint8).t(), x.new_empty((-(-m // 128), k), dtype=torch.float32))
+    return (*(row if rowwise else (none, no_scale)), *(col if columnwise else (none.clone(), no_scale.clone())))
+
+
+def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
+    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    if plan is not None:  # None: detached before this backward
+        _observe_now(plan, first, x, operand, rowwise, columnwise)
+    return x.new_empty((0,))
+
+
+def _observe_now(plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool) -> None:
+    began = plan.stopwatch.mark() if plan.stopwatch is not None else None
+    number = _number(plan, operand, True)
+    if not x.numel() or plan.idle(first):
+        return
+    late = _late(plan, first, operand, columnwise, number, True)
+    if late is not None:
+        plan.guard.run("observe", plan.observe, (late,), x, number=plan.passes.forward)
+    if number is not None:
+        rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
+        if rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
+            plan.guard.run("observe", plan.observe, rows, x, number=number)
+    if plan.stopwatch is not None:
+        plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
+
+
+observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe)
+
+
+@observe.register_fake
+def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
+    return x.new_empty((0,))
+
+
+def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
+    """Look at a Linear that computes as before: at its operands, its output and, in backward, the gradient of that.
+    Eager only, see `is_eager`: an op would cost more than many an operand takes, and nothing here is in any graph."""
+    value = int(site)
+    plan, first = _plans.get(value >> 32), value & 0xFFFFFFFF
+    if plan is None:
+        return
+    wgrad = weight.requires_grad and torch.is_grad_enabled()
+    if plan.idle(first):
+        _number(plan, INPUT, True)  # steps end all the same
+    else:
+        with torch.no_grad():
+            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad)
+            _observe_now(plan, first, weight.detach(), WEIGHT, True, False)
+            _look_at_output(y.detach(), site, INPUT, False)
+    if y.requires_grad:
+        dgrad = x.requires_grad
+
+        def see_gradient(grad: Tensor | None) -> None:
+            plan = _plans.get(value >> 32)
+            if plan is None or grad is None:
+                return
+            if plan.idle(first):
+                _number(plan, GRAD_OUTPUT, True)
+            elif not is_eager(grad):
+                observe(rows_by_columns(grad.detach()), site, GRAD_OUTPUT, dgrad, wgrad)
+            else:
+                with torch.no_grad():
+                    _observe_now(plan, first, rows_by_columns(grad.detach()), GRAD_OUTPUT, dgrad, wgrad)
+
+        y.register_hook(see_gradient)  # type: ignore[no-untyped-call]
+
+
+def rows_by_columns(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]; without elements −1 would be any number."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def is_eager(*tensors: Tensor) -> bool:
+    """Whether tensors have values of their own now: they are plain, and not being compiled or transformed."""
+    return not torch.compiler.is_compiling() and not any(_is_virtual(t) for t in tensors)
+
+
+def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    recomputed = operand == INPUT and torch._C._current_graph_task_id() != -1
+    if plan is not None and plan.checks_outputs and plan.observing and not recomputed:
+        plan.guard.run("output", plan.note_output, plan.row(first, operand, columnwise), y.detach())
+    return y.new_empty((0,))
+
+
+look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)
+
+
+@look_at_output_op.register_fake
+def _(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+    return y.new_empty((0,))
+
+
+def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> None:
+    """Count what is not finite in the output of the GEMM that reads this operand in this direction."""
+    if torch.compiler.is_compiling():
+        look_at_output_op(y, site, operand, columnwise)
+    elif not _is_virtual(y):
+        _look_at_output(y, site, operand, columnwise)
+
+
+def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
+    plan, row = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
+    if plan is not None and plan.observing and torch._C._current_graph_task_id() == -1:
+        plan.guard.run("probe", plan.note_probe, row, y)
+    return y.new_empty((0,))
+
+
+look_at_probe_op = torch.library.custom_op("fp8watch::look_at_probe", mutates_args=())(_look_at_probe)
+
+
+@look_at_probe_op.register_fake
+def _(y: Tensor, site: Tensor) -> Tensor:
+    return y.new_empty((0,))
+
+
+def look_at_probe(y: Tensor, site: Tensor) -> None:
+    """Look at what a probed module put out."""
+    if torch.compiler.is_compiling():
+        look_at_probe_op(y, site)
+    elif not _is_virtual(y):
+        _look_at_probe(y, site)
+
+
+def look_at_logits(x: Tensor, site: Tensor, fqn: str) -> None:
+    """Keep the largest attention logit of a module in this step."""
+    plan = _plans.get(int(site) >> 32)
+    if plan is None or not plan.observing or not plan.sampled or _is_virtual(x):
+        return
+    if torch._C._current_graph_task_id() == -1:
+        plan.guard.run("logits", plan.note_logits, fqn, x)
+
+
+def _is_virtual(y: Tensor) -> bool:
+    """Whether a tensor has no values of its own: inside torch.func's transforms, traced, or on device meta."""
+    return type(y) not in _PLAIN or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
+
+
+def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
+    plan = _plans.get(int(site) >> 32)
+    if plan is not None and torch._C._current_graph_task_id() == -1:
+        plan.saw_root(grad=grad)
+        if plan.slab is not None and len(plan.losses) < MAX_LOSSES:
+            plan.losses.append(loss.detach().clone())
+            plan.losses_add_up |= adds_up
+    return loss.new_empty((0,))
+
+
+note_loss = torch.library.custom_op("fp8watch::note_loss", mutates_args=())(_note_loss)
+
+
+@note_loss.register_fake
+def _(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
+    return loss.new_empty((0,))
+
+
+def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
+    plan = _plans.get(int(site) >> 32)
+    if plan is not None and torch._C._current_graph_task_id() == -1:
+        plan.passes.forward_ended(grad=grad)
+        plan.saw_root(grad=grad)
+    return after.new_empty((0,))
+
+
+forward_ended = torch.library.custom_op("fp8watch::forward_ended", mutates_args=())(_forward_ended)
+
+
+@forward_ended.register_fake
+def _(after: Tensor, site: Tensor, grad: bool) -> Tensor:
+    return after.new_empty((0,))
+
+
+def root_returned(output: Any, site: Tensor, grad: bool) -> None:
+    """The model returned something that is no loss."""
+    if torch.compiler.is_compiling():
+        found = first_tensor(output)
+        forward_ended(site if found is None else found.detach(), site, grad)
+    else:
+        _forward_ended(site, site, grad)
+
+
+def _keep_side_effects() -> None:
+    ops: Any = torch.ops.fp8watch
+    for op in (
+        ops.observe.default,
+        ops.note_loss.default,
+        ops.forward_ended.default,
+        ops.quantize_dequantize.default,
+        ops.quantize_codes.default,
+        ops.look_at_output.default,
+        ops.look_at_probe.default,
+    ):
+        torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
+
+
+_keep_side_effects()

@@ -1,0 +1,55 @@
+"""Gradients that cannot be differentiated again, and say so.
+
+Upstream:   fp8watch.layers.fp8_linear, fp8watch.layers.scaled_linear     Downstream: (autograd)
+Shapes:     any, unchanged     Thread: autograd's
+
+A rounded operand has no derivative of use. Without a word, a gradient penalty would lose the part of its gradient that
+goes through the quantised operands, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+"""What makes autograd follow a gradient although nothing that it was made from requires one."""
+
+
+_REFUSAL = (
+    "the gradient of a Linear that computes in FP8 is differentiated again (create_graph=True, nested torch.func.grad): "
+    "quantised operands have no second derivative; leave this Linear out with filter_fn, or use recipe='observe'"
+)
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, anchor: Tensor) -> Tensor:
+        alias: Tensor = torch.ops.aten._unsafe_view.default(grad, grad.shape)
+        return alias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(_REFUSAL)
+
+
+def once_only(grad: Tensor | None) -> Tensor | None:
+    """The gradient itself; where a graph of the backward is made, one that refuses to be differentiated.
+
+    Raises:
+        RuntimeError: transforms of torch.func are nested, whose outer one would differentiate it.
+    """
+    if grad is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grad
+    if len(torch._C._functorch.get_interpreter_stack() or ()) > 1:
+        raise RuntimeError(_REFUSAL)
+    refused: Tensor = _Once.apply(grad, _ANCHOR)  # type: ignore[no-untyped-call]
+    return refused

@@ -1,0 +1,298 @@
+"""The three GEMMs of a Linear in FP8, and which site feeds which.
+
+Upstream:   fp8watch.session.attach            Downstream: fp8watch.layers.custom_ops, fp8watch.layers.scaled_linear
+Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
+Thread:     training, and autograd's
+
+    GEMM    reads (tiles: blockwise)                     gives
+    fprop   input rowwise 1×128, weight 128×128          y [M, N]
+    dgrad   grad_output rowwise 1×128, weight 128×128    grad of input [M, K]
+    wgrad   grad_output columnwise, input columnwise     grad of weight [N, K]
+
+An operand is shared where its rowwise and columnwise copies have the same codes and scales, as a 128×128 weight has:
+then one quantisation feeds both GEMMs. Under per-tensor recipes every operand is, under mxfp8 none.
+The emulated path multiplies dequantised operands in float32 (within 3e-7 of float64, five orders below the
+quantisation itself), adds the bias in float32, and casts last.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8watch.kernels import emulated_gemm
+from fp8watch.layers.custom_ops import (
+    is_eager,
+    look_at_output,
+    observe,
+    observe_forward,
+    quantize_dequantize,
+    rows_by_columns,
+)
+from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.scaled_linear import Formats, ScaledLinear
+from fp8watch.layers.shadow_gemm import shadow_gemm
+from fp8watch.numerics.operand_checks import OPERAND_DTYPES
+from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, WEIGHT
+
+SITE_KEY = "_fp8watch_site"
+OBSERVE_KEY = "_fp8watch_observe"
+SHADOW_KEY = "_fp8watch_shadow"
+SHARED_KEY = "_fp8watch_shared"
+SCALED_KEY = "_fp8watch_scaled"
+_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY, SHARED_KEY, SCALED_KEY)
+
+Shared = tuple[bool, bool, bool]
+"""Of input, weight, grad_output: whether one quantisation serves both directions."""
+
+BLOCKWISE: Shared = (False, True, False)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """y = x·wᵀ + b with every operand quantised. Saved for backward: the dequantised operands that backward reads."""
+
+    @staticmethod
+    def forward(
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        site: Tensor,
+        count: bool,
+        dgrad: bool,
+        wgrad: bool,
+        shadow: bool,
+        shared: Shared,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x_MK.device.type, enabled=False):
+            xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad and not shared[INPUT])
+            wr, wc = quantize_dequantize(weight_NK, site, WEIGHT, count, True, dgrad and not shared[WEIGHT])
+            y = emulated_gemm.fprop(xr, wr, bias_N, x_MK.dtype)
+            if count:
+                look_at_output(y, site, INPUT, False)
+            if shadow:
+                shadow_gemm(y, xr, wr.t(), bias_N, site, INPUT, False)
+            return y, (xr if shared[INPUT] and wgrad else xc), (wr if shared[WEIGHT] else wc)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, weight, bias, site, count, dgrad, wgrad, shadow, shared = inputs
+        _, xc, wc = output
+        ctx.mark_non_differentiable(xc, wc)
+        ctx.save_for_backward(xc, wc, site)
+        ctx.count, ctx.dgrad, ctx.wgrad, ctx.shadow, ctx.shared = count, dgrad, wgrad, shadow, shared[GRAD_OUTPUT]
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        xc, wc, site = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dgrad, wgrad = ctx.needs_input_grad[0] and ctx.dgrad, ctx.needs_input_grad[1] and ctx.wgrad
+        dx = dw = db = None
+        with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
+            if dgrad or wgrad:
+                rowwise, columnwise = dgrad or ctx.shared, wgrad and not ctx.shared
+                gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, rowwise, columnwise)
+                gc = gr if ctx.shared else gc
+                if dgrad:
+                    dx = emulated_gemm.dgrad(gr, wc, x_dtype)
+                    if ctx.count:
+                        look_at_output(dx, site, GRAD_OUTPUT, False)
+                    if ctx.shadow:
+                        shadow_gemm(dx, gr, wc, None, site, GRAD_OUTPUT, False)
+                if wgrad:
+                    dw = emulated_gemm.wgrad(gc, xc, weight_dtype)
+                    if ctx.count:
+                        look_at_output(dw, site, GRAD_OUTPUT, True)
+                    if ctx.shadow:
+                        shadow_gemm(dw, gc.t(), xc, None, site, GRAD_OUTPUT, True)
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            with torch.autocast(grad_MN.device.type, enabled=False):
+                db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
+        return once_only(dx), once_only(dw), db, None, None, None, None, None, None
+
+
+class _ObserveOutput(torch.autograd.Function):
+    """Identity in both directions; backward shows the gradient to its sites and passes it on untouched. For graphs that
+    are compiled or transformed; in eager mode a hook on the output does that."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, site: Tensor, dgrad: bool, wgrad: bool) -> Tensor:
+        # the same memory, but no view to autograd, which would forbid what follows in place, such as ReLU(inplace=True)
+        alias: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape)
+        return alias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.directions = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (site,) = ctx.saved_tensors
+        observe(rows_by_columns(grad.detach()), site, GRAD_OUTPUT, *ctx.directions)
+        return grad, None, None, None
+
+
+def _check(x: Tensor, weight: Tensor, autocast: bool) -> None:
+    """Refuse what F.linear refuses, in words; everything else has a right result.
+
+    Raises:
+        RuntimeError, as F.linear does: a dtype that is not quantised, or one that differs from the weight's outside of
+            autocast; features, devices or layout that do not fit the weight's.
+    """
+    if x.dtype not in OPERAND_DTYPES:
+        raise RuntimeError(
+            f"input has dtype {x.dtype}: must be float32, bfloat16 or float16; cast it first, e.g. x.float()"
+        )
+    if x.is_nested or x.layout != torch.strided:
+        raise RuntimeError("input is a nested or sparse tensor: must be dense; pad it, or use recipe='observe'")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"input has shape {tuple(x.shape)}, the weight {tuple(weight.shape)}: the input's last dimension must be "
+            f"{weight.shape[1]}, the weight's in_features"
+        )
+    if x.dtype != weight.dtype and not autocast:
+        raise RuntimeError(
+            f"input has dtype {x.dtype}, the weight {weight.dtype}: must be equal outside of autocast; cast the input "
+            "or use torch.autocast"
+        )
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: Tensor,
+    *,
+    count: bool,
+    shadow: bool = False,
+    shared: Shared = BLOCKWISE,
+    scaled: Formats | None = None,
+) -> Tensor:
+    """`F.linear` on the FP8 path of a site, for any leading shape.
+
+    Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
+    quantised from its own precision. `count` says whether the call enters the statistics, `shadow` whether its GEMMs
+    are held against float64 on sampled rows, `shared` which operands one quantisation serves in both directions,
+    `scaled` the formats of operands whose codes are multiplied by torch._scaled_mm.
+
+    Raises:
+        RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
+    """
+    if x.device != weight.device:
+        raise RuntimeError(
+            f"input is on {x.device}, the weight on {weight.device}: must be on one device; move the input"
+        )
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast and x.dtype in OPERAND_DTYPES:
+        x = x.to(torch.get_autocast_dtype(device))
+    _check(x, weight, autocast)
+    wgrad = weight.requires_grad and torch.is_grad_enabled()
+    rows = rows_by_columns(x)
+    dgrad = x.requires_grad and torch.is_grad_enabled()
+    if scaled is not None and x.numel():
+        product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
+        return product.reshape(*x.shape[:-1], weight.shape[0])
+    y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, site, count, dgrad, wgrad, shadow, shared
+    )
+    out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
+    return out
+
+
+class WatchedLinear(nn.Linear):
+    """Mixin that `attach` puts over the class of a Linear. Parameters, hooks, names and state_dict stay as they are.
+
+    Without its site (after detach, in a copy, in a loaded pickle) it is the plain Linear again.
+    """
+
+    _fp8watch_base: type[nn.Linear]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        site = self.__dict__.get(SITE_KEY)
+        if site is None:
+            return F.linear(input, self.weight, self.bias)
+        if not self.__dict__[OBSERVE_KEY]:
+            shadow = SHADOW_KEY in self.__dict__
+            shared, scaled = self.__dict__[SHARED_KEY], self.__dict__.get(SCALED_KEY)
+            return fp8_linear(
+                input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared, scaled=scaled
+            )
+        y = F.linear(input, self.weight, self.bias)
+        if not self.training or input.is_nested or input.layout != torch.strided:
+            return y
+        if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
+            return y
+        if is_eager(y, input, self.weight):
+            observe_forward(input, self.weight, y, site)
+            return y
+        grad = torch.is_grad_enabled()
+        wgrad = self.weight.requires_grad and grad
+        observe(rows_by_columns(input.detach()), site, INPUT, True, wgrad)
+        observe(self.weight.detach(), site, WEIGHT, True, False)
+        look_at_output(y.detach(), site, INPUT, False)
+        if y.requires_grad:
+            out: Tensor = _ObserveOutput.apply(y, site, input.requires_grad, wgrad)  # type: ignore[no-untyped-call]
+            return out
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
+        own = getattr(self, "__getstate__", None)  # objects have one from Python 3.11 on, and a class may have its own
+        state = self.__dict__ if own is None else own()
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k not in _KEYS}
+        return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
+
+
+_classes: dict[type[nn.Linear], type[WatchedLinear]] = {}
+
+
+def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
+    """The watched subclass of a Linear's own class, made once."""
+    got = _classes.get(base)
+    if got is None:
+        namespace = {"_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+        got = type(base.__name__, (WatchedLinear, base) if base is not nn.Linear else (WatchedLinear,), namespace)
+        _classes[base] = got
+    return got
+
+
+def take_over(
+    module: nn.Linear, site: Tensor, *, observe_only: bool, shared: Shared = BLOCKWISE, scaled: Formats | None = None
+) -> None:
+    """Put a Linear on its site, in place. `shared` and `scaled` are constants: compiled code is made for them."""
+    module.__dict__[SITE_KEY] = site
+    if scaled is not None:
+        module.__dict__[SCALED_KEY] = scaled
+    module.__dict__[SHARED_KEY] = shared
+    module.__dict__[OBSERVE_KEY] = observe_only
+    if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
+        module.__class__ = watched_class(type(module))
+
+
+def release(module: nn.Module) -> None:
+    """Undo `take_over`. When another class came on top since, the class stays and only the site goes."""
+    for key in _KEYS:
+        module.__dict__.pop(key, None)
+    cls = type(module)
+    if "_fp8watch_base" in cls.__dict__:
+        module.__class__ = cls.__dict__["_fp8watch_base"]
+
+
+def switch_shadow(modules: Iterable[nn.Module], first_rows: set[int]) -> None:
+    """Hold the GEMMs of the Linears with these first rows against a shadow, and those of the others no longer."""
+    for module in modules:
+        site = module.__dict__.get(SITE_KEY)
+        module.__dict__.pop(SHADOW_KEY, None)
+        if site is not None and int(site) & 0xFFFFFFFF in first_rows:
+            module.__dict__[SHADOW_KEY] = True

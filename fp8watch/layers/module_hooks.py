@@ -1,0 +1,98 @@
+"""Forward hooks: what the model and its probed modules return, handed to the custom ops.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.layers.custom_ops
+Thread:     training
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch.layers.custom_ops import forward_ended, look_at_logits, look_at_probe, note_loss, root_returned
+from fp8watch.observer.pass_counter import first_tensor
+from fp8watch_agent.guard import Guard
+
+
+class Watched(Protocol):
+    """What a hook needs of the watch that it belongs to."""
+
+    guard: Guard
+
+
+class ForwardEnd:
+    """Forward hook of the root module. A copy or a pickle of the model gets a hook of the standard library that does
+    nothing, so that files load without fp8watch."""
+
+    def __init__(self, site: Tensor) -> None:
+        self._site = site
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if module.training:
+            found = first_tensor(output)
+            forward_ended(self._site if found is None else found.detach(), self._site, torch.is_grad_enabled())
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class LossHook:
+    """Forward hook of the root module, with keyword arguments: its loss, or else that it returned. A copy or a pickle of
+    the model gets a hook of the standard library that does nothing, so that files load without fp8watch and copies report
+    to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
+
+    def __init__(self, watch: Watched, site: Tensor) -> None:
+        self._watch, self._site = watch, site
+
+    def __call__(self, module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if module.training:
+            self._watch.guard.run("loss", self._look, kwargs, output)
+
+    def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
+        grad = torch.is_grad_enabled()
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            # given the tokens of the whole step, a model divides by them: what it returns are shares, to be added
+            note_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
+            return
+        root_returned(output, self._site, grad)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ProbeHook:
+    """Forward hook of a probed module. A copy or a pickle of the model gets a hook of the standard library that does
+    nothing, so that files load without fp8watch and copies write into no slab."""
+
+    def __init__(self, site: Tensor) -> None:
+        self._site = site
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if module.training:
+            y = first_tensor(output)
+            if y is not None and y.is_floating_point():
+                look_at_probe(y.detach(), self._site)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class LogitHook:
+    """Forward hook of an nn.Softmax in attention: the largest of what it read."""
+
+    def __init__(self, site: Tensor, fqn: str) -> None:
+        self._site, self._fqn = site, fqn
+
+    def __call__(self, module: nn.Module, args: Any, _output: Any) -> None:
+        if module.training and args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():
+            look_at_logits(args[0].detach(), self._site, self._fqn)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,99 @@
+"""A Linear whose three GEMMs multiply codes: torch._scaled_mm, blockwise, chosen by `attach(gemm="scaled_mm")`.
+
+Upstream:   fp8watch.layers.fp8_linear            Downstream: fp8watch.layers.custom_ops, fp8watch.kernels.scaled_mm
+Shapes:     x [M, K], weight [N, K], bias [N] -> y [M, N]
+Thread:     training, and autograd's
+
+Saved for backward are codes and scales: one byte an element of input and weight where the emulated path keeps four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8watch.kernels import scaled_mm
+from fp8watch.kernels.reference import dequantize
+from fp8watch.kernels.scaled_mm import Codes
+from fp8watch.layers.custom_ops import look_at_output, quantize_codes
+from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.shadow_gemm import shadow_gemm
+from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, WEIGHT
+
+ROW, COLUMN, BLOCK = (1, 128), (128, 1), (128, 128)
+Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Dtypes of the codes of input, weight and grad_output."""
+
+
+class ScaledLinear(torch.autograd.Function):
+    """y = x·wᵀ + b from codes."""
+
+    @staticmethod
+    def forward(
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        site: Tensor,
+        count: bool,
+        wgrad: bool,
+        shadow: bool,
+        formats: Formats,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        with torch.autocast(x_MK.device.type, enabled=False):
+            xr, xr_scale, xc, xc_scale = quantize_codes(x_MK, site, INPUT, count, True, wgrad)
+            w, w_scale, _, _ = quantize_codes(weight_NK, site, WEIGHT, count, True, False)
+            input, weight = _codes(xr, xr_scale, formats[INPUT]), _codes(w, w_scale, formats[WEIGHT])
+            y = scaled_mm.fprop(input, weight, bias_N, x_MK.dtype)
+            if count:
+                look_at_output(y, site, INPUT, False)
+            if shadow:
+                shadow_gemm(y, _values(input, ROW), _values(weight, BLOCK).t(), bias_N, site, INPUT, False)
+            return y, xc, xc_scale, w, w_scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, site, count, wgrad, shadow, formats = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:], site)
+        ctx.count, ctx.wgrad, ctx.shadow, ctx.formats = count, wgrad, shadow, formats
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        xc, xc_scale, w, w_scale, site = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        of_input, of_weight, of_grad = ctx.formats
+        dgrad, wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and ctx.wgrad
+        dx = dw = db = None
+        with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
+            if dgrad or wgrad:
+                gr, gr_scale, gc, gc_scale = quantize_codes(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
+                if dgrad:
+                    grad, weight = _codes(gr, gr_scale, of_grad), _codes(w, w_scale, of_weight)
+                    dx = scaled_mm.dgrad(grad, weight, x_dtype)
+                    if ctx.count:
+                        look_at_output(dx, site, GRAD_OUTPUT, False)
+                    if ctx.shadow:
+                        shadow_gemm(dx, _values(grad, ROW), _values(weight, BLOCK), None, site, GRAD_OUTPUT, False)
+                if wgrad:
+                    grad, input = _codes(gc, gc_scale, of_grad), _codes(xc, xc_scale, of_input)
+                    dw = scaled_mm.wgrad(grad, input, weight_dtype)
+                    if ctx.count:
+                        look_at_output(dw, site, GRAD_OUTPUT, True)
+                    if ctx.shadow:
+                        a = _values(grad, COLUMN).t()
+                        shadow_gemm(dw, a, _values(input, COLUMN), None, site, GRAD_OUTPUT, True)
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            with torch.autocast(grad_MN.device.type, enabled=False):
+                db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
+        return once_only(dx), once_only(dw), db, None, None, None, None, None
+
+
+def _codes(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Codes:
+    return Codes(data.view(dtype), scale_inv)
+
+
+def _values(codes: Codes, tile: tuple[int, int]) -> Tensor:
+    return dequantize(codes.data, codes.scale_inv, tile)

@@ -1,0 +1,1 @@
+"""What everything else computes with: formats, checks of operands, statistics of tiles. Imports nothing of ours."""

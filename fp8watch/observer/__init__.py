@@ -1,0 +1,1 @@
+"""What one attach observes at run time: which rows, in which pass, by which checks."""

@@ -1,0 +1,209 @@
+"""How much of a model's GEMMs is observed, estimated from shapes, and what is not: each parameter with its share.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.start
+Shapes:     a weight of N elements -> 2·N FLOPs a token; of E experts of which k see a token, k/E of that
+Thread:     training, once
+
+Attention multiplies activations with each other: those products have no weight, and are not in the estimate. Nor is a
+lookup in an embedding, which is no GEMM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from fp8watch.observer.probes import is_norm
+from fp8watch_agent.roles import ROUTER, pattern, role_of
+
+NAMED_ON_LINE = 4
+MAX_FACT_CHARS = 2000
+_NO_GEMM = re.compile(r"embed|pos|token|bias|norm|scale|_log$", re.IGNORECASE)
+_TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """GEMM weights that attach does not take over, those of all layers together."""
+
+    name: str
+    what: str
+    share: float  # of the model's GEMM FLOPs
+    at_most: bool  # experts of which nobody says how many see a token
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.what}, {'up to ' if self.at_most else ''}{percent(self.share)})"
+
+
+@dataclass
+class Coverage:
+    """What part of the GEMM FLOPs is observed, and what else there is besides the Linears that were left out."""
+
+    observed: float | None = None  # None: there is no GEMM
+    not_taken: list[NotTaken] = field(default_factory=list)
+
+    def line(self) -> str | None:
+        """For the line that attach prints; None where there is nothing to say."""
+        if self.observed is None or (self.observed >= 0.995 and not self.not_taken):
+            return None
+        least = "at least " if any(n.at_most for n in self.not_taken) else ""
+        text = f"observing {least}{percent(self.observed)} of the GEMM FLOPs"
+        if self.not_taken:
+            rest = self.not_taken[NAMED_ON_LINE:]
+            more = f" and {len(rest)} more ({percent(sum(n.share for n in rest))})" if rest else ""
+            text += f"; not taken: {', '.join(map(str, self.not_taken[:NAMED_ON_LINE]))}{more}"
+        return text
+
+    def facts(self) -> dict[str, str | float]:
+        """For the session."""
+        if self.observed is None:
+            return {}
+        out = ""
+        for item in map(str, self.not_taken):
+            if len(out) + len(item) > MAX_FACT_CHARS:
+                break
+            out += f"{'; ' if out else ''}{item}"
+        return {"gemm_flops_observed": round(self.observed, 4), "not_taken": out}
+
+
+def percent(share: float) -> str:
+    """A share of the whole; what is there is never 0 %, and what lacks something never 100 %."""
+    if 0 < share < 0.01:
+        return "<1 %"
+    return "99 %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    what: str
+    flops: float
+    at_most: bool = False
+
+
+def coverage(named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module]) -> Coverage:
+    """What of a model is observed.
+
+    Args:
+        named: its modules under the names that sites have.
+        taken: Linears that were taken over, and modules that are observed as they are.
+    """
+    modules: dict[str, list[nn.Module]] = {}
+    for fqn, module in named:  # a wrapper has the name of what it wraps
+        modules.setdefault(fqn, []).append(module)
+    whole = {id(m): m for m in taken}
+    seen: set[int] = set()
+    observed = left = 0.0
+    others: list[_Weight] = []
+    for fqn, module in named:
+        if id(module) in seen:
+            continue
+        if id(module) in whole:
+            seen.update(id(m) for m in module.modules())
+            scale, _ = _share_of_tokens(fqn, module, 2, modules)
+            observed += sum(2.0 * scale * _numel(p) for p in module.parameters() if len(_shape(p)) >= 2)
+        elif isinstance(module, nn.Linear):
+            seen.update(id(m) for m in module.modules())
+            scale, _ = _share_of_tokens(fqn, module, 2, modules)
+            left += 2.0 * scale * module.in_features * module.out_features
+        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_norm(module):
+            seen.update(id(m) for m in module.modules())
+        else:
+            others += _weights_of(fqn, module, modules, seen)
+    total = observed + left + sum(w.flops for w in others)
+    if not total:
+        return Coverage()
+    return Coverage(observed / total, _grouped(others, total))
+
+
+def _weights_of(
+    fqn: str, module: nn.Module, modules: Mapping[str, list[nn.Module]], seen: set[int]
+) -> Iterator[_Weight]:
+    """Parameters of a module's own that some GEMM must read."""
+    for name, p in module.named_parameters(recurse=False):
+        shape = _shape(p)
+        if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
+            continue
+        if name != "weight" and _NO_GEMM.search(name):
+            continue
+        seen.add(id(p))
+        kind, dims = type(module).__name__, f"[{', '.join(map(str, shape))}]"
+        scale, at_most = _share_of_tokens(fqn, module, len(shape), modules, shape[0])
+        if name != "weight":
+            what, called = f"{len(shape)}-D parameter {dims}", f"{fqn}.{name}".lstrip(".")
+        else:
+            routes = role_of(fqn) == ROUTER or "router" in kind.lower()
+            what, called = f"{ROUTER if routes else kind} {dims}", fqn or name
+        yield _Weight(called, what, 2.0 * scale * _numel(p), at_most)
+
+
+def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:
+    """Layers put together, the largest first."""
+    groups: dict[tuple[str, str], list[_Weight]] = {}
+    for w in weights:
+        groups.setdefault((pattern(w.name), w.what), []).append(w)
+    found = [
+        NotTaken(
+            of[0].name if len(of) == 1 else name, what, sum(w.flops for w in of) / total, any(w.at_most for w in of)
+        )
+        for (name, what), of in groups.items()
+    ]
+    return sorted(found, key=lambda n: -n.share)
+
+
+def _shape(p: Any) -> tuple[int, ...]:
+    """Of the whole parameter; DeepSpeed keeps that beside the part that is here."""
+    return () if isinstance(p, UninitializedParameter) else tuple(getattr(p, "ds_shape", p.shape))
+
+
+def _numel(p: Any) -> int:
+    n = 1
+    for size in _shape(p):
+        n *= size
+    return n
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def _share_of_tokens(
+    fqn: str, module: nn.Module, num_dims: int, modules: Mapping[str, list[nn.Module]], num_first: int = 0
+) -> tuple[float, bool]:
+    """Of the tokens, how many one weight of routed experts sees, and whether that is only the most it can be."""
+    parts = fqn.split(".") if fqn else []
+    if not any("expert" in part.lower() for part in (*parts, type(module).__name__)) or "shared" in fqn:
+        return 1.0, False
+    above = [m for n in range(len(parts), -1, -1) for m in modules.get(".".join(parts[:n]), ())]
+    numbered = _NUMBERED_EXPERT.search(fqn)
+    if numbered:
+        containers = modules.get(fqn[: numbered.end(1)], ())
+        num_experts: int | None = max((sum(1 for _ in m.children()) for m in containers), default=0)
+    elif num_dims >= 3:
+        num_experts = num_first
+    else:
+        num_experts = _said(above, _NUM_EXPERTS)
+        if not num_experts:
+            return 1.0, False
+    top_k = _said(above, _TOP_K)
+    if not top_k or not num_experts:
+        return 1.0, True
+    return min(1.0, top_k / num_experts), False
+
+
+def _said(above: Iterable[nn.Module], names: Sequence[str]) -> int | None:
+    """What the module, those around it, or their configurations call by one of these names."""
+    for module in above:
+        config = getattr(module, "config", None)
+        for source in (module, config, getattr(config, "text_config", None)):
+            for name in names:
+                value = getattr(source, name, None)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+    return None

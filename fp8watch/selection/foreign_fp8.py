@@ -1,0 +1,85 @@
+"""Whether a model computes in FP8 already, by somebody else's modules: then nothing of it is converted unasked.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules
+Thread:     training, once
+
+The Linears that such a model keeps in high precision (adapters, projectors, heads) were left there by its owner. Told by
+names and dtypes; nothing of Transformer Engine or torchao is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import torch
+from torch import nn
+
+from fp8watch.integrations.te_modules import kind_of, unseen
+from fp8watch.selection.module_filter import LeftOut
+
+_FP8_NAME = re.compile(r"fp8|float8|fp4|float4|mx_?linear|mxfp", re.IGNORECASE)
+_WRAPPERS = ("torchao.", "transformer_engine.")
+
+
+def foreign_fp8(model: nn.Module) -> str | None:
+    """What of a model computes in FP8 already, as "transformer_engine.pytorch.Linear, 12 of them"; None: nothing does.
+
+    Counted are Linears of Transformer Engine, modules of torchao and others with FP8 in the name of their class,
+    parameters that a library of quantised tensors wraps, and parameters and buffers of a float8 dtype.
+    """
+    found: Counter[str] = Counter()
+    operations = {fqn for fqn, _ in unseen(model.named_modules())}
+    for fqn, module in model.named_modules():
+        cls = type(module)
+        if cls.__module__.split(".")[0] == "fp8watch":
+            continue
+        kind = kind_of(module)
+        if kind is not None:
+            found[f"transformer_engine.pytorch.{kind}"] += 1
+        elif fqn in operations:
+            found[f"transformer_engine.pytorch.ops.{cls.__name__}"] += 1
+        elif _FP8_NAME.search(cls.__name__) and "linear" in cls.__name__.lower() and not _holds_linears(module):
+            found[f"{cls.__module__.split('.')[0]} {cls.__name__}"] += 1
+        elif not any(fqn.startswith(f"{name}.") for name in operations):
+            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            found.update(name for name in {_tensor(t) for t in held} if name is not None)
+    if not found:
+        return None
+    (first, count), *others = found.most_common()
+    more = f", {sum(n for _, n in others)} of other kinds" if others else ""
+    return f"{first}, {count} of them{more}" if count > 1 or others else first
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    """Whether it is a model of Linears rather than one: what wraps a single Linear may be one itself."""
+    return sum(isinstance(m, nn.Linear) for m in module.modules() if m is not module) > 1
+
+
+def left_as_it_is(found: str, num_linears: int) -> str:
+    """What attach prints of such a model."""
+    rest = ""
+    if num_linears:
+        s, them = ("s", "them") if num_linears != 1 else ("", "it")
+        they = "they are" if num_linears != 1 else "it is"
+        rest = f", {num_linears} Linear{s} observed as {they}; recipe='blockwise' to convert {them}"
+    return f"model computes in FP8 already ({found}): nothing is converted{rest}"
+
+
+def leave_wrapped(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> None:
+    """Move Linears whose weight another library wraps to `left_out`: their product is not the one of torch."""
+    for fqn, module in list(linears):
+        wrapper = _tensor(module.weight)
+        if wrapper is not None:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, f"weight is {wrapper}"))
+
+
+def _tensor(tensor: torch.Tensor) -> str | None:
+    """What makes a parameter or buffer one of FP8: the library that wraps it, or its dtype."""
+    data = tensor.data
+    for part in (tensor, data, getattr(data, "_local_tensor", None)):
+        if part is not None and type(part).__module__.startswith(_WRAPPERS):
+            return f"{type(part).__module__.split('.')[0]} {type(part).__name__}"
+    dtype = str(data.dtype).removeprefix("torch.")
+    return dtype if dtype.startswith("float8") else None

@@ -1,0 +1,120 @@
+"""The precision map: which Linears go on the FP8 path, and for each other one the reason why not.
+
+FP8: QKV, attention output, MLP, expert Linears. High precision: embeddings, output head, router and gate, norms.
+After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice. Which is which: see roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
+from fp8watch.selection.module_roles import roles
+from fp8watch_agent.roles import pattern
+
+FilterFn = Callable[[nn.Module, str], "bool | None"]
+"""(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
+
+WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_ENGINES = frozenset({"DeepSpeedEngine", "PipelineEngine"})
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+MULTIPLE = 16
+WATCHED = "watched already by another attach"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A Linear-like module that stays as it is, and why."""
+
+    fqn: str
+    reason: str
+
+
+def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
+    """Linears to take over, in the order of the model's modules, and those left out.
+
+    Raises:
+        TypeError: `filter_fn` is not callable, or returned something else than a bool.
+    """
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn={filter_fn!r}: must be a function (module, fqn) -> bool")
+    named = list(named_modules(model))
+    role_of = roles(named)
+    gathered = _gathered_by_fsdp(model)
+    taken: list[tuple[str, nn.Linear]] = []
+    left: list[LeftOut] = []
+    for fqn, module in named:
+        if type(module).__module__.startswith("transformer_engine"):
+            continue  # observed as it is, or told of, by attach
+        if not isinstance(module, nn.Linear):
+            continue
+        reason: str | None = None
+        wanted: bool | None = None
+        if SITE_KEY in module.__dict__:
+            reason = WATCHED
+        elif type(module).forward not in (nn.Linear.forward, WatchedLinear.forward) or "forward" in module.__dict__:
+            reason = f"own forward ({type(module).__name__})"
+        elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            reason = "never called by MultiheadAttention, which reads its weight"
+        elif isinstance(module.weight, nn.parameter.UninitializedParameter):
+            reason = "lazy: run one batch first"
+        elif type(module.weight.data).__name__ == "DTensor" and id(module.weight) not in gathered:
+            reason = "DTensor weight (tensor parallel): not taken over by this version"
+        elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
+            reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
+        elif filter_fn is not None:
+            wanted = filter_fn(module, fqn)
+            if not isinstance(wanted, bool | None):
+                raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True, False or None (default)")
+        if reason is None and wanted is None:
+            reason = role_of.get(id(module))
+        elif reason is None and not wanted:
+            reason = "filter_fn"
+        if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+            reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
+        if reason is None:
+            taken.append((fqn, module))
+        else:
+            left.append(LeftOut(fqn, reason))
+    return taken, left
+
+
+def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
+    """The same module of several layers as one."""
+    groups: dict[tuple[str, str], list[LeftOut]] = {}
+    for m in left_out:
+        groups.setdefault((pattern(m.fqn), m.reason), []).append(m)
+    return [of[0] if len(of) == 1 else LeftOut(name, reason) for (name, reason), of in groups.items()]
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules by the names they have without compile, checkpoint and data-parallel wrappers around them: the same
+    Linears are taken, under the same names, wherever in a script attach stands."""
+    plain = {"": ""}  # name with wrappers -> name without
+    for fqn, module in model.named_modules():
+        if fqn:
+            parent, _, name = fqn.rpartition(".")
+            wraps = name in WRAPPED_NAMES or (name == "module" and _wraps(model.get_submodule(parent)))
+            plain[fqn] = plain[parent] if wraps else f"{plain[parent]}.{name}".lstrip(".")
+        yield plain[fqn], module
+
+
+def _wraps(module: nn.Module) -> bool:
+    """Whether it holds the whole model as `.module`, and does nothing of its own to it."""
+    return isinstance(module, _PARALLEL) or type(module).__name__ in _ENGINES
+
+
+def _gathered_by_fsdp(model: nn.Module) -> set[int]:
+    """Ids of the parameters that FSDP2 shards, and gathers to plain tensors before forward reads them."""
+    ids: set[int] = set()
+    for module in model.modules():
+        if any(c.__name__ == "FSDPModule" for c in type(module).__mro__):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.12: one
+            # a parameter that was a DTensor before, of tensor parallelism, is gathered to that
+            ids.update(id(p.sharded_param) for g in groups if g for p in g.fsdp_params if not p.is_dtensor)
+    return ids

@@ -1,0 +1,36 @@
+"""What attach refuses: each value with the rule that it breaks and the remedy.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.sampling_schedule
+Thread:     training, once
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+
+def check_arguments(
+    every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None
+) -> tuple[str, int]:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
+    if not isinstance(start_step, int) or start_step < 0:
+        raise ValueError(f"start_step={start_step!r}: must be a whole number, 0 or more")
+    if budget is not None and not 0 <= budget <= 1:
+        raise ValueError(f"overhead_budget={budget!r}: must be a share of the step from 0 to 1, or None")
+    if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
+        raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
+    if tile_maps in ("triggered", "all"):
+        return tile_maps, 0
+    got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None
+    if got is None:
+        raise ValueError(f"tile_maps={tile_maps!r}: must be 'triggered', 'all' or 'every:N' with N ≥ 1")
+    return "every", int(got[1])
+
+
+def check_url(url: str) -> str:
+    parts = urlsplit(url) if isinstance(url, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"collector={url!r}: must be a URL such as http://127.0.0.1:8420")
+    return url

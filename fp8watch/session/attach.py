@@ -1,0 +1,393 @@
+"""Find the Linears of a model, put them on the FP8 path, and return a Watch.
+
+Upstream:   (the model)                Downstream: fp8watch.layers.fp8_linear, fp8watch.session.step_boundary
+Thread:     training, once
+
+A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held
+elsewhere, torch.compile, DDP and state_dict do not notice.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import quote
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8watch.integrations import te_modules
+from fp8watch.integrations.te_modules import TeModule
+from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.kernels import scaled_mm
+from fp8watch.kernels.registry import Backend, resolve
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import release, take_over
+from fp8watch.layers.module_hooks import ForwardEnd, LogitHook, ProbeHook
+from fp8watch.layers.scaled_linear import Formats
+from fp8watch.numerics.formats import fp8_format
+from fp8watch.observer.plan import Plan, rows_of
+from fp8watch.observer.probes import Probe, softmaxes
+from fp8watch.observer.probes import select as select_probes
+from fp8watch.quantize.per_tensor import DelayedScale
+from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
+from fp8watch.recipe import OPERANDS, Recipe, resolve_recipe
+from fp8watch.selection.flop_coverage import Coverage, coverage
+from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
+from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
+from fp8watch.selection.module_roles import role_facts
+from fp8watch.session.arguments import check_arguments, check_url
+from fp8watch.session.identity import Identity, identify
+from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
+from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
+from fp8watch.session.start import start_recorder
+from fp8watch.session.step_optimizer import torch_optimizers
+from fp8watch.session.watch import Watch
+from fp8watch.sketch.slab import Slab
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.record import site_id
+from fp8watch_agent.recorder import Recorder
+from fp8watch_agent.settings import AgentSettings
+
+_states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
+"""Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
+
+
+def attach(
+    model: nn.Module,
+    *,
+    run: str | None = None,
+    recipe: object = None,
+    filter_fn: FilterFn | None = None,
+    every: int = 1,
+    tile_maps: str = "triggered",
+    overhead_budget: float | None = 0.01,
+    optimizer: object = None,
+    start_step: int = 0,
+    collector: str | None = None,
+    backend: str | None = None,
+    gemm: str = "emulated",
+    probes: Sequence[str] | None = None,
+    sites: Sequence[str] | None = None,
+    windows: Sequence[Window] | None = None,
+    hash_every: int = HASH_EVERY_STEPS,
+) -> Watch:
+    """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
+
+    Works in place and is reversible: `watch.detach()`, or use it as a context manager. Once attached, the observer
+    never raises and changes no number; the compute path raises like any module.
+
+    Args:
+        model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
+        run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
+        recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
+            "blockwise", "current", "delayed", "mxfp8", "observe" (leave the GEMMs as they are), a Recipe, or a recipe
+            object of Transformer Engine.
+        filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
+            and weights tied to an embedding.
+        every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
+            counts and scales are of each step.
+        tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
+        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
+            what is looked at in each step takes more by itself, they cost as much again as that. None switches that off.
+        optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
+            those that hold watched parameters, or copies of them.
+        start_step: number of the first step, from a checkpoint.
+        collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
+        backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
+        gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
+            torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
+        probes: whose outputs are looked at: "norms", "attention", names and shell patterns of modules; None: the first
+            two; []: none.
+        sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
+            such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
+        windows: (first step, step after the last) pairs; outside of them only the scalars of a step are sent. None:
+            all steps. For steps that are not known beforehand there are `watch.pause()` and `watch.resume()`.
+        hash_every: each so many steps all bits of the weights are hashed, so that the collector can tell which replica
+            differs; 0: never.
+
+    Raises:
+        TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
+    maps = check_arguments(every, tile_maps, overhead_budget, start_step, run)
+    optimizers = [] if optimizer is None else torch_optimizers(optimizer)
+    schedule = Schedule.checked(windows, hash_every)
+    settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
+    asked = recipe if recipe is not None else settings.recipe
+    foreign = foreign_fp8(model) if asked is None else None
+    chosen = resolve_recipe(asked if foreign is None else "observe")
+    guard = Guard()
+    session = uuid.uuid4().hex
+    identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
+
+    def say(text: str) -> None:
+        if identity.rank == 0:
+            sys.stderr.write(f"fp8watch: {text}\n")
+
+    def watch(
+        plan: Plan | None,
+        table: list[SiteTable],
+        recorder: Recorder | None,
+        hooks: Sequence[RemovableHandle] = (),
+        te: TeObserver | None = None,
+    ) -> Watch:
+        url = None
+        if recorder is not None and settings.collector is not None:
+            url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
+        try:
+            return Watch(
+                model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
+                tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
+                start_step=start_step, url=url, say=say, hooks=hooks, te=te,
+            )  # fmt: skip
+        except BaseException:  # nobody has a handle to detach
+            for hook in hooks:
+                hook.remove()
+            for module in plan.modules if plan is not None else ():
+                release(module)
+            if plan is not None:
+                custom_ops.remove_plan(plan)
+            raise
+
+    if settings.disabled == "1":
+        say("switched off by FP8WATCH_DISABLED=1; the model is untouched")
+        return watch(None, [], None)
+
+    named = list(named_modules(model))
+    linears, left_out = select_linears(model, filter_fn)
+    leave_wrapped(linears, left_out)
+    te = te_modules.find(named)
+    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
+    probed = select_probes(named, probes)
+    device = _device(linears, left_out)
+    chosen_backend = resolve(backend, device)
+    formats = _scaled_formats(gemm, linears, left_out, chosen, device)
+    # loss, steps and probes are recorded of every model, but not twice of one
+    again = not linears and not te and any(m.reason == WATCHED for m in left_out)
+    observe = settings.disabled != "stats" and not again
+    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed, model=model)
+    plan.keep_tiles = plan.slab is not None
+    plan.unobserved = unobserved_rows(table, sites)
+    seen = [module for _, module in linears] + [m.module for m in te]
+    covered = guard.call("coverage", lambda: coverage(named, seen), Coverage())
+    told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
+    recorder = None
+    if plan.slab is not None:
+        recorder = guard.run(
+            "start",
+            start_recorder,
+            guard,
+            settings,
+            identity,
+            session,
+            run,
+            chosen,
+            chosen_backend.NAME,
+            left_out,
+            len(linears),
+            model,
+            covered.facts() | told,
+        )
+        if recorder is None:
+            plan.slab = None
+            guard.emit()
+    observer = _observe_te(plan, te, left_out, guard, recorder, say)
+    custom_ops.add_plan(plan)
+    plan.modules.update(module for _, module in linears)
+    for i, (_, module) in enumerate(linears):
+        site = custom_ops.site_tensor(plan, i * len(plan.rows))
+        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
+    plan.warming = start_step < chosen.warmup_steps
+    backend_name = chosen_backend.NAME
+    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
+    say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
+    for text in (*chosen.warnings, *chosen.declared_not_effective):
+        say(text)
+    hook = ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
+    handles = [model.register_forward_hook(hook)] if hook is not None else []
+    if plan.slab is not None:
+        handles += guard.call("probes", lambda: _place_probes(plan, table, probed), [])
+    return watch(plan, table, recorder, handles, observer)
+
+
+def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> torch.device:
+    """Where the operands are quantised: the first Linear's device. Linears on others move to `left_out`.
+
+    Raises:
+        ValueError: the weights have no values yet.
+    """
+    device = linears[0][1].weight.device if linears else torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError(
+            f"{linears[0][0]}.weight is on device meta: it has a shape but no values; call attach after "
+            'model.to_empty(device="cuda") and loading the weights'
+        )
+    for fqn, module in list(linears):
+        if module.weight.device != device:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, f"on {module.weight.device}, the first Linear is on {device}"))
+    return device
+
+
+def _scaled_formats(
+    gemm: str, linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut], recipe: Recipe, device: torch.device
+) -> Formats | None:
+    """Dtypes of the codes where GEMMs multiply codes; None where they are emulated. Linears that the product does not
+    take move to `left_out`.
+
+    Raises:
+        ValueError: an unknown name, or why the product cannot be had.
+    """
+    if gemm == "emulated":
+        return None
+    if gemm != "scaled_mm":
+        raise ValueError(f"gemm={gemm!r}: must be 'emulated' or 'scaled_mm'")
+    reason = scaled_mm.probe(device)
+    if reason is None and (recipe.kind != "blockwise" or recipe.observe_only):
+        reason = f"recipe {recipe.name!r} has no 1×128 and 128×128 scales to multiply; use recipe='blockwise'"
+    if reason is None and recipe.warmup_steps:
+        reason = "a warm-up in high precision is not part of it; set warmup_steps=0"
+    if reason is not None:
+        raise ValueError(f"gemm='scaled_mm' cannot be used: {reason}; gemm='emulated' runs everywhere")
+    a, b, c = (recipe.operand(name).format for name in OPERANDS)
+    for fqn, module in list(linears):
+        refused = scaled_mm.refuses(module.in_features, module.out_features, a, b, c, module.weight.dtype)
+        if refused is not None:
+            linears.remove((fqn, module))
+            left_out.append(LeftOut(fqn, refused))
+    return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
+
+
+def _observe_te(
+    plan: Plan,
+    te: list[TeModule],
+    left_out: list[LeftOut],
+    guard: Guard,
+    recorder: Recorder | None,
+    say: Callable[[str], None],
+) -> TeObserver | None:
+    """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
+    if plan.slab is None or not te:
+        return None
+
+    def entered(backward: bool) -> None:
+        if backward:
+            plan.saw_backward()
+            return
+        if plan.on_forward is not None:
+            plan.on_forward()
+        plan.saw_forward()
+
+    def tell(line: str | None, facts: Mapping[str, str]) -> None:
+        if line is not None:
+            say(line)
+        if recorder is not None:
+            recorder.update_facts(facts)
+
+    observer = TeObserver(te, len(plan.quantizers), plan.record, guard, entered=entered, tell=tell)
+    try:
+        reason = observer.start()
+    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
+        guard.swallow("te start", error)
+        reason = f"transformer_engine cannot be observed ({type(error).__name__}: {error})"
+    if reason is None:
+        return observer
+    observer.stop()
+    left_out += [LeftOut(module.fqn, f"Transformer Engine module: {reason}") for module in te]
+    return None
+
+
+def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe]) -> list[RemovableHandle]:
+    """Hooks on the probed modules, and on the softmax of attention. Rows of probes come last in the table."""
+    first = len(table) - len(probed)
+    handles: list[RemovableHandle] = []
+    for row, probe in enumerate(probed, first):
+        if row not in plan.unobserved:
+            handles.append(probe.module.register_forward_hook(ProbeHook(custom_ops.site_tensor(plan, row))))
+    for fqn, module in softmaxes(probed):
+        handles.append(module.register_forward_hook(LogitHook(custom_ops.site_tensor(plan, first), fqn)))
+    return handles
+
+
+def _plan(
+    linears: list[tuple[str, nn.Linear]],
+    te: list[TeModule],
+    recipe: Recipe,
+    backend: Backend,
+    guard: Guard,
+    *,
+    observe: bool,
+    probed: Sequence[Probe] = (),
+    model: nn.Module | None = None,
+) -> tuple[Plan, list[SiteTable]]:
+    table: list[SiteTable] = []
+    quantizers: list[SiteQuantizer] = []
+    for fqn, module in linears:
+        states = _states.setdefault(module, {})
+        for place in places(recipe):
+            operand, direction, gemm = place
+            table.append(SiteTable(fqn, operand, direction, gemm, site_id(fqn, operand, direction)))
+            made = site_quantizer(recipe, place, backend, module.weight.device, states.get(operand))
+            quantizers.append(made)
+            if isinstance(made, DelayedQuantizer):
+                states[operand] = made.state
+    for site in (site for found in te for site in found.sites):
+        identity = site_id(site.fqn, site.operand, site.direction)
+        table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
+    for p in probed:
+        table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
+    slab = None
+    if observe:
+        first = linears[0][1] if linears else te[0].module if te else model
+        devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
+        slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
+    return Plan(quantizers, slab, guard, recipe, rows_of(recipe)), table
+
+
+def _line(
+    linears: list[tuple[str, nn.Linear]],
+    left_out: list[LeftOut],
+    recipe: Recipe,
+    backend: str,
+    settings: AgentSettings,
+    identity: Identity,
+    recorder: Recorder | None,
+    te: TeObserver | None,
+    covered: Coverage,
+    foreign: str | None = None,
+) -> str:
+    """The one line that attach prints."""
+    n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
+    if foreign is not None:
+        parts = [left_as_it_is(foreign, len(linears))]
+    elif not linears and te is not None:
+        parts = []
+    elif not linears:
+        parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
+    elif recipe.observe_only:
+        how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
+        parts = [f"{n} observed, computing as before ({how}backend {backend})"]
+    else:
+        warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
+        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}){warmup}; recipe='observe' to only watch"]
+    if te is not None:
+        s = "s" if len(te.modules) != 1 else ""
+        parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
+    if settings.disabled != "stats" and (text := covered.line()) is not None:
+        parts.append(text)
+    if left_out:
+        layers = in_layers(left_out)
+        more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
+        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in layers[:6]) + more)
+    if settings.disabled == "stats":
+        parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
+    elif recorder is not None:
+        where = settings.collector or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
+        local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
+        parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
+    return "; ".join(parts)

@@ -1,0 +1,148 @@
+"""What observing costs, measured by itself, and how often the full statistics are taken so that it stays in its budget.
+
+Upstream:   fp8watch.session.watch              Downstream: fp8watch.observer.stopwatch
+Thread:     training
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Event, Stopwatch, events_of
+
+if TYPE_CHECKING:
+    from fp8watch.observer.plan import Plan
+    from fp8watch_agent.recorder import Recorder
+
+FIRST_STEPS = (3, 5, 7, 9, 11)
+"""Steps that are measured before anything is decided; one alone is at the mercy of what else the machine does."""
+
+AGAIN_STEPS = 100
+"""After that each so many steps one is measured, and the last `len(FIRST_STEPS)` count."""
+
+MAX_EVERY = 64
+NOTABLE = 1.5
+"""Times the budget: what costs more than this is said even where rarer statistics would not help."""
+
+MAX_WAITING = 4
+"""Measured steps that the device has not passed yet; what is older is let go."""
+
+
+class Cost(NamedTuple):
+    """Of one step, as shares of what it takes without being observed."""
+
+    light: float  # in each step
+    sampling: float  # full statistics, on top
+
+
+def choose_every(cost: Cost, budget: float) -> int:
+    """How often full statistics fit into the budget. Where they do not even each `MAX_EVERY` steps, because what is
+    looked at in each step takes most of it or more, they may cost as much again as that."""
+    left = budget - cost.light
+    if left > 0 and cost.sampling <= left * MAX_EVERY:
+        return max(1, math.ceil(cost.sampling / left - 1e-9))
+    return min(MAX_EVERY, max(1, math.ceil(cost.sampling / max(cost.light, 1e-9) - 1e-9)))
+
+
+class Overhead:
+    """Measures some steps and chooses `every` by the median of the last few.
+
+    In a measured step everything that observing adds is timed: in FP8 recipes the quantisation is part of training, so
+    operands are quantised without statistics as well and the difference counts; where nothing is quantised for a GEMM
+    all of it counts.
+
+    Args:
+        every: full statistics each n-th optimizer step, as asked for; never more often than that.
+        budget: share of a step that observing may cost, or None to measure nothing and change nothing.
+        say: tells people, once.
+    """
+
+    def __init__(self, every: int, budget: float | None, say: Callable[[str], None]) -> None:
+        self.every = self._asked = every
+        self._budget, self._say, self._said = budget, say, False
+        self._costs: deque[Cost] = deque(maxlen=len(FIRST_STEPS))
+        self._waiting: deque[Stopwatch] = deque()
+        self._due = 0  # measurements that are begun
+        self._next = FIRST_STEPS[0]
+        self._event: Callable[[], Event] | None = None
+        self._measurable: bool | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """What observing costs as it is set now, as a share of a step; None where that has not been measured."""
+        if not self._costs:
+            return None
+        cost = self._median()
+        return cost.light + cost.sampling / self.every
+
+    def begin_step(self, plan: Plan, num_closed: int) -> None:
+        """Time the step that begins after so many closed ones, if its turn has come and it is observed."""
+        plan.stopwatch = None
+        if self._budget is None or num_closed < self._next or plan.slab is None or not plan.observing:
+            return
+        if self._measurable is None:
+            try:
+                self._event, self._measurable = events_of(plan.slab.device), True
+            except NotImplementedError:
+                self._measurable = False
+        if not self._measurable:
+            return
+        self._due += 1
+        self._next = FIRST_STEPS[self._due] if self._due < len(FIRST_STEPS) else num_closed + AGAIN_STEPS
+        plan.stopwatch = Stopwatch(self._event)
+        if plan.slab.device.type == "cpu":  # looked at in sampled steps: part of what those cost
+            plan.checks_outputs = True
+
+    def step_closed(self, plan: Plan, recorder: Recorder) -> None:
+        """The step is over, its end included. Judge what has been measured, once it can be read."""
+        stopwatch, plan.stopwatch = plan.stopwatch, None
+        if stopwatch is not None and plan.observing and not stopwatch.empty:
+            stopwatch.stop()
+            self._waiting.append(stopwatch)
+        while self._waiting:
+            seconds = self._waiting[0].read()
+            if seconds is None and not self._waiting[0].failed() and len(self._waiting) <= MAX_WAITING:
+                return
+            self._waiting.popleft()
+            if seconds is not None:
+                self._judge(seconds, recorder)
+
+    def _judge(self, seconds: dict[str, float], recorder: Recorder) -> None:
+        light, sampling = max(seconds[LIGHT], 0.0), max(seconds[SAMPLING], 0.0)
+        bare = max(seconds[STEP] - light - sampling - seconds[EXTRA], 1e-9)
+        self._costs.append(Cost(light / bare, sampling / bare))
+        if self._budget is not None and len(self._costs) == self._costs.maxlen:
+            every = max(self._asked, choose_every(self._median(), self._budget))
+            if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
+                self.every = every
+            self._tell(self._budget)
+        if self.ratio is not None:
+            recorder.set_gauge("overhead_ratio", self.ratio)
+
+    def _tell(self, budget: float) -> None:
+        """Say once what it costs, where that is more than the budget or full statistics have become rarer."""
+        ratio = self.ratio
+        if self._said or ratio is None or (self.every == self._asked and ratio <= NOTABLE * budget):
+            return
+        self._said = True
+        if self.every > self._asked:
+            text = f"full statistics every {_ordinal(self.every)} step keep it there; everything that breaks is still seen in each step"
+        else:
+            often = "each step" if self.every == 1 else f"every {_ordinal(self.every)} step"
+            text = f"more than overhead_budget={budget:g}, with full statistics in {often}; a larger every= or windows= lower it"
+        self._say(f"observing costs {ratio:.1%} of a step here{';' if self.every > self._asked else ','} {text}")
+
+    def _median(self) -> Cost:
+        return Cost(
+            statistics.median(cost.light for cost in self._costs),
+            statistics.median(cost.sampling for cost in self._costs),
+        )
+
+
+def _ordinal(n: int) -> str:
+    last = n % 10 if n % 100 not in (11, 12, 13) else 0
+    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"

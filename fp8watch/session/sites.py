@@ -1,0 +1,110 @@
+"""What a row of the slab stands for, as the collector is told of it: once, when its operand was first seen.
+
+Upstream:   fp8watch.session.watch     Downstream: fp8watch_agent.recorder
+Shapes:     one row -> one Site     Thread: training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.probes import PROBE
+from fp8watch.recipe import Recipe
+from fp8watch_agent.record import Site
+from fp8watch_agent.roles import layers_of
+
+OUTPUT = "output"
+"""`operand` of a probe."""
+
+
+@dataclass
+class SiteTable:
+    """What a row of the slab stands for; shape and order are known after the first step."""
+
+    fqn: str
+    operand: str
+    direction: str
+    gemm: str
+    site_id: int
+
+
+def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | None, recipe: Recipe) -> Site:
+    """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
+    recipe is; a probe has no recipe: its tile is the output as it came first."""
+    shape = plan.shapes[row]
+    if s.operand == OUTPUT:
+        return Site(
+            id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+            tile=shape, format="", power_2_scale=False, eps=0.0, recipe=PROBE, backend="torch",
+            evidence={"all": "exact"},
+        )  # fmt: skip
+    if row >= len(plan.quantizers):
+        assert te is not None
+        facts = te.facts[row]
+        return Site(
+            id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+            tile=facts.tile, format=facts.format, power_2_scale=facts.power_2_scale, eps=facts.eps,
+            recipe=facts.recipe, backend=te.backend, evidence=facts.evidence,
+        )  # fmt: skip
+    quantizer = plan.quantizers[row]
+    spec = quantizer.spec
+    return Site(
+        id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
+        tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
+        recipe=recipe.site_recipe(s.operand), backend=quantizer.backend.NAME, evidence={"all": "exact"},
+    )  # fmt: skip
+
+
+def not_called(table: Sequence[SiteTable], called: Set[int], unobserved: Set[int]) -> list[str]:
+    """Modules of which no site was seen, layers put together; those that attach was told to leave alone are not asked."""
+    seen = {table[row].fqn for row in called}
+    asked = dict.fromkeys(s.fqn for row, s in enumerate(table) if row not in unobserved)
+    return layers_of(fqn for fqn in asked if fqn not in seen)
+
+
+def and_more(num: int) -> str:
+    """What ends a list of which so many are not shown."""
+    return f" and {num} more" if num > 0 else ""
+
+
+def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) -> frozenset[int]:
+    """Rows that no pattern of `attach(sites=...)` names; none where there are no patterns.
+
+    Raises:
+        TypeError: not a sequence of patterns.
+        ValueError: a pattern that no site has.
+    """
+    if wanted is None:
+        return frozenset()
+    if isinstance(wanted, str) or not all(isinstance(p, str) and p for p in wanted):
+        raise TypeError(f"sites={wanted!r}: must be a list of patterns, such as ['layers.0.*', '*.grad_output.*']")
+    unused, rows = set(wanted), set()
+    for row, s in enumerate(table):
+        names = s.fqn, f"{s.fqn}.{s.operand}", f"{s.fqn}.{s.operand}.{s.direction}"
+        hits = {p for p in wanted if any(fnmatchcase(name, p) for name in names)}
+        unused -= hits
+        if not hits:
+            rows.add(row)
+    if unused and table:
+        raise ValueError(
+            f"sites={list(wanted)!r}: no site is called {sorted(unused)[0]!r}; give patterns of 'module', "
+            f"'module.operand' or 'module.operand.direction', such as {table[0].fqn!r}"
+        )
+    return frozenset(rows)
+
+
+def first_rows(table: Sequence[SiteTable], modules: Iterable[str]) -> set[int]:
+    """The first row of each of these modules.
+
+    Raises:
+        ValueError: a name that is not watched.
+    """
+    first = {site.fqn: row for row, site in reversed(list(enumerate(table)))}
+    for name in modules:
+        if name not in first:
+            raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")
+    return {first[name] for name in modules}

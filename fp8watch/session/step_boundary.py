@@ -1,0 +1,188 @@
+"""When a step ends: optimizers, GradScaler, exceptions, SIGTERM and exit, noticed without being told.
+
+Upstream:   fp8watch.session.attach, fp8watch.session.step_optimizer    Downstream: fp8watch.session.watch
+Thread:     training
+
+torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of
+ours, twice for wrappers and once a parameter for optimizers in backward, so a step only ends when the optimizer
+owns the step (see step_owner) and a watched module ran a backward since the last end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8watch.layers import custom_ops
+from fp8watch.observer.plan import Plan
+from fp8watch.session.step_flush import FOUND_INF
+from fp8watch_agent.guard import Guard
+
+if TYPE_CHECKING:
+    from fp8watch_agent.recorder import Recorder
+
+
+class StepListener(Protocol):
+    """Who is told of what may end a step: a watch."""
+
+    guard: Guard
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer ends the steps of this watch."""
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+
+    def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler steps an optimizer that no watch owns."""
+
+    def _on_scaler(self, scale: torch.Tensor | None, optimizers: set[int]) -> None:
+        """A GradScaler has updated its scale."""
+
+    def _on_death(self) -> None:
+        """The process ends, or training raised."""
+
+
+_watches: weakref.WeakSet[StepListener] = weakref.WeakSet()
+_undo: list[Callable[[], None]] = []
+_lock = threading.Lock()
+
+
+def _each(action: Callable[[StepListener], Any]) -> None:
+    for watch in list(_watches):
+        watch.guard.run("step_end", action, watch)
+
+
+def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _each(lambda w: w._on_optimizer(optimizer))
+
+
+def _wrap_scaler() -> Callable[[], None]:
+    """GradScaler skips by not calling the optimizer; its update() is where that can be seen, its step() says whose it is."""
+    cls: Any = torch.amp.GradScaler
+    original_step, original_update = cls.step, cls.update
+
+    @functools.wraps(original_step)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        owned: list[bool] = []
+        _each(lambda w: owned.append(w._owns(optimizer)))
+        if not any(owned):  # what steps another watched model is nobody's optimizer of copies
+            _each(lambda w: w._on_scaler_step(optimizer))
+        return original_step(self, optimizer, *args, **kwargs)
+
+    @functools.wraps(original_update)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # a disabled scaler has neither of the two
+        scale, optimizers = getattr(self, "_scale", None), set(getattr(self, "_per_optimizer_states", ()))
+        result = original_update(self, *args, **kwargs)
+        _each(lambda w: w._on_scaler(scale, optimizers))
+        return result
+
+    cls.step, cls.update = step, update
+
+    def undo() -> None:
+        if cls.step is step:
+            cls.step = original_step
+        if cls.update is update:
+            cls.update = original_update
+
+    return undo
+
+
+def _wrap_excepthook() -> Callable[[], None]:
+    original = sys.excepthook
+
+    def excepthook(*args: Any) -> None:
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:  # at a prompt, a typing error is not the end
+            _each(lambda w: w._on_death())
+        original(*args)
+
+    sys.excepthook = excepthook
+
+    def undo() -> None:
+        if sys.excepthook is excepthook:
+            sys.excepthook = original
+
+    return undo
+
+
+def _wrap_sigterm() -> Callable[[], None]:
+    """Only where the default action stands: a handler of the host's own knows better when to die."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return lambda: None
+
+    def on_sigterm(signum: int, _frame: Any) -> None:
+        _each(lambda w: w._on_death())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+    def undo() -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and signal.getsignal(signal.SIGTERM) is on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return undo
+
+
+def _at_exit() -> None:
+    _each(lambda w: w._on_death())
+
+
+def start(watch: StepListener) -> None:
+    """Begin to tell a watch where its steps end."""
+    with _lock:
+        if not _undo:
+            handle = register_optimizer_step_post_hook(_after_optimizer)
+            atexit.register(_at_exit)
+            _undo.extend([handle.remove, _wrap_scaler(), _wrap_excepthook(), _wrap_sigterm()])
+            _undo.append(lambda: atexit.unregister(_at_exit))
+        _watches.add(watch)
+
+
+def stop(watch: StepListener) -> None:
+    """Take everything back when the last watch goes."""
+    with _lock:
+        _watches.discard(watch)
+        if not _watches:
+            while _undo:
+                watch.guard.run("step_end.undo", _undo.pop())
+
+
+def abandoned(plan: Plan, recorder: Recorder) -> None:
+    """A watch went with its model, without detach. The collector of garbage must not wait for the network."""
+    plan.slab = None
+    plan.begin_step(sampled=False)
+    if not list(plan.modules):  # those that are held elsewhere compute on, unobserved
+        custom_ops.remove_plan(plan)
+    threading.Thread(target=recorder.close, name="fp8watch-close", daemon=True).start()
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
+    they are on a device, because reading them would wait for it."""
+    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    return {"lr": _here(lr), FOUND_INF: _here(getattr(optimizer, "found_inf", None))}
+
+
+def _here(value: Any) -> Any:
+    """A number where it can be had at once; a tensor's value of this moment where it cannot."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" else value.detach().clone()
+    return None if value is None else float(value)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on this stream: then nothing runs, and no step ends. Each replay accumulates;
+    `watch.step()` after it ends the step."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

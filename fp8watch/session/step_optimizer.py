@@ -1,0 +1,219 @@
+"""Which optimizers end a step: those that hold a watched parameter, or the one that holds copies of them.
+
+Upstream:   fp8watch.session.watch     Downstream: fp8watch.session.step_boundary
+Thread:     training
+
+Mixed precision keeps float32 copies of the parameters, and its optimizer holds those: DeepSpeed ZeRO, Megatron, loops
+of one's own. Megatron leaves each copy on its parameter as `main_param`. Where nothing leads from parameter to copy, an
+optimizer is adopted: one that steps after backwards of watched modules, while none that holds their parameters was met.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.observer.plan import STUCK_AFTER_PASSES
+
+Optimizer = torch.optim.Optimizer
+
+ADOPT_AFTER_STEPS = 3
+NO_STEP_ENDED = (
+    f"no step has ended after {STUCK_AFTER_PASSES} backward passes, so nothing is recorded: call watch.step() after "
+    "each optimizer step, or give attach(optimizer=...) the torch optimizer inside your trainer's"
+)
+STUCK_FACT = "no_step_ended"
+MAX_WRAPPERS = 8
+PADDING = 1.1  # of flattened copies, over the number of elements that they are of
+
+
+def torch_optimizers(given: object) -> list[Optimizer]:
+    """Those whose steps torch tells of, in what an engine or a trainer calls its optimizer: what was given, else what
+    its `.optimizer` holds, and so on; several where it chains several.
+
+    Raises:
+        TypeError: no optimizer at all.
+        ValueError: an optimizer without a torch optimizer inside.
+    """
+    looked: list[str] = []
+    level: list[object] = [given]
+    for _ in range(MAX_WRAPPERS):
+        found = [o for o in level if isinstance(o, Optimizer) and getattr(type(o).step, "hooked", False)]
+        if found:
+            return found
+        looked += [type(o).__name__ for o in level]
+        level = [inner for o in level for inner in _inside(o)]
+    name = type(given).__name__
+    if not hasattr(given, "param_groups") and not callable(getattr(given, "step", None)):
+        raise TypeError(f"optimizer={name}: must be a torch optimizer; call watch.step() for others")
+    raise ValueError(
+        f"optimizer={name}: its steps cannot be seen, because no torch optimizer is in it (looked at "
+        f"{' → '.join(dict.fromkeys(looked))} by their .optimizer); call watch.step() after each of its steps instead"
+    )
+
+
+def _inside(wrapper: object) -> list[object]:
+    chained = getattr(wrapper, "chained_optimizers", None)
+    if isinstance(chained, (list, tuple)):
+        return list(chained)
+    inner = getattr(wrapper, "optimizer", None)
+    return [] if inner is None else [inner]
+
+
+def num_elements(tensors: Iterable[Any]) -> int:
+    """Elements in all; a partitioned parameter of DeepSpeed counts whole."""
+    return sum(_numel(t) for t in tensors)
+
+
+def _numel(t: Any) -> int:
+    if isinstance(t, UninitializedParameter):
+        return 0
+    whole = getattr(t, "ds_numel", None)
+    return int(t.numel() if whole is None else whole)
+
+
+class StepOwner:
+    """Which optimizers own the step.
+
+    Args:
+        model: that is watched.
+        as_they_are: modules that are observed although they were not taken over.
+        optimizers: those that the user named; none: found by their parameters.
+        say: tells people.
+    """
+
+    frozen: bool
+    """No watched parameter is trained (LoRA, a trained head): the optimizer of any parameter of the model owns the step,
+    and a forward is enough to have something to end, because a frozen site may have no backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        as_they_are: Iterable[nn.Module],
+        optimizers: Iterable[Optimizer],
+        say: Callable[[str], None],
+    ) -> None:
+        self._model, self._as_they_are, self._say = model, list(as_they_are), say
+        self._named = weakref.WeakSet(optimizers)
+        self._by_name = bool(self._named)
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._named)
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._adopted: Optimizer | None = None
+        self._by_hand = False  # the user ends steps: nothing is adopted
+        self._late = 0
+        self._refresh()
+
+    def _refresh(self) -> None:
+        modules = [m for m in self._model.modules() if SITE_KEY in m.__dict__] + self._as_they_are
+        watched, every = [p for m in modules for p in m.parameters(recurse=False)], list(self._model.parameters())
+        self.frozen = not any(p.requires_grad for p in watched)
+        watched = every if self.frozen else watched
+        copies = (getattr(p, "main_param", None) for p in watched)
+        self._ids = {id(p) for p in watched} | {id(c) for c in copies if c is not None}
+        self._num_watched = num_elements(p for p in watched if p.requires_grad)
+        self._num_trained = num_elements(p for p in every if p.requires_grad)
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        if self._by_name:
+            return optimizer in self._named
+        ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if ids & self._ids:
+            return True
+        self._refresh()  # FSDP2 replaces parameters after attach, Megatron adds the copies
+        return bool(ids & self._ids)
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether it holds a watched parameter, or was adopted; from then on it is waited for."""
+        if optimizer in self._known:
+            return True
+        if not self._holds(optimizer):
+            return False
+        if self._adopted is not None:  # it was another model's
+            self._known.discard(self._adopted)
+            self._adopted = None
+        self._known.add(optimizer)
+        return True
+
+    def meets(self, optimizer: Optimizer, ran: bool, num_passes: int) -> None:
+        """A GradScaler is about to let it step, or to skip it."""
+        if not self.owns(optimizer) and ran:
+            self._adopts(optimizer, num_passes)
+
+    def owns_any(self, ids: set[int]) -> bool:
+        """Whether one of the optimizers that has been met has one of these ids."""
+        return any(id(o) in ids for o in self._known)
+
+    def closes(self, optimizer: Optimizer, ran: bool, num_passes: int) -> bool:
+        """Whether the step of this optimizer ends the step of the run.
+
+        Args:
+            optimizer: it has just stepped.
+            ran: watched modules ran a backward since the last end.
+            num_passes: how many of them.
+        """
+        if not self.owns(optimizer) and not (ran and self._adopts(optimizer, num_passes)):
+            return False
+        again = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        if not ran:
+            return False
+        if again:  # the others sit this one out
+            self._known = weakref.WeakSet([optimizer])
+        if all(o in self._stepped for o in self._known):
+            self._stepped.clear()
+            return True
+        return False
+
+    def ended_by_hand(self) -> bool:
+        """`watch.step()` was called: nothing is adopted from now on. True where an adopted optimizer was let go."""
+        self._by_hand = True
+        adopted, self._adopted = self._adopted, None
+        if adopted is None or adopted not in self._known:
+            return False
+        self._known.discard(adopted)
+        self._stepped.discard(adopted)
+        return True
+
+    # ---- adoption -----------------------------------------------------------------------------------------------
+
+    def _adopts(self, optimizer: Optimizer, num_passes: int) -> bool:
+        """At once, where it is alone and holds what must be copies; else after three steps, each behind a backward."""
+        if self._by_name or self._by_hand or self._known:
+            return False
+        count, before = self._strangers.get(optimizer, (0, 0))
+        if num_passes and num_passes == before:
+            return False  # no backward since its last step
+        self._strangers[optimizer] = (count + 1, num_passes)
+        at_once = len(self._strangers) == 1 and self._holds_copies(optimizer)
+        if not at_once and count + 1 < ADOPT_AFTER_STEPS:
+            return False
+        self._adopted, self._late = optimizer, count
+        self._strangers.clear()
+        self._known.add(optimizer)
+        merged = f"; its first {count + 1} steps are recorded as one" if count else ""
+        self._say(
+            f"{type(optimizer).__name__} holds none of the watched parameters but steps after their backward: taken "
+            f"for the optimizer of their copies, its steps end the step{merged}; attach(optimizer=...) names another"
+        )
+        return True
+
+    def _holds_copies(self, optimizer: Optimizer) -> bool:
+        """Tensors that no backward reaches, or just as many elements as are trained, or this rank's part of them."""
+        tensors = [p for g in optimizer.param_groups for p in g["params"]]
+        if tensors and not any(p.requires_grad for p in tensors):
+            return True
+        parts = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        size = num_elements(tensors)
+        return 0 < self._num_watched <= size * parts and size <= self._num_trained * PADDING
+
+    def take_late(self) -> int:
+        """Steps that went by before the owner was adopted, once: the one that ends now has a number so much higher."""
+        late, self._late = self._late, 0
+        return late

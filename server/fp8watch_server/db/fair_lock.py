@@ -1,0 +1,48 @@
+"""A lock that is given to whoever has waited longest.
+
+Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.registrations, fp8watch_server.store.commit
+Thread:     any
+
+threading.Lock lets the thread that has just let go take it again at once; under load the committer would do so for ever,
+and everybody else would be told that the database is busy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+
+class Turns:
+    """One at a time, first come first served."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._line: deque[threading.Event] = deque()
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Wait for one's turn; False when it did not come in time."""
+        with self._lock:
+            if not self._taken and not self._line:
+                self._taken = True
+                return True
+            mine = threading.Event()
+            self._line.append(mine)
+        until = time.monotonic() + timeout_s
+        if mine.wait(max(0.0, until - time.monotonic())):
+            return True
+        with self._lock:
+            if mine.is_set():  # it came while we were giving up
+                return True
+            self._line.remove(mine)
+            return False
+
+    def release(self) -> None:
+        """Hand over to the next in line."""
+        with self._lock:
+            if self._line:
+                self._line.popleft().set()
+            else:
+                self._taken = False

@@ -1,0 +1,69 @@
+"""Of several collectors on one database, the one that detects, or compacts.
+
+Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.db.leader_loop
+Shapes:     (engine, what for) -> whether it is us
+Thread:     the one that works
+
+On PostgreSQL it is an advisory lock, held by a connection of its own: a collector that dies lets go of it at once, by
+whatever it dies. SQLite has one collector, so there it is always us. Leadership is an economy, not a guard: what the
+leader writes must be safe should two believe that they lead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+
+class Leader:
+    """One per thread that works.
+
+    Args:
+        engine: the database.
+        name: of the work; each has a leader of its own.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._own: Engine | None = None
+        if engine.dialect.name == "postgresql":  # a connection of our own, or the pool would have one less
+            self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
+        self._key = int.from_bytes(hashlib.blake2b(f"fp8watch:{name}".encode(), digest_size=8).digest(), "big") >> 1
+        self._conn: Connection | None = None
+
+    def held(self) -> bool:
+        """Whether it is us; tries to become it.
+
+        Raises:
+            SQLAlchemyError: the database cannot be asked.
+        """
+        if self._own is None:
+            return True
+        try:
+            if self._conn is not None:
+                self._conn.execute(sa.text("SELECT 1"))  # the lock lives as long as this connection
+                return True
+            conn = self._own.connect()
+            try:
+                mine = bool(conn.execute(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": self._key}).scalar())
+            except BaseException:
+                conn.close()
+                raise
+            if not mine:
+                conn.close()
+                return False
+            self._conn = conn
+        except SQLAlchemyError:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Let somebody else."""
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            with contextlib.suppress(SQLAlchemyError):
+                conn.close()

@@ -1,0 +1,264 @@
+"""One step over all ranks, as the statistical detectors see it: every field a dense column over the registered sites.
+
+Upstream:   fp8watch_server.detect.view, fp8watch_server.detect.step_alignment    Downstream: fp8watch_server.detect.statistics
+Shapes:     views of one step, one a rank -> columns [S] float64, NaN where nothing was measured
+Thread:     detect worker
+
+Ranks are rolled up as the fields say (`record.FIELDS`): counts are summed, extremes are kept. All ranks together cost
+one scatter a column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_agent.record import FIELD_BY_NAME, Measured, StepStatus, holds
+from fp8watch_server.detect.finding import Evidence, Finding, Severity, SiteFacts, Verdict
+from fp8watch_server.detect.view import Mask, SiteTable, StepView
+
+Floats = npt.NDArray[np.float64]
+
+RANKS_AT_ONCE = 64
+
+
+class Now:
+    """The columns of one step."""
+
+    def __init__(self, views: Sequence[StepView], table: SiteTable) -> None:
+        self.views, self.table = list(views), table
+        self.step = views[0].step
+        self.ranks = tuple(sorted({v.rank for v in views}))
+        self._columns: dict[str, Floats] = {}
+        self._groups: dict[Measured, Mask] = {}
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def column(self, name: str) -> Floats:
+        """A scalar field over all ranks; NaN where it was not measured. [S]"""
+        got = self._columns.get(name)
+        if got is None:
+            got = self._columns[name] = self._rolled_up(name)
+        return got
+
+    def _rolled_up(self, name: str) -> Floats:
+        field, (_, row, place) = FIELD_BY_NAME[name], self._records
+        values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
+        values[~self._measured(field.group)] = np.nan
+        got = np.full(len(self), np.nan)
+        if len(self.views) == 1:
+            got[row] = values
+            return got
+        for start in range(0, len(self.views), RANKS_AT_ONCE):  # a large fleet does not take large matrices
+            num_ranks = min(RANKS_AT_ONCE, len(self.views) - start)
+            here = slice(*np.searchsorted(place, (start, start + num_ranks)))
+            dense = np.full((1 + num_ranks, len(self)), np.nan)
+            dense[0] = got
+            dense[1 + place[here] - start, row[here]] = values[here]
+            if field.merge == "sum":
+                known = ~np.isnan(dense)
+                got = np.where(known.any(axis=0), np.add.reduce(np.where(known, dense, 0.0), axis=0), np.nan)
+            else:
+                got = (np.fmin if field.merge == "min" else np.fmax).reduce(dense, axis=0)
+        return got
+
+    @cached_property
+    def _records(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""
+        measured = np.concatenate([view.raw("measured") for view in self.views])
+        row = np.concatenate([view.row for view in self.views])
+        return measured, row, np.repeat(np.arange(len(self.views)), [len(view) for view in self.views])
+
+    def _measured(self, group: Measured) -> Mask:
+        got = self._groups.get(group)
+        if got is None:
+            got = self._groups[group] = holds(self._records[0], group)
+        return got
+
+    def scalar(self, name: str) -> float | None:
+        """loss, grad_norm, lr or loss_scale: the mean over ranks of what was given; None where nothing was."""
+        given = [v for view in self.views if (v := view.scalar(name)) is not None]
+        if not given:
+            return None
+        if len(given) == 1:
+            return given[0]
+        return (
+            float(np.mean(given)) if all(map(math.isfinite, given)) else next(v for v in given if v != v or v in _INF)
+        )
+
+    @cached_property
+    def logs(self) -> dict[str, float]:
+        """What was given to `watch.log`: the largest over ranks."""
+        out: dict[str, float] = {}
+        for view in self.views:
+            for name, value in view.logs().items():
+                out[name] = value if name not in out or value > out[name] or value != value else out[name]
+        return out
+
+    @property
+    def skipped(self) -> bool:
+        """A step without an update."""
+        return any(v.status != StepStatus.OK for v in self.views)
+
+    @property
+    def batch_id(self) -> str | None:
+        """Name of the data batch, of the first rank that gives one."""
+        return next((v.batch_id for v in self.views if v.batch_id is not None), None)
+
+    @cached_property
+    def nonfinite(self) -> Mask:
+        """Sites that saw a NaN or an Inf on some rank. [S]"""
+        mask = np.zeros(len(self), dtype=np.bool_)
+        for view in self.views:
+            nonfinite = view.nonfinite
+            if nonfinite.any():
+                mask[view.row[nonfinite]] = True
+        return mask
+
+    @cached_property
+    def seen(self) -> Mask:
+        """Sites that sent anything. [S]"""
+        mask = np.zeros(len(self), dtype=np.bool_)
+        mask[self._records[1]] = True
+        return mask
+
+    # ---- derived columns, [S], NaN where they are not known
+
+    def _log2(self, name: str) -> Floats:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log2 = np.log2(self.column(name))
+        return np.where(np.isfinite(log2) & ~self.nonfinite, log2, np.nan)
+
+    @cached_property
+    def log2_amax(self) -> Floats:
+        """log2 of the largest tile amax."""
+        return self._log2("amax_max")
+
+    @cached_property
+    def log2_amin(self) -> Floats:
+        """log2 of the smallest tile amax above 0."""
+        return self._log2("amax_min_nonzero")
+
+    @cached_property
+    def clip_depth(self) -> Floats:
+        """Largest amax·scale/FP8_MAX of a tile."""
+        ratio = self.column("scale_ratio_max")
+        return np.where((ratio > 0) & np.isfinite(ratio) & ~self.nonfinite, ratio, np.nan)
+
+    @cached_property
+    def log2_scale_inv(self) -> Floats:
+        """log2 of the largest scale_inv of a tile."""
+        return self._log2("scale_inv_max")
+
+    @cached_property
+    def sqnr_db(self) -> Floats:
+        """Tile SQNR: −10·log10 of the mean over non-zero tiles of noise/signal."""
+        tiles = self.column("num_tiles") - np.nan_to_num(self.column("num_zero_tiles"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            db = -10.0 * np.log10(self.column("tile_noise_ratio_sum") / tiles)
+        return np.where(np.isfinite(db) & ~self.nonfinite, db, np.nan)
+
+    @cached_property
+    def underflow(self) -> Floats:
+        """Share of the non-zero elements that became 0."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = self.column("num_underflow") / self.column("num_nonzero")
+        return np.where(np.isfinite(share), share, np.nan)
+
+    @cached_property
+    def all_zero(self) -> Mask:
+        """Sites whose every tile is zero."""
+        tiles = self.column("num_tiles")
+        return np.asarray((tiles > 0) & (self.column("num_zero_tiles") >= tiles) & ~self.nonfinite)
+
+    @cached_property
+    def log2_kurtosis(self) -> Floats:
+        """log2 of n·Σ(x/amax)⁴ / (Σ(x/amax)²)²: 1.58 is a normal distribution."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            n = self.column("num_nonzero")
+            log2 = np.log2(n * self.column("moment4") / self.column("moment2") ** 2)
+        return np.where(np.isfinite(log2), log2, np.nan)
+
+    # ---- places
+
+    def in_flow(self, mask: Mask) -> npt.NDArray[np.int64]:
+        """Rows of the mask, in data-flow order."""
+        at = np.flatnonzero(mask)
+        return at[np.argsort(self.table.order[at], kind="stable")]
+
+    def rank_of(self, row: int, field: str = "amax_max") -> int:
+        """The rank whose value of a field is the one of the roll-up."""
+        best, rank = -math.inf, self.ranks[0]
+        for view in self.views:
+            at = np.flatnonzero(view.row == row)
+            value = float(view.values(field)[at[0]]) if len(at) else math.nan
+            if FIELD_BY_NAME[field].merge == "min":
+                value = -value
+            if value > best:
+                best, rank = value, view.rank
+        return rank
+
+    def tile(self, name: str, row: int, rank: int) -> tuple[int, int] | None:
+        """A tile coordinate of a site on a rank."""
+        for view in self.views:
+            if view.rank == rank and len(at := np.flatnonzero(view.row == row)):
+                return view.tile(name, int(at[0]))
+        return None
+
+    def finding(
+        self,
+        mode: str,
+        severity: Severity,
+        rows: npt.NDArray[np.int64],
+        evidence: Sequence[Evidence],
+        verdict: Verdict,
+        *,
+        tile: str | None = None,
+        field: str = "amax_max",
+        rank: int | None = None,
+        **extra: Any,
+    ) -> Finding:
+        """A finding at the first of `rows`; without rows, at the whole step.
+
+        Args:
+            rows: of the table, the named one first.
+            tile: the field with the coordinate to name.
+            field: the field whose rank is named.
+        """
+        named = int(rows[0]) if len(rows) else None
+        facts: SiteFacts | None = self.table.facts[named] if named is not None else None
+        where = rank if rank is not None else self.ranks[0] if named is None else self.rank_of(named, field)
+        at = self.tile(tile, named, where) if tile and named is not None else None
+        if at is None and tile == "noise_tile" and named is not None:  # known of full samples; the largest is of each
+            at = self.tile("worst_tile", named, where)
+        ids = [int(i) for i in self.table.ids[rows[:256]]] if len(rows) else []
+        roles = list(dict.fromkeys(self.table.facts[int(r)].operand for r in rows[:256]))
+        return Finding(
+            mode=mode,
+            severity=severity,
+            step=self.step,
+            rank=where,
+            site=None if facts is None else facts.id,
+            tile=at,
+            element=None,
+            evidence=tuple(evidence),
+            verdict=verdict,
+            rank_in_flow=0 if facts is None else facts.order,
+            extra={"sites": ids, "num_sites": len(rows), "operands": roles, **extra},
+        )
+
+
+_INF = (math.inf, -math.inf)
+
+
+def measured(now: Now, group: Measured) -> Mask:
+    """Sites that hold this group on some rank. [S]"""
+    mask = np.zeros(len(now), dtype=np.bool_)
+    mask[now._records[1][now._measured(group)]] = True
+    return mask

@@ -1,0 +1,1 @@
+"""What every HTTP answer has in common: errors, limits, logs, headers."""

@@ -1,0 +1,270 @@
+"""HTTP connections within limits: sizes of a header, seconds of silence, and how many there are at once.
+
+Upstream:   fp8watch_server.http.server    Downstream: fp8watch_server.app
+Shapes:     bytes of a connection -> requests, or a refusal (400, 408, 431) and the end of the connection
+Thread:     event loop
+
+The parser joins the pieces of an unfinished header again and again, and everybody waits for it: so a header has a limit
+before it has an end. Silence is counted in ticks of the loop and not by the clock, because a process that was stopped for
+a while must not blame its clients. An answer may take as long as it likes; one that nobody reads may not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from fp8watch_server.http.errors import Problem
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may ask of the collector, and how many of them there may be."""
+
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 100
+    header_s: float = 10.0
+    """For a request's header to be complete, counted from its first byte, or from the connection. Also for TLS to begin."""
+    idle_s: float = 10.0
+    """Without a byte of a body that is on its way; without a new request; without the client reading an answer."""
+    min_body_bytes_per_s: int = 1024
+    """A body that comes more slowly than this is given up, after the first `idle_s` seconds."""
+    linger_s: float = 2.0
+    """A refused client may go on sending, so that it reads why; what it sends is thrown away."""
+    max_connections: int = 16_384
+
+    @property
+    def tick_s(self) -> float:
+        """How often silence is looked at."""
+        return min(1.0, self.header_s / 10, self.idle_s / 10)
+
+
+LIMITS = Limits()
+
+
+class Stage(Enum):
+    """What a connection is about. Of those before ANSWER one may be dropped for a new connection, in this order."""
+
+    REFUSED = "refused"  # told why; what it still sends is thrown away
+    NEW = "new"  # nothing of a header, or a part of one
+    IDLE = "idle"  # between two requests
+    BODY = "body"  # a body is on its way
+    ANSWER = "answer"  # all was read, and the answer is being made or sent
+
+
+class Connections:
+    """All connections of a server, by what they are about, the longest at it first."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self._at: dict[Stage, OrderedDict[Connection, None]] = {stage: OrderedDict() for stage in Stage}
+        self._ticking: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._at.values()))
+
+    def move(self, connection: Connection, before: Stage | None, after: Stage | None) -> None:
+        """A connection is about something else; None: it begins, or has ended."""
+        if before is not None:
+            self._at[before].pop(connection, None)
+        if after is not None:
+            self._at[after][connection] = None
+
+    def drop_one(self) -> bool:
+        """End the connection that is least worth its place. False: all of them wait for answers."""
+        for stage in (Stage.REFUSED, Stage.NEW, Stage.IDLE, Stage.BODY):
+            if self._at[stage]:
+                connection, _ = self._at[stage].popitem(last=False)
+                connection.transport.abort()
+                return True
+        return False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to look at silence."""
+        self._ticking = loop.call_later(self.limits.tick_s, self._tick, loop)
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.start(loop)
+        for of_stage in self._at.values():
+            for connection in list(of_stage):
+                try:
+                    connection.tick(self.limits.tick_s)
+                except Exception:  # noqa: BLE001  the others have their limits whatever fails in one (TLS, closed twice)
+                    connection.transport.abort()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, with limits. A new one is NEW, and where its transport is not made yet, it cannot be dropped."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all, self._limits = connections, connections.limits
+        self._stage: Stage | None = None
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._num_framing_bytes = 0  # since the last byte of body: sizes of chunks, and what follows the last one
+        self._waited_s = 0.0  # since the stage began
+        self._silent_s = 0.0  # since the last bytes came
+        self._unread_s = 0.0  # since the client last took something of what is written
+        self._num_unread_bytes = 0
+        self._refusal: Problem | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """It can be read."""
+        super().connection_made(transport)
+        self._enter(Stage.NEW)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._enter(None)
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._unread_s = 0.0
+        super().resume_writing()
+
+    def _enter(self, stage: Stage | None) -> None:
+        self._all.move(self, self._stage, stage)
+        self._stage, self._waited_s, self._silent_s = stage, 0.0, 0.0
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser no more of a header than it may have."""
+        if self._is_refused():
+            return
+        self._silent_s = 0.0
+        while data and not self.transport.is_closing():
+            size = len(data)
+            if self._stage in (Stage.NEW, Stage.IDLE):
+                size = max(1, self._limits.max_header_bytes - self._num_header_bytes)
+                self._num_header_bytes += len(data[:size])
+            piece, data = data[:size], data[size:]
+            self._num_framing_bytes += len(piece)
+            super().data_received(piece)
+            if self._is_refused():
+                return
+            if max(self._num_header_bytes, self._num_framing_bytes) >= self._limits.max_header_bytes:
+                self._refuse(self._too_large())
+                return
+
+    def _is_refused(self) -> bool:
+        return self._stage is Stage.REFUSED
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        if self._stage is not Stage.NEW:
+            self._enter(Stage.NEW)
+
+    def on_headers_complete(self) -> None:
+        """A header is whole: is it one that we take?"""
+        self._refusal = self._wrong()
+        if self._refusal is not None:
+            raise ValueError("refused")  # the parser stops, and send_400_response is called
+        self._num_header_bytes = self._num_body_bytes = self._num_framing_bytes = 0
+        super().on_headers_complete()
+        self._enter(Stage.BODY)
+
+    def _wrong(self) -> Problem | None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
+            return self._too_large()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts != 1 and (num_hosts or self.parser.get_http_version() == "1.1"):
+            return Problem(400, f"{num_hosts} Host headers", rule="a request names one host", remedy="send one Host")
+        return None
+
+    def _too_large(self) -> Problem:
+        return Problem(
+            431,
+            "the request's header is too large",
+            rule=f"at most {self._limits.max_header_bytes} bytes and {self._limits.max_headers} lines",
+            remedy="send fewer and shorter headers",
+        )
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._num_body_bytes += len(body)
+        self._num_framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        super().on_message_complete()
+        self._num_framing_bytes = 0
+        self._enter(Stage.IDLE if self.cycle.response_complete else Stage.ANSWER)
+
+    def on_response_complete(self) -> None:
+        """An answer is whole; what was asked meanwhile comes next."""
+        super().on_response_complete()
+        if self._stage is Stage.ANSWER and self.cycle.response_complete:
+            self._enter(Stage.IDLE)
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read, or what we did not want."""
+        self._refuse(self._refusal or Problem(400, msg, rule="HTTP/1.1", remedy="send a valid request"))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Say why, and end the connection, but read on a little: who is cut off while sending never reads the answer."""
+        if self.transport.is_closing():
+            return
+        asked = self._stage in (Stage.BODY, Stage.ANSWER)
+        if self.cycle is not None and (self.cycle.response_started if asked else not self.cycle.response_complete):
+            self.transport.abort()  # nothing more can be said, or it would be taken for the answer to an earlier request
+            return
+        if asked:
+            self.cycle.disconnected = True  # whatever is made of it is not sent any more
+            self.cycle.message_event.set()
+        self._unset_keepalive_if_required()
+        response = problem.response()
+        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[problem.status] + lines + b"\r\n" + bytes(response.body))
+        self._enter(Stage.REFUSED)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def tick(self, seconds: float) -> None:
+        """So much time has gone by."""
+        limits = self._limits
+        self._waited_s += seconds
+        self._silent_s += seconds
+        unread = self.transport.get_write_buffer_size()
+        self._unread_s = self._unread_s + seconds if 0 < self._num_unread_bytes <= unread else 0.0
+        self._num_unread_bytes = unread
+        if self._unread_s > limits.idle_s:
+            self.transport.abort()
+        elif self.transport.is_closing():
+            return
+        elif self._stage is Stage.REFUSED and self._waited_s > limits.linger_s:
+            self.transport.close()
+        elif self.flow.read_paused:  # by us: the collector has not come to it
+            self._waited_s = self._silent_s = 0.0
+        elif self._stage is Stage.NEW and self._waited_s > limits.header_s:
+            self._late("header", limits.header_s)
+        elif self._stage is Stage.BODY and self._body_is_late():
+            self._late("body", limits.idle_s)
+        elif self._stage is Stage.IDLE and self._waited_s > limits.idle_s:
+            self.transport.close()
+
+    def _body_is_late(self) -> bool:
+        allowed_s = self._limits.idle_s + self._num_body_bytes / self._limits.min_body_bytes_per_s
+        return self._silent_s > self._limits.idle_s or self._waited_s > allowed_s
+
+    def _late(self, what: str, seconds: float) -> None:
+        if not self._num_header_bytes and self._stage is Stage.NEW:
+            self.transport.close()  # nothing was asked
+            return
+        rule = f"a {what} comes within {seconds:g} s, and a body no slower than {self._limits.min_body_bytes_per_s} bytes/s"
+        self._refuse(Problem(408, f"the request's {what} did not come in time", rule=rule, remedy="send it again"))

@@ -1,0 +1,166 @@
+"""How long a request waits for the database: as long as anything gets done, and no second longer.
+
+Upstream:   fp8watch_server.ingest.routes, fp8watch_server.app    Downstream: fp8watch_server.http.errors
+Shapes:     an awaitable -> its result, or the problem that says when to come back
+Thread:     event loop; `progress` may be called from any
+
+A slow disk makes everybody wait a little, and that is no reason to send them away to come again together. A database
+that has finished nothing since the request came is down: an agent is told so within a second, and keeps its data. A slow
+collector is no such database: while the threads that work on a request use the processor, it is waited for. People and
+their browsers wait a little longer, because a query may be slow where the database is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import sqlalchemy as sa
+from anyio import CapacityLimiter, to_thread
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fp8watch_server.http.errors import Problem
+
+WITHOUT_PROGRESS_S = 0.7
+AT_MOST_S = 10.0
+WORKED_S = 0.01
+"""Seconds of processor time that say that a thread is at work; one that polls a locked database uses far fewer."""
+PROBE_AFTER_S = 2.0
+"""A page or a query that takes so long asks whether the database is there at all."""
+PROBE_S = 1.0
+RETRY_AFTER_S = 1
+
+T = TypeVar("T")
+
+
+def unavailable(detail: str) -> Problem:
+    """503 and when to come back."""
+    return Problem(
+        503,
+        detail,
+        rule="an answer of 200 means committed",
+        remedy="send the same again later; the collector recovers by itself",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+class WorkClock:
+    """Processor time of one thread; 0 before it starts, and where the system does not say (macOS, Windows)."""
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+        self._before_s = 0.0  # what the thread worked for others
+
+    def start(self) -> None:
+        """Of the thread that calls this."""
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._before_s = time.thread_time()
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def read_s(self) -> float:
+        """Seconds so far."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock) - self._before_s
+        except OSError:  # the thread has ended
+            return 0.0
+
+
+class Patience:
+    """One per database."""
+
+    def __init__(self) -> None:
+        self._progress_at = -WITHOUT_PROGRESS_S
+
+    def progress(self) -> None:
+        """The database has finished something."""
+        self._progress_at = time.monotonic()
+
+    async def wait(self, work: Awaitable[T], worked_s: Callable[[], float] = float) -> T:
+        """The result of `work`, which is cancelled when neither the database nor who works on it gets anything done.
+
+        Args:
+            worked_s: processor time of the threads that have it in hand.
+
+        Raises:
+            Problem: 503.
+        """
+        task = asyncio.ensure_future(work)
+        began = at_work = time.monotonic()
+        before_s = worked_s()
+        try:
+            while True:
+                until = min(max(at_work, self._progress_at) + WITHOUT_PROGRESS_S, began + AT_MOST_S)
+                left_s = until - time.monotonic()
+                if left_s > 0:
+                    await asyncio.wait({task}, timeout=left_s)
+                    if task.done():
+                        return self._result(task)
+                    continue
+                now_s = worked_s()
+                if now_s - before_s < WORKED_S or until >= began + AT_MOST_S:
+                    break
+                before_s, at_work = now_s, time.monotonic()
+        finally:
+            if not task.done():
+                task.cancel()
+        raise unavailable(f"the database has finished nothing for {time.monotonic() - at_work:.2g} s")
+
+    def _result(self, task: asyncio.Future[T]) -> T:
+        if not isinstance(task.exception(), SQLAlchemyError):  # a refusal is progress, too
+            self.progress()
+        return task.result()
+
+
+class ReadPatience:
+    """A middleware for everything but ingest: who waits for a database that is not there is told so.
+
+    The work that hangs in the database is left to end by itself: a thread cannot be stopped from outside.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self._app = app
+        self._engine = engine
+        self._probe: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or say that there is no answer."""
+        if scope["type"] != "http" or scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        state = {"started": False, "given_up": False}
+
+        async def guarded(message: Message) -> None:
+            if not state["given_up"]:
+                state["started"] = True
+                await send(message)
+
+        task = asyncio.ensure_future(self._app(scope, receive, guarded))
+        try:
+            while not (await asyncio.wait({task}, timeout=PROBE_AFTER_S))[0]:
+                if not state["started"] and not await self._answers() and not state["started"]:
+                    break
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.done():
+            return task.result()
+        state["given_up"] = True
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await unavailable("the database does not answer").response()(scope, receive, send)
+
+    async def _answers(self) -> bool:
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(to_thread.run_sync(self._ask, limiter=CapacityLimiter(1)))
+        await asyncio.wait({self._probe}, timeout=PROBE_S)
+        return self._probe.done() and not self._probe.cancelled() and self._probe.exception() is None
+
+    def _ask(self) -> None:
+        with self._engine.connect() as conn:
+            conn.execute(sa.text("SELECT 1"))

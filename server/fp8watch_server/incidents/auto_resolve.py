@@ -1,0 +1,73 @@
+"""Incidents end by themselves: resolved after twenty clean steps, with their message.
+
+Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.incidents.messages
+Shapes:     the last step that every live rank has delivered -> rows of incident, incident_event, outbox
+Thread:     detect worker, inside one write transaction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from fp8watch_server.db import schema
+from fp8watch_server.incidents.messages import write_resolved
+from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, num_events, write_event
+
+CLOSE_AFTER_STEPS = 20
+
+
+def close_quiet(
+    conn: sa.Connection,
+    run_id: str,
+    tenant: str,
+    attempt: int,
+    current_step: int,
+    now: float,
+    after_clean_steps: int = CLOSE_AFTER_STEPS,
+    stride: int = 1,
+    public_url: str = "",
+) -> list[IncidentChange]:
+    """Resolve incidents that were quiet for `after_clean_steps` observed steps, with their message.
+
+    Args:
+        current_step: last step that every live rank has delivered (Engine.settled_step).
+        stride: steps between observed steps (Engine.stride).
+    """
+    t = schema.incident
+    quiet = conn.execute(
+        sa.select(t).where(
+            t.c.run_id == run_id,
+            t.c.tenant == tenant,
+            t.c.attempt <= attempt,
+            t.c.status != "resolved",
+            t.c.last_step <= current_step - after_clean_steps * stride,
+        )
+    )
+    changes = []
+    for got in list(quiet.mappings()):
+        apart = max(stride, _stride(conn, dict(got)))
+        if got["last_step"] > current_step - after_clean_steps * apart:
+            continue
+        row = {**got, "status": "resolved", "resolved_at": now, "updated_at": now}
+        conn.execute(sa.update(t).where(*key_of(t, row)).values(status="resolved", resolved_at=now, updated_at=now))
+        seq = num_events(conn, row) + 1
+        write_event(
+            conn, row, seq, "resolved", now, current_step, {"clean_steps": current_step - int(row["last_step"])}
+        )
+        write_resolved(conn, row, now, public_url)
+        changes.append(change_of(row, "resolved"))
+    return changes
+
+
+def _stride(conn: sa.Connection, row: Mapping[str, Any]) -> int:
+    """Steps between the samples that an incident's evidence comes from."""
+    e = schema.incident_event
+    details = conn.execute(
+        sa.select(e.c.detail).where(
+            e.c.run_id == row["run_id"], e.c.tenant == row["tenant"], e.c.incident_id == row["id"]
+        )
+    ).scalars()
+    return max((int(detail.get("stride", 1)) for detail in details), default=1)

@@ -1,0 +1,1 @@
+"""Where batches and registrations come in."""

@@ -1,0 +1,368 @@
+"""Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
+
+Upstream:   fp8watch_agent.transport    Downstream: fp8watch_server.ingest.group_commit, fp8watch_server.ingest.sites, fp8watch_server.store.registrations
+Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
+Thread:     event loop reads; batches go through the committer, the rest through a small pool
+
+Bodies never become pydantic models: they are decoded and checked column by column (fp8watch_agent.wire), and stored
+as they came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fp8watch_agent.wire import (
+    BATCH_CONTENT_TYPE,
+    MAX_WIRE_BYTES,
+    TILE_MAPS_CONTENT_TYPE,
+    Batch,
+    TooLarge,
+    WireError,
+    decode_batch,
+    decode_tile_maps,
+    decompress,
+)
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.http.db_timeout import Patience, WorkClock, unavailable
+from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
+from fp8watch_server.ingest.group_commit import Closed, Committer
+from fp8watch_server.ingest.ingest_stats import Held, IngestStats
+from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
+from fp8watch_server.ingest.sites import SiteRegistry
+from fp8watch_server.store import registrations, tiles
+from fp8watch_server.store.commit import Taken
+
+MAX_JSON_BYTES = 4 << 20
+MAX_INFLIGHT_BYTES = 128 << 20
+MAX_WRITERS = 4
+"""Registrations and bodies of tile maps that are worked on at once."""
+MAX_WORKING = 64
+"""Those that have begun, with the ones whose senders were told to come back: a database that hangs holds their threads."""
+ENCODINGS = ("zstd", "gzip")
+PRUNE_TILE_MAPS_EVERY = 64
+MAX_RANK = (1 << 31) - 1
+
+T = TypeVar("T")
+
+router = APIRouter(prefix="/v1", include_in_schema=True, tags=["ingest"])
+
+
+class Ingest:
+    """What the routes share. One per app."""
+
+    def __init__(self, app: FastAPI, wake: Callable[[], None], hurry: Callable[[str, str], None]) -> None:
+        self.engine = app.state.engine
+        self.wake = wake
+        self.stats = IngestStats()
+        self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
+        self.patience = Patience()
+        self.sites = SiteRegistry(self.engine, self.patience.progress)
+        self._working: set[object] = set()
+        self.committer = Committer(self.engine, _batch, observe_commit=self._committed, hurry=hurry)
+        self.num_tile_map_bodies = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run blocking work in the pool of the ingest, and wait for it as long as it or the database gets anything done."""
+        if len(self._working) >= MAX_WORKING:
+            raise unavailable(f"{MAX_WORKING} registrations wait for the database")
+        clock = WorkClock()
+
+        def timed() -> T:
+            self._working.add(clock)
+            clock.start()
+            try:
+                return work()
+            finally:
+                self._working.discard(clock)
+
+        waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
+        return await self.patience.wait(waiting, clock.read_s)
+
+    async def commit(self, body: bytes) -> Taken:
+        """Hand a body to the committer, and wait likewise."""
+        try:
+            return await self.patience.wait(*self.committer.commit(body))
+        except Closed:
+            raise unavailable("the collector is stopping") from None
+
+    def _committed(self, seconds: float) -> None:
+        self.patience.progress()
+        self.stats.commit_seconds.observe(seconds)
+
+    def stop(self) -> None:
+        """Finish what came in, and end."""
+        self.committer.stop()
+
+
+async def _body(request: Request, limit: int, held: Held) -> bytes:
+    """Read a body, counted as in flight until `held` lets go of it.
+
+    Raises:
+        Problem: 413, 429.
+    """
+    length = request.headers.get("content-length", "")
+    declared = int(length) if length.isascii() and length.isdecimal() and len(length) < 20 else 0
+    if declared > limit:
+        raise _too_large(declared, limit)
+    got = bytearray()
+    try:
+        async for piece in request.stream():
+            got += piece
+            if len(got) > limit:
+                raise _too_large(len(got), limit)
+            held.add(len(piece))
+            if held.total_bytes > MAX_INFLIGHT_BYTES:
+                raise Problem(
+                    429,
+                    "too much is being taken in at this moment",
+                    rule=f"at most {MAX_INFLIGHT_BYTES} bytes of bodies in flight",
+                    remedy="send the same again after Retry-After",
+                    headers={"Retry-After": "1"},
+                )
+    except ClientDisconnect as e:
+        raise Problem(400, "the body ended early", rule="a body is complete", remedy="send it again") from e
+    return bytes(got)
+
+
+def _too_large(size: int, limit: int) -> Problem:
+    return Problem(
+        413, f"a body of {size} bytes or more", rule=f"at most {limit} bytes", remedy="split it, and send the halves"
+    )
+
+
+def _ingest(request: Request) -> Ingest:
+    found = request.app.state.ingest
+    assert isinstance(found, Ingest)
+    return found
+
+
+def _require_type(request: Request, content_type: str) -> None:
+    got = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if got != content_type:
+        raise Problem(
+            415, f"Content-Type {got[:100]!r}", rule=f"Content-Type is {content_type}", remedy="send it with that type"
+        )
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ENCODINGS:
+        raise Problem(
+            415,
+            f"Content-Encoding {encoding[:100]!r}",
+            rule=f"Content-Encoding is {' or '.join(ENCODINGS)}",
+            remedy="compress it with zstd",
+        )
+
+
+def _wire(work: Callable[[], T]) -> T:
+    """Run the codec, and say what was wrong as a problem."""
+    try:
+        return work()
+    except WireError as e:
+        detail, column = str(e), e.column
+        if column != "body":
+            status, rule = 422, f"column {column!r} has its exact length and allowed values"
+        elif isinstance(e, TooLarge):
+            status, rule = 413, "a body inflates to at most 64 MiB"
+        else:
+            status, rule = 400, "a body is a zstd frame with a msgpack map of header and columns"
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
+        status, column, detail = 400, "body", f"body: {type(e).__name__}: {e}"
+        rule = "a body is a zstd frame with a msgpack map of header and columns"
+    remedy = "split the batch" if status == 413 else "nothing of the batch was stored; correct it, or upgrade the agent"
+    raise Problem(status, detail, rule=rule, remedy=remedy, error="refused", column=column)
+
+
+def _unstored(e: Exception) -> Problem:
+    """What the store did not know, as a problem."""
+    if isinstance(e, registrations.KeyReused):
+        return Problem(
+            409,
+            "another body has been stored under this (run, session, rank, seq)",
+            rule="a key belongs to one body for good",
+            remedy="give every new body a new seq, and every process a new session",
+            error="key-reused",
+        )
+    if isinstance(e, registrations.Unknown):
+        extra: dict[str, Any] = {} if e.ids is None else {"ids": e.ids[:10_000]}
+        return Problem(
+            424,
+            f"unknown {e.what}",
+            rule="run, session and sites are registered before their batches",
+            remedy="PUT run, session and sites, and send the same again",
+            error=f"unknown-{e.what}",
+            **extra,
+        )
+    return Problem(
+        422,
+        f"header: {e}",
+        rule="a session belongs to one rank",
+        remedy="register a session of its own for every process",
+        error="refused",
+        column="header",
+    )
+
+
+UNSTORED = (registrations.KeyReused, registrations.Unknown, registrations.RankMismatch)
+
+
+async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) -> Response:
+    ingest = _ingest(request)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
+    with ingest.stats.inflight() as held:
+        body = await _body(request, MAX_JSON_BYTES, held)
+        try:
+            return JsonResponse(await ingest.run(lambda: store(body)))
+        except UNSTORED as e:
+            raise _unstored(e) from e
+
+
+@router.put("/runs/{run_id:path}/sessions/{session}")
+async def put_session(request: Request, run_id: str, session: str) -> Response:
+    """Register one attach of one process; answers with its attempt."""
+    engine = _ingest(request).engine
+
+    def store(body: bytes) -> dict[str, Any]:
+        facts = decode(body, SessionBody).as_facts(check_name("session", session))
+        with writing(engine) as conn:
+            attempt = registrations.register_session(conn, check_name("run", run_id), facts, now=time.time())
+        return {"run": run_id, "session": session, "attempt": attempt}
+
+    return await _register(request, store)
+
+
+@router.put("/runs/{run_id:path}/sites")
+async def put_sites(request: Request, run_id: str) -> Response:
+    """Register sites, or renew their static facts."""
+    sites = _ingest(request).sites
+
+    def store(body: bytes) -> dict[str, Any]:
+        return {"run": run_id, "num_sites": sites.register(run_id, body)}
+
+    return await _register(request, store)
+
+
+@router.put("/runs/{run_id:path}")
+async def put_run(request: Request, run_id: str) -> Response:
+    """Register a run, or renew what is said of it."""
+    engine = _ingest(request).engine
+
+    def store(body: bytes) -> dict[str, Any]:
+        got = decode(body, RunBody)
+        check_name("run", run_id)
+        with writing(engine) as conn:
+            registrations.register_run(
+                conn,
+                run_id,
+                name=got.name or run_id,
+                recipe=got.recipe,
+                backend=got.backend,
+                world_size=got.world_size,
+                now=time.time(),
+            )
+        return {"run": run_id}
+
+    return await _register(request, store)
+
+
+async def _post(request: Request, content_type: str, store: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
+    ingest = _ingest(request)
+    with ingest.stats.one_body() as outcome:
+        _require_type(request, content_type)
+        with ingest.stats.inflight() as held:
+            body = await _body(request, MAX_WIRE_BYTES, held)
+            try:
+                answer = await store(body)
+            except UNSTORED as e:
+                raise _unstored(e) from e
+        outcome.accepted(len(body))
+    ingest.wake()
+    return JsonResponse(answer)
+
+
+def _batch(body: bytes) -> Batch:
+    """Decode and check.
+
+    Raises:
+        Problem: what is wrong with it.
+    """
+    batch = _wire(lambda: decode_batch(decompress(body), compressed=False))
+    _check_header(batch.header.run, batch.header.session, batch.header.rank)
+    return batch
+
+
+@router.post("/batches")
+async def post_batch(request: Request) -> Response:
+    """Take a batch. 200 after commit, also when the very same batch had come before."""
+    ingest = _ingest(request)
+
+    async def store(body: bytes) -> dict[str, Any]:
+        taken = await ingest.commit(body)
+        return {"acked": taken.seq, "captures": taken.captures}
+
+    return await _post(request, BATCH_CONTENT_TYPE, store)
+
+
+@router.post("/tile-maps")
+async def post_tile_maps(request: Request) -> Response:
+    """Take full tile maps. 200 after commit."""
+    ingest = _ingest(request)
+
+    def write_maps(body: bytes) -> dict[str, Any]:
+        maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
+        _check_header(maps.run, maps.session, maps.rank)
+        ingest.num_tile_map_bodies += 1
+        with writing(ingest.engine) as conn:
+            tiles.commit_tile_maps(conn, maps, hashlib.sha256(body).digest(), now=time.time())
+            if ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0:
+                tiles.prune(conn, maps.run)
+        return {"acked": maps.seq}
+
+    return await _post(request, TILE_MAPS_CONTENT_TYPE, lambda body: ingest.run(lambda: write_maps(body)))
+
+
+def _check_header(run_id: str, session: str, rank: int) -> None:
+    check_name("run", run_id)
+    check_name("session", session)
+    if rank > MAX_RANK:
+        raise Problem(
+            422,
+            f"header: rank {rank}",
+            rule=f"rank is at most {MAX_RANK}",
+            remedy="correct it",
+            error="refused",
+            column="header",
+        )
+
+
+class ShortWay:
+    """A middleware around the router: batches are nine of ten requests, and need none of what the router does.
+
+    The route stays for the description of the interface, and is the same function.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a batch, or pass on."""
+        if scope["type"] != "http" or scope["path"] != "/v1/batches" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            answer = await post_batch(request)
+        except Exception as e:  # noqa: BLE001  what the router's own handlers would make of it
+            answer = answer_of(request, e)
+        await answer(scope, receive, send)

@@ -1,0 +1,80 @@
+"""`fp8watch grafana push`: the dashboards for those whose Grafana is somebody else's.
+
+Upstream:   fp8watch.cli    Downstream: fp8watch_server.observability.grafana_push
+Shapes:     argv -> exit status: 0 pushed, 1 refused or no answer, 2 usage
+Thread:     main
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from fp8watch_server.observability.grafana_push import (
+    POSTGRES_UID,
+    PROMETHEUS_UID,
+    Api,
+    PushError,
+    Target,
+    connect,
+    dashboards,
+    push,
+)
+
+URL, TOKEN, TOKEN_FILE = "FP8WATCH_GRAFANA_URL", "FP8WATCH_GRAFANA_TOKEN", "FP8WATCH_GRAFANA_TOKEN_FILE"
+EXIT_REFUSED, EXIT_USAGE = 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8watch grafana", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = commands.add_parser("push", help="write the dashboards into a Grafana, over those of the same uid")
+    made.add_argument("--url", default=None, help=f"root URL of Grafana [{URL}]")
+    made.add_argument("--token-file", type=Path, default=None, help=f"file with its token [{TOKEN_FILE}, or {TOKEN}]")
+    made.add_argument(
+        "--folder", default="fp8watch", help="title of the folder, where it is made (default: %(default)s)"
+    )
+    made.add_argument("--postgres-uid", default=POSTGRES_UID, help="uid of the data source (default: %(default)s)")
+    made.add_argument("--prometheus-uid", default=PROMETHEUS_UID, help="uid of the data source (default: %(default)s)")
+    made.add_argument(
+        "--dashboards", type=Path, default=None, help="folder of other dashboards than those that are shipped"
+    )
+    return parser
+
+
+def _token(path: Path | None) -> str:
+    path = path or (Path(os.environ[TOKEN_FILE]) if os.environ.get(TOKEN_FILE) else None)
+    if path is None:
+        return os.environ.get(TOKEN, "")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise PushError(f"token file {str(path)!r} cannot be read ({e}); name another with --token-file") from e
+
+
+def main(argv: list[str], *, connect: Callable[[Target], Api] = connect) -> int:
+    """Push. `connect` makes the client."""
+    args = _parser().parse_args(argv)
+    url = args.url or os.environ.get(URL, "")
+    if not url:
+        print(f"fp8watch grafana: which Grafana? Give --url, or {URL}", file=sys.stderr)
+        return EXIT_USAGE
+    if find_spec("torch") and find_spec("grafana_client"):
+        print(
+            "fp8watch grafana: grafana-client has replaced urllib3 in an environment that trains; "
+            "keep it in one of its own, and install urllib3 again here",
+            file=sys.stderr,
+        )
+    try:
+        target = Target(url, _token(args.token_file), args.folder, args.postgres_uid, args.prometheus_uid)
+        boards = dashboards(args.dashboards)
+        for line in push(connect(target), target, boards):
+            print(line)
+    except PushError as e:
+        print(f"fp8watch grafana: {e}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0

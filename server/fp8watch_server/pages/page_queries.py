@@ -1,0 +1,263 @@
+"""Rows of the pages' tables: several queries put side by side, each number with the place it came from.
+
+Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
+Shapes:     dicts of queries -> dicts for templates
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection
+
+from fp8watch_agent.record import TileFlag
+from fp8watch_server.api.comparison import KIND as COMPARISON
+from fp8watch_server.pages import formatting, lookup
+from fp8watch_server.pages.coverage import not_watching
+from fp8watch_server.pages.error_pages import Link, PageProblem
+from fp8watch_server.pages.lookup import Dict
+from fp8watch_server.store import queries
+
+SEVERITIES = ("critical", "warning", "info")
+SCALARS = ("loss", "grad_norm", "lr")
+NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
+NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are missing
+NOW_POINTS = 4096  # of what lies nearby every step, so that the newest is the newest
+NUM_WORST = 12
+NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
+NUM_FLAGGED = 24
+# What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
+FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
+LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
+NOISELESS_MARGIN_DB = 99.0
+HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives away what it could hold
+
+
+def incidents(conn: Connection, run_id: str) -> list[Dict]:
+    """Incidents of a run: open before resolved, severe before mild, early before late."""
+    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)]
+    order = {s: i for i, s in enumerate(SEVERITIES)}
+    return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
+
+
+def concerns(incident: Dict, site: Dict) -> bool:
+    """Whether an incident names this site."""
+    return str(site["id"]) in {str(i) for i in incident.get("sites") or []} or lookup.site_of(incident, [site]) is site
+
+
+def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
+    """The incidents that name a site, each with the tile where it is one of this site."""
+    found = [i for i in incidents(conn, run_id) if concerns(i, site)]
+    return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
+
+
+def runs(conn: Connection) -> list[Dict]:
+    """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
+    out: list[Dict] = []
+    found_runs = queries.runs(conn)
+    facts = queries.facts_of_rank_0(conn, [run["id"] for run in found_runs if run["status"] != "ended"])
+    for i, run in enumerate(found_runs):
+        row = {
+            **run,
+            "not_watching": not_watching(facts.get(run["id"])),
+            "loss": None,
+            "loss_step": None,
+            "spark": None,
+            "incidents": [],
+            "num_resolved": 0,
+            "worst_resolved": None,
+        }
+        if i < NUM_RUNS_WITH_LOSS:
+            loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
+            row["loss_step"], row["loss"] = formatting.latest(loss)
+            row["spark"] = formatting.spark(loss)
+        if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
+            found = incidents(conn, run["id"])
+            row["incidents"] = [i for i in found if i["status"] != "resolved"]
+            resolved = found[len(row["incidents"]) :]  # the worst of them first
+            row["num_resolved"], row["worst_resolved"] = len(resolved), resolved[0] if resolved else None
+        out.append(row)
+    return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"] and not r["not_watching"]))
+
+
+def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
+    """The newest loss, gradient norm and learning rate, each with its step.
+
+    After a restart from an earlier step the attempt before holds later steps: those are not now. What was logged at no
+    step nearby is sought further back.
+    """
+    found: dict[str, tuple[int | None, object]] = {}
+    high = int(run["last_step"])
+    for window in NOW_WINDOWS:
+        missing = [name for name in SCALARS if found.get(name, (None, None))[0] is None]
+        if high < 0 or not missing:
+            break
+        low = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        got = queries.several_scalars(conn, run["id"], missing, low, high, NOW_POINTS)
+        found |= {name: formatting.latest(series) for name, series in got.items()}
+        high = low - 1
+    return [{"name": name, "step": step, "value": value} for name in SCALARS for step, value in [found[name]]]
+
+
+def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
+    """Site -> field -> (step, value), where it was measured last: each window looks further back for what is missing.
+
+    With statistics on each n-th step the newest measurement may lie far behind the newest step. Where most sites were
+    found nearby, those that were not are not measured at all, and nothing is read for them over and over.
+    """
+    out: dict[int, Dict] = {}
+    last = int(run["last_step"])
+    for window in NOW_WINDOWS:
+        missing = sorted(i for i in ids if len(out.get(i, {})) < len(fields))
+        if last < 0 or not missing or (window not in NEAR and 2 * len(out) >= len(ids)):
+            break
+        first = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        for site, cells in queries.newest(conn, run["id"], fields, first, last, missing).items():
+            out[site] = cells | out.get(site, {})
+        last = first - 1
+    return out
+
+
+WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
+
+
+def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: list[Dict]) -> list[Dict]:
+    """Sites by damage where each was measured last.
+
+    Those that open incidents name come first, then non-finite elements, then the lowest tile SQNR against the format.
+    """
+    named: dict[int, Dict] = {}
+    for incident in open_incidents[:NUM_WORST]:
+        if (of := lookup.site_of(incident, sites)) is not None:
+            named.setdefault(of["id"], incident)
+    now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})
+    rows: list[Dict] = []
+    for site in sites:
+        cells = {f: now.get(int(site["id"]), {}).get(f) for f in WORST_FIELDS}
+        if not any(cells.values()):
+            continue
+        bad, sqnr = cells["num_nonfinite"], cells["tile_sqnr_db"]
+        num_bad = bad[1] if bad and isinstance(bad[1], (int, float)) else 0
+        margin = NOISELESS_MARGIN_DB
+        if sqnr and sqnr[1] != "inf":  # an SQNR of +Inf: nothing was lost; probes of high precision all have it
+            margin = sqnr[1] - HEALTHY_SQNR_DB.get(site["format"], 28.0) if isinstance(sqnr[1], (int, float)) else -99.0
+        step = max(cell[0] for cell in cells.values() if cell)
+        by = named.get(site["id"])
+        # An SQNR of before says nothing of elements that are NaN since: then the first in the flow of data is the worst.
+        told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin
+        rows.append(
+            {
+                "site": site,
+                "step": step,
+                "cells": cells,
+                "margin_db": margin,
+                "incident": by,
+                "key": (by is None, -num_bad, told, site["order"]),
+            }
+        )
+    return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
+
+
+SITE_FIELDS = ("amax_max", "scale_inv_max", "tile_sqnr_db", "underflow_ratio", "num_nonfinite", "num_sentinel_tiles")
+
+
+def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
+    """The newest value of each field of a site, with its step."""
+    if run["last_step"] is None:
+        return []
+    now = _newest(conn, run, SITE_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
+    cells = {field: now.get(field, (None, None)) for field in SITE_FIELDS}
+    return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
+
+
+def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
+    """Sites folded into an incident, in data-flow order."""
+    ids = {str(i) for i in incident.get("sites") or []}
+    return [s for s in sites if str(s["id"]) in ids]
+
+
+def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
+    """What to draw for an incident: what proves it, what it did to the site, and what the loss showed meanwhile."""
+    fields = [e["field"] for e in incident["evidence"]]
+    of_run = [f for f in fields if f in (*SCALARS, "loss_scale")]
+    of_site = [f for f in fields if f in queries.SERIES_FIELDS] if site is not None else []
+    if of_site:
+        of_site = [*of_site[:2], "tile_sqnr_db"]
+    out: list[Dict] = [{"field": f, "site": site["id"]} for f in dict.fromkeys(of_site) if site is not None]
+    return out + [{"field": f, "site": None} for f in dict.fromkeys([*of_run[:3], "loss"])]
+
+
+def comparison(incident: Dict) -> Dict | None:
+    """What ten steps in high precision said, the newest that was sent, with the layers that differ most in front."""
+    told = [e["detail"] for e in incident.get("events") or [] if e["kind"] == COMPARISON]
+    if not told:
+        return None
+    layers = sorted(told[-1]["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
+    return {**told[-1], "layers": layers[:8]}
+
+
+def _distance(error: object) -> float:
+    value = float(error) if isinstance(error, (int, float, str)) else 0.0
+    return value if value == value else float("inf")
+
+
+def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
+    """Tiles that stand out, worst first, with the elements they cover."""
+    columns = tile_map["shape"][1]
+    special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
+    rows: list[Dict] = []
+    scale_special = {int(i): v for i, v in tile_map.get("nonfinite_scale_inv") or []}
+    for index, bits in enumerate(tile_map["flags"]):
+        if not bits & LOUD:
+            continue
+        ranks = [i for i, flag in enumerate(FLAG_ORDER) if bits & flag]
+        tile = divmod(index, columns)
+        rows.append(
+            {
+                "tile": tile,
+                "elements": elements(tile, site),
+                "flags": [
+                    (str(flag.name).replace("_", "-").lower(), flag in FLAG_ORDER) for flag in TileFlag if bits & flag
+                ],
+                "amax": special.get(index, tile_map["amax"][index]),
+                "scale_inv": scale_special.get(index, tile_map["scale_inv"][index]),
+                "num_nonfinite": tile_map["num_nonfinite"][index],
+                "num_underflow": tile_map["num_underflow"][index],
+                "key": (ranks[0], -(tile_map["num_nonfinite"][index] or 0), index),
+            }
+        )
+    return sorted(rows, key=lambda r: r["key"])[:NUM_FLAGGED]
+
+
+def elements(tile: tuple[int, int], site: Dict) -> str:
+    """The elements of a tile, as rows and columns of the operand."""
+    parts = []
+    for name, at, size, length in zip(("row", "column"), tile, site["tile"], site["shape"], strict=True):
+        first, last = at * size, min((at + 1) * size, max(length, at * size + 1)) - 1
+        parts.append(f"{name} {first}" if first == last else f"{name}s {first}–{last}")
+    return ", ".join(parts)
+
+
+def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProblem:
+    """A site without any map."""
+    return PageProblem(
+        404,
+        "No tile map of this site",
+        f"No tile map of {formatting.cut(site['module'])} · {site['operand']} · {site['direction']} has arrived"
+        f"{f' from rank {rank}' if rank is not None else ''}.",
+        "Maps are sent when a detector asks for them. To keep them for every step, attach with:",
+        (back, Link("The run", lookup.run_url(run["id"]))),
+        code='fp8watch.attach(model, tile_maps="all")',
+    )
+
+
+def no_tile_map_at(run: Dict, site: Dict, rank: int | None, step: int, steps: list[int], back: Link) -> PageProblem:
+    """A step without a map, while others have one."""
+    near = sorted(steps, key=lambda s: abs(s - step))[:5]
+    span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+    return PageProblem(
+        404,
+        f"No tile map at step {step}",
+        f"There are {len(steps)} maps of this site, of steps {span}.",
+        "Take one of the nearest steps.",
+        (*(Link(f"Step {s}", lookup.tile_map_url(run["id"], site["id"], s, rank)) for s in sorted(near)), back),
+    )

@@ -1,0 +1,1 @@
+"""From committed batches to incidents: the worker between detection and storage, and its restart."""

@@ -1,0 +1,375 @@
+"""The detect worker: every committed batch is looked at once, in the order in which it was committed.
+
+Upstream:   fp8watch_server.store.pending, fp8watch_server.pipeline.priority    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.pipeline.engine_restore
+Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with their marks
+Thread:     its own; of several collectors on one database, that of the leader
+
+Batches are marked in the transaction that writes their incidents, so a crash loses nothing and repeats nothing. All
+that wait of a run are taken together, a pause apart, because writing costs per transaction and looking per batch. A run
+with something urgent ends the pause, and is taken before the others. Should a batch break a detector or its incidents,
+those of its group are taken one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from fp8watch_agent.wire import Batch, WireError
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.leader import Leader
+from fp8watch_server.db.leader_loop import Rest, Rounds
+from fp8watch_server.pipeline import engine_restore
+from fp8watch_server.pipeline.priority import Urgent
+from fp8watch_server.store import hot_batches
+from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
+from fp8watch_server.store.totals import add_totals
+
+log = logging.getLogger("fp8watch.detect")
+
+MAX_ENGINES = 64
+SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
+PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
+"""Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
+the larger the next group: as long as REST_SHARE groups take, within these bounds."""
+IDLE_S = 1.0
+
+
+class DetectEngine(Protocol):
+    """One run's detectors: pure, no database."""
+
+    def observe(self, batch: Batch, at: float | None = None) -> Sequence[Any]:
+        """Findings of one batch, that came at a time of this collector's clock."""
+        ...
+
+    def tick(self, now: float) -> Sequence[Any]:
+        """Findings of what waited for a rank that is late; called while nothing comes."""
+        ...
+
+    def add_sites(self, sites: Any) -> None:
+        """Facts that came later, or changed."""
+        ...
+
+    def add_sessions(self, sessions: Any) -> None:
+        """Sessions of the run, new ones and known ones."""
+        ...
+
+    def take_notices(self) -> Sequence[Any]:
+        """What is worth a line and no fault; each has a `kind`, a `step`, a `rank` and a `text`."""
+        ...
+
+    @property
+    def settled_step(self) -> int | None:
+        """The last step that every live rank has delivered."""
+        ...
+
+    @property
+    def stride(self) -> int:
+        """Steps between observed steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The rooms after this one, as plain callables."""
+
+    make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
+    make_engine: Callable[[Mapping[int, Any], str, str], DetectEngine]  # facts of the sites, run id, run name
+    fold: Callable[..., Sequence[Any]]
+    close_quiet: Callable[..., Any]
+    say_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
+    """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
+    make_sessions: Callable[[Any], Any] = lambda rows: rows
+    """Of rows of the session table what `add_sessions` takes."""
+    load_engine: Callable[[bytes, Mapping[int, Any]], DetectEngine] | None = None
+    """An engine out of what its `dump` gave, with the facts of its sites; a ValueError says that it cannot be."""
+
+
+@dataclass
+class _Running:
+    engine: DetectEngine
+    sites: Mapping[int, Any]
+    seen: engine_restore.Registered
+    since_saved: int = 0  # batches
+    saved_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One batch after the detectors."""
+
+    row: Any
+    batch: Batch | None
+    findings: Sequence[Any]
+    settled_step: int | None = None
+    stride: int = 1
+    error: str = ""  # why there is no batch
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """In place of a batch's row, where findings come of the time alone."""
+
+    attempt: int
+
+
+class DetectWorker:
+    """Takes pending batches until it is stopped."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        detection: Detection,
+        *,
+        public_url: str = "",
+        clock: Callable[[], float] = time.time,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._db = engine
+        self._detection = detection
+        self._public_url = public_url
+        self._clock = clock
+        self._on_change = on_change
+        self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
+        self._urgent = Urgent()
+        self._taken_to: dict[tuple[str, str], int] = {}  # the last arrival of each run that this round has judged
+        self._rounds = Rounds(
+            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._forget
+        )
+        self.num_failed_batches = 0
+
+    def start(self) -> None:
+        """Start the thread. What was pending when the collector last stopped is taken first."""
+        self._rounds.start()
+
+    def wake(self) -> None:
+        """There may be something new."""
+        self._rounds.wake()
+
+    def hurry(self, run_id: str, tenant: str) -> None:
+        """A batch of this run was committed that cannot wait for its turn."""
+        if self._urgent.add((run_id, tenant)):
+            self._rounds.hurry()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Finish the group in hand and end."""
+        self._rounds.stop(timeout_s)
+
+    def _work(self) -> Rest:
+        began = time.monotonic()
+        taken = self.drain()
+        if taken >= BATCHES_AT_ONCE:
+            return Rest(0.0, wakes=False)
+        if taken:
+            return Rest(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
+        self.tick()
+        return Rest(IDLE_S)
+
+    def _forget(self) -> None:
+        self._running.clear()
+        self._urgent.clear()
+
+    def drain(self) -> int:
+        """Take what is pending now, the urgent first; returns how many batches that was."""
+        self._taken_to.clear()
+        taken = self._take_urgent()
+        with self._db.connect() as conn:
+            rows = pending(conn)
+        for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
+            waiting = list(of_run)
+            while rest := [row for row in waiting if row.arrival > self._taken_to.get(key, 0)]:
+                if self._rounds.stopping:
+                    break
+                waiting = rest[self._take(rest, give_way=True) :]
+                self._take_urgent()
+        return taken + len(rows)
+
+    def _take_urgent(self) -> int:
+        num = 0
+        while not self._rounds.stopping and (run := self._urgent.take()) is not None:
+            with self._db.connect() as conn:
+                rows = pending(conn, run)
+            if rows:
+                num += self._take(list(rows))
+        return num
+
+    def tick(self) -> None:
+        """Nothing came: tell the engines what time it is."""
+        for key, running in list(self._running.items()):
+            findings = running.engine.tick(self._clock())
+            if not findings:
+                continue
+            with writing(self._db) as conn:
+                settled, stride = running.engine.settled_step, running.engine.stride
+                idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
+                changed = self._write_incidents(conn, key, [idle], running)
+            if changed:
+                self._on_change()
+
+    def _take(self, rows: list[Any], give_way: bool = False) -> int:
+        """Batches of one run; returns how many it took, which are all unless something urgent came meanwhile."""
+        key = (rows[0].run_id, rows[0].tenant)
+        num = len(rows)
+        try:
+            num, judged = self._judge(key, rows, give_way)
+            changed = self._commit(key, judged)
+        except (OperationalError, InterfaceError, PoolTimeoutError):
+            raise  # the database: later
+        except Overtaken:
+            log.warning("another collector looks at run %r as well; beginning again", key[0])
+            self._running.pop(key, None)
+            return len(rows)
+        except Exception as e:
+            self._running.pop(key, None)  # it has seen what is not committed
+            if len(rows) > 1:
+                for row in rows:
+                    self._take([row])
+                return len(rows)
+            log.exception("batch %s of run %r could not be looked at; going on without it", rows[0].seq, key[0])
+            self.num_failed_batches += 1
+            changed = self._give_up(rows[0], e)
+        self._taken_to[key] = rows[num - 1].arrival
+        if changed:
+            self._on_change()
+        return num
+
+    def _judge(self, key: tuple[str, str], rows: list[Any], give_way: bool) -> tuple[int, list[_Judged]]:
+        out: list[_Judged] = []
+        num = 0
+        running = self._engine_of(key, rows[0].arrival)
+        engine = running.engine
+        with self._db.connect() as conn:
+            unresolved = _has_unresolved(conn, key)
+            for row in rows:
+                if num and give_way and self._urgent:
+                    break  # the rest of this run after it
+                num += 1
+                try:
+                    batch = hot_batches.load(conn, row)
+                except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait
+                    out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
+                    continue
+                if batch is None:
+                    continue
+                findings = engine.observe(batch, at=row.received_at)
+                unresolved = unresolved or bool(findings)
+                settled = engine.settled_step if unresolved else None  # it looks at every rank
+                out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
+        for notice in engine.take_notices():
+            log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
+        return num, out
+
+    def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
+        if not judged:
+            return False
+        running = self._running[key]
+        with writing(self._db) as conn:
+            for j in judged:
+                if j.error:
+                    log.error("batch %s of run %r cannot be read (%s); going on without it", j.row.seq, key[0], j.error)
+                    self.num_failed_batches += 1
+                    mark(conn, key, [j.row.arrival], t.BATCH_FAILED, j.error[:2000])
+            mark(conn, key, [j.row.arrival for j in judged if not j.error], t.BATCH_DETECTED, None)
+            changed = self._write_incidents(conn, key, judged, running)
+            add_totals(conn, *key, [(j.batch, j.row.attempt) for j in judged if j.batch is not None])
+            self._save(conn, key, running, judged)
+        return changed
+
+    def _save(self, conn: Connection, key: tuple[str, str], running: _Running, judged: list[_Judged]) -> None:
+        """Now and then, what the engine remembers: in the transaction of the marks, so that they agree."""
+        running.since_saved += len(judged)
+        now = time.monotonic()
+        if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
+            engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
+            running.since_saved, running.saved_at = 0, now
+
+    def _give_up(self, row: Any, e: Exception) -> bool:
+        """Count a batch that detectors or incidents broke on, and leave it marked as such."""
+        with self._db.connect() as conn:
+            batch = hot_batches.load(conn, row)
+        with writing(self._db) as conn:
+            mark(conn, (row.run_id, row.tenant), [row.arrival], t.BATCH_FAILED, f"{type(e).__name__}: {e}"[:2000])
+            if batch is not None:
+                add_totals(conn, row.run_id, row.tenant, [(batch, row.attempt)])
+        return False
+
+    def _write_incidents(
+        self, conn: Connection, key: tuple[str, str], judged: list[_Judged], running: _Running
+    ) -> bool:
+        now, changed = self._clock(), False
+        unresolved = _has_unresolved(conn, key)
+        settled: int | None = None
+        for j in judged:
+            where = (*key, j.row.attempt)
+            if j.findings:
+                opened = self._detection.fold(
+                    conn, *where, j.findings, running.sites, now, window_steps=6, public_url=self._public_url
+                )
+                changed = bool(opened) or changed
+                unresolved = True
+            if unresolved and j.settled_step is not None and (j.settled_step != settled or j.findings):
+                settled = j.settled_step
+                closed = self._detection.close_quiet(
+                    conn, *where, current_step=settled, now=now, stride=j.stride, public_url=self._public_url
+                )
+                changed = bool(closed) or changed
+        return changed
+
+    def _engine_of(self, key: tuple[str, str], before_arrival: int) -> _Running:
+        running = self._running.get(key)
+        with self._db.connect() as conn:
+            seen = engine_restore.registered(conn, *key)
+            if running is not None and running.seen == seen:
+                self._running.move_to_end(key)
+                return running
+            facts = self._detection.make_facts(engine_restore.sites_of(conn, *key))
+            sessions = self._detection.make_sessions(engine_restore.sessions_of(conn, *key))
+            if running is not None:
+                running.engine.add_sites({i: f for i, f in facts.items() if running.sites.get(i) != f})
+                running.engine.add_sessions(sessions)
+                running.sites, running.seen = facts, seen
+                return running
+            running = _Running(self._made(conn, key, facts, sessions, before_arrival), facts, seen)
+            running.saved_at = time.monotonic()
+        self._running[key] = running
+        while len(self._running) > MAX_ENGINES:
+            self._running.popitem(last=False)
+        return running
+
+    def _made(
+        self, conn: Connection, key: tuple[str, str], facts: Mapping[int, Any], sessions: Any, before_arrival: int
+    ) -> DetectEngine:
+        """From what was saved and what came since; else from the newest samples."""
+        saved = engine_restore.saved(conn, *key, before_arrival)
+        if saved is not None and self._detection.load_engine is not None:
+            try:
+                loaded = self._detection.load_engine(saved.state, facts)
+            except ValueError as e:
+                log.info("run %r: what its detectors remembered is not used: %s", key[0], e)
+            else:
+                loaded.add_sessions(sessions)
+                engine_restore.replay_since(conn, loaded, *key, saved.arrival, before_arrival)
+                loaded.take_notices()
+                return loaded
+        made = self._detection.make_engine(facts, key[0], engine_restore.run_name(conn, *key))
+        made.add_sessions(sessions)
+        engine_restore.replay(conn, made, *key, before_arrival)
+        made.take_notices()
+        return made
+
+
+def _has_unresolved(conn: Connection, key: tuple[str, str]) -> bool:
+    c = t.incident.c
+    where = (c.run_id == key[0], c.tenant == key[1], c.status != "resolved")
+    return conn.execute(sa.select(sa.literal(1)).where(*where).limit(1)).first() is not None

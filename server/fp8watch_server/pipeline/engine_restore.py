@@ -1,0 +1,234 @@
+"""After a restart an engine is built up again from what was looked at before.
+
+Upstream:   fp8watch_server.store.history    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.detect.engine
+Shapes:     batches that were detected -> one Engine, whose findings are known already and are dropped
+Thread:     detect worker
+
+An engine that can say what it remembers is saved now and then, and needs only what came since: that is exact. Otherwise
+the newest batches are shown to it again. How far back is counted in steps with records; what only samples measure has
+fewer of them to learn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import sqlalchemy as sa
+import zstandard
+from sqlalchemy.engine import Connection
+
+from fp8watch_agent.record import Site
+from fp8watch_agent.wire import Batch
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert
+from fp8watch_server.store import history, hot_batches
+
+STATE_VERSION = "1"
+"""Of the envelope; the engine has a version of its own in what it dumps."""
+REPLAY_SAMPLES = 256
+"""Steps with records of a rank that are replayed."""
+MAX_REPLAY_BATCHES = 8192
+"""Of a rank, however few samples they hold."""
+
+
+class Observes(Protocol):
+    """The part of an engine that is needed here."""
+
+    def observe(self, batch: Batch, at: float | None = None) -> Any:
+        """Findings of one batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an engine remembered after a batch."""
+
+    arrival: int
+    state: bytes
+
+
+Registered = tuple[int, float, int, int]
+"""Numbers of sites and sessions, with what changes when one of them says more of itself: whether to read them again."""
+
+
+def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
+    """Build the baselines up again from the newest batches of each rank that were looked at before.
+
+    Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps. Where
+    they have become blocks, the blocks are read.
+
+    Returns:
+        How many batches were replayed.
+    """
+    b, s = t.hot_batch.c, t.session.c
+    seen = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED, b.arrival < before_arrival)
+    rows = conn.execute(
+        sa.select(s.session, s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).order_by(s.attempt)
+    ).all()
+    newest = {row.rank: row for row in rows}  # the last attempt stays
+    arrivals: set[int] = set()
+    from_step: dict[history.Source, int | None] = {}
+    known = history.cells(conn, run_id, tenant)
+    for rank, row in newest.items():
+        found = _newest_arrivals(conn, (*seen, b.rank == rank, b.session == row.session))
+        arrivals |= set(found.arrivals)
+        source = (row.attempt, rank)
+        from_step[source] = _first_block(conn, run_id, tenant, source, known, REPLAY_SAMPLES - found.num_samples)
+    where = (*seen, b.arrival >= min(arrivals, default=before_arrival))
+    num = 0
+    for old in history.batches(conn, run_id, tenant, where=where, from_step=from_step.get):
+        if old.arrival is None or old.arrival in arrivals:
+            engine.observe(old.batch, at=old.at)
+            num += 1
+    return num
+
+
+def _first_block(
+    conn: Connection, run_id: str, tenant: str, source: history.Source, cells: Sequence[Any], num_samples: int
+) -> int | None:
+    """The first step of the blocks that hold so many samples of a source; None: no block is needed, or there is none."""
+    first = None
+    for cell in reversed(cells):
+        if num_samples <= 0:
+            break
+        if list(source) in cell.sources:
+            num_samples -= history.num_samples(conn, run_id, tenant, source, cell.step0)
+            first = cell.step0
+    return first
+
+
+@dataclass(frozen=True)
+class _Newest:
+    """Hot batches of a session, and how many samples they hold."""
+
+    arrivals: list[int]
+    num_samples: int
+
+
+def _newest_arrivals(conn: Connection, where: tuple[Any, ...]) -> _Newest:
+    """Arrivals of one session's batches, newest first, until they hold enough samples."""
+    b = t.hot_batch.c
+    rows = conn.execute(
+        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at, b.arrival, b.num_records)
+        .where(*where)
+        .order_by(b.arrival.desc())
+        .limit(MAX_REPLAY_BATCHES)
+    ).all()
+    arrivals: list[int] = []
+    num_samples = 0
+    for row in rows:
+        arrivals.append(row.arrival)
+        if row.num_records:
+            batch = hot_batches.load(conn, row)
+            num_samples += 0 if batch is None else len(np.unique(batch.step))
+        if num_samples >= REPLAY_SAMPLES:
+            break
+    return _Newest(arrivals, num_samples)
+
+
+def _load(conn: Connection, where: tuple[Any, ...], order: Any) -> Iterator[tuple[Any, Batch]]:
+    b = t.hot_batch.c
+    rows = conn.execute(
+        sa.select(b.run_id, b.tenant, b.session, b.rank, b.seq, b.received_at, b.arrival).where(*where).order_by(order)
+    ).all()
+    for row in rows:
+        batch = hot_batches.load(conn, row)
+        if batch is not None:
+            yield row, batch
+
+
+def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, now: float) -> None:
+    """Keep what the engine remembers, if it can say it."""
+    dump = getattr(engine, "dump", None)
+    if dump is None:
+        return
+    state = zstandard.ZstdCompressor(level=1).compress(dump())
+    row = {"run_id": run_id, "tenant": tenant, "arrival": arrival, "version": STATE_VERSION, "state": state}
+    upsert(conn, t.detect_state, [{**row, "written_at": now}])
+
+
+def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Saved | None:
+    """What was kept, unless it knows more than it should."""
+    c = t.detect_state.c
+    where = (c.run_id == run_id, c.tenant == tenant, c.version == STATE_VERSION, c.arrival < before_arrival)
+    row = conn.execute(sa.select(c.arrival, c.state).where(*where)).first()
+    if row is None:
+        return None
+    try:
+        return Saved(row.arrival, zstandard.ZstdDecompressor().decompress(bytes(row.state)))
+    except zstandard.ZstdError:
+        return None
+
+
+def replay_since(
+    conn: Connection, engine: Observes, run_id: str, tenant: str, after_arrival: int, before_arrival: int
+) -> int:
+    """Show an engine what was looked at after it was saved. Returns how many batches that was."""
+    b = t.hot_batch.c
+    where = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED)
+    num = 0
+    for row, batch in _load(conn, (*where, b.arrival > after_arrival, b.arrival < before_arrival), b.arrival):
+        engine.observe(batch, at=row.received_at)
+        num += 1
+    return num
+
+
+def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
+    """What a run has registered by now."""
+    c, s = t.site.c, t.session.c
+    sites = conn.execute(
+        sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
+    ).one()
+    sessions = conn.execute(
+        sa.select(sa.func.count(), sa.func.sum(sa.func.length(sa.cast(s.facts, sa.Text)))).where(
+            s.run_id == run_id, s.tenant == tenant
+        )
+    ).one()
+    return int(sites[0]), float(sites[1] or 0.0), int(sessions[0]), int(sessions[1] or 0)
+
+
+def sessions_of(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:
+    """The sessions of a run, as rows."""
+    s = t.session.c
+    where = (s.run_id == run_id, s.tenant == tenant)
+    return conn.execute(sa.select(t.session).where(*where).order_by(s.attempt, s.rank)).all()
+
+
+def run_name(conn: Connection, run_id: str, tenant: str) -> str:
+    """What people call it."""
+    r = t.run.c
+    return str(conn.execute(sa.select(r.name).where(r.run_id == run_id, r.tenant == tenant)).scalar() or "")
+
+
+def newest_attempt(conn: Connection, run_id: str, tenant: str) -> int:
+    """Of any rank."""
+    r = t.run.c
+    return int(conn.execute(sa.select(r.attempt).where(r.run_id == run_id, r.tenant == tenant)).scalar() or 1)
+
+
+def sites_of(conn: Connection, run_id: str, tenant: str) -> list[Site]:
+    """The sites of a run as the agent registered them."""
+    c = t.site.c
+    rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
+    return [
+        Site(
+            id=row.site,
+            module=row.module,
+            operand=row.operand,
+            direction=row.direction,
+            gemm=row.gemm,
+            order=row.flow_order,
+            shape=(row.num_rows, row.num_columns),
+            tile=(row.tile_rows, row.tile_columns),
+            format=row.format,
+            power_2_scale=row.power_2_scale,
+            eps=row.eps,
+            recipe=row.recipe,
+            backend=row.backend,
+            evidence=row.evidence,
+        )
+        for row in rows
+    ]

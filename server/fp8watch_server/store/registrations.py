@@ -1,0 +1,253 @@
+"""Registrations: runs, sessions and sites, each in the transaction of the caller; and what a batch needs of them.
+
+Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.commit
+Shapes:     facts of a run, a session, sites -> one row each
+Thread:     ingest pool
+
+Everything here is idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fp8watch_agent.record import Site
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import upsert
+
+RESTART_COUNT = "restart_count"
+
+
+class KeyReused(Exception):
+    """A body under a key that another body has taken."""
+
+
+class Unknown(Exception):
+    """A run, session or sites that nobody has registered: register and send again."""
+
+    def __init__(self, what: str, ids: list[int] | None = None) -> None:
+        super().__init__(what)
+        self.what = what  # run | session | sites
+        self.ids = ids
+
+
+class RankMismatch(Exception):
+    """A batch whose rank is not that of its session."""
+
+    def __init__(self, rank: int, registered: int) -> None:
+        super().__init__(f"rank {rank}; the session is registered as rank {registered}")
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What is stored of one attach of one process."""
+
+    session: str
+    rank: int
+    world_size: int
+    mesh: dict[str, int]
+    host: str
+    pid: int
+    started_at: float | None
+    versions: dict[str, str]
+    recipe: str
+    fingerprint: str
+    backend: str
+    facts: dict[str, Any]
+
+
+def register_run(
+    conn: Connection,
+    run_id: str,
+    *,
+    name: str,
+    recipe: str,
+    backend: str,
+    world_size: int,
+    now: float,
+    tenant: str = t.DEFAULT_TENANT,
+) -> None:
+    """Add a run, or renew what is said of it."""
+    row: dict[str, Any] = {"run_id": run_id, "tenant": tenant, "name": name, "recipe": recipe, "backend": backend}
+    row |= {"world_size": world_size, "created_at": now, "last_seen_at": now}
+    upsert(conn, t.run, [row], update=["name", "recipe", "backend", "world_size", "last_seen_at"])
+
+
+def register_session(
+    conn: Connection, run_id: str, facts: SessionFacts, *, now: float, tenant: str = t.DEFAULT_TENANT
+) -> int:
+    """Add a session, or renew its facts. Its attempt is the order in which the sessions of its rank first came.
+
+    Returns:
+        The attempt, from 1.
+
+    Raises:
+        Unknown: the run.
+    """
+    renewed = conn.execute(
+        sa.update(t.run).where(t.run.c.run_id == run_id, t.run.c.tenant == tenant).values(last_seen_at=now)
+    )
+    if renewed.rowcount == 0:
+        raise Unknown("run")
+    s = t.session.c
+    of_run = (s.run_id == run_id, s.tenant == tenant)
+    known = conn.execute(sa.select(s.attempt, s.rank).where(*of_run, s.session == facts.session)).first()
+    if known is not None and known.rank != facts.rank:
+        raise RankMismatch(facts.rank, known.rank)
+    if known is None:
+        attempt = _attempt(conn, of_run, facts)
+    else:
+        attempt = int(known.attempt)
+    row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
+    row |= facts.__dict__
+    keep = {"run_id", "tenant", "session", "rank", "attempt", "registered_at"}
+    upsert(conn, t.session, [row], update=[name for name in row if name not in keep])
+    conn.execute(
+        sa.update(t.run)
+        .where(t.run.c.run_id == run_id, t.run.c.tenant == tenant, t.run.c.attempt < attempt)
+        .values(attempt=attempt)
+    )
+    return attempt
+
+
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> int:
+    """The attempt of a new session.
+
+    Where the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
+    one attempt, also of ranks that were not there before. Else it is the order of the sessions of the rank.
+    """
+    s, count = t.session.c, facts.facts.get(RESTART_COUNT)
+    newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
+    if count is None:
+        return int(newest or 0) + 1
+    of_all = int(conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run)).scalar() or 0)
+    others = conn.execute(sa.select(s.facts).where(*of_run, s.attempt == of_all)).scalars()
+    together = any(other.get(RESTART_COUNT) == count for other in others)
+    return of_all if together and int(newest or 0) < of_all else of_all + 1
+
+
+def unregistered_sites(
+    conn: Connection, run_id: str, sites: Sequence[Site], *, tenant: str = t.DEFAULT_TENANT
+) -> tuple[list[Site], bool]:
+    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough.
+
+    Returns:
+        Them, and whether any has other facts than before.
+    """
+    c = t.site.c
+    rows = conn.execute(
+        sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant, c.site.in_([site.id for site in sites]))
+    )
+    known = {row.site: {name: row._mapping[name] for name in _SITE_FACTS} for row in rows}
+    fresh = [site for site in sites if known.get(site.id) != _site_row(site)]
+    return fresh, any(site.id in known for site in fresh)
+
+
+_SITE_FACTS = tuple(c.name for c in t.site.c if c.name not in ("run_id", "tenant", "site", "updated_at"))
+
+
+def _site_row(site: Site) -> dict[str, Any]:
+    return {
+        "module": site.module,
+        "operand": site.operand,
+        "direction": site.direction,
+        "gemm": site.gemm,
+        "flow_order": site.order,
+        "num_rows": site.shape[0],
+        "num_columns": site.shape[1],
+        "tile_rows": site.tile[0],
+        "tile_columns": site.tile[1],
+        "format": site.format,
+        "power_2_scale": site.power_2_scale,
+        "eps": site.eps,
+        "recipe": site.recipe,
+        "backend": site.backend,
+        "evidence": site.evidence,
+    }
+
+
+def register_sites(
+    conn: Connection,
+    run_id: str,
+    session: str,
+    sites: Iterable[Site],
+    *,
+    now: float,
+    tenant: str = t.DEFAULT_TENANT,
+) -> None:
+    """Add sites of a run, or renew their static facts.
+
+    Raises:
+        Unknown: the session (or its run).
+    """
+    _session(conn, run_id, session, tenant)
+    where = {"run_id": run_id, "tenant": tenant, "updated_at": now}
+    rows = [{**where, "site": site.id, **_site_row(site)} for site in sites]
+    upsert(conn, t.site, rows)
+
+
+def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> float:
+    """Check that a session is there.
+
+    Returns:
+        When its run was made: one that was deleted and came again is another.
+
+    Raises:
+        Unknown: the session, or its run.
+    """
+    s, r = t.session.c, t.run.c
+    where = (s.run_id == run_id, s.tenant == tenant, s.session == session)
+    created_at = conn.execute(
+        sa.select(r.created_at).where(r.run_id == run_id, r.tenant == tenant, sa.exists().where(*where))
+    ).scalar()
+    if created_at is None:
+        _session(conn, run_id, session, tenant)
+        raise Unknown("run")
+    return float(created_at)
+
+
+def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
+    s = t.session.c
+    row = conn.execute(
+        sa.select(s.rank, s.attempt)
+        .where(s.run_id == run_id, s.tenant == tenant, s.session == session)
+        .with_for_update(key_share=True)
+    ).first()
+    if row is None:
+        r = t.run.c
+        run = conn.execute(sa.select(r.run_id).where(r.run_id == run_id, r.tenant == tenant)).first()
+        raise Unknown("run" if run is None else "session")
+    return row
+
+
+def require_session(conn: Connection, run_id: str, session: str, rank: int, tenant: str) -> int:
+    """The attempt of a registered session.
+
+    Raises:
+        Unknown: the run or the session.
+        RankMismatch: the session belongs to another rank.
+    """
+    row = _session(conn, run_id, session, tenant)
+    if row.rank != rank:
+        raise RankMismatch(rank, row.rank)
+    return int(row.attempt)
+
+
+def require_sites(conn: Connection, run_id: str, ids: npt.NDArray[Any], tenant: str) -> None:
+    """Check that sites are registered.
+
+    Raises:
+        Unknown: those that are not, by id.
+    """
+    c = t.site.c
+    known = set(conn.execute(sa.select(c.site).where(c.run_id == run_id, c.tenant == tenant)).scalars())
+    missing = [i for i in np.unique(ids).tolist() if i not in known]
+    if missing:
+        raise Unknown("sites", missing)

@@ -1,0 +1,69 @@
+"""What was put together of hot batches, remembered: of a run that goes on, only its last steps are put together anew.
+
+Upstream:   fp8watch_server.store.hot_batches    Downstream: fp8watch_server.store.reading
+Shapes:     (what was asked, the batches that it rests on) -> Parts, merged over ranks
+Thread:     query pool
+
+A piece is known by every batch that has a step in it, so a batch that comes, or becomes a block, makes it another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from fp8watch_server.store.records import Parts
+
+PIECE_STEPS = 64
+MAX_SPAN_STEPS = 1 << 16
+"""Batches whose steps lie further apart than that are not cut into pieces."""
+CACHE_BYTES = 64 << 20
+
+
+class Pieces:
+    """Parts by key; the least recently used leave first."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, tuple[Parts, int]] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Parts]) -> Parts:
+        """A piece, made where it is not known."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found[0]
+        parts = make()
+        size = 1024 + sum(a.nbytes for a in (parts.site, parts.step, parts.rank, parts.attempt, parts.seq))
+        size += sum(values.nbytes for values in parts.columns.values())
+        with self._lock:
+            if key not in self._kept and size <= self._max_bytes:
+                self._kept[key] = (parts, size)
+                self._bytes += size
+                while self._bytes > self._max_bytes:
+                    self._bytes -= self._kept.popitem(last=False)[1][1]
+        return parts
+
+
+PIECES = Pieces()
+
+
+def pieces_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, list[Any]] | None:
+    """First step of each piece -> the hot batches that may have a step in it; None where steps lie too far apart."""
+    out: dict[int, list[Any]] = {}
+    for row in rows:
+        first, last = max(row.step_min, from_step), min(row.step_max, to_step)
+        if last - first > MAX_SPAN_STEPS:
+            return None
+        for start in range(first - first % PIECE_STEPS, last + 1, PIECE_STEPS):
+            out.setdefault(start, []).append(row)
+    return out
+
+
+def rests_on(rows: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """What makes a batch the one that it is."""
+    return tuple((row.arrival, row.step_min, row.received_at) for row in rows)
