@@ -48,11 +48,12 @@ test-gpu: $(VENV)/.dev
 test-te: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) PIP_ARGS="$(PIP_ARGS)" WORKERS=$(WORKERS) tests/te/real/run.sh $(ARGS)
 
-# make lint         ruff and mypy --strict
+# make lint         ruff, mypy --strict, and the order of the rooms
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # make serve        the collector on http://127.0.0.1:8420 (ARGS="--port 9000")
 serve: $(VENV)/.demo

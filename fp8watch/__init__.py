@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fp8watch.session.watch import Watch
 
 _PUBLIC = {
-    "attach": "_attach",
-    "Watch": "watch",
+    "attach": "session.attach",
+    "Watch": "session.watch",
     "quantize_blockwise": "quantize",
     "BlockwiseQuantized": "quantize",
     "TileStats": "quantize",

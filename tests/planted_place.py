@@ -1,9 +1,9 @@
 """Where a planted bug goes: a module and a function, found in the tree wherever they have moved to.
 
 A place is `module:Class.method`, `module:function` or `module`, the module by the end of its dotted name as far as it is
-the only one that ends so: `outbox:Outbox.lease`, `store.command:prune_main`. Where no module is called that any longer,
-because a file was renamed, the one that has the function and what is to be replaced in it is meant. What is not Python
-has its path.
+the only one that ends so: `outbox:Outbox.lease`, `store.command:prune_main`. Where the file was renamed, or the function
+went to another one, the only function of that name with what is to be replaced in it is meant. What is not Python has
+its path.
 """
 
 from __future__ import annotations
@@ -51,18 +51,13 @@ def _find(at: str, old: str, root: Path) -> Place:
         raise LookupError(
             f"{at}: {len(named)} modules end in {name!r}; write more of the name of the one that is meant"
         )
-    if named:
-        place = _function(named[0], function)
-        if place is None:
-            raise LookupError(f"{at}: {named[0].name} has no {function}; put the bug where the code has gone")
+    if named and (place := _function(named[0], function)) is not None:
         return place
-    holders = [
-        p for path in _modules(root).values() if function and (p := _function(path, function)) and old in p.text()
-    ]
+    elsewhere = [_function(path, function) for path in _modules(root).values()] if function else []
+    holders = [place for place in elsewhere if place is not None and old in place.text()]
     if len(holders) != 1:
-        raise LookupError(
-            f"{at}: no module is called {name!r}, and {len(holders)} have {function!r} with what is replaced"
-        )
+        where = f"{named[0].name} has no {function}" if named else f"no module is called {name!r}"
+        raise LookupError(f"{at}: {where}, and {len(holders)} others have one with what is replaced; put it right")
     return holders[0]
 
 

@@ -32,6 +32,11 @@ class SiteTable:
     site_id: int
 
 
+def operand_name(table: Sequence[SiteTable], row: int) -> str:
+    """Module and operand of a row, such as "layers.0.fc1.input"."""
+    return f"{table[row].fqn}.{table[row].operand}"
+
+
 def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | None, recipe: Recipe) -> Site:
     """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
     recipe is; a probe has no recipe: its tile is the output as it came first."""

@@ -25,13 +25,12 @@ from fp8watch.observer.plan import Plan
 from fp8watch.observer.stopwatch import LIGHT
 from fp8watch.recipe import Recipe
 from fp8watch.session import step_boundary
-from fp8watch.session.checkpoint_state import resume_facts, resume_state
+from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
 from fp8watch.session.identity import Identity
 from fp8watch.session.jumps import Follow
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.scale_state import load_scale_state, scale_state
-from fp8watch.session.sites import SiteTable, and_more, describe, first_rows, not_called
+from fp8watch.session.sites import SiteTable, and_more, describe, first_rows, not_called, operand_name
 from fp8watch.session.step_flush import FOUND_INF, Closing, Rows
 from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner
 from fp8watch.sketch.host_copy import HostCopies
@@ -77,15 +76,13 @@ class Watch:
         self._overhead = Overhead(every, overhead_budget, say)
         self._step, self.url = start_step, url
         self._owner = StepOwner(model, [m.module for m in te.modules] if te is not None else (), optimizers, say)
+        self._owns = self._owner.owns
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
-        self._said_recompute = self._stuck = self._observed = self._told_silent = False
-        self._ending = False
-        self._steps_without_loss = 0
-        self._num_closed = 0
+        self._said_recompute = self._stuck = self._observed = self._told_silent = self._ending = self._paused = False
+        self._steps_without_loss = self._num_closed = 0
         self._registered: set[int] = set()  # rows of the table
-        self._paused = False
         self._hooks: list[RemovableHandle] = list(hooks)
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.warming):
@@ -179,9 +176,6 @@ class Watch:
         """Facts of the session that only running shows."""
         if self._recorder is not None:
             self._recorder.update_facts(facts)
-
-    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._owner.owns(optimizer)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_boundary.is_capturing():
@@ -292,9 +286,6 @@ class Watch:
             self._say("loss not seen for 20 steps: call watch.log(loss=...)")
         return values
 
-    def _name_of(self, row: int) -> str:
-        return f"{self._table[row].fqn}.{self._table[row].operand}"
-
     def _register(self, rows: Rows) -> None:
         """Tell the agent of the sites that were called for the first time, and of what only running shows."""
         assert self._plan is not None
@@ -302,7 +293,7 @@ class Watch:
         plan = self._plan
         if plan.recomputed.differs and not self._said_recompute:
             self._said_recompute = True
-            line, facts = plan.recomputed.told(self._name_of, self._recipe.fingerprint())
+            line, facts = plan.recomputed.told(partial(operand_name, self._table), self._recipe.fingerprint())
             self._say(line)
             self._tell(facts)
         if len(self._registered) < len(plan.shapes):

@@ -133,8 +133,13 @@ def _raise(*args: object, **kwargs: object) -> None:
     "name",
     [
         *("ring.Ring.seal", "ring.Ring.claim", "ring.Ring.journal", "ring.Ring.settle", "ring.Ring.add_sites"),
-        *("batch.BatchBuilder.build", "spool.Spool.append", "courier.Courier.send", "courier.Courier.register"),
-        *("maps.MapQueue.push", "maps.MapQueue.claim", "session.Registration.add", "spool.Spool.peek"),
+        *("batch.BatchBuilder.build", "spool.Spool.append", "uploader.Courier.send", "uploader.Courier.register"),
+        *(
+            "tile_map_queue.MapQueue.push",
+            "tile_map_queue.MapQueue.claim",
+            "session.Registration.add",
+            "spool.Spool.peek",
+        ),
     ],
 )
 def test_each_internal_may_fail_now_and_then(

@@ -88,6 +88,13 @@ def sources(folder: Path, *, but: Iterable[str] = ()) -> list[Path]:
     return [p for p in folder.glob("*.py") if p.name not in NEVER and p.name not in set(but)]
 
 
+def named(names: Iterable[str]) -> list[Path]:
+    """Files of the training library; each must be there, or nothing would be failed in it."""
+    found = [LIBRARY / name for name in names]
+    assert [p for p in found if not p.is_file()] == []
+    return found
+
+
 @contextmanager
 def on_this_thread(nth: Nth) -> Iterator[Nth]:
     """Watch the thread that trains."""

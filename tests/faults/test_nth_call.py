@@ -20,7 +20,10 @@ import fp8watch.session.attach as attach_module
 from fp8watch_agent.settings import AgentSettings
 
 STEPS = 3
-OBSERVES = ("watch.py", "overhead.py", "slab.py", "slab_copy.py", "tiles.py", "sites.py")
+OBSERVES = (
+    *("session/watch.py", "session/overhead_budget.py", "session/sites.py"),
+    *("sketch/slab.py", "sketch/host_copy.py", "sketch/tile_map.py"),
+)
 """Of the library, what only observes. attach itself and the GEMMs are the compute path: they raise like any module."""
 
 
@@ -69,7 +72,7 @@ def fail_each(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strid
         alone = training(None, nullcontext())
     files = nth.sources(nth.AGENT)
     if where == "training":
-        files += [nth.LIBRARY / name for name in OBSERVES]
+        files += nth.named(OBSERVES)
     hit: set[str] = set()
     with serve() as collector:
         for n in itertools.count(1, stride):

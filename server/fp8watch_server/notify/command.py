@@ -26,9 +26,10 @@ from fp8watch_server.notify.channels import Channel, channels_of
 from fp8watch_server.notify.log import STATES, delivery_log, retry
 from fp8watch_server.notify.message import SEVERITIES
 from fp8watch_server.notify.routes_file import MODES, RoutesError, load_routes
-from fp8watch_server.notify.safe_http import TargetError, Unreachable
+from fp8watch_server.notify.safe_http import Unreachable
 from fp8watch_server.notify.service import routing_of
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
+from fp8watch_server.settings.webhook_url import TargetError
 
 
 def test_payload(public_url: str, now: float) -> dict[str, Any]:

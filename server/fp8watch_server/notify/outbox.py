@@ -46,7 +46,8 @@ from fp8watch_server.notify.outbox_lease import (
     lease,
     release_leases_of_the_dead,
 )
-from fp8watch_server.notify.safe_http import TargetError, Unreachable
+from fp8watch_server.notify.safe_http import Unreachable
+from fp8watch_server.settings.webhook_url import TargetError
 
 POLL_S = 0.5
 LEASE_S = 12.0

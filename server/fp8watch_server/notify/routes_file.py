@@ -33,8 +33,9 @@ from fp8watch_server.notify.channels import AlertmanagerChannel, Channel, Pace, 
 from fp8watch_server.notify.fields import NAMES, Fields, near
 from fp8watch_server.notify.message import SEVERITIES
 from fp8watch_server.notify.routes import Route, Routing
-from fp8watch_server.notify.safe_http import Target, TargetError
+from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.notify.stale_run import STALLED
+from fp8watch_server.settings.webhook_url import TargetError
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 MAX_FILE_BYTES = 1 << 20
