@@ -105,6 +105,7 @@ def run_ranks(folder: Path, script: str, *arguments: str, world: int = 2, codes:
     logs.mkdir(exist_ok=True)
     order = {"script": script, "folder": str(logs), "world": world, "arguments": arguments, "env": env | environ}
     ended = _server().run(order)
-    said = "\n".join(f"rank {r}: {(logs / f'{r}.err').read_text()}" for r in range(world))
-    assert ended == [codes] * world, said
-    return [(logs / f"{rank}.out").read_text() for rank in range(world)]
+    out, err = ([(logs / f"{rank}.{name}").read_text() for rank in range(world)] for name in ("out", "err"))
+    said = "\n".join(f"rank {rank}: {out[rank]}{err[rank]}" for rank in range(world))
+    assert ended == [codes] * world, f"exit codes {ended}\n{said}"
+    return out
