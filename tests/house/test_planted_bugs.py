@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -273,3 +274,14 @@ def test_a_word_that_is_not_known_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "FP8WATCH_PLANTED is 'some'; it is 'all' or 'changed'" in done.stdout + done.stderr
+
+
+def test_every_table_of_bugs_is_run() -> None:
+    """A table of a room that no test there imports would be broken in silence."""
+    rooms = Path(__file__).parents[1]
+    tables = sorted(rooms.glob("*/bugs*.py"))
+    assert len(tables) >= 11
+    for table in tables:
+        others = [path for path in table.parent.glob("*.py") if path != table and "BUGS" in path.read_text()]
+        imports = [line for path in others for line in path.read_text().splitlines() if line.startswith("from ")]
+        assert any(table.stem in re.split(r"\W+", line) for line in imports), f"nothing runs the bugs of {table.name}"
