@@ -18,6 +18,7 @@ from planted_selection import (  # noqa: F401  hooks
     pytest_testnodedown,
 )
 from sqlalchemy import Connection, Engine, event
+from time_budget import pytest_addoption, pytest_runtest_call  # noqa: F401  hooks
 
 
 @pytest.fixture(params=database.KINDS)

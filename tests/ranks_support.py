@@ -1,37 +1,97 @@
-"""Training on several ranks of one gloo group: torch is imported once, and each rank is a fork of that process."""
+"""Training on several ranks of one gloo group: torch is imported once for all tests, and each rank is a fork of that.
+
+The process that forks has no threads and runs nothing of its own; a rank has its own environment, files and process
+group, and ends as an interpreter ends.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
-HARNESS = """
-import os, sys
-import torch, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
+import time_budget
+
+TIMEOUT_S = 150.0
+SERVER = """
+import gc, json, os, sys
+import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
 import fp8watch, fp8watch.session.attach
 torch.set_num_threads(1)
-script, folder, world = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sys.argv = ["rank", *sys.argv[4:]]
-children = []
-for rank in range(world):
-    child = os.fork()
-    if not child:
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-        for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-            file = os.open(f"{folder}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, stream.fileno())
+torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1)).backward()  # imports half of torch
+torch._dynamo.reset()
+assert len(os.listdir("/proc/self/task")) == 1 if sys.platform == "linux" else True, "who forks has one thread"
+gc.freeze()
+script = None
+for line in sys.stdin:
+    order = json.loads(line)
+    before, ranks = os.times(), []
+    for rank in range(order["world"]):
+        child = os.fork()
+        if not child:
+            os.setpgid(0, ranks[0] if ranks else 0)
+            os.environ.clear()
+            os.environ.update(order["env"], RANK=str(rank), LOCAL_RANK=str(rank))
+            sys.argv, script = ["rank", *order["arguments"]], order["script"]
+            for fd, path in enumerate((os.devnull, f"{order['folder']}/{rank}.out", f"{order['folder']}/{rank}.err")):
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if fd else os.O_RDONLY)
+                os.dup2(file, fd)
+                os.close(file)
+            break
+        ranks.append(child)
+    if script:
         break
-    children.append(child)
-if children and len(children) == world:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print("codes", *codes)
-else:
+    print(ranks[0], flush=True)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks]
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    print(json.dumps([codes, spent]), flush=True)
+if script:
     exec(compile(script, "<rank>", "exec"), {"__name__": "__main__"})
 """
+
+
+class _Server:
+    """The process that forks; this is its end in the tests."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", SERVER]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, bufsize=1
+        )
+        atexit.register(self._stop)
+
+    def run(self, order: dict[str, object]) -> list[int]:
+        """Exit codes of the ranks."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        group = int(self._process.stdout.readline())
+        is_late = not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]
+        if is_late:
+            os.killpg(group, signal.SIGKILL)
+        codes, spent_s = json.loads(self._process.stdout.readline())
+        time_budget.add(spent_s)
+        assert not is_late, f"ranks that take more than {TIMEOUT_S:g} s"
+        return list(codes)
+
+    def _stop(self) -> None:
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+@lru_cache(maxsize=1)
+def _server() -> _Server:
+    return _Server()
 
 
 def run_ranks(folder: Path, script: str, *arguments: str, world: int = 2, codes: int = 0, **environ: str) -> list[str]:
@@ -43,18 +103,9 @@ def run_ranks(folder: Path, script: str, *arguments: str, world: int = 2, codes:
         env["MASTER_PORT"] = str(s.getsockname()[1])
     logs = folder / "ranks"
     logs.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HARNESS, script, str(logs), str(world), *arguments],
-        env=env | environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    said = "\n".join(
-        f"rank {r}: {(logs / f'{r}.err').read_text()}" for r in range(world) if (logs / f"{r}.err").exists()
-    )
-    assert out.split() == ["codes", *[str(codes)] * world], err + said
-    return [(logs / f"{rank}.out").read_text() for rank in range(world)]
+    order = {"script": script, "folder": str(logs), "world": world, "arguments": arguments, "env": env | environ}
+    ended = _server().run(order)
+    out, err = ([(logs / f"{rank}.{name}").read_text() for rank in range(world)] for name in ("out", "err"))
+    said = "\n".join(f"rank {rank}: {out[rank]}{err[rank]}" for rank in range(world))
+    assert ended == [codes] * world, f"exit codes {ended}\n{said}"
+    return out

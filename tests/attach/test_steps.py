@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from ranks_support import run_ranks
 from torch import nn
 
 from fp8watch_agent.record import StepStatus
@@ -224,15 +226,9 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
         """
     )
     for how, code in (("raise", 1), ("term", -15)):
-        got = subprocess.run(
-            [sys.executable, "-c", script, how],
-            capture_output=True,
-            text=True,
-            env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)},
-        )
-        assert got.returncode == code, got.stderr
-        assert got.stdout.split("\n")[:2] == ["status 2", "closed"]
-    assert "ValueError: mine" in got.stderr or how == "term"
+        (out,) = run_ranks(tmp_path, script, how, world=1, codes=code)
+        assert out.split("\n")[:2] == ["status 2", "closed"]
+        assert ("ValueError: mine" in (tmp_path / "ranks" / "0.err").read_text()) == (how == "raise")
 
 
 def test_a_typing_error_at_the_prompt_does_not_end_the_recording(tmp_path):
@@ -250,16 +246,10 @@ def test_a_typing_error_at_the_prompt_does_not_end_the_recording(tmp_path):
         input=textwrap.dedent(lines),
         capture_output=True,
         text=True,
-        env={**_env(), "FP8WATCH_SPOOL_DIR": str(tmp_path)},
+        env={**os.environ, "FP8WATCH_SPOOL_DIR": str(tmp_path)},
     )
     assert "NameError" in got.stderr
     assert "state 1 False" in got.stdout
-
-
-def _env():
-    import os
-
-    return dict(os.environ)
 
 
 def test_a_site_that_is_first_called_later_is_registered_then(attach):

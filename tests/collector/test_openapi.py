@@ -12,16 +12,19 @@ from collector.kit import Agent, make_site, on_sqlite
 from hypothesis import HealthCheck, Phase
 from schemathesis.checks import not_a_server_error
 
-MODES = [
-    schemathesis.GenerationMode.POSITIVE,
-    pytest.param(schemathesis.GenerationMode.NEGATIVE, marks=pytest.mark.long),  # much is thrown away on the way
+ALLOWED, FORBIDDEN = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+CASES = [
+    pytest.param(ALLOWED, 3, id="allowed"),
+    pytest.param(ALLOWED, 12, id="allowed-many", marks=pytest.mark.long),
+    pytest.param(FORBIDDEN, 6, id="forbidden", marks=pytest.mark.long),  # much is thrown away on the way
 ]
-EXAMPLES = 6
 
 
 @on_sqlite
-@pytest.mark.parametrize("mode", MODES, ids=["allowed", "forbidden"])
-def test_whatever_the_description_allows_and_forbids_is_answered(client: Any, app: Any, mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "num_examples"), CASES)
+def test_whatever_the_description_allows_and_forbids_is_answered(
+    client: Any, app: Any, mode: Any, num_examples: int
+) -> None:
     site = make_site()
     Agent(client, run="0").register([site]).send([site], [1, 2])
     app.state.worker.drain()
@@ -31,7 +34,7 @@ def test_whatever_the_description_allows_and_forbids_is_answered(client: Any, ap
 
     def check(operation: Any) -> None:
         @hypothesis.settings(
-            max_examples=EXAMPLES,
+            max_examples=num_examples,
             deadline=None,
             database=None,
             derandomize=True,
@@ -56,8 +59,8 @@ def test_whatever_the_description_allows_and_forbids_is_answered(client: Any, ap
             check(operation)
             num_asked += 1
         except hypothesis.errors.Unsatisfiable:  # it takes nothing that could be wrong
-            assert mode is schemathesis.GenerationMode.NEGATIVE
+            assert mode is FORBIDDEN
     print(f"{len(operations)} operations, {sum(counted.values())} requests: {dict(counted)}")
     assert len(operations) >= 25
     assert num_asked >= 8
-    assert sum(counted.values()) >= 4 * num_asked
+    assert sum(counted.values()) >= 2 * num_asked

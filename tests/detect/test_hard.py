@@ -23,20 +23,21 @@ def test_a_healthy_run_that_looks_ill_raises_no_more_than_information(name: str)
     assert raised(HARD[name](2001, 240)) == []
 
 
-def test_five_thousand_healthy_steps_with_everything_in_them_page_nobody() -> None:
+@pytest.mark.parametrize("num", [1000, pytest.param(5000, marks=pytest.mark.long)])
+def test_thousands_of_healthy_steps_with_everything_in_them_page_nobody(num: int) -> None:
     """LR re-warm-up, a batch of twice the size, a switch of the data."""
-    num = 5000
     at = np.arange(num)
-    lr = 2e-3 * np.minimum(1, (np.where(at < 2000, at, at - 2000) + 1) / 100)
+    again, twice, switch = num * 2 // 5, num * 3 // 5, num * 4 // 5
+    lr = 2e-3 * np.minimum(1, (np.where(at < again, at, at - again) + 1) / 100)
     trace = healthy(2002, num, 1, lr=lr)
     grads, moving = trace.mask(operand="grad_output"), ~trace.mask(operand="weight")
     for name in ("num_elements", "num_nonzero", "num_underflow", "tile_noise_ratio_sum", "num_tiles"):
-        trace.columns[name][3000:, moving] *= 2
-    trace.grow(grads, np.where(at >= 3000, -1.0, 0.0))
+        trace.columns[name][twice:, moving] *= 2
+    trace.grow(grads, np.where(at >= twice, -1.0, 0.0))
     rng = np.random.default_rng(0)
     for j in np.flatnonzero(moving):
-        trace.grow(np.arange(len(trace.sites)) == j, np.where(at >= 4000, rng.normal(0, 0.3), 0.0))
-    trace.steps["loss"] += np.where(at >= 4000, 1.2, 0.0) * np.exp(-np.maximum(at - 4000, 0) / 60)
+        trace.grow(np.arange(len(trace.sites)) == j, np.where(at >= switch, rng.normal(0, 0.3), 0.0))
+    trace.steps["loss"] += np.where(at >= switch, 1.2, 0.0) * np.exp(-np.maximum(at - switch, 0) / 60)
     found = fold(play(Case([trace], 0, per_batch=16)), trace.facts)
     assert [(i.mode, i.first.step) for i in found if i.severity == "critical"] == []
     assert len([i for i in found if i.severity == "warning"]) <= 2

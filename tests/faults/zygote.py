@@ -1,7 +1,8 @@
 """A process that has imported torch and forks: fault programs and examples get processes of their own, without the wait.
 
 Reads lines of JSON from its standard input, lists of {"module", "arguments", "env", "out", "err"}, and answers each with
-the largest exit code of the children that ran the module's `main` with these, at the same time; a module that is the path of
+the largest exit code of the children that ran the module's `main` with these, at the same time, and the seconds of
+processor time that they took; a module that is the path of
 a script is run as `python` runs it. It has no threads, so a fork of it is whole.
 """
 
@@ -18,6 +19,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import time_budget
 
 
 def child(order: dict[str, object]) -> int:
@@ -58,7 +61,9 @@ def main() -> None:
             pids.append(os.fork())
             if pids[-1] == 0:
                 os._exit(child(order))
-        print(max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids), flush=True)
+        ended = [os.wait4(pid, 0)[1:] for pid in pids]
+        spent_s = sum(used.ru_utime + used.ru_stime for _, used in ended)
+        print(max(abs(os.waitstatus_to_exitcode(status)) for status, _ in ended), spent_s, flush=True)
 
 
 @dataclass
@@ -88,7 +93,8 @@ class Zygote:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(orders) + "\n")
         self.process.stdin.flush()
-        code = self.process.stdout.readline().strip()
+        code, spent_s = self.process.stdout.readline().split()
+        time_budget.add(float(spent_s))
         errors = "\n".join(Path(o["err"]).read_text() for o in orders if Path(o["err"]).exists())
         assert code == "0", f"{module}: exit {code}\n{errors}"
         return [Path(o["out"]).read_text() for o in orders]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -76,6 +77,14 @@ def is_alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_test_that_is_only_slow_has_seen_nothing(small: Path) -> None:
+    hooks = "from time_budget import pytest_addoption, pytest_runtest_call"
+    (small / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{hooks}\n")
+    (small / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.01\n")
+    message = unseen(small, bug("2 * x", "2 * max(x for _ in range(10**6))"))
+    assert "test_product.py::test_double does not see it (pytest exits 0)" in message
 
 
 CHILD = "__import__('subprocess').Popen(['sleep', '600'])"
@@ -230,8 +239,15 @@ def test_without_git_all_are_run(tmp_path: Path) -> None:
     assert "all 30, because there is no git history" in chosen.line
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_says_what_it_left_out(repository: Callable[..., None], tmp_path: Path, workers: str) -> None:
+CHANGED = ("changed", 4, "planted bugs: 3 of 25, chosen by commit")
+
+
+@pytest.mark.parametrize(
+    ("workers", "mode", "num_left", "said"), [("0", *CHANGED), ("2", *CHANGED), ("0", "all", 26, "bugs: all 25\n")]
+)
+def test_a_run_says_what_it_left_out(
+    repository: Callable[..., None], tmp_path: Path, workers: str, mode: str, num_left: int, said: str
+) -> None:
     (tmp_path / "conftest.py").write_text("from planted_selection import *\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
@@ -243,11 +259,10 @@ def test_a_run_says_what_it_left_out(repository: Callable[..., None], tmp_path: 
     aged(repository)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", workers, "-p", "no:cacheprovider"]
     path = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((1, ""), (2, "server"), (2, "agent")))
-    for mode, left, said in (("changed", 4, "planted bugs: 3 of 25, chosen by commit"), ("all", 26, "bugs: all 25\n")):
-        env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FP8WATCH_PLANTED": mode}
-        out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120).stdout
-        assert f"{left} passed" in out
-        assert out.count(said) == 1, out
+    env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FP8WATCH_PLANTED": mode}
+    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120).stdout
+    assert f"{num_left} passed" in out
+    assert out.count(said) == 1, out
 
 
 def test_a_word_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -259,3 +274,14 @@ def test_a_word_that_is_not_known_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "FP8WATCH_PLANTED is 'some'; it is 'all' or 'changed'" in done.stdout + done.stderr
+
+
+def test_every_table_of_bugs_is_run() -> None:
+    """A table of a room that no test there imports would be broken in silence."""
+    rooms = Path(__file__).parents[1]
+    tables = sorted(rooms.glob("*/bugs*.py"))
+    assert len(tables) >= 11
+    for table in tables:
+        others = [path for path in table.parent.glob("*.py") if path != table and "BUGS" in path.read_text()]
+        imports = [line for path in others for line in path.read_text().splitlines() if line.startswith("from ")]
+        assert any(table.stem in re.split(r"\W+", line) for line in imports), f"nothing runs the bugs of {table.name}"

@@ -53,11 +53,11 @@ def said(mode: str, extra: dict[str, Any], operand: str | None, verdict: Verdict
     return " ".join([words.title, words.cause, *(f["text"] for f in words.fix)]).lower()
 
 
-@pytest.mark.parametrize("operand", ["input", "weight", "grad_output", None])
 @pytest.mark.parametrize(("mode", "extra"), CASES, ids=[f"{m}-{'-'.join(e)}" for m, e in CASES])
-def test_no_claim_is_made_about_what_was_not_measured(mode: str, extra: dict[str, Any], operand: str | None) -> None:
-    text = said(mode, extra, operand)
-    assert [claim for claim in CLAIMS if claim in text] == []
+def test_no_claim_is_made_about_what_was_not_measured(mode: str, extra: dict[str, Any]) -> None:
+    for operand in ("input", "weight", "grad_output", None):
+        text = said(mode, extra, operand)
+        assert [claim for claim in CLAIMS if claim in text] == [], operand
     assert "not fp8" not in text
     assert "verdict: unknown" in text
 

@@ -12,27 +12,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton.language") is None, reason="needs triton: pip install triton"),
+    pytest.mark.timeout(600),
+]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton.language") is None, reason="needs triton: pip install triton")
-@pytest.mark.timeout(600)
-def test_the_kernels_equal_the_reference(capfd: pytest.CaptureFixture[str]) -> None:
+def run_inside(which: str) -> subprocess.CompletedProcess[str]:
+    """The tests in `inside` that a marker expression selects."""
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/interpreter/inside",
-        "-m",
-        "not long",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=580, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreter/inside", "-m", which]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=580, check=False)
+
+
+def check(done: subprocess.CompletedProcess[str], num_tests: int) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = re.search(r"(\d+) passed(.*)", done.stdout)
     assert counts is not None
-    assert int(counts[1]) >= 140
+    assert int(counts[1]) >= num_tests
     assert "skipped" not in counts[2]
     print(counts[0])
+
+
+@pytest.fixture
+def of_every_change() -> subprocess.CompletedProcess[str]:
+    """The time of a test's own is told from the tests in there, each of which is held to it."""
+    return run_inside("not long")
+
+
+def test_the_kernels_equal_the_reference(of_every_change: subprocess.CompletedProcess[str]) -> None:
+    check(of_every_change, 80)
+
+
+@pytest.mark.long
+def test_the_kernels_equal_the_reference_in_every_combination() -> None:
+    check(run_inside("long"), 110)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -58,6 +60,15 @@ KINDS = {
     "ties": _ties,
     "powers": lambda r, s: 2.0 ** r.integers(-20, 10, s),
 }
+
+
+@contextmanager
+def case(*what: object) -> Iterator[None]:
+    """Name the case in its failure: where thousands do the same, many are one test."""
+    try:
+        yield
+    except AssertionError as e:
+        raise AssertionError(f"{', '.join(map(str, what))}: {e}") from e
 
 
 def operand(kind: str, dtype: str, shape: tuple[int, int], seed: int = 0) -> torch.Tensor:

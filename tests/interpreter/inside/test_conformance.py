@@ -29,8 +29,16 @@ def kinds_side_by_side(dtype: str, tile: tuple[int, int], seed: int) -> torch.Te
 
 
 def always_or_long() -> list[Any]:
-    """All combinations; those with the largest epsilon, in which most tiles are clamped, with the long tests."""
-    return [pytest.param(*c, marks=pytest.mark.long) if c[4] == max(EPS) else c for c in COMBINATIONS]
+    """All combinations, most of them with the long tests.
+
+    A kernel is compiled for a tile, a format and a kind of scale: each of these twelve is run with every change, with a
+    type of operand and an epsilon that take turns. In the largest epsilon most tiles are clamped.
+    """
+    always = set()
+    for number, (tile, fmt, power_2) in enumerate(itertools.product(TILES, FORMATS, (True, False))):
+        turn = number + number // 4
+        always.add((list(DTYPES)[turn % 3], tile, fmt, power_2, EPS[turn % 2]))
+    return [c if c in always else pytest.param(*c, marks=pytest.mark.long) for c in COMBINATIONS]
 
 
 @pytest.mark.parametrize(("dtype", "tile", "fmt", "power_2", "eps"), always_or_long())
@@ -39,8 +47,21 @@ def test_equals_the_oracle(dtype: str, tile: tuple[int, int], fmt: str, power_2:
     check_with_the_oracle(kinds_side_by_side(dtype, tile, seed), tile, fmt, power_2, eps, dtype)
 
 
-def test_enough_cases() -> None:
-    assert sum(not hasattr(c, "marks") for c in always_or_long()) * len(KINDS) >= 1000
+def test_each_kernel_is_run_with_every_change() -> None:
+    always = [c for c in always_or_long() if not hasattr(c, "marks")]
+    assert len(always) == 12
+    assert len({c[1:4] for c in always}) == 12
+    for one, other in (
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 4),
+        (1, 4),
+        (2, 4),
+        (3, 4),
+    ):  # each pair of values is together somewhere
+        pairs = {(c[one], c[other]) for c in always}
+        assert len(pairs) == len({c[one] for c in always}) * len({c[other] for c in always}), (one, other)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -58,8 +79,17 @@ def test_many_programs_make_one_record(tile: tuple[int, int], kind: str, small_g
     check(operand(kind, "float16" if kind == "wide" else "float32", (150, 300)), tile, "E4M3", False, 1e-6)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("factor", [0.25, 1024.0, 1e-30, 0.0, np.inf, np.nan])
+FACTORS = (0.25, 1024.0, 1e-30, 0.0, np.inf, np.nan)
+
+
+@pytest.mark.parametrize(
+    ("factor", "fmt"),
+    [  # in turn; the other format of each with the long tests
+        pytest.param(factor, fmt, marks=() if (number + other) % 2 else pytest.mark.long)
+        for number, factor in enumerate(FACTORS)
+        for other, fmt in enumerate(FORMATS)
+    ],
+)
 def test_a_given_scale_is_used_as_it_is(factor: float, fmt: str) -> None:
     x = torch.cat([operand(kind, "float32", (2, 300)) for kind in ("normal", "nan-and-inf", "zeros")])
     for tile in ((1, 128), (6, 300), (128, 128)):

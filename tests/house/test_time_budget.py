@@ -1,0 +1,88 @@
+"""A slow test of every change fails and is told what to do; a busy machine, fixtures and long tests are left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from time_budget import CLOCK, Spent, complaint
+
+TESTS = Path(__file__).parents[1]
+CASES = """
+import subprocess, sys, time
+import pytest
+
+BURN = "import time\\nwhile time.process_time() < 0.25: pass"
+
+def burn():
+    until = time.process_time() + 0.25
+    while time.process_time() < until: pass
+
+@pytest.fixture
+def dear():
+    burn()
+    yield
+    burn()
+
+def test_quick(): pass
+def test_slow(): burn()
+def test_slow_child(): subprocess.run([sys.executable, "-c", BURN], check=True)
+def test_waits(): time.sleep(0.4)
+def test_waits_for_long(): time.sleep(2.0)
+def test_dear_fixture(dear): pass
+@pytest.mark.long
+def test_long(): burn()
+def test_wrong():
+    burn()
+    assert 1 == 2
+"""
+
+
+def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
+    """What became of each case, and all that was written."""
+    (folder / "conftest.py").write_text("from time_budget import pytest_addoption, pytest_runtest_call\n")
+    (folder / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.15\nmarkers =\n    long: much\n")
+    (folder / "test_cases.py").write_text(CASES)
+    env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--color=no", *options]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    lines = (line.removeprefix("test_cases.py::").split() for line in done.stdout.splitlines() if "%]" in line)
+    return {words[0]: words[1] for words in lines}, done.stdout + done.stderr
+
+
+def test_what_takes_too_long_fails_and_is_told_what_to_do(tmp_path: Path) -> None:
+    found, text = outcomes(tmp_path)
+    slow = {"test_slow", "test_slow_child", "test_waits_for_long", "test_wrong"}
+    quick = {"test_quick", "test_waits", "test_dear_fixture", "test_long"}
+    assert found == dict.fromkeys(slow, "FAILED") | dict.fromkeys(quick, "PASSED")
+    assert "test_cases.py::test_slow took 0." in text
+    assert "test_waits_for_long took 2.0 s by the clock" in text
+    assert "make it faster, or mark it with pytest.mark.long (then it runs with `make test-long`)" in text
+    assert "assert 1 == 2" in text
+    assert "test_wrong took" not in text
+
+
+def test_the_limit_can_be_lifted(tmp_path: Path) -> None:
+    found, _ = outcomes(tmp_path, "-o", "time_budget_s=0")
+    assert [name for name, outcome in found.items() if outcome == "FAILED"] == ["test_wrong"]
+
+
+@pytest.mark.parametrize(
+    ("processor", "clock", "is_over"),
+    [
+        (5.0, 5.0, False),
+        (5.1, 5.2, True),
+        (0.0, CLOCK * 5.0, False),
+        (0.0, CLOCK * 5.0 + 0.1, True),
+        (4.9, 59.0, False),
+    ],
+)
+def test_a_busy_machine_has_twelve_times_as_long(processor: float, clock: float, is_over: bool) -> None:
+    assert (complaint(Spent(processor, clock), 5.0) is not None) == is_over
+
+
+def test_every_change_is_held_to_it(pytestconfig: pytest.Config) -> None:
+    assert 0 < float(pytestconfig.getini("time_budget_s")) <= 5

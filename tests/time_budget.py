@@ -1,0 +1,68 @@
+"""Five seconds for a test of every change; what needs more is made faster, or marked `long`.
+
+Counted is the processor time of a test's own phase: this process, and the children that the test has waited for. A busy
+machine does not change it much, so that a test fails where it is slow, not where others are at work. What a test spends
+waiting is bounded as well, far above, by the clock. Fixtures are set apart: whoever comes first pays for all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import pytest
+
+OPTION = "time_budget_s"
+CLOCK = 12
+"""Seconds of the clock for one of the budget."""
+
+
+class Spent(NamedTuple):
+    """Seconds since some moment."""
+
+    processor: float
+    clock: float
+
+
+_elsewhere: list[float] = []
+
+
+def add(processor_s: float) -> None:
+    """Processor time that a test has spent in a process that is nobody's child here."""
+    _elsewhere.append(processor_s)
+
+
+def now() -> Spent:
+    """Processor time of this process, of its children that have ended and of what was added, and the clock."""
+    t = os.times()
+    return Spent(t.user + t.system + t.children_user + t.children_system + sum(_elsewhere), time.monotonic())
+
+
+def complaint(spent: Spent, budget_s: float) -> str | None:
+    """What a test over its budget is told; None within it."""
+    if spent.processor > budget_s:
+        what = f"took {spent.processor:.1f} s of processor time, and a test of every change has {budget_s:g} s"
+    elif spent.clock > CLOCK * budget_s:
+        what = f"took {spent.clock:.1f} s by the clock, and a test of every change has {CLOCK * budget_s:g} s"
+    else:
+        return None
+    return f"{what}: make it faster, or mark it with pytest.mark.long (then it runs with `make test-long`)"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini(OPTION, "seconds for a test that is not marked long; 0 for no limit", default="0")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A failure of the test itself comes first."""
+    before = now()
+    result = yield
+    budget_s = float(item.config.getini(OPTION))
+    if budget_s > 0 and item.get_closest_marker("long") is None:
+        said = complaint(Spent(*(b - a for a, b in zip(before, now(), strict=True))), budget_s)
+        if said is not None:
+            pytest.fail(f"{item.nodeid} {said}", pytrace=False)
+    return result
