@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8watch.kernels import BACKEND_NAMES, Backend, available, reference, resolve
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch_agent.record import EVERY_CALL, Field
 
 REASONS = available("cpu")
@@ -31,7 +32,7 @@ def backends() -> list[Backend]:
 
 def scale_of(x: torch.Tensor, tile: tuple[int, int], fmt: object, power_2: bool, eps: float = 0.0) -> torch.Tensor:
     """The scale that is computed for each tile."""
-    stats = reference.quantize(x, tile, fmt, power_2, eps)[2]
+    stats = reference.quantize(x, QuantizeJob(tile, fmt, power_2, eps))[2]
     assert stats is not None
     assert stats.tiles is not None
     return stats.tiles.scale
