@@ -15,6 +15,7 @@ from quantize.operands import operand
 
 from fp8watch.kernels import resolve
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch_agent.record import EVERY_CALL, FIELDS, Field, Measured
 from fp8watch_server.pages.formatting import FIELD_LABELS
 
@@ -78,7 +79,7 @@ def _pages(field: Field) -> list[str]:
 def _sketch_by(backend: str) -> dict[str, Any]:
     """Of an operand with a bit of everything but NaN and Inf, with all statistics."""
     x = operand("gradient", "float32", (16, 300), 1)
-    stats = resolve(backend, "cpu").quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    stats = resolve(backend, "cpu").quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"]))[2]
     assert stats is not None
     return stats.summary()
 

@@ -12,6 +12,7 @@ from quantize.test_slab import assert_rows_equal, row_of
 
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.row_fold import groups_of
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.sketch.slab import Slab
@@ -23,7 +24,7 @@ GROUP = int(Measured["MADE_UP"])
 
 
 def stats_of(backend: Backend, seed: int = 0) -> TileStats:
-    stats = backend.quantize(operand("normal", "float32", (4, 200), seed), (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    stats = backend.quantize(operand("normal", "float32", (4, 200), seed), QuantizeJob((1, 128), FORMATS["E4M3"]))[2]
     assert stats is not None
     return stats
 
