@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from fp8watch_server.config.checks import checked
 from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
 from fp8watch_server.settings import values as v
 
@@ -228,7 +229,7 @@ def _checked(s: Setting, given: Any, source: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return v.read(given, s.type)
+        return checked(given, s.type)
     except DatabaseUrlError as e:
         raise SettingError(f"{source}: {e}") from e
     except ValueError as e:

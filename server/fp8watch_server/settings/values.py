@@ -1,51 +1,21 @@
 """Types of settings: how a text is read, which values are taken, and what is said of others.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.settings.webhook_url
 Shapes:     text of the environment or the command line -> value
-
-The bounds of a type are msgspec's; the rule, which names the remedy too, is in our own words.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
+from fp8watch_server.config.checks import Rule
 from fp8watch_server.db.dialect import parse_url
 from fp8watch_server.settings.webhook_url import check_url
-
-
-@dataclass(frozen=True)
-class Text:
-    """How a type is read from text.
-
-    Args:
-        rule: what is said where `parse` or the bounds of the type refuse a text.
-        parse: text -> value. ValidationError stands for the rule; any other ValueError speaks for itself.
-    """
-
-    rule: str = ""
-    parse: Callable[[str], Any] = str
-
-
-def read(text: str, hint: Any) -> Any:
-    """The value of a text, by the type of a setting.
-
-    Raises:
-        ValueError: the rule, with the remedy.
-    """
-    how = next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Text)), Text())
-    try:
-        return msgspec.convert(how.parse(text), hint)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: a lone surrogate is no text to msgspec
-        raise ValueError(how.rule) from None
 
 
 def _digits(text: str) -> int:
@@ -103,31 +73,31 @@ def _file(text: str) -> str:
     return str(Path(text).expanduser()) if text else ""
 
 
-Port = Annotated[int, Meta(ge=0, le=65535), Text("must be a whole number from 0 (any free port) to 65535", _digits)]
+Port = Annotated[int, Meta(ge=0, le=65535), Rule("must be a whole number from 0 (any free port) to 65535", _digits)]
 Host = Annotated[
     str,
     Meta(pattern=r"\A[^\s/@]+\Z"),
-    Text("must be an address or a host name, such as 127.0.0.1 or 0.0.0.0"),
+    Rule("must be an address or a host name, such as 127.0.0.1 or 0.0.0.0"),
 ]
 Hosts = Annotated[
     tuple[Annotated[str, Meta(pattern=r"\A[^\s/@*]+\Z")], ...],
-    Text("must be host names without ports and wildcards, separated by commas", _hosts),
+    Rule("must be host names without ports and wildcards, separated by commas", _hosts),
 ]
-DatabaseUrl = Annotated[str, Text(parse=_database_url)]
-HttpUrl = Annotated[str, Text("must be an http:// or https:// URL", _http_url)]
-WebhookUrl = Annotated[str, Text(parse=_webhook)]
+DatabaseUrl = Annotated[str, Rule(parse=_database_url)]
+HttpUrl = Annotated[str, Rule("must be an http:// or https:// URL", _http_url)]
+WebhookUrl = Annotated[str, Rule(parse=_webhook)]
 Token = Annotated[
-    str, Text("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32", _token)
+    str, Rule("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32", _token)
 ]
-Flag = Annotated[bool, Text("must be 1 or 0", _flag)]
-File = Annotated[str, Text("must be a file that is there", _file)]
-LogFormat = Annotated[Literal["text", "json"], Text("must be one of text, json", str.lower)]
+Flag = Annotated[bool, Rule("must be 1 or 0", _flag)]
+File = Annotated[str, Rule("must be a file that is there", _file)]
+LogFormat = Annotated[Literal["text", "json"], Rule("must be one of text, json", str.lower)]
 LogLevel = Annotated[
-    Literal["error", "warning", "info", "debug"], Text("must be one of error, warning, info, debug", str.lower)
+    Literal["error", "warning", "info", "debug"], Rule("must be one of error, warning, info, debug", str.lower)
 ]
 Amount = Annotated[
     float,
     Meta(ge=0, le=sys.float_info.max),  # neither NaN nor Inf
-    Text("must be a number of 0 or more; 0 stands for no limit", _number),
+    Rule("must be a number of 0 or more; 0 stands for no limit", _number),
 ]
-Whole = Annotated[int, Meta(ge=0), Text("must be a whole number of 0 or more; 0 stands for no limit", _digits)]
+Whole = Annotated[int, Meta(ge=0), Rule("must be a whole number of 0 or more; 0 stands for no limit", _digits)]
