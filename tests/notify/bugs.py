@@ -338,7 +338,7 @@ APPRISE = [
     ),
     Bug(
         "a service of apprise follows no redirect",
-        "apprise_channel:_service",
+        "apprise:_service",
         "    made.redirects = False\n",
         "",
         f"{N}/test_apprise.py::test_no_redirect_is_followed",
@@ -352,7 +352,7 @@ APPRISE = [
     ),
     Bug(
         "an address of apprise is not shown",
-        "apprise_channel:_service",
+        "apprise:_service",
         "quiet.level, logging.CRITICAL + 1",
         "quiet.level, logging.DEBUG",
         f"{N}/test_apprise.py::test_an_address_that_cannot_be_used_is_refused_and_not_shown",

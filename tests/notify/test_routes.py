@@ -11,7 +11,10 @@ import pytest
 from notify.receiver import Outbox, Receiver
 
 from fp8watch_server.notify import command
-from fp8watch_server.notify.channels import AlertmanagerChannel, SlackChannel, WebhookChannel, channels_of
+from fp8watch_server.notify.channels import channels_of
+from fp8watch_server.notify.channels.alertmanager import AlertmanagerChannel
+from fp8watch_server.notify.channels.slack import SlackChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.routes import Route, Routing
 from fp8watch_server.notify.routes_file import RoutesError, load_routes
 from fp8watch_server.notify.service import Sending, routing_of
