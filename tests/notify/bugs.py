@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from notify.bugs_given import GIVEN
 from notify.bugs_soon import SOON
 from planted import Bug
 
@@ -359,4 +360,4 @@ APPRISE = [
     ),
 ]
 
-BUGS = [*APPRISE, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *SOON, *POISON, *SILENCE, *SECRETS]
+BUGS = [*APPRISE, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *GIVEN, *SOON, *POISON, *SILENCE, *SECRETS]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fp8watch_server.config.checks import near
 from fp8watch_server.config.file import FileError, read_file
 from fp8watch_server.detect.playbook import SLUGS
 from fp8watch_server.notify.channels import KINDS
-from fp8watch_server.notify.channels.base import Channel, Pace
+from fp8watch_server.notify.channels.base import Channel, Kind, Pace
 from fp8watch_server.notify.fields import Fields, Flag, duration, texts, whole
 from fp8watch_server.notify.message import SEVERITIES
 from fp8watch_server.notify.routes import Route, Routing
@@ -108,43 +108,48 @@ def check(
 
 
 def _channel(
-    where: str,
-    name: str,
-    table: dict[str, Any],
-    folder: Path,
-    environ: Mapping[str, str],
-    problems: list[str],
+    where: str, name: str, table: dict[str, Any], folder: Path, environ: Mapping[str, str], problems: list[str]
 ) -> Channel | None:
     before = len(problems)
     kind = KINDS.get(str(table.get("kind")))
     options = {} if kind is None else kind.options
     references = [f"{secret}_{source}" for secret in SECRETS for source in ("file", "env")]
     fields = Fields(where, table, problems, ("kind", *references, *PACE, *options), hide=SECRETS)
-    named = fields.one_of("kind", tuple(KINDS))
+    fields.one_of("kind", tuple(KINDS))
     needed = "url" if kind is None else kind.secrets[0]
     given = {secret: fields.secret(secret, folder, environ, needed=secret == needed) for secret in SECRETS}
-    for secret in SECRETS:
-        if kind is not None and secret not in kind.secrets and given.pop(secret):
-            lacks = "signs nothing" if secret == "secret" else f"takes no {secret}"
-            taken = " or ".join(f'"{k.name}"' for k in KINDS.values() if secret in k.secrets)
-            problems.append(f"{where} {secret}: a {named} channel {lacks}; take it out, or use kind = {taken}")
+    pace = _pace(fields, Pace() if kind is None else kind.pace)
     given |= {option: fields.get(option, hint, default) for option, (hint, default) in options.items()}
-    usual = Pace() if kind is None else kind.pace
-    pace = Pace(
-        min_interval_s=fields.get("min_interval", duration(0, 3600), usual.min_interval_s),
-        group_wait_s=fields.get("group_wait", duration(0, 3600), usual.group_wait_s),
-        group_interval_s=fields.get("group_interval", duration(0, 86_400), usual.group_interval_s),
-        max_per_hour=fields.get("max_per_hour", whole(3600, usual.max_per_hour), usual.max_per_hour),
-    )
-    if kind is not None and kind.too_fast and pace.min_interval_s < usual.min_interval_s:
-        problems.append(f"{where} min_interval: {kind.too_fast}")
-    if kind is None or len(problems) > before:
+    if kind is None:
+        return None
+    problems += [f"{where} {what}" for what in _not_of(kind, given, pace)]
+    if len(problems) > before:
         return None
     try:
         return kind.make(**given, name=name, pace=pace)
     except TargetError as e:
         problems.append(f"{where} {needed}: {e}")
         return None
+
+
+def _pace(fields: Fields, usual: Pace) -> Pace:
+    return Pace(
+        min_interval_s=fields.get("min_interval", duration(0, 3600), usual.min_interval_s),
+        group_wait_s=fields.get("group_wait", duration(0, 3600), usual.group_wait_s),
+        group_interval_s=fields.get("group_interval", duration(0, 86_400), usual.group_interval_s),
+        max_per_hour=fields.get("max_per_hour", whole(3600, usual.max_per_hour), usual.max_per_hour),
+    )
+
+
+def _not_of(kind: Kind, given: dict[str, Any], pace: Pace) -> Iterator[str]:
+    """What a table gives that its kind does not take; secrets of other kinds are taken out of `given`."""
+    for secret in SECRETS:
+        if secret not in kind.secrets and given.pop(secret):
+            lacks = "signs nothing" if secret == "secret" else f"takes no {secret}"
+            takers = " or ".join(f'"{k.name}"' for k in KINDS.values() if secret in k.secrets)
+            yield f"{secret}: a {kind.name} channel {lacks}; take it out, or use kind = {takers}"
+    if kind.too_fast and pace.min_interval_s < kind.pace.min_interval_s:
+        yield f"min_interval: {kind.too_fast}"
 
 
 def _route(where: str, table: dict[str, Any], known: Sequence[str], problems: list[str]) -> Route:
