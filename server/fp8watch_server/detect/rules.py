@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from fp8watch_server.config.checks import Rule, checked, near
 from fp8watch_server.config.file import FileError, read_file
-from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.detect.thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds
 
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*")

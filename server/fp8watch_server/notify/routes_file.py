@@ -27,7 +27,7 @@ from typing import Any
 
 from fp8watch_server.config.checks import near
 from fp8watch_server.config.file import FileError, read_file
-from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.notify.channels import KINDS
 from fp8watch_server.notify.channels.base import Channel, Kind, Pace
 from fp8watch_server.notify.fields import Fields, Flag, duration, texts, whole
