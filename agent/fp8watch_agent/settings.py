@@ -1,4 +1,4 @@
-"""The agent's settings: one frozen table, from the environment and from arguments. The docs come from `VARIABLES`.
+"""The agent's settings: one frozen list, from the environment and from arguments.
 
 Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.recorder, fp8watch_agent.sync
 Thread:     the one that attaches; read-only afterwards
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
 RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")  # the names of fp8watch.recipe.RECIPES
@@ -100,25 +100,13 @@ def _disabled(name: str, value: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable of the agent."""
+    """The environment variable of a field of `AgentSettings`."""
 
     name: str
-    field: str  # of AgentSettings
     default: str  # in words
     help: str
     parse: Callable[[str, str], Any]  # (variable, value) -> value of the field; ValueError says rule and remedy
-
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable("FP8WATCH_COLLECTOR", "collector", "none: spool to disk", "URL of the collector", _collector),
-    Variable("FP8WATCH_TOKEN", "token", "none", "token of scope ingest", check_token),
-    Variable("FP8WATCH_TOKEN_FILE", "token_file", "none", "file that holds the token; may be rotated", _token_file),
-    Variable("FP8WATCH_RUN", "run", "from the launcher", "id of the run, the same on all ranks", _run),
-    Variable("FP8WATCH_EVERY", "every", "1", "sample each n-th optimizer step", _every),
-    Variable("FP8WATCH_RECIPE", "recipe", "attach's", "recipe: " + ", ".join(RECIPES), _recipe),
-    Variable("FP8WATCH_SPOOL_DIR", "spool_dir", "~/.local/state/fp8watch", "folder of ring and spool", _spool_dir),
-    Variable("FP8WATCH_DISABLED", "disabled", "off", "1: everything; stats: the observer only", _disabled),
-)
+    field: str = ""
 
 
 def default_spool_dir(environ: Mapping[str, str]) -> Path:
@@ -132,14 +120,26 @@ def default_spool_dir(environ: Mapping[str, str]) -> Path:
 class AgentSettings:
     """What the agent was told. Sizes in bytes, times in seconds."""
 
-    collector: str | None = None
-    token: str | None = None
-    token_file: Path | None = None
-    spool_dir: Path = field(default_factory=lambda: default_spool_dir(os.environ))
-    run: str | None = None
-    every: int = 1
-    recipe: str | None = None
-    disabled: str = ""  # "" | "1" | "stats"
+    collector: Annotated[
+        str | None, Variable("FP8WATCH_COLLECTOR", "none: spool to disk", "URL of the collector", _collector)
+    ] = None
+    token: Annotated[str | None, Variable("FP8WATCH_TOKEN", "none", "token of scope ingest", check_token)] = None
+    token_file: Annotated[
+        Path | None, Variable("FP8WATCH_TOKEN_FILE", "none", "file that holds the token; may be rotated", _token_file)
+    ] = None
+    spool_dir: Annotated[
+        Path, Variable("FP8WATCH_SPOOL_DIR", "~/.local/state/fp8watch", "folder of ring and spool", _spool_dir)
+    ] = field(default_factory=lambda: default_spool_dir(os.environ))
+    run: Annotated[
+        str | None, Variable("FP8WATCH_RUN", "from the launcher", "id of the run, the same on all ranks", _run)
+    ] = None
+    every: Annotated[int, Variable("FP8WATCH_EVERY", "1", "sample each n-th optimizer step", _every)] = 1
+    recipe: Annotated[str | None, Variable("FP8WATCH_RECIPE", "attach's", "recipe: " + ", ".join(RECIPES), _recipe)] = (
+        None
+    )
+    disabled: Annotated[
+        str, Variable("FP8WATCH_DISABLED", "off", "1: everything; stats: the observer only", _disabled)
+    ] = ""  # "" | "1" | "stats"
     ring_bytes: int = MAX_RING_BYTES
     spool_bytes: int = 1 << 30  # per session
     batch_bytes: int = 256 << 10  # on the wire, aimed at
@@ -182,3 +182,13 @@ class AgentSettings:
             raise _refuse("FP8WATCH_TOKEN_FILE", str(values["token_file"]), rule, "unset one of the two")
         values.setdefault("spool_dir", default_spool_dir(environ))
         return cls(**values)
+
+
+def _listed() -> tuple[Variable, ...]:
+    hints = get_type_hints(AgentSettings, include_extras=True)
+    beside = ((f.name, m) for f in fields(AgentSettings) for m in getattr(hints[f.name], "__metadata__", ()))
+    return tuple(replace(m, field=name) for name, m in beside if isinstance(m, Variable))
+
+
+VARIABLES = _listed()
+"""Every variable of the agent, in the order of the fields."""

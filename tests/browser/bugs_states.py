@@ -158,4 +158,18 @@ BUGS = [
         "",
         f"{B}/test_maps_that_come_later.py::test_charts_of_an_incident_that_goes_on_go_on_with_it",
     ),
+    Bug(
+        "plotly draws every row of the panels",
+        f"{J}/run.js",
+        "const PANELS = JSON.parse(training.dataset.panels);",
+        "const PANELS = JSON.parse(training.dataset.panels).slice(0, 3);",
+        f"{B}/test_panels.py::test_a_row_more_is_a_panel_more",
+    ),
+    Bug(
+        "the numbers at the head of the page are those of the panels",
+        "page_queries:scalars_now",
+        "names = panels.fields()",
+        'names = ("loss", "grad_norm", "lr")',
+        f"{T}/test_panels.py::test_a_row_is_a_panel_everywhere_on_the_page",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,41 @@ def test_help_names_every_setting_and_takes_no_secret() -> None:
     for s in SETTINGS:
         assert s.variable in text
         assert (f"--{s.name.replace('_', '-')}" in text) is not s.secret
+
+
+def test_a_setting_is_a_field_and_nothing_else() -> None:
+    assert [s.name for s in SETTINGS] == [f.name for f in fields(Settings)]
+    for s, f in zip(SETTINGS, fields(Settings), strict=True):
+        assert f.default is MISSING or s.default == f.default
+        assert s.variable == f"FP8WATCH_{s.name.upper()}"
+
+
+REFUSED = {
+    "port": ["", "65536", "9" * 5000, "+5", "1.0", "1e3", "8_0", " 80", "٣"],
+    "host": ["", "a b", "a/b", "me@b", "h\n", "h\u00a0"],
+    "hosts": ["a b", "a*,b", "h:1/x"],
+    "insecure": ["-0", "yes", "\ud800"],
+    "token": ["a" * 15, "a" * 16 + "\n", "a" * 16 + "\x1c", "ä" * 16],
+    "log_format": ["xml", "text ", "\ud800"],
+    "log_level": ["loud"],
+    "detail_hours": ["-1", "nan", "inf", "1e400", "many"],
+    "keep_days": ["-0.1", "NaN"],
+    "keep_steps": ["-1", "1.5", "1" * 19],
+    "keep_bytes": ["1e9", "0x10"],
+    "public_url": ["ftp://x", "http://"],
+    "rules": ["/nowhere"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in REFUSED.items() for text in texts])
+def test_what_a_type_does_not_take_is_refused_with_its_rule(name: str, text: str) -> None:
+    with pytest.raises(SettingError, match=r"must be .") as e:
+        Settings.from_environ({"HOME": "/h"}, **{name: text})
+    assert str(e.value).startswith(f"--{name.replace('_', '-')}=")
+
+
+def test_what_a_type_takes_is_read() -> None:
+    given = {"port": "007", "detail_hours": ".5", "keep_steps": "0", "hosts": "A.example, b", "log_level": "INFO"}
+    got = Settings.from_environ({"HOME": "/h"}, **given, insecure="TRUE")
+    assert (got.port, got.detail_hours, got.keep_steps, got.hosts) == (7, 0.5, 0, ("a.example", "b"))
+    assert (got.log_level, got.insecure) == ("info", True)

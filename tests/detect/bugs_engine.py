@@ -217,16 +217,16 @@ ENGINE = [
     ),
     Bug(
         "a unit that is wrong is refused",
-        "rules:_value",
-        "        if given and _SAME_UNIT.get(given.lower(), given) != unit:\n",
-        "        if given and not unit:\n",
+        "rules:_type_of",
+        "            if given and _SAME_UNIT.get(given.lower(), given) != unit:\n",
+        "            if given and not unit:\n",
         f"{T}/test_rules.py::test_what_cannot_be_meant_is_refused",
     ),
     Bug(
         "a threshold that cannot be is refused",
-        "rules:_value",
-        "    if not math.isfinite(number) or not threshold.low <= number <= threshold.high:\n",
-        "    if not math.isfinite(number):\n",
+        "rules:_type_of",
+        "Meta(ge=threshold.low, le=threshold.high)",
+        "Meta(ge=-1e308, le=1e308)",
         f"{T}/test_rules.py::test_what_cannot_be_meant_is_refused",
     ),
     Bug(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from notify.bugs_given import GIVEN
 from notify.bugs_soon import SOON
 from planted import Bug
 
@@ -338,7 +339,7 @@ APPRISE = [
     ),
     Bug(
         "a service of apprise follows no redirect",
-        "apprise_channel:_service",
+        "apprise:_service",
         "    made.redirects = False\n",
         "",
         f"{N}/test_apprise.py::test_no_redirect_is_followed",
@@ -352,11 +353,11 @@ APPRISE = [
     ),
     Bug(
         "an address of apprise is not shown",
-        "apprise_channel:_service",
+        "apprise:_service",
         "quiet.level, logging.CRITICAL + 1",
         "quiet.level, logging.DEBUG",
         f"{N}/test_apprise.py::test_an_address_that_cannot_be_used_is_refused_and_not_shown",
     ),
 ]
 
-BUGS = [*APPRISE, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *SOON, *POISON, *SILENCE, *SECRETS]
+BUGS = [*APPRISE, *AT_LEAST_ONCE, *NOT_TWICE, *STORM, *GIVEN, *SOON, *POISON, *SILENCE, *SECRETS]

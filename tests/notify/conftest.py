@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from notify.receiver import Answer, Outbox, Receiver
 
-from fp8watch_server.notify.channels import Channel
+from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.outbox import Dispatcher
 
 

@@ -16,8 +16,8 @@ import pytest
 from notify.receiver import Outbox, Receiver
 
 from fp8watch_server.notify import egress, plain
-from fp8watch_server.notify.apprise_channel import LOCAL, UNCHECKED, AppriseChannel
-from fp8watch_server.notify.channels import Pace
+from fp8watch_server.notify.channels.apprise import LOCAL, UNCHECKED, AppriseChannel
+from fp8watch_server.notify.channels.base import Pace
 from fp8watch_server.notify.command import main
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
 from fp8watch_server.notify.egress import watched

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fp8watch_server.incidents.messages import FLAPPING_MESSAGES
 from fp8watch_server.notify import outbox, safe_http
-from fp8watch_server.notify.channels import SLACK_PACE, Pace
+from fp8watch_server.notify.channels.base import Pace
+from fp8watch_server.notify.channels.slack import SLACK_PACE
 from fp8watch_server.notify.command import _parser
 from fp8watch_server.notify.group import SUMMARY_EVERY_S
 from fp8watch_server.notify.routes_file import KINDS, load_routes

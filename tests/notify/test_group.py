@@ -14,7 +14,10 @@ from notify.receiver import Answer, Outbox, Receiver
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import group
-from fp8watch_server.notify.channels import AlertmanagerChannel, Pace, SlackChannel, WebhookChannel
+from fp8watch_server.notify.channels.alertmanager import AlertmanagerChannel
+from fp8watch_server.notify.channels.base import Pace
+from fp8watch_server.notify.channels.slack import SlackChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.safe_http import Target
 

@@ -10,7 +10,7 @@ from notify.receiver import Outbox, Receiver
 
 from fp8watch_server.db import migrations
 from fp8watch_server.notify import command
-from fp8watch_server.notify.channels import WebhookChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.group import UNDERWAY
 from fp8watch_server.notify.log import STATES, delivery_log
 from fp8watch_server.notify.outbox import Dispatcher

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from notify.receiver import Receiver
 
-from fp8watch_server.notify import command, slack, webhook
-from fp8watch_server.notify.channels import WebhookChannel, channels_of
+from fp8watch_server.notify import command
+from fp8watch_server.notify.channels import channels_of, slack, webhook
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.command import test_payload as payload_of_a_test
 from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.settings import SettingError, Settings

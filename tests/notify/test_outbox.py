@@ -20,7 +20,9 @@ from notify.receiver import Outbox, Receiver
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import outbox as module
-from fp8watch_server.notify.channels import Pace, SlackChannel, WebhookChannel
+from fp8watch_server.notify.channels.base import Pace
+from fp8watch_server.notify.channels.slack import SlackChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
 from fp8watch_server.notify.safe_http import Target
 
@@ -172,7 +174,7 @@ def test_a_receiver_that_is_down_for_a_day_makes_a_dead_letter(outbox: Outbox, r
 
 SENDER = """
 import sys
-from fp8watch_server.notify.channels import WebhookChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.db.dialect import make_engine

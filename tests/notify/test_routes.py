@@ -11,7 +11,10 @@ import pytest
 from notify.receiver import Outbox, Receiver
 
 from fp8watch_server.notify import command
-from fp8watch_server.notify.channels import AlertmanagerChannel, SlackChannel, WebhookChannel, channels_of
+from fp8watch_server.notify.channels import channels_of
+from fp8watch_server.notify.channels.alertmanager import AlertmanagerChannel
+from fp8watch_server.notify.channels.slack import SlackChannel
+from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.routes import Route, Routing
 from fp8watch_server.notify.routes_file import RoutesError, load_routes
 from fp8watch_server.notify.service import Sending, routing_of
@@ -138,6 +141,8 @@ HEAD = '[channels.a]\nkind = "slack"\nurl_file = "oncall"\n'
         (HEAD + 'min_interval = "10 ms"', "Slack takes one message a second at most"),
         (HEAD + 'max_per_hour = "many"', "must be a whole number from 0 (no limit)"),
         (HEAD + 'max_per_hour = true', "must be a whole number"),
+        (HEAD + "max_per_hour = 3.0", "must be a whole number"),
+        ("stalled_after = " + "9" * 400 + "\n" + HEAD, "must be a time from 90 s"),
         (HEAD + "max_per_huor = 3", "did you mean max_per_hour?"),
         ('stalled_after = "1 s"\n' + HEAD, "stalled_after: '1 s' must be a time from 90 s"),
         (HEAD + "[routes]\nx = 1", "routes: must be tables, each begun with [[routes]]"),

@@ -12,8 +12,8 @@ from notify.receiver import Receiver
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
-from fp8watch_server.notify import slack, webhook
-from fp8watch_server.notify.channels import SlackChannel
+from fp8watch_server.notify.channels import slack, webhook
+from fp8watch_server.notify.channels.slack import SlackChannel
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.notify.stale_run import STALLED, StalledWatch

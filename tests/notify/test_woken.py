@@ -16,7 +16,8 @@ from notify.test_outbox import AT_ONCE, webhook
 
 from fp8watch_server.app import create_app
 from fp8watch_server.db import schema as t
-from fp8watch_server.notify.channels import Pace, SlackChannel
+from fp8watch_server.notify.channels.base import Pace
+from fp8watch_server.notify.channels.slack import SlackChannel
 from fp8watch_server.notify.outbox import Dispatcher
 from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.pipeline import detect_worker

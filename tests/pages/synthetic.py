@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 
-from fp8watch_agent.record import ROW, STEP, Measured, Site, TileFlag, TileMap, empty_rows, site_id
+from fp8watch_agent.record import ROW, STEP, STEP_SCALARS, Measured, Site, TileFlag, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
     TILE_MAPS_CONTENT_TYPE,
@@ -145,6 +145,12 @@ def make_steps(steps: Sequence[int], *, start: float, seed: int = 0) -> np.ndarr
     out["grad_norm"] = 0.6 + 2.5 * np.exp(-s / 25) + 0.08 * np.abs(rng.standard_normal(len(s)))
     out["lr"] = 2e-3 * np.minimum(1.0, (s + 1) / 20)
     return out
+
+
+def with_loss_scale(steps: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
+    """For `Run.send(change=...)`: every step logs a loss scale, too."""
+    steps["loss_scale"] = 1024.0 * 2.0 ** (steps["step"] // 16)
+    steps["present"] |= int(STEP_SCALARS["loss_scale"])
 
 
 def make_tile_map(site: Site, step: int, rng: np.random.Generator, *, fault: bool) -> TileMap:

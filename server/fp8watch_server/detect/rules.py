@@ -18,21 +18,22 @@ are refused, each with what would be right.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
-import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from fp8watch_server.config.checks import Rule, checked, near
+from fp8watch_server.config.file import FileError, read_file
 from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.detect.thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds
 
-MAX_FILE_BYTES = 1 << 20
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*?)\s*")
 _SAME_UNIT = {
     "%": "share",
@@ -48,12 +49,8 @@ _SAME_UNIT = {
 }
 
 
-class RulesError(ValueError):
+class RulesError(FileError):
     """A rules file that cannot be used. `problems` holds every line of what is wrong with it."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 @dataclass(frozen=True)
@@ -89,27 +86,7 @@ def load_rules(path: Path) -> Rules:
         RulesError: every problem of the file, each with value, rule and remedy.
         OSError: it cannot be read.
     """
-    raw = path.read_bytes()
-    if len(raw) > MAX_FILE_BYTES:
-        raise RulesError([f"{path.name} of {len(raw)} bytes: at most {MAX_FILE_BYTES}; split it"])
-    try:
-        text = raw.decode("utf-8")
-        data = json.loads(text) if path.suffix == ".json" else _toml(text)
-    except (ValueError, RecursionError) as e:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise RulesError([f"{path.name}: not {kind} ({e}); correct it at that place"]) from e
-    return check(data)
-
-
-def _toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:
-            raise RulesError(["TOML needs Python 3.11, or the package tomli: install it, or write JSON"]) from None
-    return tomllib.loads(text)
+    return check(read_file(path, RulesError))
 
 
 def check(data: Any) -> Rules:
@@ -125,7 +102,7 @@ def check(data: Any) -> Rules:
     for name in data:
         if name not in ("defaults", "runs"):
             problems.append(
-                f'[{name}]: unknown section; known are [defaults] and [runs."PATTERN"]{_near(name, ("defaults", "runs"))}'
+                f'[{name}]: unknown section; known are [defaults] and [runs."PATTERN"]{near(name, ("defaults", "runs"))}'
             )
     tables: list[tuple[str, str, Any]] = []
     if "defaults" in data:
@@ -155,18 +132,17 @@ def _section(where: str, pattern: str, table: Mapping[str, Any], problems: list[
                 if slug in SLUGS:
                     disable.add(slug)
                 else:
-                    problems.append(f"{where} disable {slug!r}: no failure mode{_near(str(slug), SLUGS)}")
+                    problems.append(f"{where} disable {slug!r}: no failure mode{near(str(slug), SLUGS)}")
             continue
         threshold = BY_NAME.get(name)
         if threshold is None:
-            hint = _near(name, tuple(BY_NAME))
+            hint = near(name, tuple(BY_NAME))
             problems.append(f"{where} {name}: unknown threshold{hint}; `fp8watch rules list` shows all of them")
             continue
-        got = _value(threshold, value)
-        if isinstance(got, str):
-            problems.append(f"{where} {name} = {value!r}: {got}")
-        else:
-            values[name] = got
+        try:
+            values[name] = checked(value, _type_of(threshold))
+        except ValueError as e:
+            problems.append(f"{where} {name} = {value!r}: {e}")
     if values.get("attention_logit_warning", 0) > values.get("attention_logit_critical", math.inf):
         problems.append(f"{where} attention_logit_warning is above attention_logit_critical: the page would come first")
     if values.get("frozen_clip_depth", 0) > values.get("clip_depth", DEFAULTS.clip_depth):
@@ -174,29 +150,23 @@ def _section(where: str, pattern: str, table: Mapping[str, Any], problems: list[
     return Section(pattern, values, frozenset(disable))
 
 
-def _value(threshold: Threshold, value: Any) -> float | str:
-    """The number, or what is wrong with it."""
-    unit, rule = threshold.unit, f"must be a number of {threshold.unit} from {threshold.low:g} to {threshold.high:g}"
-    remedy = f"the default is {threshold.default:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return f"{rule}; {remedy}"
-    number = value
-    if isinstance(value, str):
-        got = _QUANTITY.fullmatch(value)
-        if got is None:
-            return f"{rule}; {remedy}"
-        given = got[2]
-        if given and _SAME_UNIT.get(given.lower(), given) != unit:
-            return f"the unit is {unit}, not {given}; {rule}, {remedy}"
-        number = float(got[1]) / (100 if given in ("%", "percent") else 1)
-    number = float(number)
-    if not math.isfinite(number) or not threshold.low <= number <= threshold.high:
-        return f"{rule}; {remedy}"
-    if threshold.whole and number != int(number):
-        return f"must be a whole number of {unit}; {remedy}"
-    return number
+def _type_of(threshold: Threshold) -> Any:
+    """Bounds, and how a number is read: in the unit of the threshold, or with the unit behind it."""
+    unit, remedy = threshold.unit, f"the default is {threshold.default:g}"
+    rule = f"must be a number of {unit} from {threshold.low:g} to {threshold.high:g}"
 
+    def number(value: Any) -> Any:
+        if isinstance(value, str):
+            got = _QUANTITY.fullmatch(value)
+            if got is None:
+                raise msgspec.ValidationError
+            given = got[2]
+            if given and _SAME_UNIT.get(given.lower(), given) != unit:
+                raise ValueError(f"the unit is {unit}, not {given}; {rule}, {remedy}")
+            value = float(got[1]) / (100 if given in ("%", "percent") else 1)
+        in_range = isinstance(value, float) and threshold.low <= value <= threshold.high
+        if threshold.whole and in_range and not value.is_integer():
+            raise ValueError(f"must be a whole number of {unit}; {remedy}")
+        return value
 
-def _near(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return Annotated[float, Meta(ge=threshold.low, le=threshold.high), Rule(f"{rule}; {remedy}", number)]

@@ -22,7 +22,8 @@ import msgspec
 from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db.dialect import engine_of, writing
-from fp8watch_server.notify.channels import Channel, channels_of
+from fp8watch_server.notify.channels import KINDS, channels_of
+from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.log import STATES, delivery_log, retry
 from fp8watch_server.notify.message import SEVERITIES
 from fp8watch_server.notify.routes_file import MODES, RoutesError, load_routes
@@ -122,9 +123,14 @@ def check(path: Path, environ: Mapping[str, str], run: str | None, severity: str
     return 0
 
 
+def _of_channels() -> set[str]:
+    """The settings that configure channels."""
+    return {setting for kind in KINDS.values() for setting in kind.settings.values()}
+
+
 def _channels_only(environ: Mapping[str, str]) -> Settings:
     """The settings of the channels: a wrong database is not a routes file's fault."""
-    wanted = {v for s in SETTINGS if "webhook" in s.name for v in s.variables}
+    wanted = {v for s in SETTINGS if s.name in _of_channels() for v in s.variables}
     return Settings.from_environ({k: v for k, v in environ.items() if k in wanted | {"HOME"}})
 
 
@@ -187,7 +193,7 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
         return 1
     channels = [c for c in routing.channels if options.channel in (None, c.name)]
     if not channels:
-        known = [s.variable for s in SETTINGS if "webhook" in s.name or s.name == "routes"]
+        known = [s.variable for s in SETTINGS if s.name in _of_channels() or s.name == "routes"]
         which = f"channel {options.channel!r}" if options.channel else "channel"
         there = f"; there are {', '.join(c.name for c in routing.channels)}" if routing.channels else ""
         print(f"fp8watch notify: no {which} is configured{there}; set {known[0]} (all variables: {', '.join(known)})")

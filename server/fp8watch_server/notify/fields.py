@@ -7,12 +7,15 @@ Thread:     start of the process; pure but for the files that secrets are in
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from fp8watch_server.config.checks import Rule, checked, near
 
 DURATION = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _ALSO = {
@@ -26,14 +29,33 @@ _ALSO = {
     "day": "d",
 }
 _QUANTITY = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*")
-NAMES = re.compile(r"[A-Za-z0-9_-]{1,40}")
 MAX_SECRET_BYTES = 64 << 10
 
+Flag = Annotated[bool, Rule("must be true or false")]
 
-def near(name: object, known: Sequence[str]) -> str:
-    """`; did you mean ...?` where something is close."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, str) and (got := _QUANTITY.fullmatch(value)):
+        return float(got[1]) * DURATION.get(_ALSO.get(got[2], got[2]) or "s", math.nan)
+    return value
+
+
+def duration(low: float, high: float) -> Any:
+    """Seconds, of "10 s" or a number of seconds."""
+    rule = f'must be a time from {low:g} s to {high:g} s, such as "30 s" (units: {", ".join(DURATION)})'
+    return Annotated[float, Meta(ge=low, le=high), Rule(rule, _seconds)]
+
+
+def whole(high: int, default: int) -> Any:
+    """A whole number of 0 or more."""
+    rule = f"must be a whole number from 0 (no limit) to {high}; the default is {default}"
+    return Annotated[int, Meta(ge=0, le=high), Rule(rule)]
+
+
+def texts(name: str) -> Any:
+    """A list of texts, none of them empty."""
+    rule = f'must be a list of texts, such as {name} = ["..."]'
+    return Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Rule(rule)]
 
 
 class Fields:
@@ -68,36 +90,15 @@ class Fields:
         self._say(name, f"must be {rule}")
         return {}
 
-    def duration(self, name: str, default: float, *, low: float = 0.0, high: float = math.inf) -> float:
-        """Seconds, of "10 s" or a number of seconds."""
-        value = self._table.get(name, default)
-        seconds = math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = float(value)
-        elif isinstance(value, str) and (got := _QUANTITY.fullmatch(value)):
-            unit = _ALSO.get(got[2], got[2]) or "s"
-            seconds = float(got[1]) * DURATION.get(unit, math.nan)
-        if name in self._table and not low <= seconds <= high:
-            units = ", ".join(DURATION)
-            self._say(name, f'{value!r} must be a time from {low:g} s to {high:g} s, such as "30 s" (units: {units})')
+    def get(self, name: str, hint: Any, default: Any) -> Any:
+        """A value by its type; absent: the default."""
+        if name not in self._table:
             return default
-        return seconds
-
-    def whole(self, name: str, default: int, *, high: int) -> int:
-        """A whole number of 0 or more."""
-        value = self._table.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
-            self._say(name, f"{value!r} must be a whole number from 0 (no limit) to {high}; the default is {default}")
+        try:
+            return checked(self._table[name], hint)
+        except ValueError as e:
+            self._say(name, f"{self._table[name]!r} {e}")
             return default
-        return value
-
-    def flag(self, name: str) -> bool:
-        """true or false; absent: false."""
-        value = self._table.get(name, False)
-        if not isinstance(value, bool):
-            self._say(name, f"{value!r} must be true or false")
-            return False
-        return value
 
     def one_of(self, name: str, known: Sequence[str]) -> str:
         """A word out of some."""
@@ -107,14 +108,6 @@ class Fields:
         shown = "is missing;" if value is None else f"{value!r}"
         self._say(name, f"{shown} must be one of {', '.join(known)}{near(value, known)}")
         return ""
-
-    def names(self, name: str) -> tuple[str, ...]:
-        """A list of texts; absent: empty."""
-        value = self._table.get(name, [])
-        if isinstance(value, list) and all(isinstance(v, str) and v for v in value):
-            return tuple(value)
-        self._say(name, f'{value!r} must be a list of texts, such as {name} = ["..."]')
-        return ()
 
     def secret(self, name: str, folder: Path, environ: Mapping[str, str], *, needed: bool = False) -> str:
         """The text in the file that NAME_file names, or in the variable that NAME_env names."""

@@ -20,7 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
-from fp8watch_server.notify.channels import Channel
+from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.message import SUMMARY, Notice, order_of
 
 SUMMARY_EVERY_S = 300.0

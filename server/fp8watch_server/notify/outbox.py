@@ -33,7 +33,8 @@ from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.notify.channels import Channel, channels_of
+from fp8watch_server.notify.channels import channels_of
+from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.delivery_status import settle
 from fp8watch_server.notify.fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
 from fp8watch_server.notify.group import choose

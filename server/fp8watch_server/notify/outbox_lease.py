@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
-from fp8watch_server.notify.channels import Channel
+from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.fanout import drop_untold, hold_inhibited
 from fp8watch_server.notify.group import Pick, Row, choose, same_incident
 from fp8watch_server.notify.message import SUMMARY

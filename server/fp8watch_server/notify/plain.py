@@ -1,6 +1,6 @@
 """A message as a title and plain text, for services that know no layout of ours.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.apprise_channel
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels.apprise
 Shapes:     outbox payload -> Plain
 Thread:     dispatcher; pure
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
-from fp8watch_server.notify.slack import evidence_line, place_words
+from fp8watch_server.notify.phrases import evidence_line, place_words
 
 TITLE_CHARS = 200
 TEXT_CHARS = 3000

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8watch_server.notify.channels import Channel
+from fp8watch_server.notify.channels.base import Channel
 
 
 @dataclass(frozen=True)

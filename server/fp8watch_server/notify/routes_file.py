@@ -5,7 +5,7 @@ Shapes:     text -> Routing
 Thread:     start of the process
 
     [channels.oncall]
-    kind = "slack"                       # slack | webhook | alertmanager | apprise
+    kind = "slack"                       # one of notify.channels
     url_file = "secrets/slack-oncall"    # beside this file; or url_env = "ONCALL_URL"
     max_per_hour = 30
 
@@ -19,41 +19,32 @@ values and wrong units are refused, each with what would be right, and what has 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8watch_server.config.checks import near
+from fp8watch_server.config.file import FileError, read_file
 from fp8watch_server.detect.modes import SLUGS
-from fp8watch_server.notify.apprise_channel import AppriseChannel
-from fp8watch_server.notify.channels import AlertmanagerChannel, Channel, Pace, SlackChannel, WebhookChannel
-from fp8watch_server.notify.fields import NAMES, Fields, near
+from fp8watch_server.notify.channels import KINDS
+from fp8watch_server.notify.channels.base import Channel, Kind, Pace
+from fp8watch_server.notify.fields import Fields, Flag, duration, texts, whole
 from fp8watch_server.notify.message import SEVERITIES
 from fp8watch_server.notify.routes import Route, Routing
-from fp8watch_server.notify.safe_http import Target
 from fp8watch_server.notify.stale_run import STALLED
 from fp8watch_server.settings.webhook_url import TargetError
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
-MAX_FILE_BYTES = 1 << 20
-KINDS: dict[str, Any] = {
-    "slack": SlackChannel,
-    "webhook": WebhookChannel,
-    "alertmanager": AlertmanagerChannel,
-    "apprise": AppriseChannel,
-}
 MODES = (*SLUGS, STALLED)
+NAMES = re.compile(r"[A-Za-z0-9_-]{1,40}")
+PACE = ("min_interval", "group_wait", "group_interval", "max_per_hour")
+SECRETS = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.secrets))
 
 
-class RoutesError(ValueError):
+class RoutesError(FileError):
     """A routes file that cannot be used. `problems` holds every line of what is wrong with it."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 def load_routes(
@@ -72,29 +63,7 @@ def load_routes(
         RoutesError: every problem of the file, each with value, rule and remedy, and none with a secret.
         OSError: it cannot be read.
     """
-    raw = path.read_bytes()
-    if len(raw) > MAX_FILE_BYTES:
-        raise RoutesError([f"{path.name} of {len(raw)} bytes: at most {MAX_FILE_BYTES}; split it"])
-    kind = "JSON" if path.suffix == ".json" else "TOML"
-    try:
-        text = raw.decode("utf-8")
-        data = json.loads(text) if kind == "JSON" else _toml(text)
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, RoutesError):
-            raise
-        raise RoutesError([f"{path.name}: not {kind} ({e}); correct it at that place"]) from e
-    return check(data, path.parent, environ, known)
-
-
-def _toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:
-            raise RoutesError(["TOML needs Python 3.11, or the package tomli: install it, or write JSON"]) from None
-    return tomllib.loads(text)
+    return check(read_file(path, RoutesError), path.parent, environ, known)
 
 
 def check(
@@ -105,7 +74,7 @@ def check(
     if not isinstance(data, dict):
         raise RoutesError([f"{type(data).__name__} at the top: must be tables [channels.NAME] and [[routes]]"])
     top = Fields("", data, problems, ("channels", "routes", "stalled_after"))
-    stalled_after_s = top.duration("stalled_after", 0.0, low=STALLED_AFTER_S, high=30 * 86_400.0)
+    stalled_after_s = top.get("stalled_after", duration(STALLED_AFTER_S, 30 * 86_400.0), 0.0)
     channels: dict[str, Channel] = {c.name: c for c in known}
     tables = top.table("channels", "tables, one a channel: [channels.oncall]")
     for name, table in tables.items():
@@ -142,38 +111,51 @@ def _channel(
     where: str, name: str, table: dict[str, Any], folder: Path, environ: Mapping[str, str], problems: list[str]
 ) -> Channel | None:
     before = len(problems)
-    references = ("url_file", "url_env", "secret_file", "secret_env")
-    paces = ("min_interval", "group_wait", "group_interval", "max_per_hour")
-    fields = Fields(where, table, problems, ("kind", *references, *paces), hide=("url", "secret"))
-    kind = fields.one_of("kind", tuple(KINDS))
-    url = fields.secret("url", folder, environ, needed=True)
-    secret = fields.secret("secret", folder, environ)
-    if secret and kind in KINDS and kind != "webhook":
-        problems.append(f'{where} secret: a {kind} channel signs nothing; take it out, or use kind = "webhook"')
-    usual: Pace = KINDS[kind].pace if kind in KINDS else Pace()
-    pace = Pace(
-        min_interval_s=fields.duration("min_interval", usual.min_interval_s, high=3600.0),
-        group_wait_s=fields.duration("group_wait", usual.group_wait_s, high=3600.0),
-        group_interval_s=fields.duration("group_interval", usual.group_interval_s, high=86_400.0),
-        max_per_hour=fields.whole("max_per_hour", usual.max_per_hour, high=3600),
-    )
-    if kind == "slack" and pace.min_interval_s < usual.min_interval_s:
-        problems.append(f"{where} min_interval: Slack takes one message a second at most; give 1 s or more")
+    kind = KINDS.get(str(table.get("kind")))
+    options = {} if kind is None else kind.options
+    references = [f"{secret}_{source}" for secret in SECRETS for source in ("file", "env")]
+    fields = Fields(where, table, problems, ("kind", *references, *PACE, *options), hide=SECRETS)
+    fields.one_of("kind", tuple(KINDS))
+    needed = "url" if kind is None else kind.secrets[0]
+    given = {secret: fields.secret(secret, folder, environ, needed=secret == needed) for secret in SECRETS}
+    pace = _pace(fields, Pace() if kind is None else kind.pace)
+    given |= {option: fields.get(option, hint, default) for option, (hint, default) in options.items()}
+    if kind is None:
+        return None
+    problems += [f"{where} {what}" for what in _not_of(kind, given, pace)]
     if len(problems) > before:
         return None
     try:
-        target = url if kind == "apprise" else Target(url, from_operator=True)
-        made: Channel = KINDS[kind](target, name=name, pace=pace)
+        return kind.make(**given, name=name, pace=pace)
     except TargetError as e:
-        problems.append(f"{where} url: {e}")
+        problems.append(f"{where} {needed}: {e}")
         return None
-    return replace(made, secret=secret) if isinstance(made, WebhookChannel) else made
+
+
+def _pace(fields: Fields, usual: Pace) -> Pace:
+    return Pace(
+        min_interval_s=fields.get("min_interval", duration(0, 3600), usual.min_interval_s),
+        group_wait_s=fields.get("group_wait", duration(0, 3600), usual.group_wait_s),
+        group_interval_s=fields.get("group_interval", duration(0, 86_400), usual.group_interval_s),
+        max_per_hour=fields.get("max_per_hour", whole(3600, usual.max_per_hour), usual.max_per_hour),
+    )
+
+
+def _not_of(kind: Kind, given: dict[str, Any], pace: Pace) -> Iterator[str]:
+    """What a table gives that its kind does not take; secrets of other kinds are taken out of `given`."""
+    for secret in SECRETS:
+        if secret not in kind.secrets and given.pop(secret):
+            lacks = "signs nothing" if secret == "secret" else f"takes no {secret}"
+            takers = " or ".join(f'"{k.name}"' for k in KINDS.values() if secret in k.secrets)
+            yield f"{secret}: a {kind.name} channel {lacks}; take it out, or use kind = {takers}"
+    if kind.too_fast and pace.min_interval_s < kind.pace.min_interval_s:
+        yield f"min_interval: {kind.too_fast}"
 
 
 def _route(where: str, table: dict[str, Any], known: Sequence[str], problems: list[str]) -> Route:
     fields = Fields(where, table, problems, ("channels", "runs", "severities", "modes", "stop"))
-    stop = fields.flag("stop")
-    channels = fields.names("channels")
+    stop = fields.get("stop", Flag, False)
+    channels = fields.get("channels", texts("channels"), ())
     if "channels" not in table or (not channels and not stop):
         problems.append(f"{where} channels: names whom to tell; to tell nobody, write channels = [] and stop = true")
     for name in channels:
@@ -181,19 +163,19 @@ def _route(where: str, table: dict[str, Any], known: Sequence[str], problems: li
             problems.append(
                 f"{where} channels {name!r}: no such channel{near(name, known)}; write [channels.{name}] too"
             )
-    severities = fields.names("severities")
+    severities = fields.get("severities", texts("severities"), ())
     for name in severities:
         if name not in SEVERITIES:
             problems.append(
                 f"{where} severities {name!r}: must be one of {', '.join(SEVERITIES)}{near(name, SEVERITIES)}"
             )
-    modes = fields.names("modes")
+    modes = fields.get("modes", texts("modes"), ())
     for name in modes:
         if not set(name) & set("*?[") and name not in MODES:
             problems.append(
                 f"{where} modes {name!r}: no failure mode{near(name, MODES)}; a pattern such as nan-* is one too"
             )
-    return Route(channels, fields.names("runs"), severities, modes, stop)
+    return Route(channels, fields.get("runs", texts("runs"), ()), severities, modes, stop)
 
 
 def _without_effect(channels: Mapping[str, Channel], routes: Sequence[Route]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.pages import formatting, health, lookup, page_queries
+from fp8watch_server.pages import formatting, health, lookup, page_queries, panels
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.store import queries
 
@@ -63,7 +63,7 @@ def training_json(request: Request, run_id: str) -> Response:
     with _connect(request) as conn:
         run = lookup.find_run(conn, run_id)
         span = _span(request, Link("The run", lookup.run_url(run["id"])), 1000)
-        series = queries.several_scalars(conn, run["id"], page_queries.SCALARS, *span)
+        series = queries.several_scalars(conn, run["id"], panels.fields(), *span)
         incidents = page_queries.incidents(conn, run["id"])[:MAX_INCIDENTS]
         return JsonResponse({"series": series, "incidents": [{k: i[k] for k in OF_INCIDENT} for i in incidents]})
 

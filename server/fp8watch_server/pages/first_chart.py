@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
-from fp8watch_server.pages import formatting
+from fp8watch_server.pages import formatting, panels
 
 HEIGHT, ABOVE, BELOW = 430, 4, 42
 CURVE_WIDTH = 10_000
@@ -28,36 +28,19 @@ HUGE = 1e150  # beyond it differences and squares overflow: such values are scal
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """One panel of the chart, as static/run.js has them."""
-
-    field: str
-    title: str
-    weight: float  # share of the height
-    to_zero: bool
-    num_ticks: int
-
-
-QUANTITIES = (
-    Quantity("loss", "loss", 2.4, False, 6),
-    Quantity("grad_norm", "grad norm", 1.1, True, 4),
-    Quantity("lr", "lr", 1.0, True, 3),
-)
-
-
-@dataclass(frozen=True)
 class Curve:
     """One series: a line where it has neighbours, dots where it has none."""
 
     field: str
+    stroke: str  # a colour of static/fp8watch.css
     path: str
     dots: tuple[tuple[float, float, str], ...]  # x, y, what it says
     zeros: tuple[tuple[float, str], ...] = ()  # x, what it says: 0 has no place on an axis of octaves
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One quantity over steps."""
+class DrawnPanel:
+    """One panel, placed."""
 
     field: str
     title: str
@@ -87,7 +70,7 @@ class Mark:
 class Chart:
     """The whole figure."""
 
-    panels: tuple[Panel, ...]
+    panels: tuple[DrawnPanel, ...]
     ticks: tuple[tuple[float, str], ...]  # x, step
     incidents: tuple[Mark, ...]
     title: str
@@ -169,6 +152,7 @@ def _range(values: Sequence[float], to_zero: bool) -> tuple[float, float]:
 
 def curve_of(
     field: str,
+    stroke: str,
     series: Mapping[str, Any],
     x_of: Callable[[int], float],
     y_of: Callable[[float], float],
@@ -190,7 +174,7 @@ def curve_of(
         for i in line
         if dotted or len(line) == 1
     )
-    return Curve(field, path, dots)
+    return Curve(field, stroke, path, dots)
 
 
 def marks_of(name: str, series: Mapping[str, Any], x_of: Callable[[int], float]) -> tuple[tuple[float, str, str], ...]:
@@ -209,11 +193,13 @@ def finite(series: Mapping[str, Any]) -> list[tuple[float, int]]:
     return [(float(v), s) for i, (s, v) in enumerate(pairs) if v is not None and i not in special]
 
 
-def _panel(q: Quantity, series: Mapping[str, Any], x_of: Callable[[int], float], top: float, height: float) -> Panel:
+def _panel(
+    q: panels.Panel, series: Mapping[str, Any], x_of: Callable[[int], float], top: float, height: float
+) -> DrawnPanel:
     marks = marks_of(formatting.field_label(q.field), series, x_of)
     values = [v for v, _ in finite(series)]
     if not values:
-        return Panel(q.field, q.title, top, height, (), marks, ())
+        return DrawnPanel(q.field, q.title, top, height, (), marks, ())
     largest = max(map(abs, values))
     unit = largest if largest > HUGE else 1.0
     low, high = _range([v / unit for v in values], q.to_zero)
@@ -222,7 +208,7 @@ def _panel(q: Quantity, series: Mapping[str, Any], x_of: Callable[[int], float],
         return round(height * (high - value / unit) / (high - low), 1)
 
     ticks = tuple((y_of(k * unit), formatting.number(k * unit, 3)) for k in round_ticks(low, high, q.num_ticks))
-    return Panel(q.field, q.title, top, height, (curve_of(q.field, series, x_of, y_of),), marks, ticks)
+    return DrawnPanel(q.field, q.title, top, height, (curve_of(q.field, q.stroke, series, x_of, y_of),), marks, ticks)
 
 
 def said(name: str, series: Mapping[str, Any], say: Callable[[float], str] = formatting.number) -> str:
@@ -265,10 +251,10 @@ def training_chart(
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> Chart:
-    """Loss, gradient norm and learning rate over steps, with incidents.
+    """The panels of a run over steps, with incidents.
 
     Args:
-        charts: by field, what queries.scalars gives. What was never logged has no panel; the loss keeps its place.
+        charts: by field, what queries.scalars gives. What was never logged has no panel, but where it keeps its place.
         incidents: of the run; those within the steps that are shown are drawn.
         from_step: the first step that is shown, the first that there is where None.
         to_step: the last one, likewise.
@@ -281,14 +267,14 @@ def training_chart(
     ][:MAX_INCIDENTS]
     steps += [int(i["first_step"]) for i in shown]
     x_of, (left, right), ticks = scale_of_steps(steps, from_step, to_step)
-    quantities = [q for q in QUANTITIES if q.field in charts and (q.field == "loss" or is_logged(charts[q.field]))]
+    quantities = [q for q in panels.PANELS if q.field in charts and (q.keeps_its_place or is_logged(charts[q.field]))]
     plot = HEIGHT - ABOVE - BELOW
     room = 1 - STRIP - len(quantities) * (MARKS + 0.01) - (len(quantities) - 1) * GAP
-    panels, y, words = [], ABOVE + STRIP * plot, []
+    drawn, y, words = [], ABOVE + STRIP * plot, []
     for q in quantities:
         y += (MARKS + 0.01) * plot
         height = room * plot * q.weight / sum(other.weight for other in quantities)
-        panels.append(_panel(q, charts[q.field], x_of, round(y, 1), round(height, 1)))
+        drawn.append(_panel(q, charts[q.field], x_of, round(y, 1), round(height, 1)))
         y += height + GAP * plot
         words.append(said(formatting.field_label(q.field), charts[q.field]))
     marks = tuple(
@@ -299,5 +285,4 @@ def training_chart(
     if marks:
         words.append(f"{len(marks)} incident{'' if len(marks) == 1 else 's'}, each a link")
     what = "; ".join(part for part in words if part) or "nothing was logged in these steps"
-    title = "Loss, gradient norm and learning rate over steps"
-    return Chart(tuple(panels), ticks, marks, title, what, ABOVE, HEIGHT - BELOW, HEIGHT, 70, 18, "training")
+    return Chart(tuple(drawn), ticks, marks, panels.title(), what, ABOVE, HEIGHT - BELOW, HEIGHT, 70, 18, "training")

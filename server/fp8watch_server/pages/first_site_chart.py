@@ -17,8 +17,8 @@ from fp8watch_server.pages import formatting
 from fp8watch_server.pages.first_chart import (
     Chart,
     Curve,
+    DrawnPanel,
     Mark,
-    Panel,
     curve_of,
     finite,
     marks_of,
@@ -26,7 +26,8 @@ from fp8watch_server.pages.first_chart import (
     scale_of_steps,
 )
 
-FIELDS = ("amax_max", "amax_min_nonzero")
+STROKES = {"amax_max": "series-1", "amax_min_nonzero": "series-2"}
+FIELDS = tuple(STROKES)
 HEIGHT, ABOVE, BELOW, LEFT, RIGHT = 220, 18, 40, 58, 14
 STRIP = 0.09  # share of the plot for the marks of what is no number
 Series = Mapping[str, Mapping[str, Any]]
@@ -71,9 +72,9 @@ def amax_charts(
         for name, series in of.items():
             bad = {i for i, _ in series["nonfinite"]}
             flat = {i for i, v in enumerate(series["values"]) if v is not None and i not in bad and v <= 0}
-            line = curve_of(name, series, x_of, y_of, flat)
+            line = curve_of(name, STROKES[name], series, x_of, y_of, flat)
             zeros = tuple((x_of(series["steps"][i]), f"0 at step {series['steps'][i]}") for i in sorted(flat))
-            curves.append(Curve(name, line.path, line.dots, zeros))
+            curves.append(Curve(name, line.stroke, line.path, line.dots, zeros))
         nonfinite = tuple(
             m for name, series in of.items() for m in marks_of(formatting.field_label(name), series, x_of)
         )
@@ -82,7 +83,7 @@ def amax_charts(
         since = tuple(Mark(x_of(s), severity, "", "") for s, severity in marks if left <= s <= right)
         out.append(
             Chart(
-                (Panel("amax", "amax", top, height, tuple(curves), nonfinite, labels),), ticks, since, "amax over steps",
+                (DrawnPanel("amax", "amax", top, height, tuple(curves), nonfinite, labels),), ticks, since, "amax over steps",
                 "; ".join(w for w in words if w) or "nothing was measured in these steps",
                 ABOVE, HEIGHT - BELOW, HEIGHT, LEFT, RIGHT, f"amax-{k}",
             )

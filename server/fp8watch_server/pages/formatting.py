@@ -19,15 +19,13 @@ from typing import Any
 from urllib.parse import quote
 
 from fp8watch_agent.record import FIELDS
+from fp8watch_server.pages import panels
 
 ABSENT = "–"
 NONFINITE = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "−Inf", "infinity": "+Inf", "-infinity": "−Inf"}
 MAX_NAME_CHARS = 240  # more is cut in the text itself; less is cut by the style sheet, with the whole name as title
 
 FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
     "loss_scale": "loss scale",
     "tile_sqnr_db": "tile SQNR",
     "sqnr_db": "tensor SQNR",
@@ -116,7 +114,7 @@ def of_field(value: object, field: str) -> str:
 
 def field_label(field: str) -> str:
     """A field in words."""
-    return FIELD_LABELS.get(field, field.replace("_", " "))
+    return panels.labels().get(field) or FIELD_LABELS.get(field, field.replace("_", " "))
 
 
 def capitalised(label: str) -> str:

@@ -11,14 +11,13 @@ from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
 from fp8watch_server.api.comparison import KIND as COMPARISON
-from fp8watch_server.pages import formatting, lookup
+from fp8watch_server.pages import formatting, lookup, panels
 from fp8watch_server.pages.coverage import not_watching
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.store import queries
 
 SEVERITIES = ("critical", "warning", "info")
-SCALARS = ("loss", "grad_norm", "lr")
 NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
 NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are missing
 NOW_POINTS = 4096  # of what lies nearby every step, so that the newest is the newest
@@ -80,22 +79,23 @@ def runs(conn: Connection) -> list[Dict]:
 
 
 def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
-    """The newest loss, gradient norm and learning rate, each with its step.
+    """The newest value of each panel, with its step.
 
     After a restart from an earlier step the attempt before holds later steps: those are not now. What was logged at no
     step nearby is sought further back.
     """
+    names = panels.fields()
     found: dict[str, tuple[int | None, object]] = {}
     high = int(run["last_step"])
     for window in NOW_WINDOWS:
-        missing = [name for name in SCALARS if found.get(name, (None, None))[0] is None]
+        missing = [name for name in names if found.get(name, (None, None))[0] is None]
         if high < 0 or not missing:
             break
         low = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
         got = queries.several_scalars(conn, run["id"], missing, low, high, NOW_POINTS)
         found |= {name: formatting.latest(series) for name, series in got.items()}
         high = low - 1
-    return [{"name": name, "step": step, "value": value} for name in SCALARS for step, value in [found[name]]]
+    return [{"name": name, "step": step, "value": value} for name in names for step, value in [found[name]]]
 
 
 def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
@@ -178,7 +178,7 @@ def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
 def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
     """What to draw for an incident: what proves it, what it did to the site, and what the loss showed meanwhile."""
     fields = [e["field"] for e in incident["evidence"]]
-    of_run = [f for f in fields if f in (*SCALARS, "loss_scale")]
+    of_run = [f for f in fields if f in (*panels.fields(), "loss_scale")]
     of_site = [f for f in fields if f in queries.SERIES_FIELDS] if site is not None else []
     if of_site:
         of_site = [*of_site[:2], "tile_sqnr_db"]

@@ -28,6 +28,7 @@ from fp8watch_server.pages import (
     live,
     lookup,
     page_queries,
+    panels,
     runbooks,
 )
 from fp8watch_server.pages.error_pages import Link, PageProblem
@@ -149,7 +150,7 @@ def run_page(request: Request, run_id: str) -> Response:
         low, high = lookup.shown_steps(request.query_params)
         now = page_queries.scalars_now(conn, run)
         incidents = page_queries.incidents(conn, run["id"])
-        charts = queries.several_scalars(conn, run["id"], page_queries.SCALARS, low, high, FIRST_POINTS)
+        charts = queries.several_scalars(conn, run["id"], panels.fields(), low, high, FIRST_POINTS)
     open_incidents = [i for i in incidents if i["status"] != "resolved"]
 
     def below() -> dict[str, Any]:
@@ -173,6 +174,7 @@ def run_page(request: Request, run_id: str) -> Response:
         open_incidents=open_incidents,
         resolved=[i for i in incidents if i["status"] == "resolved"],
         chart=first_chart.training_chart(charts, incidents, low, high),
+        panels=panels.served(),
         agents=coverage.agents(run),
         below=below,
     )

@@ -1,6 +1,6 @@
 """A message as an Alertmanager webhook, version 4: receivers made for Alertmanager read it.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> {"version": "4", "alerts": [...], ...}
 Thread:     dispatcher
 
@@ -16,16 +16,44 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from fp8watch_server.notify.channels.base import HttpChannel, channel
 from fp8watch_server.notify.message import SUMMARY, Notice, labels_of, notices_of
-from fp8watch_server.notify.slack import evidence_line, place_words
+from fp8watch_server.notify.phrases import evidence_line, place_words
+from fp8watch_server.notify.safe_http import Answer
 
 RECEIVER = "fp8watch"
 MAX_ALERTS = 64
 _NOT_YET = "0001-01-01T00:00:00Z"  # Go's zero time: how Alertmanager says "still firing"
+
+
+@channel("webhook", secrets=("url", "secret"), settings={"url": "webhook_url", "secret": "webhook_secret"})
+@dataclass(frozen=True)
+class WebhookChannel(HttpChannel):
+    """A generic receiver of Alertmanager's webhook body."""
+
+    name: str = "webhook"
+    secret: str = field(default="", repr=False)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no log and no error may show."""
+        return (self.target.url, self.secret) if self.secret else (self.target.url,)
+
+    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+        """One attempt."""
+        body = msgspec.json.encode(message(payload, kind, receiver=self.name))
+        headers = {}
+        if self.secret:
+            headers["X-Fp8watch-Timestamp"] = str(int(now))
+            headers["X-Fp8watch-Signature"] = signature(self.secret, int(now), body)
+        return self.post(body, idempotency_key, headers)
 
 
 def rfc3339(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """A message as what an Alertmanager takes at /api/v2/alerts.
 
-Upstream:   fp8watch_server.notify.webhook    Downstream: fp8watch_server.notify.channels
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> [{labels, annotations, startsAt, endsAt, generatorURL}]
 Thread:     dispatcher
 
@@ -11,13 +11,31 @@ warning that became critical has other labels: the old alert is ended in the sam
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
+from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
+from fp8watch_server.notify.channels.webhook import alert, rfc3339
 from fp8watch_server.notify.message import Notice, labels_of, notices_of
-from fp8watch_server.notify.webhook import alert, rfc3339
+from fp8watch_server.notify.safe_http import Answer
 
 FIRING_FOR_S = 30 * 86_400.0
+AT_ONCE = Pace(group_wait_s=0.0, group_interval_s=0.0)
+
+
+@channel("alertmanager")
+@dataclass(frozen=True)
+class AlertmanagerChannel(HttpChannel):
+    """An Alertmanager, which groups, limits and silences by itself: it is told at once, and each time."""
+
+    name: str = "alertmanager"
+    pace: Pace = AT_ONCE
+
+    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+        """One attempt."""
+        return self.post(msgspec.json.encode(alerts(payload, kind, now)), idempotency_key)
 
 
 def alerts(payload: dict[str, Any], kind: str, now: float) -> list[dict[str, Any]]:

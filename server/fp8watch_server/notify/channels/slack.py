@@ -1,6 +1,6 @@
 """A message for Slack: Block Kit for an incoming webhook, with a plain text fallback.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels
+Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> {"text", "blocks"}
 Thread:     dispatcher
 
@@ -14,12 +14,17 @@ it is escaped, never within an entity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fp8watch_server.incidents.bidi import visible
-from fp8watch_server.incidents.explain import number
+from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
 from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
+from fp8watch_server.notify.phrases import evidence_line, place_words
+from fp8watch_server.notify.safe_http import Answer
 
 HEADER_CHARS = 150
 SECTION_CHARS = 2600  # 3000 are allowed, but not in each section of one message
@@ -31,6 +36,27 @@ LINE_CHARS = 300
 
 _EMOJI = {"critical": "🔴", "warning": "🟠", "info": "🔵"}
 _VERDICT = {"fp8": "FP8", "shared": "not FP8: BF16 would do the same", "unknown": "unknown: compare with BF16"}
+
+
+SLACK_PACE = Pace(min_interval_s=1.0, max_per_hour=60)
+"""Slack allows one message a second per URL, and nobody reads more than one a minute."""
+
+
+@channel(
+    "slack",
+    settings={"url": "slack_webhook_url"},
+    too_fast="Slack takes one message a second at most; give 1 s or more",
+)
+@dataclass(frozen=True)
+class SlackChannel(HttpChannel):
+    """A Slack incoming webhook."""
+
+    name: str = "slack"
+    pace: Pace = SLACK_PACE
+
+    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+        """One attempt."""
+        return self.post(msgspec.json.encode(message(payload, kind)), idempotency_key)
 
 
 def escape(text: object) -> str:
@@ -55,43 +81,6 @@ def cut(text: object, max_chars: int) -> str:
 def code(text: object, max_chars: int = 300) -> str:
     """Inline code; a name cannot end it."""
     return f"`{cut(str(text).replace('`', 'ʼ').replace(chr(10), ' '), max_chars)}`"
-
-
-def place_words(place: Mapping[str, Any]) -> str:
-    """`layers.1.mlp.down_proj input (fprop), tile (37, 5), element (37, 700), ranks 0–3`."""
-    words = []
-    if place.get("module"):
-        words.append(f"{place['module']} {place.get('operand')} ({place.get('gemm')})")
-    for name in ("tile", "element"):
-        if place.get(name):
-            words.append(f"{name} ({place[name][0]}, {place[name][1]})")
-    words.append(_ranks(place.get("ranks") or []))
-    return ", ".join(w for w in words if w)
-
-
-def _ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return ""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 4:
-        return f"ranks {', '.join(map(str, ranks))}"
-    return f"{len(ranks)} ranks, {min(ranks)} to {max(ranks)}"
-
-
-def evidence_line(evidence: Sequence[Mapping[str, Any]], max_items: int = 5) -> str:
-    """`num_inf 1 (was 0), num_sentinel_tiles 1 (was 0), loss 2.31`."""
-    items = []
-    for e in evidence[:max_items]:
-        value = _shown(e["value"])
-        unit = f" {e['unit']}" if e.get("unit") and e["unit"] not in ("1", "x", "ratio", "elements", "tiles") else ""
-        usual = e.get("baseline")
-        items.append(f"{e['field']} {value}{unit}" + ("" if usual is None else f" (normal: {_shown(usual)})"))
-    return ", ".join(items)
-
-
-def _shown(value: object) -> str:
-    return {"nan": "NaN", "inf": "Inf", "-inf": "-Inf"}.get(value, value) if isinstance(value, str) else number(value)
 
 
 def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:

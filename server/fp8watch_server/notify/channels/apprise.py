@@ -1,6 +1,6 @@
 """Any service that the package apprise knows, as a channel: Discord, Teams, mail, and some hundred others.
 
-Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.egress    Downstream: fp8watch_server.notify.routes_file
+Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.egress    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> whatever the service takes
 Thread:     dispatcher, one per channel
 
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8watch_server.notify import plain
-from fp8watch_server.notify.channels import SLACK_PACE, Pace
+from fp8watch_server.notify.channels.base import Channel, Pace, channel
+from fp8watch_server.notify.channels.slack import SLACK_PACE
 from fp8watch_server.notify.egress import watched
 from fp8watch_server.notify.safe_http import Answer, Unreachable
 from fp8watch_server.settings.webhook_url import TargetError
@@ -35,6 +36,7 @@ _STATUS = re.compile(r"error=(\d{3})\b")
 _TYPE = {"critical": "failure", "warning": "warning", "info": "info", "resolved": "success"}
 
 
+@channel("apprise")
 @dataclass(frozen=True)
 class AppriseChannel:
     """One address of apprise.
@@ -52,6 +54,11 @@ class AppriseChannel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_service", _service(self.url))
+
+    @classmethod
+    def of(cls, url: str, **given: Any) -> Channel:
+        """From what a routes file gives. Raises TargetError."""
+        return cls(url, **given)
 
     def __repr__(self) -> str:
         return f"AppriseChannel({self.masked!r})"

@@ -1,0 +1,103 @@
+"""Types of settings: how a text is read, which values are taken, and what is said of others.
+
+Shapes:     text of the environment or the command line -> value
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from fp8watch_server.config.checks import Rule
+from fp8watch_server.db.dialect import parse_url
+from fp8watch_server.settings.webhook_url import check_url
+
+
+def _digits(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise msgspec.ValidationError
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise msgspec.ValidationError from None
+
+
+def _database_url(text: str) -> str:
+    parse_url(text)
+    return text
+
+
+def _http_url(text: str) -> str:
+    if text == "":
+        return ""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise msgspec.ValidationError
+    return text.rstrip("/")
+
+
+def _webhook(text: str) -> str:
+    if text:
+        check_url(text)
+    return text.strip()  # every other character of it may be part of the secret
+
+
+def _token(text: str) -> str:
+    if text and (len(text) < 16 or not text.isascii() or any(c.isspace() for c in text)):
+        raise msgspec.ValidationError
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true", ""):  # msgspec takes -0 too
+        raise msgspec.ValidationError
+    return text.lower() in ("1", "true")
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    return tuple(name.strip().lower() for name in text.split(",") if name.strip())
+
+
+def _file(text: str) -> str:
+    if text and not Path(text).expanduser().is_file():
+        raise msgspec.ValidationError
+    return str(Path(text).expanduser()) if text else ""
+
+
+Port = Annotated[int, Meta(ge=0, le=65535), Rule("must be a whole number from 0 (any free port) to 65535", _digits)]
+Host = Annotated[
+    str,
+    Meta(pattern=r"\A[^\s/@]+\Z"),
+    Rule("must be an address or a host name, such as 127.0.0.1 or 0.0.0.0"),
+]
+Hosts = Annotated[
+    tuple[Annotated[str, Meta(pattern=r"\A[^\s/@*]+\Z")], ...],
+    Rule("must be host names without ports and wildcards, separated by commas", _hosts),
+]
+DatabaseUrl = Annotated[str, Rule(parse=_database_url)]
+HttpUrl = Annotated[str, Rule("must be an http:// or https:// URL", _http_url)]
+WebhookUrl = Annotated[str, Rule(parse=_webhook)]
+Token = Annotated[
+    str, Rule("must be 16 or more ASCII characters without spaces; make one: openssl rand -hex 32", _token)
+]
+Flag = Annotated[bool, Rule("must be 1 or 0", _flag)]
+File = Annotated[str, Rule("must be a file that is there", _file)]
+LogFormat = Annotated[Literal["text", "json"], Rule("must be one of text, json", str.lower)]
+LogLevel = Annotated[
+    Literal["error", "warning", "info", "debug"], Rule("must be one of error, warning, info, debug", str.lower)
+]
+Amount = Annotated[
+    float,
+    Meta(ge=0, le=sys.float_info.max),  # neither NaN nor Inf
+    Rule("must be a number of 0 or more; 0 stands for no limit", _number),
+]
+Whole = Annotated[int, Meta(ge=0), Rule("must be a whole number of 0 or more; 0 stands for no limit", _digits)]
