@@ -1,11 +1,11 @@
-"""Columns of a batch as bytes that compress: differences between steps, byte by byte, and nothing that goes without saying.
+"""Column codec of the wire: delta over steps, byte-plane shuffle, and columns at their default omitted.
 
 Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.wire
 Shapes:     rows [N] of ROW <-> constants and columns, a byte string a field
 Thread:     sender (pack), collector (unpack); pure
 
-Fields of one width are packed together, a matrix [fields, N] at a time: a few large operations instead of many small
-ones. docs/wire.md says what the bytes mean.
+Fields of one width are packed together, one matrix [fields, N] at a time: few large numpy operations instead of many
+small ones. docs/wire.md defines the bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP_OF = {f.name: group for group in _GROUPS for f in group[0]}
 
 @lru_cache(maxsize=256)
 def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> tuple[int, npt.NDArray[np.intp]]:
-    """Of fields side by side, that came in so many planes: how many words a record has, and where each plane goes."""
+    """For adjacent fields with these numbers of byte planes: words per record, and where each plane goes."""
     place: list[int] = []
     row = 0
     for size, planes in zip(sizes, num_planes, strict=True):
@@ -54,7 +54,7 @@ def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> 
 
 
 def _words(fields: tuple[Field, ...], width: int) -> npt.NDArray[np.intp]:
-    """Of each value of these fields its place in a row of words of `width` bytes."""
+    """Values of these fields as words of `width` bytes, each at its place in the record."""
     offsets: Mapping[str, Any] = ROW.fields or {}
     return np.array([offsets[f.name][1] // width + i for f in fields for i in range(f.size)], dtype=np.intp)
 
@@ -70,7 +70,7 @@ _WIDE_DEFAULTS, _NARROW_DEFAULTS = _defaults(_WIDE, "<u8"), _defaults(_NARROW, "
 
 
 def round_sums(values: Array) -> Array:
-    """Float64 -> its upper SUM_BITS bits as u32, rounded to nearest. NaN and Inf stay what they are."""
+    """Float64 -> its upper SUM_BITS bits as u32, rounded to nearest. NaN and Inf are preserved."""
     bits = np.ascontiguousarray(values).view("<u8")
     rounded = (bits + (np.uint64(1) << (_DROPPED - np.uint64(1)))) >> _DROPPED
     finite = np.isfinite(values)
@@ -79,18 +79,20 @@ def round_sums(values: Array) -> Array:
         cut = bits >> _DROPPED
         cut |= np.isnan(values).astype("<u8") << np.uint64(
             _FRACTION_BITS - 1
-        )  # a NaN whose payload was cut is one still
+        )  # a NaN stays NaN after its payload is cut
         rounded = np.where(finite & ~overflown, rounded, cut)
     return rounded.astype("<u4")
 
 
 def widen_sums(words: Array) -> Array:
-    """The inverse of `round_sums`."""
+    """Inverse of `round_sums`."""
     return (words.astype("<u8") << _DROPPED).view("<f8")
 
 
 def _fold(words: Array, stride: int, bits: int) -> Array:
-    """Differences to the value `stride` records earlier, small in either direction as small numbers. [fields, N]"""
+    """Delta to the value `stride` records earlier, zigzag-encoded so that small differences are small numbers. [fields,
+    N]
+    """
     one = words.dtype.type(1)
     out = words
     if 0 < stride < words.shape[1]:
@@ -102,7 +104,7 @@ def _fold(words: Array, stride: int, bits: int) -> Array:
 
 
 def _unfold(words: Array, stride: int, bits: int) -> Array:
-    """The inverse of `_fold`."""
+    """Inverse of `_fold`."""
     one = words.dtype.type(1)
     out = (words >> one) ^ (words.dtype.type(0) - (words & one))
     fields, n = words.shape
@@ -113,7 +115,7 @@ def _unfold(words: Array, stride: int, bits: int) -> Array:
 
 
 def _planes(words: Array) -> tuple[Array, Array]:
-    """Bytes [fields, width, N], lowest first, and of each field how many of them are not all zero, at least one."""
+    """Byte planes [fields, width, N], lowest first, and for each field the number of planes to keep, at least one."""
     fields, n = words.shape
     width = words.dtype.itemsize
     used = np.ones(fields, np.intp)
@@ -129,7 +131,7 @@ def _pack_numbers(
     fields: tuple[Field, ...], words: Array, defaults: Array, stride: int, bits: int, out: dict[str, bytes],
     constants: dict[str, bytes],
 ) -> None:  # fmt: skip
-    """`words` [values, N]: the values of these fields, those of one field side by side."""
+    """Pack `words` [values, N], the values of one field next to each other."""
     constant = (words == words[:, :1]).all(axis=1)
     default = constant & (words[:, 0] == defaults)
     live = np.flatnonzero(~constant)
@@ -184,7 +186,7 @@ def _differences(codes: Array, stride: int) -> Array:
 
 
 def _best_stride(codes: Array, compressor: Any) -> int:
-    """Of a single step: how far back to look, by trying it on the first records."""
+    """Delta stride for a batch of a single step, chosen by compressing the first records."""
     sample = codes[:_SAMPLE_RECORDS]
     if len(sample) < _SAMPLE_RECORDS:
         return 0
@@ -199,7 +201,7 @@ def _no_need() -> None:
 def pack(
     rows: Array, per_step: int, compressor: Any, breathe: Callable[[], None] = _no_need
 ) -> tuple[dict[str, bytes], dict[str, bytes], int]:
-    """Records as columns.
+    """Encode records as columns.
 
     Args:
         rows: [N] of ROW.

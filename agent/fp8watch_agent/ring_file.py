@@ -1,4 +1,4 @@
-"""The ring's file as it lies on disk: its layout.
+"""On-disk layout of the ring file.
 
 Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.ring_recovery
 Shapes:     one frame = one step: header, STEP, site ids [N], rows [N] of ROW, extra

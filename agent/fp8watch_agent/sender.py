@@ -1,11 +1,11 @@
-"""The sender: takes steps out of the ring, encodes them, sends them, or keeps them on disk until it can.
+"""Sender thread: takes steps out of the ring, encodes them, and sends or spools them.
 
 Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.uploader
 Thread:     its own, a daemon; the training thread never waits for it and never wakes it
 
-One parcel is in hand at a time. It leaves the hand acknowledged, refused (counted), or on disk; until then the ring's
-slot keeps its bytes. Everything but the network happens under `lock`, so that close can take over from a sender that
-hangs in a request: the request's outcome then no longer counts, and the same bytes go out later under the same key.
+One parcel is in hand at a time. It leaves acknowledged, refused (counted) or spooled; until then the ring's slot keeps
+its bytes. Everything but the network runs under `lock`, so that close can take over from a sender that hangs in a
+request: the request's outcome is then ignored, and the same bytes go out later under the same key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_BACKOFF_S = 30.0
 FIRST_BYTES_PER_RECORD = 48.0
 MAX_MAPS_BYTES = 2 << 20  # raw, in one body
 BREATH_S = 1e-4
-THIN_ABOVE = 0.875  # of the ring: what the producer would overwrite before the next look
+THIN_ABOVE = 0.875  # ring fill above which healthy steps are dropped first
 
 
 class Sender:
@@ -71,14 +71,14 @@ class Sender:
         self.maps_books = Books()
         self.in_hand: Parcel | None = None
         self._builder: BatchBuilder | None = None
-        self._kept: deque[Frame] = deque()  # out of the ring, not yet in a batch: steps in which something broke
+        self._kept: deque[Frame] = deque()  # claimed, not yet in a batch: steps with failures
         self._max_kept = ring.layout.data_bytes // 8
         self.state = "local" if courier is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
         self.captures: dict[int, int] = {}
         self.deadline: float | None = None  # set by close: finish by then
-        self.abandoned = False  # close has taken over: outcomes no longer count
+        self.abandoned = False  # close has taken over: outcomes are ignored
         self.flushing = False
         self._next_seq = 0
         self._away_until = 0.0
@@ -102,10 +102,10 @@ class Sender:
                 return
 
     def _farewell(self) -> None:
-        """An empty batch whose health says that the session ended, so that it is not taken for stalled."""
+        """Send an empty batch whose health marks the session as ended, so that it is not taken for stalled."""
         with self.lock:
             if self.in_hand is not None or self._next_seq == 0:
-                return  # what is in hand says it, or nothing was ever said
+                return  # the parcel in hand carries the mark, or nothing was ever sent
             health = {**self._health(), ENDED: 1.0}
             parcel = farewell_parcel(self._registration.session, self._new_seq(), time.time(), health)
         if self.can_send() and self.courier is not None:
@@ -115,7 +115,7 @@ class Sender:
                 self._keep(parcel)
 
     def tick(self) -> None:
-        """One look at the ring: everything that is due leaves it."""
+        """One poll: everything that is due leaves the ring."""
         self._ring.seal()
         self._announce()
         while True:
@@ -131,7 +131,7 @@ class Sender:
 
     @property
     def num_building(self) -> int:
-        """Records on their way from the ring into the hand."""
+        """Claimed records that are not in a parcel yet."""
         building = 0 if self._builder is None else self._builder.num_records
         return building + sum(f.num_records for f in self._kept)
 
@@ -142,7 +142,7 @@ class Sender:
         return now >= self._away_until and (self.deadline is None or now < self.deadline)
 
     def away_for_s(self) -> float:
-        """Seconds until the collector is asked again."""
+        """Seconds until the next attempt to reach the collector."""
         return max(0.0, self._away_until - time.monotonic())
 
     def settled_to(self) -> int:
@@ -165,7 +165,7 @@ class Sender:
         return False
 
     def _breathe(self) -> None:
-        """Let go of the interpreter's lock for long enough that the thread that trains, if it waits, wakes up and has it."""
+        """Release the GIL long enough for a waiting training thread to take it."""
         if self.deadline is None and not self.flushing:
             time.sleep(BREATH_S)
 
@@ -181,7 +181,9 @@ class Sender:
         return enough or waited or self.flushing or self.deadline is not None or self.abandoned
 
     def _thin(self) -> None:
-        """The hand is full, the disk too, and the ring nearly: steps in which nothing broke go before the others do."""
+        """When sending and spooling both fail and the ring is nearly full, drop healthy steps before those with
+        failures.
+        """
         while self.in_hand is not None and self._ring.fill > THIN_ABOVE and (frame := self._ring.claim()) is not None:
             if frame.precious:
                 self._kept.append(frame)
@@ -190,7 +192,7 @@ class Sender:
                 self.records.drop(DROP_RING_FULL, frame.num_records)
 
     def _next_frame(self, wanted: Callable[[Frame], bool]) -> Frame | None:
-        """The oldest step: those that were kept aside are older than all in the ring."""
+        """The oldest step: frames kept aside are older than all in the ring."""
         if not self._kept:
             return self._ring.claim(wanted)
         return self._kept.popleft() if wanted(self._kept[0]) else None
@@ -199,7 +201,7 @@ class Sender:
         if self._builder is None:
             max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
             self._builder = BatchBuilder(self._registration.session, max_records)
-        builder = self._builder  # kept until it is in hand: an error in between loses nothing
+        builder = self._builder  # kept until the parcel is in hand: an error in between loses nothing
         while (frame := self._next_frame(builder.fits)) is not None:
             try:
                 builder.add(frame)
@@ -227,7 +229,7 @@ class Sender:
             self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
         self.in_hand, self._builder = parcel, None
         if not journaled and self.spool is not None and not self.abandoned:
-            self._keep(parcel)  # on disk first: after a SIGKILL the same bytes must be there
+            self._keep(parcel)  # spooled before it is sent: after a SIGKILL the same bytes must exist
         return True
 
     def _new_seq(self) -> int:
@@ -239,7 +241,7 @@ class Sender:
     # --- from the hand to the collector or the disk
 
     def _dispose(self, parcel: Parcel) -> bool:
-        """True when the hand is empty again."""
+        """Send or spool the parcel; True when the hand is empty again."""
         if self.can_send() and self.courier is not None:
             receipt = self.courier.send(parcel, self._registration)
             with self.lock:
@@ -258,7 +260,7 @@ class Sender:
         except OSError as e:
             self._tell("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
             return False
-        self.in_hand = None  # on disk it is already, so it counts there whatever happens now
+        self.in_hand = None  # it is on disk, and is counted there whatever happens now
         self._let_go(parcel)
         return True
 
@@ -268,10 +270,10 @@ class Sender:
         self.in_hand = None
 
     def _settle(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
-        """Enter an outcome into the books; False when the parcel has to wait.
+        """Account for the outcome of a parcel; False when the parcel has to wait.
 
-        `release` takes the parcel from where it lay. Between it and the books nothing is called that could fail: a
-        parcel whose release failed is delivered again, and acknowledged again.
+        `release` removes the parcel from where it is stored. Nothing that could fail runs between it and the counters:
+        a parcel whose release failed is delivered and acknowledged again.
         """
         if receipt.verdict is not Verdict.ACKNOWLEDGED:
             self._fail(receipt.verdict, receipt.answer)
@@ -322,8 +324,9 @@ class Sender:
     # --- the rest of a tick
 
     def _announce(self) -> None:
-        """Register as soon as there is something to say, so that the run is seen before its first batch, and facts that
-        only running shows although no batch may ever come."""
+        """Register as soon as there is something to register, so that the run is visible before its first batch, and
+        late session facts are sent although no batch may ever follow.
+        """
         courier, version = self.courier, self._registration.version
         if courier is None or self._announced == version or not self.can_send():
             return
@@ -338,7 +341,7 @@ class Sender:
                 self._fail(judge(failed), failed)
 
     def _drain(self) -> None:
-        """Send what is on disk, oldest first, as long as nothing newer is due."""
+        """Send the spool, oldest first, until newer data is due."""
         spool, courier = self.spool, self.courier
         started = time.monotonic()
         while spool is not None and courier is not None and self.can_send():
@@ -352,7 +355,7 @@ class Sender:
                     return
 
     def take_over(self) -> None:
-        """Called by close, under the lock, when the thread did not end in time: all that is left goes to disk."""
+        """Spool everything left; called by close, under the lock, when the thread did not end in time."""
         self.abandoned = True
         while self.in_hand is not None or self._take():
             if self.in_hand is not None and not self._keep(self.in_hand):
