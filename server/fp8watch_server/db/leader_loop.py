@@ -1,11 +1,11 @@
-"""A thread that does its work in rounds until it is stopped, on the collector whose turn it is.
+"""Worker thread that runs in rounds while its collector is the leader.
 
 Upstream:   fp8watch_server.db.leader    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.store.compactor
 Shapes:     work() -> how long to rest
 Thread:     its own
 
-Nothing ends it but `stop`: a database that is away is waited for, and whatever else goes wrong is tried again. What the
-work remembers of the database is forgotten then, and while another collector leads.
+Only `stop` ends it: it waits for an unreachable database and retries after any other error. Cached database state is
+dropped then, and while another collector leads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Rest:
-    """The pause after a round; `wake` ends it early where it may, `hurry` in any case."""
+    """Pause after a round; `wake` ends it early if it `wakes`, `hurry` in any case."""
 
     seconds: float
     wakes: bool = True
 
 
 class Rounds:
-    """One thread.
+    """A named worker thread.
 
     Args:
         name: of the thread.
@@ -66,7 +66,7 @@ class Rounds:
 
     @property
     def stopping(self) -> bool:
-        """Whether the work in hand should come to an end."""
+        """Whether the current round should end early."""
         return self._stop.is_set()
 
     def start(self) -> None:
@@ -75,16 +75,16 @@ class Rounds:
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be something new."""
+        """Signal that there may be new work."""
         self._wake.set()
 
     def hurry(self) -> None:
-        """There is something new that cannot wait for the end of a pause."""
+        """Signal new work that cannot wait for the end of a pause."""
         self._hurry.set()
         self._wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Finish what is in hand and end."""
+        """Finish the work in hand and end the thread."""
         self._stop.set()
         self.hurry()
         if self._thread is not None:

@@ -1,11 +1,11 @@
-"""Roll-up: what the ranks of a cell say together, with the rank of each maximum; and the cell's summary.
+"""Roll-up of a cell over its ranks, with the rank of each maximum; and the cell's summary.
 
 Upstream:   fp8watch_server.store.compact    Downstream: fp8watch_server.store.compactor
 Shapes:     blocks of all (attempt, rank) of a cell -> blocks of (0, −1), a part of the sites at a time
 Thread:     compactor
 
-Until the last part is written, queries put the cell together from its detail; a crash on the way leaves blocks that
-nobody reads, and the work is done again.
+Until the last part is written, queries merge the cell from its detail; a crash on the way leaves blocks that nobody
+reads, and the work is done again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORDS_AT_ONCE = 1 << 17
 
 
 def behind(conn: Connection, run_id: str, tenant: str) -> list[int]:
-    """First steps of the cells whose roll-up is to be made."""
+    """First steps of the cells without a roll-up."""
     c = t.cell.c
     return list(
         conn.execute(
@@ -54,7 +54,7 @@ def behind(conn: Connection, run_id: str, tenant: str) -> list[int]:
 
 
 def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *, crash: CrashPoint = no_crash) -> bool:
-    """Make the roll-up of a cell and show it. False: it is shown already, or has gone.
+    """Make the roll-up of a cell and publish it. False: it exists already, or the cell is deleted.
 
     Raises:
         Raced: the cell has changed meanwhile; nothing of what is read was written.
@@ -113,7 +113,7 @@ def _merged(parts: Parts, owner: dict[tuple[int, int], int] | None) -> Parts:
 
 
 def _still(conn: Connection, cell: Any) -> None:
-    """Take the cell for this transaction, so that a later part cannot lie over a newer roll-up."""
+    """Lock the cell for this transaction, so that a later part cannot overwrite a newer roll-up."""
     touch_nothing = sa.update(t.cell).where(
         t.cell.c.run_id == cell.run_id,
         t.cell.c.tenant == cell.tenant,
@@ -125,7 +125,7 @@ def _still(conn: Connection, cell: Any) -> None:
 
 
 def _drop_others(conn: Connection, cell: Any, sites: Sequence[int], encoded: Sequence[dict[str, Any]]) -> None:
-    """A newer attempt may have left a site out: what an earlier roll-up said of it goes."""
+    """Delete sites of an earlier roll-up that a newer attempt no longer has."""
     b = t.block.c
     gone = sorted(set(sites) - {int(row["site"]) for row in encoded})
     if gone:
