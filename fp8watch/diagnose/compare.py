@@ -1,10 +1,10 @@
-"""Ten steps in both precisions, side by side: is it FP8, or would BF16 do the same?
+"""`compare_bf16`: a few steps in FP8 and in high precision side by side, to tell whether FP8 causes a failure.
 
 Upstream:   fp8watch.diagnose.twins     Downstream: fp8watch.diagnose.verdict
 Shapes:     model, batches -> per step two losses; per layer one error and one cosine
 Thread:     the caller's
 
-Both copies see the same weights, batches and random numbers, step by step. Nothing of the caller's is changed: not the
+Both copies use the same weights, batches and random numbers, step by step. Nothing of the caller's changes: not the
 model, its gradients, its optimizer, its scales, its statistics, nor the state of a random generator.
 """
 
@@ -88,7 +88,7 @@ def _precision(model: nn.Module, autocast: torch.dtype | None) -> str:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients out of reach, and every random generator back where it was."""
+    """Hide gradients, and restore every random generator afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     kept = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     python, numpy = random.getstate(), np.random.get_state()
@@ -107,7 +107,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Random:
-    """The state of the generators at the begin of a step, for both copies."""
+    """Random generator states at the start of a step, for both copies."""
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
@@ -144,7 +144,7 @@ def _run(
             if twin.optimizer is not None:
                 twin.optimizer.step()
         if not math.isfinite(a) and not math.isfinite(b):
-            break  # from here on both are lost
+            break  # both are non-finite from here on
     return pairs, [_layer(name, errors[name], cosines[name]) for name in order]
 
 
@@ -170,7 +170,7 @@ def _step(twin: Twin, batch: Any, loss_fn: LossFn, autocast: torch.dtype | None,
 
 
 def _error(fp8: Tensor | None, high: Tensor | None) -> float:
-    """RMS of the difference over RMS in high precision; 0 where the layer was not called, or neither is finite."""
+    """RMS of the difference over RMS in high precision; 0 when the layer was not called, or neither is finite."""
     if fp8 is None or high is None or fp8.shape != high.shape:
         return 0.0
     a, b = fp8.double(), high.double()

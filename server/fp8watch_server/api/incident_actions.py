@@ -1,4 +1,4 @@
-"""The little that people may change: acknowledge and resolve incidents, silence messages.
+"""Incident actions: acknowledge, resolve, and silences.
 
 Upstream:   fp8watch_server.pages    Downstream: fp8watch_server.db.schema, fp8watch_server.pipeline.detect_worker
 Shapes:     POST, DELETE -> one transaction with its event and, where one is due, its message

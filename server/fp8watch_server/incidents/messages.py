@@ -1,10 +1,11 @@
-"""The message of an incident: one row of the outbox when it opens, one when it is resolved.
+"""Incident messages: outbox rows for opened, escalated, re-judged and resolved incidents.
 
 Upstream:   fp8watch_server.incidents.fold   Downstream: fp8watch_server.notify.outbox
 Shapes:     a row of incident -> {"incident": CONTRACT's incident, "run": {id, name}, "note"} as payload
 Thread:     detect worker, inside the transaction that changes the incident
 
-The row is committed together with the change, so a message is never lost and never sent for a change that was undone.
+The row is committed together with the change, so a message is never lost and never sent for a change that was rolled
+back.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _PUBLIC = (
 
 
 def contract_incident(row: Mapping[str, Any], public_url: str) -> dict[str, Any]:
-    """An incident as CONTRACT names it; without a public URL its links are paths."""
+    """The public form of an incident; without a public URL its links are paths."""
     base = public_url.rstrip("/")
     return {
         **{name: row[name] for name in _PUBLIC},
@@ -76,7 +77,9 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
 def write_escalated(
     conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str = "warning"
 ) -> str | None:
-    """Queue the message of an incident that was told as less and is critical now. Returns why none was, or None."""
+    """Queue the message of an incident that became critical after its first message. Returns why none was queued, or
+    None.
+    """
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
     note = "It was a warning and is critical now."
@@ -85,9 +88,10 @@ def write_escalated(
 
 
 def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str) -> str | None:
-    """Queue one message of an incident that was told as another mode. Returns why none was, or None.
+    """Queue one message for an incident whose mode changed after its first message. Returns why none was queued, or
+    None.
 
-    Who was told nothing is told nothing; a notice that still waits behind a critical incident is brought up to date.
+    Without a first message there is no second; a notice that is still inhibited is updated in place.
     """
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
@@ -116,7 +120,7 @@ def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
 
 
 def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
-    """Queue the message of a resolved incident, where its firing was queued; and what it kept back."""
+    """Queue the message of a resolved incident if its firing was queued, and release what it inhibited."""
     release(conn, row, now)
     t = schema.outbox
     fired = conn.execute(
@@ -192,7 +196,7 @@ def queue(
     key: str = "",
     state: str = "pending",
 ) -> None:
-    """Put a notice into the outbox.
+    """Insert a notice into the outbox.
 
     Args:
         incident: as CONTRACT names it.
