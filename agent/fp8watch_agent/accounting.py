@@ -57,8 +57,8 @@ def maps_ledger(maps: MapQueue, sender: Sender, late: dict[str, int]) -> Ledger:
         from_spool = {DROP_SPOOL_FULL: spool.dropped_full[1], DROP_SPOOL_DAMAGED: spool.dropped_damaged[1]}
     return Ledger(
         produced=maps.pushed + sum(late.values()),
-        acknowledged=sender.maps_books.acknowledged,
+        acknowledged=sender.map_counts.acknowledged,
         queued=len(maps) + _in_hand(sender, Kind.MAPS),
         spooled=0 if spool is None else spool.num_maps,
-        dropped=merged({DROP_MAPS_FULL: maps.dropped}, from_spool, sender.maps_books.dropped, late),
+        dropped=merged({DROP_MAPS_FULL: maps.dropped}, from_spool, sender.map_counts.dropped, late),
     )

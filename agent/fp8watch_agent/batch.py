@@ -30,9 +30,7 @@ from fp8watch_agent.wire import (
 MAX_BATCH_STEPS = 256
 MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become header columns
 MAX_RAW_BYTES = 8 << 20
-SPLIT_SHIFT = (
-    48  # a half of a split batch has the parent's seq in the low bits, and its path in the tree of halves above
-)
+SPLIT_SHIFT = 48  # each half's path in the tree of halves, above the parent's seq
 MAX_SPLIT_PATH = 1 << (63 - SPLIT_SHIFT)
 
 
@@ -90,9 +88,9 @@ class BatchBuilder:
         self.frames.append(frame)
 
     def build(
-        self, seq: int, clock: float, health: dict[str, float], breathe: Callable[[], None] = lambda: None
+        self, seq: int, clock: float, health: dict[str, float], yield_gil: Callable[[], None] = lambda: None
     ) -> Parcel:
-        """Encode the collected frames as one body. `breathe` is called between pieces of the work.
+        """Encode the collected frames as one body. `yield_gil` is called between pieces of the work.
 
         Raises:
             WireError, ValueError: they cannot be encoded.
@@ -112,16 +110,14 @@ class BatchBuilder:
             logs=_columns_of_logs(frames),
             batch_ids=[f.batch_id for f in frames] if any(f.batch_id is not None for f in frames) else [],
         )
-        if (
-            len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES
-        ):  # bounds memory when thousands of names are logged once each
+        if len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES:  # thousands of names, each logged once
             header = msgspec.structs.replace(header, logs={})
         step = np.repeat(steps["step"], [f.num_records for f in frames])
         site = np.concatenate([f.site_ids for f in frames])
         rows = np.concatenate([f.rows for f in frames])
-        breathe()
-        body = encode_batch(header, steps, step, site, rows, breathe=breathe)
-        breathe()
+        yield_gil()
+        body = encode_batch(header, steps, step, site, rows, yield_gil=yield_gil)
+        yield_gil()
         precious = any(f.precious for f in frames)
         return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1, precious)
 
@@ -145,7 +141,7 @@ def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iter
         yield builder
 
 
-def farewell_parcel(session: Session, seq: int, clock: float, health: dict[str, float]) -> Parcel:
+def end_parcel(session: Session, seq: int, clock: float, health: dict[str, float]) -> Parcel:
     """A batch without steps, sent for its health alone."""
     header = Header(
         run=session.run_id, session=session.session, rank=session.rank, seq=seq, step0=0, num_steps=0,

@@ -194,12 +194,12 @@ def _best_stride(codes: Array, compressor: Any) -> int:
     return min(sizes, key=lambda s: (sizes[s], s))
 
 
-def _no_need() -> None:
+def _keep_gil() -> None:
     pass
 
 
 def pack(
-    rows: Array, per_step: int, compressor: Any, breathe: Callable[[], None] = _no_need
+    rows: Array, per_step: int, compressor: Any, yield_gil: Callable[[], None] = _keep_gil
 ) -> tuple[dict[str, bytes], dict[str, bytes], int]:
     """Encode records as columns.
 
@@ -207,7 +207,7 @@ def pack(
         rows: [N] of ROW.
         per_step: records of each step, where all steps have the same sites in the same order; else 0.
         compressor: zstandard.ZstdCompressor, to try things out with.
-        breathe: called between pieces of work, so that the thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that the thread that trains gets the interpreter's lock.
 
     Returns:
         columns, constants, stride of depth_hist.
@@ -221,14 +221,14 @@ def pack(
     wide, narrow = rows.view("<u8").reshape(n, -1), rows.view("<u4").reshape(n, -1)
     sums = round_sums(np.ascontiguousarray(wide[:, _SUM_WORDS].T).view("<f8"))
     _pack_numbers(_SUMS, sums, np.zeros(len(sums), "<u4"), per_step, SUM_BITS, columns, constants)
-    breathe()
+    yield_gil()
     _pack_numbers(_WIDE, np.ascontiguousarray(wide[:, _WIDE_WORDS].T), _WIDE_DEFAULTS, per_step, 64, columns, constants)
     _pack_numbers(
         _NARROW, np.ascontiguousarray(narrow[:, _NARROW_WORDS].T), _NARROW_DEFAULTS, per_step, 32, columns, constants
     )
     stride = 0
     for name in HISTOGRAMS:
-        breathe()
+        yield_gil()
         codes = encode_histogram(rows[name])
         if not codes.any():
             continue

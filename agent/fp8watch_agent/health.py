@@ -73,7 +73,7 @@ class Health:
         return out
 
 
-class Books:
+class DeliveryCounts:
     """The sender's counters: acknowledged and dropped after leaving the ring."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.accounting import maps_ledger, records_ledger
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, Books, Health
+from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.sender import ENDED, Sender
@@ -30,7 +30,7 @@ from fp8watch_agent.spool import Spool
 from fp8watch_agent.spool_dir import usable_directory
 from fp8watch_agent.tile_map_queue import MapQueue
 from fp8watch_agent.transport import Transport
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 
 logger = logging.getLogger("fp8watch")
 
@@ -60,21 +60,21 @@ class Recorder:
         spool = None
         if self._directory is not None:
             spool = Spool(self._directory, self._registration, settings.spool_bytes)
-        courier = None
+        uploader = None
         if settings.collector is not None:
-            courier = Courier(
+            uploader = Uploader(
                 Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s)
             )
         self._gauges: dict[str, float] = {}
-        self._late = Books()  # written by the training thread: records that came after close
-        self._late_maps = Books()
+        self._late = DeliveryCounts()  # written by the training thread: records that came after close
+        self._late_maps = DeliveryCounts()
         self._num_steps = 0
         self._last_step = -1
         self._pushing = threading.Lock()  # acquired without blocking only
         self._closed = False
         self._inert = False
         self._sender = Sender(
-            settings, self._registration, self._ring, self._maps, spool, courier, self._guard, self._health_floats
+            settings, self._registration, self._ring, self._maps, spool, uploader, self._guard, self._health_floats
         )
         _recorders.add(self)
         self._sender.thread.start()
@@ -181,9 +181,7 @@ class Recorder:
         if self._inert:
             return Health(state="inert")
         sender = self._sender
-        locked = sender.lock.acquire(
-            timeout=0.2
-        )  # the sender is busy with a slow disk: take the snapshot without the lock
+        locked = sender.lock.acquire(timeout=0.2)  # slow disk: take the snapshot without the lock
         try:
             return self._snapshot()
         finally:
@@ -219,7 +217,7 @@ class Recorder:
         try:
             while True:
                 sender.wake.set()
-                in_ring = sender.settled_to() < target or len(self._maps) > 0
+                in_ring = sender.oldest_unsent() < target or len(self._maps) > 0
                 spooled = sender.spool is not None and bool(sender.spool) and self._settings.collector is not None
                 if not in_ring and not spooled:
                     return True
@@ -246,8 +244,8 @@ class Recorder:
         self._gauges[ENDED] = 1.0
         until = time.monotonic() + max(0.1, timeout_s)
         sender.deadline = until - min(_CLOSE_RESERVE_S, timeout_s / 2)
-        if sender.courier is not None:
-            sender.courier.transport.deadline = sender.deadline
+        if sender.uploader is not None:
+            sender.uploader.transport.deadline = sender.deadline
         sender.wake.set()
         sender.thread.join(max(0.0, sender.deadline - time.monotonic()))
         # Still in a request: its outcome is ignored from here on. The current parcel is spooled under its key.
@@ -263,8 +261,8 @@ class Recorder:
             sender.lock.release()
         if sender.thread.is_alive():
             return
-        if sender.courier is not None:
-            sender.courier.transport.close()
+        if sender.uploader is not None:
+            sender.uploader.transport.close()
         if self._pushing.acquire(timeout=0.1):  # not while another thread records a step
             self._ring.unmap()
             self._pushing.release()

@@ -172,7 +172,7 @@ class Ring:
     def claim(self, wanted: Callable[[Frame], bool] | None = None) -> Frame | None:
         """Take and copy the oldest step; None when there is none, or when it is not `wanted`.
 
-        Its frame stays in the file until `settle`.
+        Its frame stays in the file until `release`.
         """
         while self._frames or self._declined is not None:
             if self._declined is None:
@@ -239,7 +239,7 @@ class Ring:
         self._put_word(WORD_NEXT_SEQ, seq + 1)
         return True
 
-    def settle(self, end: int, frames_to: int) -> None:
+    def release(self, end: int, frames_to: int) -> None:
         """Mark everything before `end` as acknowledged, spooled or dropped: it need not be sent again."""
         self._put_word(WORD_DURABLE, end)
         self._put_word(WORD_DURABLE_FRAME, frames_to)

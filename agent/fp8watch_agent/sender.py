@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
+from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, end_parcel, maps_parcel
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, Books, merged
+from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, DeliveryCounts, merged
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.ring_file import Frame
 from fp8watch_agent.session import Registration
@@ -28,7 +28,7 @@ from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool import Spool
 from fp8watch_agent.tile_map_queue import MapQueue
 from fp8watch_agent.transport import Answer, Verdict, judge
-from fp8watch_agent.uploader import Courier, Receipt
+from fp8watch_agent.uploader import Receipt, Uploader
 
 logger = logging.getLogger("fp8watch")
 
@@ -39,7 +39,7 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 FIRST_BYTES_PER_RECORD = 48.0
 MAX_MAPS_BYTES = 2 << 20  # raw, in one body
-BREATH_S = 1e-4
+GIL_YIELD_S = 1e-4
 THIN_ABOVE = 0.875  # ring fill above which healthy steps are dropped first
 
 
@@ -53,7 +53,7 @@ class Sender:
         ring: Ring,
         maps: MapQueue,
         spool: Spool | None,
-        courier: Courier | None,
+        uploader: Uploader | None,
         guard: Guard,
         health: Callable[[], dict[str, float]],
     ) -> None:
@@ -62,18 +62,18 @@ class Sender:
         self._ring = ring
         self._maps = maps
         self.spool = spool
-        self.courier = courier
+        self.uploader = uploader
         self._guard = guard
         self._health = health
         self.lock = threading.RLock()
         self.wake = threading.Event()
-        self.records = Books()
-        self.maps_books = Books()
+        self.records = DeliveryCounts()
+        self.map_counts = DeliveryCounts()
         self.in_hand: Parcel | None = None
         self._builder: BatchBuilder | None = None
         self._kept: deque[Frame] = deque()  # claimed, not yet in a batch: steps with failures
         self._max_kept = ring.layout.data_bytes // 8
-        self.state = "local" if courier is None else "starting"
+        self.state = "local" if uploader is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
         self.captures: dict[int, int] = {}
@@ -98,18 +98,18 @@ class Sender:
             self._guard.call("sender", self.tick, None)
             self._guard.emit()
             if self.deadline is not None:
-                self._guard.call("farewell", self._farewell, None)
+                self._guard.call("farewell", self._send_end, None)
                 return
 
-    def _farewell(self) -> None:
+    def _send_end(self) -> None:
         """Send an empty batch whose health marks the session as ended, so that it is not taken for stalled."""
         with self.lock:
             if self.in_hand is not None or self._next_seq == 0:
                 return  # the parcel in hand carries the mark, or nothing was ever sent
             health = {**self._health(), ENDED: 1.0}
-            parcel = farewell_parcel(self._registration.session, self._new_seq(), time.time(), health)
-        if self.can_send() and self.courier is not None:
-            self.courier.send(parcel, self._registration)
+            parcel = end_parcel(self._registration.session, self._new_seq(), time.time(), health)
+        if self.can_send() and self.uploader is not None:
+            self.uploader.send(parcel, self._registration)
         elif self.spool is not None:
             with self.lock:
                 self._keep(parcel)
@@ -136,7 +136,7 @@ class Sender:
         return building + sum(f.num_records for f in self._kept)
 
     def can_send(self) -> bool:
-        if self.courier is None:
+        if self.uploader is None:
             return False
         now = time.monotonic()
         return now >= self._away_until and (self.deadline is None or now < self.deadline)
@@ -145,7 +145,7 @@ class Sender:
         """Seconds until the next attempt to reach the collector."""
         return max(0.0, self._away_until - time.monotonic())
 
-    def settled_to(self) -> int:
+    def oldest_unsent(self) -> int:
         """Number of the oldest frame that is neither acknowledged, dropped nor on disk."""
         with self.lock:
             return -1 if self.in_hand is not None or self._kept else self._ring.oldest_number()
@@ -160,14 +160,14 @@ class Sender:
                 self.in_hand = maps_parcel(self._registration.session, self._new_seq(), maps)
             except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
                 self._guard.swallow("encode", e)
-                self.maps_books.drop(DROP_ENCODE, len(maps))
+                self.map_counts.drop(DROP_ENCODE, len(maps))
             return True
         return False
 
-    def _breathe(self) -> None:
+    def _yield_gil(self) -> None:
         """Release the GIL long enough for a waiting training thread to take it."""
         if self.deadline is None and not self.flushing:
-            time.sleep(BREATH_S)
+            time.sleep(GIL_YIELD_S)
 
     def _waiting(self) -> bool:
         return bool(self._kept) or len(self._ring) > 0
@@ -208,7 +208,7 @@ class Sender:
             except Exception:
                 self._kept.appendleft(frame)
                 raise
-            self._breathe()
+            self._yield_gil()
         if not self._waiting():
             self._due_since = None
         if not builder.frames:
@@ -216,13 +216,13 @@ class Sender:
         last = builder.frames[-1]
         try:
             seq = self._new_seq()
-            parcel = builder.build(seq, time.time(), self._health(), self._breathe)
-            self._breathe()
+            parcel = builder.build(seq, time.time(), self._health(), self._yield_gil)
+            self._yield_gil()
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
         except Exception as e:  # noqa: BLE001 - counted, and the next batch goes on
             self._guard.swallow("encode", e)
             self.records.drop(DROP_ENCODE, builder.num_records)
-            self._ring.settle(last.end, last.number + 1)
+            self._ring.release(last.end, last.number + 1)
             self._builder = None
             return True
         if builder.num_records:
@@ -242,12 +242,12 @@ class Sender:
 
     def _dispose(self, parcel: Parcel) -> bool:
         """Send or spool the parcel; True when the hand is empty again."""
-        if self.can_send() and self.courier is not None:
-            receipt = self.courier.send(parcel, self._registration)
+        if self.can_send() and self.uploader is not None:
+            receipt = self.uploader.send(parcel, self._registration)
             with self.lock:
                 if self.abandoned:
                     return False
-                if self._settle(receipt, parcel, partial(self._let_go, parcel)):
+                if self._account(receipt, parcel, partial(self._release, parcel)):
                     return True
         with self.lock:
             return not self.abandoned and self._keep(parcel)
@@ -258,18 +258,20 @@ class Sender:
         try:
             self.spool.append(parcel)
         except OSError as e:
-            self._tell("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
+            self._warn_once(
+                "spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped"
+            )
             return False
         self.in_hand = None  # it is on disk, and is counted there whatever happens now
-        self._let_go(parcel)
+        self._release(parcel)
         return True
 
-    def _let_go(self, parcel: Parcel) -> None:
+    def _release(self, parcel: Parcel) -> None:
         if parcel.end:
-            self._ring.settle(parcel.end, parcel.frames_to)
+            self._ring.release(parcel.end, parcel.frames_to)
         self.in_hand = None
 
-    def _settle(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
+    def _account(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
         """Account for the outcome of a parcel; False when the parcel has to wait.
 
         `release` removes the parcel from where it is stored. Nothing that could fail runs between it and the counters:
@@ -278,17 +280,17 @@ class Sender:
         if receipt.verdict is not Verdict.ACKNOWLEDGED:
             self._fail(receipt.verdict, receipt.answer)
             return False
-        books = self.records if parcel.kind == Kind.BATCH else self.maps_books
-        dropped = merged(books.dropped, receipt.refused)
+        counts = self.records if parcel.kind == Kind.BATCH else self.map_counts
+        dropped = merged(counts.dropped, receipt.refused)
         release()
-        books.acknowledged += receipt.acknowledged
-        books.dropped = dropped
+        counts.acknowledged += receipt.acknowledged
+        counts.dropped = dropped
         if self.state in ("away", "held"):
             logger.info("the collector answers again")
         self.state, self._num_failures = "up", 0
         for refused, reason in receipt.refused_bodies:
             self.last_error = f"batch {refused.seq} refused: {receipt.answer}"
-            self._tell(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
+            self._warn_once(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
             if self.spool is not None:
                 self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
         self.num_batches += receipt.acknowledged > 0 or not receipt.refused
@@ -304,19 +306,21 @@ class Sender:
             self.state = "held"
             delay_s = MAX_BACKOFF_S
             remedy = "check FP8WATCH_TOKEN" if answer.status in (401, 403) else "check FP8WATCH_COLLECTOR"
-            self._tell("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
-            if self.courier is not None:
-                self.courier.transport.reload_token()
+            self._warn_once("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
+            if self.uploader is not None:
+                self.uploader.transport.reload_token()
         else:
             self.state = "away"
             delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._num_failures, 16)))
-            self._tell("away", f"no answer from the collector ({answer}); data is spooled, training is not touched")
+            self._warn_once(
+                "away", f"no answer from the collector ({answer}); data is spooled, training is not touched"
+            )
         if answer.retry_after_s is not None:
             delay_s = max(delay_s, answer.retry_after_s)
         self._num_failures += 1
         self._away_until = time.monotonic() + delay_s
 
-    def _tell(self, key: str, message: str) -> None:
+    def _warn_once(self, key: str, message: str) -> None:
         if key not in self._told:
             self._told.add(key)
             logger.warning("%s", message)
@@ -327,10 +331,10 @@ class Sender:
         """Register as soon as there is something to register, so that the run is visible before its first batch, and
         late session facts are sent although no batch may ever follow.
         """
-        courier, version = self.courier, self._registration.version
-        if courier is None or self._announced == version or not self.can_send():
+        uploader, version = self.uploader, self._registration.version
+        if uploader is None or self._announced == version or not self.can_send():
             return
-        failed = courier.register(self._registration)
+        failed = uploader.register(self._registration)
         with self.lock:
             if self.abandoned:
                 return
@@ -342,16 +346,16 @@ class Sender:
 
     def _drain(self) -> None:
         """Send the spool, oldest first, until newer data is due."""
-        spool, courier = self.spool, self.courier
+        spool, uploader = self.spool, self.uploader
         started = time.monotonic()
-        while spool is not None and courier is not None and self.can_send():
+        while spool is not None and uploader is not None and self.can_send():
             with self.lock:
                 parcel = None if self.abandoned or self.in_hand is not None else spool.peek()
             if parcel is None or time.monotonic() - started > self._settings.batch_interval_s:
                 return
-            receipt = courier.send(parcel, self._registration)
+            receipt = uploader.send(parcel, self._registration)
             with self.lock:
-                if self.abandoned or not self._settle(receipt, parcel, spool.advance):
+                if self.abandoned or not self._account(receipt, parcel, spool.advance):
                     return
 
     def take_over(self) -> None:

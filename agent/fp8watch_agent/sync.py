@@ -31,7 +31,7 @@ from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
 from fp8watch_agent.transport import Transport, Verdict
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import WireError, decode_batch
 
 RECORDS_PER_BATCH = 4096
@@ -100,9 +100,9 @@ def session_of(path: Path) -> str:
 class Sync:
     """One pass over a spool folder."""
 
-    def __init__(self, directory: Path, courier: Courier, timeout_s: float) -> None:
+    def __init__(self, directory: Path, uploader: Uploader, timeout_s: float) -> None:
         self._directory = directory
-        self._courier = courier
+        self._uploader = uploader
         self._until = time.monotonic() + timeout_s
         self.report = Report()
 
@@ -211,7 +211,7 @@ class Sync:
     def _send(self, parcel: Parcel, registration: Registration) -> bool:
         num_failures = 0
         while True:
-            receipt = self._courier.send(parcel, registration)
+            receipt = self._uploader.send(parcel, registration)
             if receipt.verdict is Verdict.ACKNOWLEDGED:
                 break
             delay_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 16)))
@@ -279,7 +279,7 @@ def main(argv: list[str]) -> int:
             if not ours:
                 print(f"another `fp8watch sync` is at work in {settings.spool_dir}", file=sys.stderr)
                 return 1
-            report = Sync(settings.spool_dir, Courier(transport), args.timeout).run()
+            report = Sync(settings.spool_dir, Uploader(transport), args.timeout).run()
     except (OSError, msgspec.MsgspecError) as e:
         print(f"fp8watch sync: {settings.spool_dir}: {e}", file=sys.stderr)
         return 1

@@ -35,9 +35,7 @@ class Receipt:
     acknowledged: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by reason
     refused_bodies: list[tuple[Parcel, str]] = field(default_factory=list)
-    captures: dict[int, int] | None = (
-        None  # site -> last step for which tile maps are wanted; None: not in the response
-    )
+    captures: dict[int, int] | None = None  # site -> last step with wanted tile maps; None: no answer about it
     num_bytes: int = 0
 
     def refuse(self, parcel: Parcel, reason: str) -> None:
@@ -54,7 +52,7 @@ class Receipt:
             self.captures = other.captures
 
 
-class Courier:
+class Uploader:
     """Connection to one collector, for any number of sessions."""
 
     def __init__(self, transport: Transport) -> None:

@@ -67,9 +67,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
 class _Body(msgspec.Struct):
     header: msgspec.Raw
-    steps: (
-        msgspec.Raw
-    )  # maps stay undecoded until their sizes are known: small entries expand to twenty times their size
+    steps: msgspec.Raw  # decoded once their sizes are known: small entries expand to twenty times their size
     columns: msgspec.Raw
     constants: msgspec.Raw = msgspec.Raw(b"\x80")  # {}
 
@@ -122,7 +120,7 @@ def encode_batch(
     rows: npt.NDArray[np.void],
     *,
     level: int = 1,
-    breathe: Callable[[], None] = lambda: None,
+    yield_gil: Callable[[], None] = lambda: None,
 ) -> bytes:
     """Encode one compressed body.
 
@@ -133,14 +131,14 @@ def encode_batch(
         site: [N] uint64, site ids.
         rows: [N] of record.ROW.
         level: zstd level.
-        breathe: called between pieces of work, so that a thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that a thread that trains gets the interpreter's lock.
     """
     if header.num_steps != len(steps) or header.num_records != len(rows):
         raise WireError("header", "num_steps and num_records must be the lengths of the arrays")
     step, site = np.asarray(step, dtype="<i8"), np.asarray(site, dtype="<u8")
     per_step = _records_of_each_step(steps, step, site)
     compressor = new_compressor(level)
-    columns, constants, depth_stride = pack(rows, per_step, compressor, breathe)
+    columns, constants, depth_stride = pack(rows, per_step, compressor, yield_gil)
     columns["site"] = site[: per_step or None].tobytes()
     if not per_step:
         columns["step"] = (step - header.step0).astype("<u4").tobytes()
@@ -150,7 +148,7 @@ def encode_batch(
         "columns": columns,
         "constants": constants,
     }
-    breathe()
+    yield_gil()
     packed: bytes = compressor.compress(msgspec.msgpack.encode(body))
     return packed
 

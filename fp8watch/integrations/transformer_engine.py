@@ -92,7 +92,7 @@ class _Hook:
 
 
 @dataclass(frozen=True)
-class SiteFacts:
+class SiteNumerics:
     """Format and scaling of a site, as found at its first observation."""
 
     tile: tuple[int, int]
@@ -136,7 +136,7 @@ class TeObserver:
     ) -> None:
         self._entered, self._tell = entered, tell
         self.version, self.backend, self.unread = "", STOCK, Unread()
-        self.facts: dict[int, SiteFacts] = {}
+        self.facts: dict[int, SiteNumerics] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
         self._rows_of: dict[int, list[int]] = {}  # id of a module -> its rows
@@ -367,7 +367,7 @@ class TeObserver:
             evidence = EXACT if x is not None else DERIVED
             recipe = _recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
-            self.facts[row] = SiteFacts(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
+            self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)
 
     def _operand(

@@ -59,7 +59,7 @@ def _set_status(request: Request, incident_id: str, status: str, from_: tuple[st
             conn.execute(sa.insert(t.incident_event), [event])
             if status == "resolved":
                 state = request.app.state
-                state.detection.say_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
+                state.detection.queue_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
         answer = JsonResponse(queries.incident(conn, incident_id))
     request.app.state.on_change()
     return answer

@@ -16,7 +16,7 @@ from fp8watch_server.db.dialect import upsert, writing
 PUBLIC_URL = "public_url"
 
 
-def tell(engine: Engine, name: str, value: str) -> None:
+def publish(engine: Engine, name: str, value: str) -> None:
     """Store a value unless it is already there; of several collectors the most recently started one wins."""
     if not value:
         return

@@ -30,7 +30,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
-from fp8watch_server.db.fair_lock import Turns
+from fp8watch_server.db.fair_lock import FairLock
 
 BUSY_TIMEOUT_S = 0.9
 """How long one waits for another writer: under a second, because an agent is answered within one."""
@@ -244,7 +244,7 @@ def for_writing(engine: Engine) -> Engine:
     return engine.execution_options(**{_WRITE_OPTION: True})
 
 
-_LOCKS: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[Any, FairLock] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 
 
@@ -269,7 +269,7 @@ def writing(engine: Engine, turn_s: float | None = None) -> Iterator[Connection]
             yield conn
         return
     with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(engine.pool, Turns())
+        lock = _LOCKS.setdefault(engine.pool, FairLock())
     turn_s = BUSY_TIMEOUT_S if turn_s is None else turn_s
     if not lock.acquire(turn_s):
         raise WriterBusy(turn_s)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 
-class Turns:
+class FairLock:
     """A mutex granted in order of arrival."""
 
     def __init__(self) -> None:

@@ -25,14 +25,14 @@ RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Rest:
+class Pause:
     """Pause after a round; `wake` ends it early if it `wakes`, `hurry` in any case."""
 
     seconds: float
     wakes: bool = True
 
 
-class Rounds:
+class LeaderLoop:
     """A named worker thread.
 
     Args:
@@ -50,7 +50,7 @@ class Rounds:
         name: str,
         what: str,
         leader: Leader,
-        work: Callable[[], Rest],
+        work: Callable[[], Pause],
         log: logging.Logger,
         *,
         forget: Callable[[], None] = lambda: None,
@@ -99,16 +99,16 @@ class Rounds:
                 (self._wake if rest.wakes else self._hurry).wait(rest.seconds)
         self._leader.release()
 
-    def _one(self) -> Rest:
+    def _one(self) -> Pause:
         try:
             if self._leader.held():
                 return self._work()
             self._forget()
-            return Rest(IDLE_S, wakes=False)
+            return Pause(IDLE_S, wakes=False)
         except SQLAlchemyError as e:
             self._log.warning("%s waits for the database: %s", self._what, str(e).splitlines()[0])
         except Exception:  # noqa: BLE001  nothing may end the thread
             self._log.exception("%s failed; trying again", self._what)
         self.num_failures += 1
         self._forget()
-        return Rest(self._retry_s, wakes=False)
+        return Pause(self._retry_s, wakes=False)

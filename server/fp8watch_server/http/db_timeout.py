@@ -72,7 +72,7 @@ class WorkClock:
             return 0.0
 
 
-class Patience:
+class ProgressTimeout:
     """Timeout state of one database."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Patience:
         return task.result()
 
 
-class ReadPatience:
+class DbTimeoutMiddleware:
     """ASGI middleware for everything but ingest: answers 503 while the database is unreachable.
 
     The blocked work is left to end by itself: a thread cannot be stopped from outside.

@@ -156,8 +156,6 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             seconds = round(time.perf_counter() - began, 6)
-            path = scope["path"][
-                :512
-            ]  # never the query string: people put secrets there, although they do not belong there
+            path = scope["path"][:512]  # never the query string: people put secrets there
             fields = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
             request_log.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})

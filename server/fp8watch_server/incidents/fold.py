@@ -235,9 +235,7 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
 def _mute(root: Open, finding: Finding) -> None:
     """Count a consequence in its open root incident, named once, without a message."""
     root.row["num_events"] += 1
-    first = root.row[
-        "first_step"
-    ]  # the cause may be older than its first sighting, but not older than it can have begun
+    first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
@@ -275,9 +273,7 @@ def _absorb(
     earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
     takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
     first = min(row["first_step"], finding.onset)
-    if (
-        takes_over and PRECURSORS.get(finding.mode) != row["mode"]
-    ):  # a consequence that came before the cause is not the beginning
+    if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # an earlier consequence is not the beginning
         first = max(first, finding.earliest(window_steps * int(finding.extra.get("stride", 1))))
     row["first_step"] = first
     row["last_step"] = max(row["last_step"], finding.step)

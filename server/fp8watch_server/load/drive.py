@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.transport import Transport, Verdict
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 from fp8watch_server.load.model import traits_of
 from fp8watch_server.load.stream import Body, Plan, RankStream
 
@@ -89,9 +89,9 @@ def session_of(plan: Plan, stream: RankStream) -> Session:
 class _Rank:
     """One rank: its bodies, its connection, and the due time of its next body."""
 
-    def __init__(self, plan: Plan, stream: RankStream, courier: Courier, bodies: Sequence[Body] | None) -> None:
+    def __init__(self, plan: Plan, stream: RankStream, uploader: Uploader, bodies: Sequence[Body] | None) -> None:
         self.registration = Registration(session_of(plan, stream), plan.sites)
-        self.courier = courier
+        self.uploader = uploader
         self.bodies = iter(bodies if bodies is not None else stream)
         self.interval_s = 0.0
         self.due_s = 0.0
@@ -102,7 +102,7 @@ class _Rank:
         backoff_s = MIN_BACKOFF_S
         while not stop.is_set():
             began = time.perf_counter()
-            receipt = self.courier.send(parcel, self.registration)
+            receipt = self.uploader.send(parcel, self.registration)
             if receipt.verdict is Verdict.ACKNOWLEDGED:
                 report.latencies_s.append(time.perf_counter() - began)
                 report.num_bodies += 1
@@ -162,7 +162,7 @@ def run_load(
     for number in range(plan.num_ranks):
         stream = RankStream(plan, number, traits=traits)
         made = prepare(plan, number, like=stream) if prepared else None
-        rank = _Rank(plan, stream, Courier(Transport(url, token, timeout_s=timeout_s)), made)
+        rank = _Rank(plan, stream, Uploader(Transport(url, token, timeout_s=timeout_s)), made)
         rank.interval_s = plan.steps_per_batch / rate if rate > 0 else 0.0
         rank.due_s = rank.interval_s * number / plan.num_ranks  # ranks are out of phase, as in real runs
         shares[number % count].append(rank)
@@ -186,7 +186,7 @@ def run_load(
     total = replace(LoadReport(), elapsed_s=time.perf_counter() - began)
     for share in shares:
         for rank in share:
-            rank.courier.transport.close()
+            rank.uploader.transport.close()
     if failed:
         raise failed[0]
     for report in reports:

@@ -29,9 +29,9 @@ from fp8watch_agent.wire import Batch, WireError
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.db.leader import Leader
-from fp8watch_server.db.leader_loop import Rest, Rounds
+from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.pipeline import engine_restore
-from fp8watch_server.pipeline.priority import Urgent
+from fp8watch_server.pipeline.priority import PriorityLane
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
 from fp8watch_server.store.totals import add_totals
@@ -88,7 +88,7 @@ class Detection:
     make_engine: Callable[[Mapping[int, Any], str, str], DetectEngine]  # facts of the sites, run id, run name
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
-    say_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
+    queue_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
     """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
     make_sessions: Callable[[Any], Any] = lambda rows: rows
     """Of rows of the session table what `add_sessions` takes."""
@@ -142,9 +142,9 @@ class DetectWorker:
         self._clock = clock
         self._on_change = on_change
         self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
-        self._urgent = Urgent()
+        self._urgent = PriorityLane()
         self._taken_to: dict[tuple[str, str], int] = {}  # last arrival of each run that this round has processed
-        self._rounds = Rounds(
+        self._rounds = LeaderLoop(
             "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._forget
         )
         self.num_failed_batches = 0
@@ -166,15 +166,15 @@ class DetectWorker:
         """Finish the current group and end the thread."""
         self._rounds.stop(timeout_s)
 
-    def _work(self) -> Rest:
+    def _work(self) -> Pause:
         began = time.monotonic()
         taken = self.drain()
         if taken >= BATCHES_AT_ONCE:
-            return Rest(0.0, wakes=False)
+            return Pause(0.0, wakes=False)
         if taken:
-            return Rest(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
+            return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
         self.tick()
-        return Rest(IDLE_S)
+        return Pause(IDLE_S)
 
     def _forget(self) -> None:
         self._running.clear()
@@ -257,9 +257,7 @@ class DetectWorker:
                 num += 1
                 try:
                     batch = hot_batches.load(conn, row)
-                except (
-                    WireError
-                ) as e:  # damaged on disk, or of a newer version: it must not block the batches behind it
+                except WireError as e:  # damaged, or of a newer version: it must not block those behind it
                     out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
                     continue
                 if batch is None:

@@ -45,7 +45,7 @@ def is_urgent(batch: Batch) -> bool:
     return any(name in batch.sent and bool(batch.sent[name].any()) for name in BROKEN_COUNTS)
 
 
-class Urgent:
+class PriorityLane:
     """Runs that wait to be processed out of turn."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

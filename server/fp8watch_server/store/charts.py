@@ -199,9 +199,7 @@ def heatmap(
         return _heatmap(f, [], np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), bool), 1, facts)
     seen = set(found.site.tolist())
     rows = [site for site in facts if site in seen]
-    columns = np.unique(
-        found.column[found.present]
-    )  # between samples no site has the field: such steps are not columns
+    columns = np.unique(found.column[found.present])  # between samples no site has the field
     inside = np.flatnonzero(np.isin(found.column, columns))
     j = np.searchsorted(columns, found.column)
     steps = np.full(len(columns), np.iinfo(np.int64).max)

@@ -1,7 +1,7 @@
 """Group commit: checked batches of many agents written in one transaction.
 
 Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.store.hot_batches, fp8watch_server.pipeline.detect_worker
-Shapes:     [Incoming] -> [Taken or what was wrong with it]; one hot_batch row each, one scalar row per step
+Shapes:     [Incoming] -> [Committed or what was wrong with it]; one hot_batch row each, one scalar row per step
 Thread:     committer
 
 Everything here is idempotent: a batch is identified by (run, session, rank, seq) and the hash of its body. The number
@@ -50,7 +50,7 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Committed:
     """Result of committing one batch."""
 
     seq: int
@@ -58,7 +58,7 @@ class Taken:
     captures: list[dict[str, Any]]
 
 
-Outcome = Taken | KeyReused | RankMismatch | Unknown
+Outcome = Committed | KeyReused | RankMismatch | Unknown
 
 
 class _SitesOfRun:
@@ -227,7 +227,7 @@ def _commit_run(
         if there is None and h.seq <= session.ledger_seq_max:  # its body may be compacted already
             there = batch_dedup.digest_of(conn, run_id, tenant, h.session, h.rank, h.seq)
         if there is not None:
-            outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
+            outcomes[i] = Committed(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
             continue
         missing = known.missing(conn, run, item.batch.site)
         if missing:
@@ -244,7 +244,7 @@ def _commit_run(
         before = newest.get(h.session, (-1, {}, False))
         health = (h.seq, h.health) if h.health and h.seq > before[0] else before[:2]
         newest[h.session] = (*health, before[2] or bool(h.health.get("ended")))
-        outcomes[i] = Taken(h.seq, True, captures)
+        outcomes[i] = Committed(h.seq, True, captures)
     if not batches:
         return
     conn.execute(_INSERT, batches)

@@ -45,7 +45,7 @@ def no_crash(name: str) -> None:
     """Hook where tests inject a crash."""
 
 
-class Raced(Exception):
+class CellChanged(Exception):
     """The cell was changed concurrently: retry later."""
 
 
@@ -105,7 +105,7 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     """Compact a group into blocks. Returns the number of records of its batches.
 
     Raises:
-        Raced: nothing was written.
+        CellChanged: nothing was written.
         sqlalchemy.exc.SQLAlchemyError: nothing was written.
     """
     with engine.connect() as conn:
@@ -257,7 +257,7 @@ def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim
         try:
             conn.execute(sa.insert(t.cell), [row])
         except sa.exc.IntegrityError as e:  # another collector was first, or the run was deleted
-            raise Raced from e
+            raise CellChanged from e
         return
     sources = [list(s) for s in cell.sources]
     if cell.kept == t.KEPT_DETAIL and source not in sources:
@@ -272,13 +272,13 @@ def touch(conn: Connection, cell: Any, **values: Any) -> None:
     """Update the row of a cell if its revision is unchanged.
 
     Raises:
-        Raced: it is not.
+        CellChanged: it is not.
     """
     c = t.cell.c
     this = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.step0 == cell.step0, c.revision == cell.revision)
     changed = conn.execute(sa.update(t.cell).where(*this).values(revision=cell.revision + 1, **values))
     if changed.rowcount != 1:
-        raise Raced
+        raise CellChanged
 
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
@@ -324,7 +324,7 @@ def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) ->
         arrivals = [row.arrival for row in done[start : start + SITES_AT_ONCE]]
         gone = conn.execute(sa.delete(t.hot_batch).where(*of_run, b.arrival.in_(arrivals)))
         if gone.rowcount != len(arrivals):
-            raise Raced
+            raise CellChanged
     batch_dedup.enter(conn, done)
     for step_min, of_step in left.items():
         for start in range(0, len(of_step), SITES_AT_ONCE):

@@ -21,8 +21,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.leader import Leader
-from fp8watch_server.db.leader_loop import Rest, Rounds
-from fp8watch_server.store.compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
+from fp8watch_server.db.leader_loop import LeaderLoop, Pause
+from fp8watch_server.store.compact import COOL_AFTER_S, CellChanged, CrashPoint, compact, groups_of, no_crash
 from fp8watch_server.store.retention import Policy, prune
 from fp8watch_server.store.rollup import behind, roll_up
 
@@ -66,7 +66,7 @@ class Compactor:
         self._round_s = round_s
         self._cool_after_s = cool_after_s
         self._crash = crash
-        self._rounds = Rounds(
+        self._rounds = LeaderLoop(
             "fp8watch-compact", "compaction", Leader(engine, "compact"), self._work, log, retry_s=round_s
         )
         self._pruned_at = -PRUNE_EVERY_S
@@ -91,13 +91,13 @@ class Compactor:
     def _stopping(self) -> bool:
         return self._rounds.stopping
 
-    def _work(self) -> Rest:
+    def _work(self) -> Pause:
         while self.round().anything and not self._stopping():
             pass
         if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
             self._pruned_at = time.monotonic()
             prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stopping)
-        return Rest(self._round_s)
+        return Pause(self._round_s)
 
     def round(self) -> Done:
         """Compact everything that can be compacted now, of every run."""
@@ -109,7 +109,7 @@ class Compactor:
                 break
             try:
                 self._run(run_id, tenant, done)
-            except Raced:  # another collector works on it: the rest is for the next round
+            except CellChanged:  # another collector works on it: the rest is for the next round
                 done.num_raced += 1
         return done
 

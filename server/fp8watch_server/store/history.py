@@ -41,7 +41,7 @@ Source = tuple[int, int]  # attempt, rank
 
 
 @dataclass(frozen=True)
-class Past:
+class PastBatch:
     """A past batch, its time and its source."""
 
     at: float
@@ -58,7 +58,7 @@ def batches(
     *,
     where: Sequence[Any] = (),
     from_step: Callable[[Source], int | None] = lambda source: 0,
-) -> Iterator[Past]:
+) -> Iterator[PastBatch]:
     """All batches of a run.
 
     Args:
@@ -76,7 +76,7 @@ def batches(
         (row.attempt, row.rank): row.session
         for row in conn.execute(sa.select(s.attempt, s.rank, s.session).where(s.run_id == run_id, s.tenant == tenant))
     }
-    ways: list[Iterator[Past]] = [
+    ways: list[Iterator[PastBatch]] = [
         _of_blocks(conn, (run_id, tenant), source, names[source], of_source)
         for source, of_source in sorted(sources.items())
         if source in names
@@ -85,7 +85,7 @@ def batches(
     yield from heapq.merge(*ways, key=_when)
 
 
-def _when(past: Past) -> tuple[float, int]:
+def _when(past: PastBatch) -> tuple[float, int]:
     """Sort key: clocks may stand still, so steps break ties."""
     return past.at, int(past.batch.steps["step"][0]) if len(past.batch.steps) else 0
 
@@ -111,7 +111,7 @@ def num_samples(conn: Connection, run_id: str, tenant: str, source: Source, step
     return int(conn.execute(sa.select(sa.func.max(b.num_records)).where(*key)).scalar() or 0)
 
 
-def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) -> Iterator[Past]:
+def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) -> Iterator[PastBatch]:
     b = t.hot_batch.c
     columns = (b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at, b.step_min)
     rows = conn.execute(
@@ -122,7 +122,7 @@ def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) ->
         batch = hot_batches.load(conn, row)
         if batch is not None:
             at = max(at, row.received_at)
-            yield Past(at, row.attempt, row.rank, _from(batch, row.step_min), row.arrival)
+            yield PastBatch(at, row.attempt, row.rank, _from(batch, row.step_min), row.arrival)
 
 
 def _from(batch: Batch, step_min: int | None) -> Batch:
@@ -145,7 +145,7 @@ def _from(batch: Batch, step_min: int | None) -> Batch:
 
 def _of_blocks(
     conn: Connection, of_run: tuple[str, str], source: Source, session: str, of_source: Sequence[Any]
-) -> Iterator[Past]:
+) -> Iterator[PastBatch]:
     at, seq = 0.0, FIRST_SEQ
     for cell in of_source:
         parts = read_blocks(conn, *of_run, [source], cell.step0, _sites(conn, of_run, source, cell.step0))
@@ -163,7 +163,7 @@ def _of_blocks(
                     batch.header.logs[name] = [values.get(step) for step in numbers]
             known = of_piece["time"][np.isfinite(of_piece["time"])]
             at = max(at, float(known[-1]) if len(known) else at)
-            yield Past(at, source[0], source[1], batch, None)
+            yield PastBatch(at, source[0], source[1], batch, None)
 
 
 def _sites(conn: Connection, of_run: tuple[str, str], source: Source, step0: int) -> list[int]:

@@ -131,7 +131,7 @@ def read(
         else:
             apart += cells
     rows = found.hot if rank is None else [row for row in found.hot if row.rank == rank]
-    pieces = segment_cache.pieces_of(rows, found.from_step, found.to_step) if rank is None else None
+    pieces = segment_cache.segments_of(rows, found.from_step, found.to_step) if rank is None else None
     if pieces is None:
         ready.append(_together(conn, found, names, sites, rank, apart, rows))
     else:
@@ -157,8 +157,8 @@ def _piece(
     low, high = max(start, found.from_step), min(start + segment_cache.PIECE_STEPS - 1, found.to_step)
     cut = replace(found, from_step=low, to_step=high)
     asked = (tuple(names), None if sites is None else tuple(sites), low, high)
-    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, segment_cache.rests_on(rows))
-    return segment_cache.PIECES.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
+    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, segment_cache.batch_keys(rows))
+    return segment_cache.SEGMENTS.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
 
 
 def _together(

@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CrashPoint, Raced, no_crash, touch
+from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CellChanged, CrashPoint, no_crash, touch
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64
@@ -179,7 +179,7 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
         if kept == t.KEPT_SUMMARY:
             with writing(engine) as conn:
                 touch(conn, _At(cell, revision), num_bytes=0)  # nothing is left to delete
-    except Raced:  # a late batch: next round
+    except CellChanged:  # a late batch: next round
         return
     crash("prune.done")
 

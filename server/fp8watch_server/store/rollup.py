@@ -24,8 +24,8 @@ from fp8watch_server.store import blocks
 from fp8watch_server.store.block_codec import short_mantissa
 from fp8watch_server.store.compact import (
     ROLLED,
+    CellChanged,
     CrashPoint,
-    Raced,
     cell_row,
     no_crash,
     put_blocks,
@@ -57,7 +57,7 @@ def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *,
     """Make the roll-up of a cell and publish it. False: it exists already, or the cell is deleted.
 
     Raises:
-        Raced: the cell has changed meanwhile; nothing of what is read was written.
+        CellChanged: the cell has changed meanwhile; nothing of what is read was written.
     """
     with engine.connect() as conn:
         cell = cell_row(conn, run_id, tenant, step0)
@@ -121,7 +121,7 @@ def _still(conn: Connection, cell: Any) -> None:
         t.cell.c.revision == cell.revision,
     )
     if conn.execute(touch_nothing.values(compacted_at=cell.compacted_at)).rowcount != 1:
-        raise Raced
+        raise CellChanged
 
 
 def _drop_others(conn: Connection, cell: Any, sites: Sequence[int], encoded: Sequence[dict[str, Any]]) -> None:

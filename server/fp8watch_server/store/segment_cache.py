@@ -22,7 +22,7 @@ MAX_SPAN_STEPS = 1 << 16
 CACHE_BYTES = 64 << 20
 
 
-class Pieces:
+class SegmentCache:
     """LRU cache of Parts."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
@@ -49,10 +49,10 @@ class Pieces:
         return parts
 
 
-PIECES = Pieces()
+SEGMENTS = SegmentCache()
 
 
-def pieces_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, list[Any]] | None:
+def segments_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, list[Any]] | None:
     """First step of each segment -> hot batches that may have a step in it; None when steps are too far apart."""
     out: dict[int, list[Any]] = {}
     for row in rows:
@@ -64,6 +64,6 @@ def pieces_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, li
     return out
 
 
-def rests_on(rows: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+def batch_keys(rows: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """Identity of a hot batch in a cache key."""
     return tuple((row.arrival, row.step_min, row.received_at) for row in rows)

@@ -62,7 +62,7 @@ def check(model: nn.Module) -> None:
 
 
 @dataclass
-class Twin:
+class ModelCopy:
     """One copy, its optimizer, and the outputs of its Linears in the current step."""
 
     model: nn.Module
@@ -111,13 +111,13 @@ def _plan_of(model: nn.Module) -> Plan | None:
     return None
 
 
-def make_twins(
+def make_copies(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     recipe: Recipe,
     filter_fn: FilterFn | None,
     backend: str | None,
-) -> tuple[Twin, Twin]:
+) -> tuple[ModelCopy, ModelCopy]:
     """(on the FP8 path, in high precision). Weights, buffers, delayed scales and the optimizer's state are copies.
 
     Raises:
@@ -154,22 +154,22 @@ def make_twins(
     names = [name for name, _ in linears]
     plain = dict(high.named_modules())
     try:
-        twins = (
-            Twin(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
-            Twin(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
+        copies = (
+            ModelCopy(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
+            ModelCopy(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
         )
     except BaseException:
         custom_ops.remove_plan(made)
         raise
-    for twin in twins:
-        twin.watch_outputs()
-    return twins
+    for copied in copies:
+        copied.watch_outputs()
+    return copies
 
 
-def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
+def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
     """Copy delayed scales and histories; a finished pass of the original is rolled in."""
     over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
-    copies = dict(twin.named_modules())
+    copies = dict(copied.named_modules())
     for name, module in model.named_modules():
         for operand, state in attach._states.get(module, {}).items():
             made = DelayedScale(state.format, state.history, state.scale.device)
@@ -180,7 +180,7 @@ def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
 
 
 def _optimizer_of(
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, twin: nn.Module
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, copied: nn.Module
 ) -> torch.optim.Optimizer | None:
     if optimizer is None:
         return None
@@ -189,8 +189,8 @@ def _optimizer_of(
             raise TypeError(
                 f"optimizer={type(optimizer).__name__}: must be a torch optimizer, or a function parameters -> optimizer"
             )
-        return optimizer(twin.parameters())
-    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), twin.parameters(), strict=True)}
+        return optimizer(copied.parameters())
+    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), copied.parameters(), strict=True)}
     try:
         # state, groups and defaults only: a scheduler's patch of step() is bound to the original
         made: torch.optim.Optimizer = copy.deepcopy(optimizer, memo)
