@@ -258,9 +258,7 @@ class Sender:
         try:
             self.spool.append(parcel)
         except OSError as e:
-            self._warn_once(
-                "spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped"
-            )
+            self._warn("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
             return False
         self.in_hand = None  # it is on disk, and is counted there whatever happens now
         self._release(parcel)
@@ -290,7 +288,7 @@ class Sender:
         self.state, self._num_failures = "up", 0
         for refused, reason in receipt.refused_bodies:
             self.last_error = f"batch {refused.seq} refused: {receipt.answer}"
-            self._warn_once(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
+            self._warn(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
             if self.spool is not None:
                 self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
         self.num_batches += receipt.acknowledged > 0 or not receipt.refused
@@ -306,21 +304,19 @@ class Sender:
             self.state = "held"
             delay_s = MAX_BACKOFF_S
             remedy = "check FP8WATCH_TOKEN" if answer.status in (401, 403) else "check FP8WATCH_COLLECTOR"
-            self._warn_once("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
+            self._warn("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
             if self.uploader is not None:
                 self.uploader.transport.reload_token()
         else:
             self.state = "away"
             delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._num_failures, 16)))
-            self._warn_once(
-                "away", f"no answer from the collector ({answer}); data is spooled, training is not touched"
-            )
+            self._warn("away", f"no answer from the collector ({answer}); data is spooled, training is not touched")
         if answer.retry_after_s is not None:
             delay_s = max(delay_s, answer.retry_after_s)
         self._num_failures += 1
         self._away_until = time.monotonic() + delay_s
 
-    def _warn_once(self, key: str, message: str) -> None:
+    def _warn(self, key: str, message: str) -> None:
         if key not in self._told:
             self._told.add(key)
             logger.warning("%s", message)

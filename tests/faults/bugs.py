@@ -133,7 +133,7 @@ BUGS = (
     ),
     Bug(
         "a wrong token warns once",
-        "sender:Sender._warn_once",
+        "sender:Sender._warn",
         "            self._told.add(key)\n",
         "            pass\n",
         f"{POLITE}::test_a_refusal_of_the_agent_holds_and_warns_once",
@@ -183,8 +183,8 @@ BUGS = (
     Bug(
         "a full disk is survived",
         "sender:Sender._keep",
-        "        except OSError as e:\n            self._warn_once(\"spool\"",
-        "        except LookupError as e:\n            self._warn_once(\"spool\"",
+        "        except OSError as e:\n            self._warn(\"spool\"",
+        "        except LookupError as e:\n            self._warn(\"spool\"",
         "tests/faults/test_disk_full.py::test_training_goes_on_and_the_spool_drains_when_space_returns[limit]",
     ),
     Bug(

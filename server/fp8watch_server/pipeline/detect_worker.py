@@ -129,14 +129,14 @@ class DetectWorker:
 
     def __init__(
         self,
-        engine: Engine,
+        db: Engine,
         detection: Detection,
         *,
         public_url: str = "",
         clock: Callable[[], float] = time.time,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._db = engine
+        self._db = db
         self._detection = detection
         self._public_url = public_url
         self._clock = clock
@@ -145,7 +145,7 @@ class DetectWorker:
         self._urgent = PriorityLane()
         self._taken_to: dict[tuple[str, str], int] = {}  # last arrival of each run that this round has processed
         self._rounds = LeaderLoop(
-            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._forget
+            "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
         )
         self.num_failed_batches = 0
 
@@ -238,7 +238,7 @@ class DetectWorker:
                 return len(rows)
             log.exception("batch %s of run %r could not be looked at; going on without it", rows[0].seq, key[0])
             self.num_failed_batches += 1
-            changed = self._give_up(rows[0], e)
+            changed = self._mark_failed(rows[0], e)
         self._taken_to[key] = rows[num - 1].arrival
         if changed:
             self._on_change()
@@ -294,7 +294,7 @@ class DetectWorker:
             engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
             running.since_saved, running.saved_at = 0, now
 
-    def _give_up(self, row: Any, e: Exception) -> bool:
+    def _mark_failed(self, row: Any, e: Exception) -> bool:
         """Count a batch that broke detectors or incidents, and mark it as failed."""
         with self._db.connect() as conn:
             batch = hot_batches.load(conn, row)
@@ -340,14 +340,14 @@ class DetectWorker:
                 running.engine.add_sessions(sessions)
                 running.sites, running.seen = facts, seen
                 return running
-            running = _Running(self._made(conn, key, facts, sessions, before_arrival), facts, seen)
+            running = _Running(self._restored(conn, key, facts, sessions, before_arrival), facts, seen)
             running.saved_at = time.monotonic()
         self._running[key] = running
         while len(self._running) > MAX_ENGINES:
             self._running.popitem(last=False)
         return running
 
-    def _made(
+    def _restored(
         self, conn: Connection, key: tuple[str, str], facts: Mapping[int, Any], sessions: Any, before_arrival: int
     ) -> DetectEngine:
         """Restore an engine from its saved state and later batches; else rebuild it from the newest samples."""
