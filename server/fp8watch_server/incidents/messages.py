@@ -1,7 +1,7 @@
 """Incident messages: outbox rows for opened, escalated, re-judged and resolved incidents.
 
 Upstream:   fp8watch_server.incidents.fold   Downstream: fp8watch_server.notify.outbox
-Shapes:     a row of incident -> {"incident": CONTRACT's incident, "run": {id, name}, "note"} as payload
+Shapes:     a row of incident -> payload.NoticePayload
 Thread:     detect worker, inside the transaction that changes the incident
 
 The row is committed together with the change, so a message is never lost and never sent for a change that was rolled
@@ -12,51 +12,25 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
 from fp8watch_server.incidents.inhibit import inhibitor, release
+from fp8watch_server.incidents.payload import Incident, IncidentFields, NoticePayload
 from fp8watch_server.incidents.silences import silences_of
 
 FLAPPING_MESSAGES = 2
 """Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
 FLAPPING_S = 3600.0
 
-_PUBLIC = (
-    "id",
-    "run_id",
-    "attempt",
-    "mode",
-    "title",
-    "severity",
-    "status",
-    "verdict",
-    "first_step",
-    "last_step",
-    "num_events",
-    "origin",
-    "place",
-    "num_sites",
-    "evidence",
-    "cause",
-    "fix",
-    "alternatives",
-    "opened_at",
-    "resolved_at",
-    "fingerprint",
-)
 
-
-def contract_incident(row: Mapping[str, Any], public_url: str) -> dict[str, Any]:
+def contract_incident(row: Mapping[str, Any], public_url: str) -> Incident:
     """The public form of an incident; without a public URL its links are paths."""
     base = public_url.rstrip("/")
-    return {
-        **{name: row[name] for name in _PUBLIC},
-        "url": f"{base}/incidents/{row['id']}",
-        "runbook_url": f"{base}/runbooks/{row['mode']}",
-    }
+    links = {"url": f"{base}/incidents/{row['id']}", "runbook_url": f"{base}/runbooks/{row['mode']}"}
+    return cast(Incident, {**{name: row[name] for name in IncidentFields.__annotations__}, **links})
 
 
 def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> str | None:
@@ -199,13 +173,18 @@ def queue(
     """Insert a notice into the outbox.
 
     Args:
-        incident: as CONTRACT names it.
+        incident: payload.Incident, or the same keys as far as they are known.
         kind: firing | resolved.
         key: tells two notices of one incident and kind apart.
         state: inhibited: it waits until that is over.
     """
     r, run_id = schema.run, incident["run_id"]
     name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()
+    payload: NoticePayload = {
+        "incident": cast(Incident, dict(incident)),
+        "run": {"id": run_id, "name": name or run_id},
+        "note": note,
+    }
     conn.execute(
         sa.insert(schema.outbox).values(
             run_id=run_id,
@@ -214,7 +193,7 @@ def queue(
             incident_id=incident["id"],
             kind=kind,
             idempotency_key=":".join(filter(None, (incident["id"], kind, key))),
-            payload={"incident": dict(incident), "run": {"id": run_id, "name": name or run_id}, "note": note},
+            payload=payload,
             state=state,
             next_attempt_at=now,
             created_at=now,
