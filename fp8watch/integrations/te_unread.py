@@ -30,11 +30,11 @@ class Unread:
         name = what if isinstance(what, str) else type(what).__name__.replace("Parameter", "Tensor")
         self._rows.setdefault((name, reason), set()).add(row)
 
-    def tell(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
+    def report(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
         """Report what is new since the last call.
 
         Args:
-            read: rows whose operands were read at least once: what failed for them is no blindness.
+            read: rows whose operands were read at least once: what failed for them only is not reported.
             names: row -> module and GEMM, of all rows.
             version: of Transformer Engine.
             tell: takes the line and the fact.

@@ -195,7 +195,7 @@ class TeObserver:
     def end_step(self) -> None:
         """Report what could not be read in this sampled step."""
         names = {row: fqn for (fqn, *_), row in self._rows.items()}
-        self._guard.run("te unread", self.unread.tell, self.facts, names, self.version, self._tell)
+        self._guard.run("te unread", self.unread.report, self.facts, names, self.version, self._tell)
 
     def note_operand(self, operand: str, x: torch.Tensor) -> None:
         """Take an operand before its cast, from an observed quantiser (see te_recipe)."""

@@ -148,7 +148,7 @@ def create_app(
     app.state.detection = detection
     app.state.worker = worker
     app.state.on_change = on_change
-    app.state.ingest = ingest.Ingest(app, worker.wake, worker.hurry)
+    app.state.ingest = ingest.Ingest(app, worker.wake, worker.wake_for)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
     errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)

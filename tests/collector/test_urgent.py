@@ -143,7 +143,7 @@ def test_the_same_batch_again_is_no_news(client: Any, app: Any) -> None:
     assert told == ["run-1"]
 
 
-def test_hurry_ends_a_pause_that_a_wake_does_not() -> None:
+def test_wake_now_ends_a_pause_that_a_wake_does_not() -> None:
     import logging
 
     from fp8watch_server.db.leader_loop import LeaderLoop, Pause
@@ -166,6 +166,6 @@ def test_hurry_ends_a_pause_that_a_wake_does_not() -> None:
     assert rounds_begun.acquire(timeout=20)
     rounds.wake()
     assert not rounds_begun.acquire(timeout=0.2)
-    rounds.hurry()
+    rounds.wake_now()
     assert rounds_begun.acquire(timeout=20)
     rounds.stop()

@@ -25,8 +25,8 @@ SOON = [
     ),
     Bug(
         "what is broken ends the pause of the detectors",
-        "leader_loop:LeaderLoop.hurry",
-        "        self._hurry.set()\n",
+        "leader_loop:LeaderLoop.wake_now",
+        "        self._now.set()\n",
         "",
         f"{N}/test_woken.py::test_a_non_finite_batch_wakes_everyone_on_its_way",
     ),

@@ -26,7 +26,7 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Pause:
-    """Pause after a round; `wake` ends it early if it `wakes`, `hurry` in any case."""
+    """Pause after a round; `wake` ends it early if it `wakes`, `wake_now` in any case."""
 
     seconds: float
     wakes: bool = True
@@ -59,7 +59,7 @@ class LeaderLoop:
         self._name, self._what, self._leader, self._work = name, what, leader, work
         self._log, self._forget, self._retry_s = log, forget, retry_s
         self._wake = threading.Event()
-        self._hurry = threading.Event()
+        self._now = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.num_failures = 0
@@ -78,25 +78,25 @@ class LeaderLoop:
         """Signal that there may be new work."""
         self._wake.set()
 
-    def hurry(self) -> None:
+    def wake_now(self) -> None:
         """Signal new work that cannot wait for the end of a pause."""
-        self._hurry.set()
+        self._now.set()
         self._wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the work in hand and end the thread."""
         self._stop.set()
-        self.hurry()
+        self.wake_now()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             self._wake.clear()
-            self._hurry.clear()
+            self._now.clear()
             rest = self._one()
             if not self._stop.is_set():
-                (self._wake if rest.wakes else self._hurry).wait(rest.seconds)
+                (self._wake if rest.wakes else self._now).wait(rest.seconds)
         self._leader.release()
 
     def _one(self) -> Pause:

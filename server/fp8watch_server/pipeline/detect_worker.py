@@ -157,10 +157,10 @@ class DetectWorker:
         """Signal that there may be new batches."""
         self._rounds.wake()
 
-    def hurry(self, run_id: str, tenant: str) -> None:
+    def wake_for(self, run_id: str, tenant: str) -> None:
         """Signal an urgent batch of this run."""
         if self._urgent.add((run_id, tenant)):
-            self._rounds.hurry()
+            self._rounds.wake_now()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the current group and end the thread."""
