@@ -19,7 +19,7 @@ BUGS = [
     Bug("a signal while a step ends hands it over once", "watch:Watch._close_unfinished",
         "if self._ending:", "if False:", f"{A}/test_arrival.py::test_sigterm_in_the_middle_of_a_step_hands_it_over_once"),
     Bug("no step ends while a graph is captured", "watch:Watch._on_optimizer",
-        "or step_end.is_capturing()", "", f"{A}/test_arrival.py::test_nothing_ends_while_a_graph_is_captured"),
+        "or step_boundary.is_capturing()", "", f"{A}/test_arrival.py::test_nothing_ends_while_a_graph_is_captured"),
     Bug("every bit of a weight is hashed", "weight_hash:_odd",
         "torch.arange(1, 2 * CHUNK, 2,", "torch.arange(0, 2 * CHUNK, 2,",
         f"{A}/test_weight_hash.py::test_a_thousand_flips_of_one_bit_are_all_seen"),
