@@ -30,7 +30,7 @@ _DROPPED = np.uint64(64 - SUM_BITS)
 _SUM_MASK = np.uint32((1 << SUM_BITS) - 1)
 _FRACTION_BITS = SUM_BITS - 12
 _STRIDES = (1, 5)
-"""How far back the like of a record may lie within a step: the other direction, the same operand one Linear earlier."""
+"""Candidate delta strides within a step: the other direction, the same operand one Linear earlier."""
 _SAMPLE_RECORDS = 64
 
 _SUMS = tuple(f for f in FIELDS if f.dtype == "<f8")
@@ -155,7 +155,7 @@ def _pack_numbers(
 
 
 _CODES = np.rint(8.0 * np.log2(1.0 + np.arange(1 << 15))).astype(np.uint8)
-"""Of small counts: looking up is quicker than a logarithm."""
+"""Codes of small counts: a lookup is faster than a logarithm."""
 _COUNTS = np.exp2(np.arange(256) / 8.0) - 1.0
 
 
@@ -207,7 +207,7 @@ def pack(
         rows: [N] of ROW.
         per_step: records of each step, where all steps have the same sites in the same order; else 0.
         compressor: zstandard.ZstdCompressor, to try things out with.
-        yield_gil: called between pieces of work, so that the thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that the training thread gets the GIL.
 
     Returns:
         columns, constants, stride of depth_hist.
@@ -333,7 +333,7 @@ class Columns(Mapping[str, Array]):
 
 
 _SHAPES = {f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS}
-"""Of each field its values a record, and of how many planes of bytes a column consists at most."""
+"""Per field: values per record, and the maximum number of byte planes of a column."""
 
 
 def _unknown(name: str) -> NoReturn:

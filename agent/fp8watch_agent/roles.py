@@ -22,7 +22,7 @@ _OUTER_HEAD = re.compile(r"(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
 """Heads at any depth outside of numbered blocks; inside of one they are a part of the block."""
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 _TOP_HEAD = frozenset({"head", "output", "classifier", "score", "logits"})
-"""Heads where they stand at the top of a model; deeper inside they may be anything."""
+"""Heads at the top level of a model; deeper, the name may mean anything."""
 _INNER = re.compile(r"attn|attention|mlp|ffn|feed_forward")
 _EMBEDDING = re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$")
 _ROUTER = re.compile(r"(?:^|[._])(?:router(?:\.\w+)?|(?:gating|gate|wg)(?:\.(?:weight|linear|wg))?)$")

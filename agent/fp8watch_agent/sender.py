@@ -33,7 +33,7 @@ from fp8watch_agent.uploader import Receipt, Uploader
 logger = logging.getLogger("fp8watch")
 
 ENDED = "ended"
-"""Key in the health of a batch: the session ended, nothing more comes."""
+"""Health key that marks the last batch of a session."""
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0

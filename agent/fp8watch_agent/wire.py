@@ -131,7 +131,7 @@ def encode_batch(
         site: [N] uint64, site ids.
         rows: [N] of record.ROW.
         level: zstd level.
-        yield_gil: called between pieces of work, so that a thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that a training thread gets the GIL.
     """
     if header.num_steps != len(steps) or header.num_records != len(rows):
         raise WireError("header", "num_steps and num_records must be the lengths of the arrays")

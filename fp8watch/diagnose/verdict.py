@@ -20,9 +20,9 @@ import urllib3
 LOSS_TOLERANCE = 0.0025
 """Healthy FP8 and high-precision runs stay within 0.25 % of each other for the first 20 to 40 steps."""
 SUSTAINED = 3
-"""Steps that must be apart on the whole: a single small batch may be."""
+"""Number of steps that must be apart: a single small batch may be by chance."""
 RISE = 1.3
-"""Loss over that of the first step, from which on a run fails."""
+"""Ratio to the first loss above which a run counts as failing."""
 LAYER_ERROR = 0.25
 """RMS of the difference over RMS of the output, from which on a layer is named: healthy ones stay at 0.01 to 0.03."""
 

@@ -3,7 +3,7 @@
 Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_stats
 Shapes:     a quantised tensor -> codes [M, K] uint8, scale_inv [Mt, Kt] float32     Thread: training, and autograd's
 
-Tensors are told by the attributes they have, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
+Tensors are recognised by their attributes, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
 imported. What cannot be read has a reason, and whoever asked is given it. Scale tensors are padded to multiples of 4 (of
 128 and 4 for mxfp8) and the padding is not initialised, so it is cut off by shape:
     blockwise 1×128   rowwise scale_inv [Kt, ~M], columnwise [Mt, ~K] beside codes [K, M]

@@ -39,7 +39,7 @@ SETTINGS_NAME = "settings"
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 RELOAD_AFTER_S = 5.0
 FIRST_READ_S, READ_S = 0.9, 0.25
-"""How long a request waits for tokens: for the first time, and where there are older ones."""
+"""Timeouts of reading the tokens: the first time, and when there is an older snapshot."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 

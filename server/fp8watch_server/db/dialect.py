@@ -33,7 +33,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 from fp8watch_server.db.fair_lock import FairLock
 
 BUSY_TIMEOUT_S = 0.9
-"""How long one waits for another writer: under a second, because an agent is answered within one."""
+"""Wait for the write lock: under a second, because an agent is answered within one."""
 
 _WRITE_OPTION = "fp8watch_write"
 

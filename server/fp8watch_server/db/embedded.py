@@ -21,7 +21,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a socket's path that Linux takes; past it the package would put the socket where everyone can reach it."""
+"""Linux's limit of a socket path in bytes; beyond it the package would use a folder that everyone can reach."""
 DATABASE = "fp8watch"
 
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fp8watch_server.db.leader import Leader
 
 IDLE_S = 1.0
-"""How often a collector that does not lead asks whether it may."""
+"""How often a collector that does not lead tries to become the leader."""
 RETRY_S = 0.5
 
 
@@ -40,7 +40,7 @@ class LeaderLoop:
         what: it does, for the log.
         leader: whose turn it is.
         work: one round; says how long to rest.
-        log: where trouble is told.
+        log: logger for failed rounds.
         forget: drop what is remembered of the database.
         retry_s: the pause after trouble.
     """

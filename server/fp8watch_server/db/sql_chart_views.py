@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8420"
 STALLED_AFTER_S = 90  # as store.queries says it
 SMALLEST_IS_WORST = ("scale_inv_min", "tile_sqnr_db")
 OCTAVES = range(-40, 25, 2)
-"""Exponents of the columns of `octaves`: each counts two octaves, the first and the last also all beyond."""
+"""Exponents of the columns of `octaves`: each counts two octaves, the first and the last also everything beyond."""
 
 _SPAN = "of_run text, until_step bigint, num_steps bigint"
 

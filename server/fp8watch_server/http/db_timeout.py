@@ -29,9 +29,9 @@ from fp8watch_server.http.errors import Problem
 WITHOUT_PROGRESS_S = 0.7
 AT_MOST_S = 10.0
 WORKED_S = 0.01
-"""Seconds of processor time that say that a thread is at work; one that polls a locked database uses far fewer."""
+"""CPU seconds that show that a thread is at work; one that polls a locked database uses far fewer."""
 PROBE_AFTER_S = 2.0
-"""A page or a query that takes so long asks whether the database is there at all."""
+"""A page or query that takes this long probes whether the database answers at all."""
 PROBE_S = 1.0
 RETRY_AFTER_S = 1
 
@@ -86,7 +86,7 @@ class ProgressTimeout:
         """The result of `work`, cancelled when neither the database nor its worker threads make progress.
 
         Args:
-            worked_s: processor time of the threads that have it in hand.
+            worked_s: CPU time of the threads that work on it.
 
         Raises:
             Problem: 503.

@@ -22,7 +22,7 @@ FOLDER_UID = "fp8watch"
 TIMEOUT_S = 20.0
 _HERE = Path(__file__).parent
 _PLACES = (_HERE / "dashboards", _HERE.parents[2] / "dashboards" / "grafana" / "dashboards")
-"""In an installation; in a checkout."""
+"""Dashboards of an installation, and of a checkout."""
 
 
 class PushError(RuntimeError):

@@ -35,7 +35,7 @@ MAX_FINE_RECORDS = 400_000
 SUMMARY_STEPS = 9
 """Columns of so many steps and more are made of whole summaries (fp8watch_server.store.charts.FINE_STEPS)."""
 NOISELESS_DB = 99.0
-"""Stands for a tile SQNR of +Inf: nothing was lost, which is the best that there is, and no mark."""
+"""Shown for a tile SQNR of +Inf (lossless): the best value, and not marked as non-finite."""
 NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
 
 

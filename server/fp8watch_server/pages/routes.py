@@ -36,7 +36,7 @@ from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.store import queries
 
 FIRST_POINTS = 600
-"""Points of a curve of the first chart: more than that is more than its width."""
+"""Points per curve of the first chart: its width has no room for more."""
 
 router = APIRouter(include_in_schema=False)
 

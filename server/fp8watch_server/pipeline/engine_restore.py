@@ -27,11 +27,11 @@ from fp8watch_server.db.dialect import upsert
 from fp8watch_server.store import history, hot_batches
 
 STATE_VERSION = "1"
-"""Of the envelope; the engine has a version of its own in what it dumps."""
+"""Version of the envelope; the engine's dump has its own."""
 REPLAY_SAMPLES = 256
-"""Steps with records of a rank that are replayed."""
+"""Number of steps with records that are replayed per rank."""
 MAX_REPLAY_BATCHES = 8192
-"""Of a rank, however few samples they hold."""
+"""Limit per rank, however few samples the batches hold."""
 
 
 class Observes(Protocol):

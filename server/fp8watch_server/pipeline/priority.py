@@ -30,7 +30,7 @@ BROKEN_COUNTS = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tile
 BROKEN_SCALARS = ("loss", "grad_norm")
 AGAIN_S = 2.0
 MAX_RUNS = 1024
-"""Of which it is remembered when they were urgent."""
+"""Limit of the runs whose last urgent time is kept."""
 
 Run = tuple[str, str]  # run id, tenant
 

@@ -19,7 +19,7 @@ from fp8watch_server.db.dialect import upsert
 
 SEQS = 256
 DIGEST_BYTES = 16
-"""Of a body's SHA-256: enough that no other body is taken for it."""
+"""Stored bytes of a body's SHA-256: enough to exclude collisions."""
 _NONE = bytes(DIGEST_BYTES)
 
 

@@ -31,11 +31,11 @@ from fp8watch_server.store import batch_dedup
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown
 
 CAPTURE_STEPS = 16
-"""How many steps past an incident's last one its sites' full tile maps are asked for."""
+"""Number of steps after an incident's last one for which full tile maps are requested."""
 MAX_CAPTURE_SITES = 64
 MAX_KNOWN_RUNS = 256
 MAX_ALIKE, MAX_ALIKE_BYTES = 16, 1 << 13
-"""Sites of batches that were found to be known, of each run: how many, and how large."""
+"""Limits of the cached known site sets per run: number, and size of each."""
 
 _Seen = tuple[str, int, int]  # session, rank, seq
 

@@ -25,7 +25,7 @@ from fp8watch_server.store.block_codec import short_mantissa
 Array = npt.NDArray[Any]
 
 COUNTS_OF_CODES: npt.NDArray[np.int64] = np.rint(np.exp2(np.arange(256) / 8.0) - 1.0).astype(np.int64)
-"""The whole count that each histogram code stands for: whole numbers add up in any order."""
+"""Integer count of each histogram code: integers sum exactly in any order."""
 
 WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
 """Coordinates that follow the rank of another column's maximum."""

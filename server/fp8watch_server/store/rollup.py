@@ -40,7 +40,7 @@ from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import SUMMARY, summarize
 
 RECORDS_AT_ONCE = 1 << 17
-"""How many records one part may have: what one transaction writes stays short, and what is in memory small."""
+"""Maximum number of records per part, to keep transactions short and memory small."""
 
 
 def behind(conn: Connection, run_id: str, tenant: str) -> list[int]:

@@ -18,7 +18,7 @@ from fp8watch_server.store.records import Parts
 
 PIECE_STEPS = 64
 MAX_SPAN_STEPS = 1 << 16
-"""Batches whose steps lie further apart than that are not cut into pieces."""
+"""Batches whose steps are further apart are not cut into segments."""
 CACHE_BYTES = 64 << 20
 
 

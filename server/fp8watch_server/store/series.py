@@ -26,7 +26,7 @@ from fp8watch_server.store.summary import worst_of_each
 
 MAX_POINTS = 10_000
 HISTOGRAMS_AT_ONCE = 1 << 15
-"""Longer runs are added up in parts of so many: a histogram is 64 numbers a step."""
+"""Longer runs are summed in chunks of this many: a histogram has 64 numbers per step."""
 AMAX_BUCKET_OFFSET = 48
 """Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; bucket 0 holds the zero tiles."""
 
