@@ -1,11 +1,11 @@
-"""Puts the books together: each part of the agent counts for itself, and here the columns are filled.
+"""Record and tile-map accounting: builds the ledgers of a health snapshot from the counts of each part of the agent.
 
 Upstream:   fp8watch_agent.ring, fp8watch_agent.tile_map_queue, fp8watch_agent.spool, fp8watch_agent.sender
 Downstream: fp8watch_agent.health
 Thread:     any, under the sender's lock
 
-`queued` and `spooled` are counted where the records lie, not derived from the rest: the identity can fail, and says
-so when it does.
+`queued` and `spooled` are counted where the records are, not derived from the rest, so the identity in health is a real
+check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _in_hand(sender: Sender, kind: Kind) -> int:
 
 
 def records_ledger(ring: Ring, sender: Sender, late: dict[str, int]) -> Ledger:
-    """Where every record is. `late`: refused at the door, by reason."""
+    """Counts of all records by where they are. `late`: records refused by `record_step`, by reason."""
     spool = sender.spool
     from_ring = {
         DROP_RING_FULL: ring.overwritten_records + ring.torn_records,
@@ -50,15 +50,15 @@ def records_ledger(ring: Ring, sender: Sender, late: dict[str, int]) -> Ledger:
 
 
 def maps_ledger(maps: MapQueue, sender: Sender, late: dict[str, int]) -> Ledger:
-    """Where every tile map is."""
+    """Counts of all tile maps by where they are."""
     spool = sender.spool
     from_spool: dict[str, int] = {}
     if spool is not None:
         from_spool = {DROP_SPOOL_FULL: spool.dropped_full[1], DROP_SPOOL_DAMAGED: spool.dropped_damaged[1]}
     return Ledger(
         produced=maps.pushed + sum(late.values()),
-        acknowledged=sender.maps_books.acknowledged,
+        acknowledged=sender.map_counts.acknowledged,
         queued=len(maps) + _in_hand(sender, Kind.MAPS),
         spooled=0 if spool is None else spool.num_maps,
-        dropped=merged({DROP_MAPS_FULL: maps.dropped}, from_spool, sender.maps_books.dropped, late),
+        dropped=merged({DROP_MAPS_FULL: maps.dropped}, from_spool, sender.map_counts.dropped, late),
     )

@@ -1,4 +1,4 @@
-"""Frames of the ring become the bodies of batches: which steps go together, and how a body is halved.
+"""Bundles ring frames into encoded batches, and splits a batch that the collector finds too large.
 
 Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.wire, fp8watch_agent.sender, fp8watch_agent.sync
 Shapes:     frames of one step each -> one parcel: (kind, seq, body, number of records)
@@ -28,14 +28,14 @@ from fp8watch_agent.wire import (
 )
 
 MAX_BATCH_STEPS = 256
-MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become columns of the header
+MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become header columns
 MAX_RAW_BYTES = 8 << 20
-SPLIT_SHIFT = 48  # a part of a split batch keeps the parent's seq below, and its place in the tree of halves above
+SPLIT_SHIFT = 48  # each half's path in the tree of halves, above the parent's seq
 MAX_SPLIT_PATH = 1 << (63 - SPLIT_SHIFT)
 
 
 class Kind(IntEnum):
-    """What a body is."""
+    """Content of a body: a batch of records, or tile maps."""
 
     BATCH = 1
     MAPS = 2
@@ -43,19 +43,19 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Parcel:
-    """One body under one key. The same key always carries the same bytes."""
+    """One encoded body with its idempotency key. The same key always has the same bytes."""
 
     kind: Kind
     seq: int
     body: bytes
     amount: int  # records, or tile maps
-    end: int = 0  # ring position behind its last frame; 0 when it does not come from the ring
+    end: int = 0  # ring position after its last frame; 0 when it does not come from the ring
     frames_to: int = 0
-    precious: bool = False  # goes last when the disk runs out of room
+    precious: bool = False  # dropped last when the disk is full
 
 
 class BatchBuilder:
-    """Collects frames until the next one does not fit."""
+    """Accumulates frames until the next one does not fit."""
 
     def __init__(self, session: Session, max_records: int) -> None:
         self._session = session
@@ -66,7 +66,7 @@ class BatchBuilder:
         self._extra_bytes = 0
 
     def fits(self, frame: Frame) -> bool:
-        """A batch ascends in steps and stays within its limits; a single frame always fits."""
+        """Whether a frame can join: steps ascend and the limits hold. An empty builder takes any frame."""
         if not self.frames:
             return True
         first, last = self.frames[0].steps["step"][0], self.frames[-1].steps["step"][0]
@@ -81,16 +81,16 @@ class BatchBuilder:
         )
 
     def add(self, frame: Frame) -> None:
-        """Take a frame that `fits`."""
+        """Append a frame for which `fits` is true."""
         self._raw_bytes += frame.rows.nbytes
         self._extra_bytes += frame.num_extra_bytes
         self.num_records += frame.num_records
         self.frames.append(frame)
 
     def build(
-        self, seq: int, clock: float, health: dict[str, float], breathe: Callable[[], None] = lambda: None
+        self, seq: int, clock: float, health: dict[str, float], yield_gil: Callable[[], None] = lambda: None
     ) -> Parcel:
-        """The collected frames as one body. `breathe` is called between pieces of the work.
+        """Encode the collected frames as one body. `yield_gil` is called between pieces of the work.
 
         Raises:
             WireError, ValueError: they cannot be encoded.
@@ -110,14 +110,14 @@ class BatchBuilder:
             logs=_columns_of_logs(frames),
             batch_ids=[f.batch_id for f in frames] if any(f.batch_id is not None for f in frames) else [],
         )
-        if len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES:  # thousands of different names, each given once
+        if len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES:  # thousands of names, each logged once
             header = msgspec.structs.replace(header, logs={})
         step = np.repeat(steps["step"], [f.num_records for f in frames])
         site = np.concatenate([f.site_ids for f in frames])
         rows = np.concatenate([f.rows for f in frames])
-        breathe()
-        body = encode_batch(header, steps, step, site, rows, breathe=breathe)
-        breathe()
+        yield_gil()
+        body = encode_batch(header, steps, step, site, rows, yield_gil=yield_gil)
+        yield_gil()
         precious = any(f.precious for f in frames)
         return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1, precious)
 
@@ -130,7 +130,7 @@ def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:
 
 
 def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iterable[BatchBuilder]:
-    """Frames grouped in the order in which they come."""
+    """Group frames into builders, in order."""
     builder = BatchBuilder(session, max_records)
     for frame in frames:
         if not builder.fits(frame):
@@ -141,8 +141,8 @@ def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iter
         yield builder
 
 
-def farewell_parcel(session: Session, seq: int, clock: float, health: dict[str, float]) -> Parcel:
-    """A batch without steps: only its health has something to say."""
+def end_parcel(session: Session, seq: int, clock: float, health: dict[str, float]) -> Parcel:
+    """A batch without steps, sent for its health alone."""
     header = Header(
         run=session.run_id, session=session.session, rank=session.rank, seq=seq, step0=0, num_steps=0,
         num_records=0, clock=clock, health=health,
@@ -152,16 +152,16 @@ def farewell_parcel(session: Session, seq: int, clock: float, health: dict[str, 
 
 
 def maps_parcel(session: Session, seq: int, maps: list[TileMap]) -> Parcel:
-    """Tile maps as one body."""
+    """Encode tile maps as one body."""
     body = encode_tile_maps(session.run_id, session.session, session.rank, seq, maps)
     broken = TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE
     return Parcel(Kind.MAPS, seq, body, len(maps), precious=any(bool((m.flags & broken).any()) for m in maps))
 
 
 def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
-    """Two halves of a body that the collector finds too large: by steps, then by records. None: it cannot be halved.
+    """Two halves of a body that the collector finds too large: by steps, then by records. None: it cannot be split.
 
-    Keys and bytes follow from the parent alone, so that whoever sends the parent again makes the same halves.
+    Keys and bytes depend on the parent alone, so splitting it again after a restart gives the same halves.
     """
     path = (parcel.seq >> SPLIT_SHIFT) or 1
     if path * 2 + 1 >= MAX_SPLIT_PATH:

@@ -1,11 +1,11 @@
-"""Compressed bodies, inflated with bounded memory: zstd, and gzip for those who have no zstd.
+"""Decompression of zstd and gzip bodies with bounded memory.
 
 Upstream:   fp8watch_agent.wire    Downstream: fp8watch_agent.record
 Shapes:     bytes -> at most MAX_INFLATED_BYTES bytes
 Thread:     any; pure
 
-zstandard's one-shot decompress ignores its own limit where a frame declares a size, so both formats are read in pieces,
-and what is too large is found to be so before any of it is kept.
+zstandard's one-shot decompress ignores its own limit when a frame declares a size, so both formats are read in chunks,
+and an oversized body is rejected before any of it is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class WireError(ValueError):
-    """A body that is not a batch. `column` names the part that is wrong; the text says value, rule and remedy."""
+    """A body that is not a valid batch. `column` names the wrong part; the text gives value, rule and remedy."""
 
     def __init__(self, column: str, message: str) -> None:
         super().__init__(f"{column}: {message}")
@@ -30,14 +30,14 @@ class WireError(ValueError):
 
 
 class TooLarge(WireError):
-    """A body that inflates past its limit."""
+    """A body that decompresses past its limit."""
 
 
 def decompress(body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
-    """Inflate a zstd frame (or a gzip stream) with bounded memory.
+    """Decompress a zstd frame (or a gzip stream) with bounded memory.
 
-    A frame that declares more than `max_bytes` is refused unread. One that declares nothing is counted first, piece by
-    piece, and kept only when it fits: what is refused has taken no more memory than a piece.
+    A frame that declares more than `max_bytes` is refused unread. One that declares no size is counted chunk by chunk
+    first and kept only when it fits, so a refused body never takes more memory than one chunk.
 
     Raises:
         WireError: neither, truncated, larger than `max_bytes`, or a window above MAX_WINDOW_BYTES.
@@ -53,7 +53,7 @@ def decompress(body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
             raise _too_large(max_bytes)
         reader = _unzstd(body)
         out = reader.read(size) if size else b""
-        behind = reader.read(1)  # a frame that holds more than it says is refused here, or by zstd
+        behind = reader.read(1)  # a frame larger than it declares is refused here, or by zstd
     except zstandard.ZstdError as e:
         raise WireError("body", f"not a zstd frame ({e}); send Content-Encoding: zstd") from e
     if len(out) != size or behind:
@@ -70,7 +70,7 @@ def _too_large(max_bytes: int) -> TooLarge:
 
 
 def _counted(reader: zstandard.ZstdDecompressionReader, max_bytes: int) -> int:
-    """How many bytes there are; reads no further than past the limit, and keeps nothing."""
+    """Decompressed size, without keeping the data; stops reading once past the limit."""
     piece, total = bytearray(_PIECE_BYTES), 0
     while total <= max_bytes and (got := reader.readinto(piece)):
         total += got
@@ -87,7 +87,7 @@ def _gunzip(body: bytes, max_bytes: int) -> bytes:
 
 
 def _pieces(body: bytes, max_bytes: int) -> Iterator[bytes]:
-    """What a gzip stream holds, up to the piece that goes past the limit.
+    """Chunks of a gzip stream, up to the one that exceeds the limit.
 
     Raises:
         WireError: it was cut, or something lies behind it.

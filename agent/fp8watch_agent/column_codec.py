@@ -1,11 +1,11 @@
-"""Columns of a batch as bytes that compress: differences between steps, byte by byte, and nothing that goes without saying.
+"""Column codec of the wire: delta over steps, byte-plane shuffle, and columns at their default omitted.
 
 Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.wire
 Shapes:     rows [N] of ROW <-> constants and columns, a byte string a field
 Thread:     sender (pack), collector (unpack); pure
 
-Fields of one width are packed together, a matrix [fields, N] at a time: a few large operations instead of many small
-ones. docs/wire.md says what the bytes mean.
+Fields of one width are packed together, one matrix [fields, N] at a time: few large numpy operations instead of many
+small ones. docs/wire.md defines the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DROPPED = np.uint64(64 - SUM_BITS)
 _SUM_MASK = np.uint32((1 << SUM_BITS) - 1)
 _FRACTION_BITS = SUM_BITS - 12
 _STRIDES = (1, 5)
-"""How far back the like of a record may lie within a step: the other direction, the same operand one Linear earlier."""
+"""Candidate delta strides within a step: the other direction, the same operand one Linear earlier."""
 _SAMPLE_RECORDS = 64
 
 _SUMS = tuple(f for f in FIELDS if f.dtype == "<f8")
@@ -43,7 +43,7 @@ _GROUP_OF = {f.name: group for group in _GROUPS for f in group[0]}
 
 @lru_cache(maxsize=256)
 def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> tuple[int, npt.NDArray[np.intp]]:
-    """Of fields side by side, that came in so many planes: how many words a record has, and where each plane goes."""
+    """For adjacent fields with these numbers of byte planes: words per record, and where each plane goes."""
     place: list[int] = []
     row = 0
     for size, planes in zip(sizes, num_planes, strict=True):
@@ -54,7 +54,7 @@ def _places(sizes: tuple[int, ...], num_planes: tuple[int, ...], width: int) -> 
 
 
 def _words(fields: tuple[Field, ...], width: int) -> npt.NDArray[np.intp]:
-    """Of each value of these fields its place in a row of words of `width` bytes."""
+    """Values of these fields as words of `width` bytes, each at its place in the record."""
     offsets: Mapping[str, Any] = ROW.fields or {}
     return np.array([offsets[f.name][1] // width + i for f in fields for i in range(f.size)], dtype=np.intp)
 
@@ -70,7 +70,7 @@ _WIDE_DEFAULTS, _NARROW_DEFAULTS = _defaults(_WIDE, "<u8"), _defaults(_NARROW, "
 
 
 def round_sums(values: Array) -> Array:
-    """Float64 -> its upper SUM_BITS bits as u32, rounded to nearest. NaN and Inf stay what they are."""
+    """Float64 -> its upper SUM_BITS bits as u32, rounded to nearest. NaN and Inf are preserved."""
     bits = np.ascontiguousarray(values).view("<u8")
     rounded = (bits + (np.uint64(1) << (_DROPPED - np.uint64(1)))) >> _DROPPED
     finite = np.isfinite(values)
@@ -79,18 +79,20 @@ def round_sums(values: Array) -> Array:
         cut = bits >> _DROPPED
         cut |= np.isnan(values).astype("<u8") << np.uint64(
             _FRACTION_BITS - 1
-        )  # a NaN whose payload was cut is one still
+        )  # a NaN stays NaN after its payload is cut
         rounded = np.where(finite & ~overflown, rounded, cut)
     return rounded.astype("<u4")
 
 
 def widen_sums(words: Array) -> Array:
-    """The inverse of `round_sums`."""
+    """Inverse of `round_sums`."""
     return (words.astype("<u8") << _DROPPED).view("<f8")
 
 
 def _fold(words: Array, stride: int, bits: int) -> Array:
-    """Differences to the value `stride` records earlier, small in either direction as small numbers. [fields, N]"""
+    """Delta to the value `stride` records earlier, zigzag-encoded so that small differences are small numbers. [fields,
+    N]
+    """
     one = words.dtype.type(1)
     out = words
     if 0 < stride < words.shape[1]:
@@ -102,7 +104,7 @@ def _fold(words: Array, stride: int, bits: int) -> Array:
 
 
 def _unfold(words: Array, stride: int, bits: int) -> Array:
-    """The inverse of `_fold`."""
+    """Inverse of `_fold`."""
     one = words.dtype.type(1)
     out = (words >> one) ^ (words.dtype.type(0) - (words & one))
     fields, n = words.shape
@@ -113,7 +115,7 @@ def _unfold(words: Array, stride: int, bits: int) -> Array:
 
 
 def _planes(words: Array) -> tuple[Array, Array]:
-    """Bytes [fields, width, N], lowest first, and of each field how many of them are not all zero, at least one."""
+    """Byte planes [fields, width, N], lowest first, and for each field the number of planes to keep, at least one."""
     fields, n = words.shape
     width = words.dtype.itemsize
     used = np.ones(fields, np.intp)
@@ -129,7 +131,7 @@ def _pack_numbers(
     fields: tuple[Field, ...], words: Array, defaults: Array, stride: int, bits: int, out: dict[str, bytes],
     constants: dict[str, bytes],
 ) -> None:  # fmt: skip
-    """`words` [values, N]: the values of these fields, those of one field side by side."""
+    """Pack `words` [values, N], the values of one field next to each other."""
     constant = (words == words[:, :1]).all(axis=1)
     default = constant & (words[:, 0] == defaults)
     live = np.flatnonzero(~constant)
@@ -153,7 +155,7 @@ def _pack_numbers(
 
 
 _CODES = np.rint(8.0 * np.log2(1.0 + np.arange(1 << 15))).astype(np.uint8)
-"""Of small counts: looking up is quicker than a logarithm."""
+"""Codes of small counts: a lookup is faster than a logarithm."""
 _COUNTS = np.exp2(np.arange(256) / 8.0) - 1.0
 
 
@@ -184,7 +186,7 @@ def _differences(codes: Array, stride: int) -> Array:
 
 
 def _best_stride(codes: Array, compressor: Any) -> int:
-    """Of a single step: how far back to look, by trying it on the first records."""
+    """Delta stride for a batch of a single step, chosen by compressing the first records."""
     sample = codes[:_SAMPLE_RECORDS]
     if len(sample) < _SAMPLE_RECORDS:
         return 0
@@ -192,20 +194,20 @@ def _best_stride(codes: Array, compressor: Any) -> int:
     return min(sizes, key=lambda s: (sizes[s], s))
 
 
-def _no_need() -> None:
+def _keep_gil() -> None:
     pass
 
 
 def pack(
-    rows: Array, per_step: int, compressor: Any, breathe: Callable[[], None] = _no_need
+    rows: Array, per_step: int, compressor: Any, yield_gil: Callable[[], None] = _keep_gil
 ) -> tuple[dict[str, bytes], dict[str, bytes], int]:
-    """Records as columns.
+    """Encode records as columns.
 
     Args:
         rows: [N] of ROW.
         per_step: records of each step, where all steps have the same sites in the same order; else 0.
         compressor: zstandard.ZstdCompressor, to try things out with.
-        breathe: called between pieces of work, so that the thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that the training thread gets the GIL.
 
     Returns:
         columns, constants, stride of depth_hist.
@@ -219,14 +221,14 @@ def pack(
     wide, narrow = rows.view("<u8").reshape(n, -1), rows.view("<u4").reshape(n, -1)
     sums = round_sums(np.ascontiguousarray(wide[:, _SUM_WORDS].T).view("<f8"))
     _pack_numbers(_SUMS, sums, np.zeros(len(sums), "<u4"), per_step, SUM_BITS, columns, constants)
-    breathe()
+    yield_gil()
     _pack_numbers(_WIDE, np.ascontiguousarray(wide[:, _WIDE_WORDS].T), _WIDE_DEFAULTS, per_step, 64, columns, constants)
     _pack_numbers(
         _NARROW, np.ascontiguousarray(narrow[:, _NARROW_WORDS].T), _NARROW_DEFAULTS, per_step, 32, columns, constants
     )
     stride = 0
     for name in HISTOGRAMS:
-        breathe()
+        yield_gil()
         codes = encode_histogram(rows[name])
         if not codes.any():
             continue
@@ -331,7 +333,7 @@ class Columns(Mapping[str, Array]):
 
 
 _SHAPES = {f.name: (f.size, 1 if f.name in HISTOGRAMS else 3 if f.dtype == "<f8" else int(f.dtype[2:])) for f in FIELDS}
-"""Of each field its values a record, and of how many planes of bytes a column consists at most."""
+"""Per field: values per record, and the maximum number of byte planes of a column."""
 
 
 def _unknown(name: str) -> NoReturn:

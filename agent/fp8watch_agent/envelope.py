@@ -1,4 +1,4 @@
-"""What every body of the wire is made of: a header, and maps of byte strings, opened with their limits in sight.
+"""Envelope shared by all wire bodies: header, and bounded msgpack maps of byte strings.
 
 Upstream:   fp8watch_agent.bounded_decompress    Downstream: fp8watch_agent.wire, fp8watch_agent.wire_maps
 Thread:     any; pure
@@ -28,14 +28,14 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class UnsupportedVersion(WireError):
-    """A body of a version that this codec does not know."""
+    """A body of a wire version that this codec does not know."""
 
 
 def open_map(name: str, raw: msgspec.Raw) -> dict[str, bytes]:
-    """A map of byte strings, of at most MAX_COLUMNS entries."""
+    """Decode a map of byte strings, of at most MAX_COLUMNS entries."""
     data = memoryview(raw)
     kind = data[0]
-    wide = {0xDE: 3, 0xDF: 5}.get(kind)  # map 16, map 32: how long the head is
+    wide = {0xDE: 3, 0xDF: 5}.get(kind)  # map 16, map 32: length of the map header
     count = kind & 0x0F if kind & 0xF0 == 0x80 else int.from_bytes(data[1:wide], "big") if wide else None
     if count is None:
         raise WireError(name, "must be a map of column names to byte strings")

@@ -1,4 +1,4 @@
-"""The one guard between the observer and its host: what fails in here is counted, and never reaches training.
+"""Exception guard around every entry from training: errors are counted and never reach the host.
 
 Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.health
 Thread:     any; nothing is written or logged on the thread that failed
@@ -19,9 +19,9 @@ MAX_PLACES = 64
 
 
 class Guard:
-    """Swallows exceptions by place. KeyboardInterrupt and SystemExit are the host's, and pass.
+    """Swallows and counts exceptions by place. KeyboardInterrupt and SystemExit pass through.
 
-    The first error of a place is kept as text; the sender thread writes it to the log, because logging is I/O.
+    The first error of a place is kept as text; the sender thread logs it, because logging is I/O.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Guard:
         self._to_log: deque[str] = deque(maxlen=MAX_PLACES)
 
     def call(self, place: str, fn: Callable[[], T], default: T) -> T:
-        """`fn()`, or `default` where it raised."""
+        """Return `fn()`, or `default` when it raises."""
         try:
             return fn()
         except Exception as e:  # noqa: BLE001 - this is the guard
@@ -37,7 +37,7 @@ class Guard:
             return default
 
     def run(self, place: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """`fn(*args, **kwargs)`, or None where it raised."""
+        """Return `fn(*args, **kwargs)`, or None when it raises."""
         try:
             return fn(*args, **kwargs)
         except Exception as e:  # noqa: BLE001 - this is the guard
@@ -45,11 +45,11 @@ class Guard:
             return None
 
     def swallow(self, place: str, error: BaseException) -> None:
-        """Count an error of `place`; remember the first for the log."""
+        """Count an error of `place`; keep the first one for the log."""
         seen = self.errors.get(place, 0)
         self.errors[place] = seen + 1
         if seen == 0:
-            # repr of a hostile exception may raise itself
+            # str() of a hostile exception may raise, too
             try:
                 text = f"{type(error).__name__}: {error}"
             except Exception:  # noqa: BLE001
@@ -60,6 +60,6 @@ class Guard:
             )
 
     def emit(self) -> None:
-        """Write what is waiting to the log. Never called on the training thread while it trains."""
+        """Write queued errors to the log. Never called on the training thread while it trains."""
         while self._to_log:
             logger.warning("%s", self._to_log.popleft())

@@ -1,4 +1,4 @@
-"""The agent's own books: every record that was handed over is in exactly one column of them.
+"""Accounting of the agent: every record is counted once as acknowledged, queued, spooled or dropped.
 
 Upstream:   fp8watch_agent.accounting     Downstream: fp8watch_agent.wire
 Thread:     sender writes; any thread takes a snapshot
@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-DROP_RING_FULL = "ring_full"  # the oldest went, because the sender could not keep up
+DROP_RING_FULL = "ring_full"  # the oldest step was overwritten because the sender could not keep up
 DROP_RING_TOO_LARGE = "step_too_large"  # one step larger than the ring
-DROP_SPOOL_FULL = "spool_full"  # the oldest segment went at the cap
+DROP_SPOOL_FULL = "spool_full"  # the oldest segment was deleted at the cap
 DROP_SPOOL_DAMAGED = "spool_damaged"
 DROP_ENCODE = "not_encodable"
-DROP_UNREGISTERED = "unregistered"  # the collector keeps asking for sites that it has refused
+DROP_UNREGISTERED = "unregistered"  # the collector keeps asking for sites that it refused
 DROP_MAPS_FULL = "queue_full"
-DROP_CLOSED = "closed"  # handed over after close
-DROP_REENTRANT = "reentrant"  # handed over from inside another hand-over (a signal handler, a second thread)
+DROP_CLOSED = "closed"  # recorded after close
+DROP_REENTRANT = "reentrant"  # recorded from inside another record call (a signal handler, a second thread)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where everything is that was handed over, in records (or in tile maps)."""
+    """Counts of everything that was recorded, in records (or tile maps), by where it is."""
 
     produced: int = 0
-    acknowledged: int = 0  # the collector has committed it
+    acknowledged: int = 0  # committed by the collector
     queued: int = 0  # in the ring, or in flight
-    spooled: int = 0  # on disk, waiting for a collector
+    spooled: int = 0  # on disk, waiting for the collector
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
 
     @property
@@ -37,7 +37,7 @@ class Ledger:
 
     @property
     def balanced(self) -> bool:
-        """The identity of this file."""
+        """Whether the identity in the module docstring holds."""
         return self.produced == self.acknowledged + self.queued + self.spooled + self.num_dropped
 
 
@@ -48,7 +48,7 @@ class Health:
     state: str  # up | away | held | local | starting | closed | inert (after a fork)
     records: Ledger = field(default_factory=Ledger)
     maps: Ledger = field(default_factory=Ledger)
-    num_steps: int = 0  # handed over
+    num_steps: int = 0  # recorded
     num_batches: int = 0  # acknowledged
     num_retries: int = 0
     num_bytes: int = 0  # acknowledged, on the wire
@@ -57,7 +57,7 @@ class Health:
     gauges: dict[str, float] = field(default_factory=dict)
 
     def as_floats(self) -> dict[str, float]:
-        """What travels in the header of each batch."""
+        """Values for the header of each batch."""
         out = {
             "produced": float(self.records.produced),
             "acknowledged": float(self.records.acknowledged),
@@ -73,8 +73,8 @@ class Health:
         return out
 
 
-class Books:
-    """The sender's columns: what was acknowledged or dropped after it had left the ring."""
+class DeliveryCounts:
+    """The sender's counters: acknowledged and dropped after leaving the ring."""
 
     def __init__(self) -> None:
         self.acknowledged = 0

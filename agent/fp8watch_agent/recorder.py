@@ -1,4 +1,4 @@
-"""The recorder: where a training process hands over what it measured, and forgets about it.
+"""Recorder: the non-blocking API through which training hands over its measurements.
 
 Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.tile_map_queue, fp8watch_agent.wire, fp8watch_agent.sender
 Shapes:     one step: STEP, site ids uint64 [N], rows [N] of ROW
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.accounting import maps_ledger, records_ledger
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, Books, Health
+from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.sender import ENDED, Sender
@@ -30,22 +30,22 @@ from fp8watch_agent.spool import Spool
 from fp8watch_agent.spool_dir import usable_directory
 from fp8watch_agent.tile_map_queue import MapQueue
 from fp8watch_agent.transport import Transport
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 
 logger = logging.getLogger("fp8watch")
 
 MAX_EXTRA_BYTES = 16 << 10  # logs and batch id of one step
-_CLOSE_RESERVE_S = 0.5  # of close's time, kept for writing to disk what could not be sent
+_CLOSE_RESERVE_S = 0.5  # share of close's timeout that is reserved for spooling
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 class Recorder:
-    """The agent, as the training library sees it. One thread records; any thread may ask, flush and close."""
+    """The agent's public interface. One thread records; any thread may query, flush and close."""
 
     def __init__(self, settings: AgentSettings, session: Session, guard: Guard | None = None) -> None:
-        """Make the ring and start the sender. Touches no network in the caller's thread.
+        """Create the ring and start the sender. The caller's thread does no network I/O.
 
-        `guard` is the host's, so that what it swallows is counted in the health of this agent too.
+        `guard` is shared with the host library, so the errors that it swallows appear in this agent's health.
 
         Raises:
             ValueError: settings that cannot work.
@@ -60,21 +60,21 @@ class Recorder:
         spool = None
         if self._directory is not None:
             spool = Spool(self._directory, self._registration, settings.spool_bytes)
-        courier = None
+        uploader = None
         if settings.collector is not None:
-            courier = Courier(
+            uploader = Uploader(
                 Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s)
             )
         self._gauges: dict[str, float] = {}
-        self._late = Books()  # written by the training thread: what came when nothing is taken any more
-        self._late_maps = Books()
+        self._late = DeliveryCounts()  # written by the training thread: records that came after close
+        self._late_maps = DeliveryCounts()
         self._num_steps = 0
         self._last_step = -1
-        self._pushing = threading.Lock()  # only ever tried, never waited for
+        self._pushing = threading.Lock()  # acquired without blocking only
         self._closed = False
         self._inert = False
         self._sender = Sender(
-            settings, self._registration, self._ring, self._maps, spool, courier, self._guard, self._health_floats
+            settings, self._registration, self._ring, self._maps, spool, uploader, self._guard, self._health_floats
         )
         _recorders.add(self)
         self._sender.thread.start()
@@ -82,7 +82,7 @@ class Recorder:
     # --- the training thread
 
     def register_sites(self, sites: Sequence[Site]) -> None:
-        """Hand over static facts of sites: at attach, and again when they change. Only new and changed ones travel."""
+        """Register static facts of sites: at attach, and again when they change. Only new and changed ones are sent."""
         if self._inert or self._closed:
             return
         try:
@@ -93,7 +93,7 @@ class Recorder:
             self._guard.swallow("register_sites", e)
 
     def update_facts(self, facts: Mapping[str, str | int | float | bool]) -> None:
-        """Add facts of the session that are known only while it runs. They travel without waiting for a batch."""
+        """Add session facts that become known while training runs. They are sent without waiting for a batch."""
         if self._inert or self._closed:
             return
         try:
@@ -109,7 +109,7 @@ class Recorder:
         logs: Mapping[str, float] | None = None,
         batch_id: str | None = None,
     ) -> None:
-        """Hand over one step: copied before this returns.
+        """Record one step. The arrays are copied before this returns.
 
         Args:
             step: one STEP.
@@ -142,7 +142,7 @@ class Recorder:
             self._pushing.release()
 
     def _pack_extra(self, logs: Mapping[str, float] | None, batch_id: str | None) -> bytes:
-        """Logs as msgpack. What cannot be packed is counted, and the step goes without it."""
+        """Logs as msgpack. What cannot be packed is counted, and the step is recorded without it."""
         try:
             values = {str(k): float(v) for k, v in logs.items()} if logs else {}
             extra = msgspec.msgpack.encode((values, None if batch_id is None else str(batch_id)))
@@ -154,7 +154,7 @@ class Recorder:
             return b""
 
     def record_tile_maps(self, maps: Sequence[TileMap]) -> None:
-        """Hand over full tile maps. Their arrays are kept by reference and must not be written to afterwards."""
+        """Record full tile maps. Their arrays are kept by reference and must not be modified afterwards."""
         if self._inert:
             return
         try:
@@ -167,21 +167,21 @@ class Recorder:
             self._guard.swallow("record_tile_maps", e)
 
     def wanted_captures(self) -> frozenset[int]:
-        """Ids of the sites whose full tile maps the collector has asked for, and still wants."""
+        """Ids of the sites whose full tile maps the collector currently asks for."""
         return frozenset(site for site, last in self._sender.captures.items() if last >= self._last_step)
 
     def set_gauge(self, name: str, value: float) -> None:
-        """A number about the agent itself, such as `overhead_ratio`; travels in the header of each batch."""
+        """Set a number about the agent itself, such as `overhead_ratio`; sent in the header of each batch."""
         self._gauges[name] = float(value)
 
     # --- any thread
 
     def health(self) -> Health:
-        """A snapshot of the books."""
+        """A health snapshot."""
         if self._inert:
             return Health(state="inert")
         sender = self._sender
-        locked = sender.lock.acquire(timeout=0.2)  # busy writing to a slow disk: a look without the lock must do
+        locked = sender.lock.acquire(timeout=0.2)  # slow disk: take the snapshot without the lock
         try:
             return self._snapshot()
         finally:
@@ -207,7 +207,7 @@ class Recorder:
         return self._snapshot().as_floats()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was handed over is acknowledged (without a collector: on disk). False: it was not."""
+        """Wait until everything recorded is acknowledged (without a collector: on disk). False on timeout."""
         if self._inert or self._closed:
             return False
         sender, ring = self._sender, self._ring
@@ -217,7 +217,7 @@ class Recorder:
         try:
             while True:
                 sender.wake.set()
-                in_ring = sender.settled_to() < target or len(self._maps) > 0
+                in_ring = sender.oldest_unsent() < target or len(self._maps) > 0
                 spooled = sender.spool is not None and bool(sender.spool) and self._settings.collector is not None
                 if not in_ring and not spooled:
                     return True
@@ -229,7 +229,7 @@ class Recorder:
             sender.flushing = False
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what can be sent in the time given, spool the rest, end the thread. Idempotent, never raises."""
+        """Send what can be sent in `timeout_s`, spool the rest, end the thread. Idempotent, never raises."""
         if self._inert or self._closed:
             return
         self._closed = True
@@ -244,13 +244,13 @@ class Recorder:
         self._gauges[ENDED] = 1.0
         until = time.monotonic() + max(0.1, timeout_s)
         sender.deadline = until - min(_CLOSE_RESERVE_S, timeout_s / 2)
-        if sender.courier is not None:
-            sender.courier.transport.deadline = sender.deadline
+        if sender.uploader is not None:
+            sender.uploader.transport.deadline = sender.deadline
         sender.wake.set()
         sender.thread.join(max(0.0, sender.deadline - time.monotonic()))
-        # Still in a request: from here on its outcome does not count. The bytes in hand go to disk under their key.
+        # Still in a request: its outcome is ignored from here on. The current parcel is spooled under its key.
         if not sender.lock.acquire(timeout=max(0.01, until - time.monotonic())):
-            return  # it hangs in the disk: the ring file stays, with everything in it, for sync
+            return  # the sender hangs in disk I/O: leave the ring file with all of its data for sync
         try:
             sender.take_over()
             left = sender.in_hand is not None or sender.num_building > 0 or len(self._ring) > 0
@@ -261,9 +261,9 @@ class Recorder:
             sender.lock.release()
         if sender.thread.is_alive():
             return
-        if sender.courier is not None:
-            sender.courier.transport.close()
-        if self._pushing.acquire(timeout=0.1):  # not while another thread is in the middle of a step
+        if sender.uploader is not None:
+            sender.uploader.transport.close()
+        if self._pushing.acquire(timeout=0.1):  # not while another thread records a step
             self._ring.unmap()
             self._pushing.release()
 
@@ -277,7 +277,7 @@ class Recorder:
         return Ring(None, self._session, size)
 
     def _after_fork(self) -> None:
-        """In a child of fork: the ring belongs to the parent, and the sender's thread does not exist here."""
+        """In a forked child: the ring belongs to the parent, and the sender thread does not exist."""
         self._inert = True
 
 

@@ -1,13 +1,13 @@
-"""The ring: the last steps, in a memory-mapped file that outlives a SIGKILL of its process.
+"""Ring buffer of the last steps in a memory-mapped file that survives a SIGKILL of its process.
 
 Upstream:   fp8watch_agent.record      Downstream: fp8watch_agent.recorder
 Shapes:     one step of N records -> one frame (layout: fp8watch_agent.ring_file)
 Thread:     one producer (training), one consumer (sender)
 
-Pushing copies memory and nothing else: no system call, no lock, nobody is woken. Both sides share a deque of frame
-descriptors, and whoever pops a descriptor has to account for its records, so each is counted once: the producer pops
-what it is about to overwrite, the consumer what it takes. A frame that is overwritten while the consumer copies it
-is noticed afterwards (`_limit`, as a sequence lock), and counted as dropped by the consumer.
+A push copies memory and does nothing else: no system call, no lock, no wake-up. Both sides share a deque of frame
+descriptors, and whoever pops a descriptor accounts for its records, so each is counted once: the producer pops what it
+is about to overwrite, the consumer what it takes. A frame that is overwritten while the consumer copies it is detected
+afterwards (`_limit` works as a seqlock) and counted as dropped by the consumer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from fp8watch_agent.session import Session, encode_registration
 
 RING_SUFFIX = ".ring"
 _MASK = (1 << 64) - 1
-live_paths: set[Path] = set()  # a POSIX lock does not keep its own process out: this does
+live_paths: set[Path] = set()  # a POSIX lock does not exclude its own process: this set does
 
 
 class _Slot(NamedTuple):
@@ -67,10 +67,10 @@ class _Slot(NamedTuple):
 
 
 class Ring:
-    """Bounded by the size of its file; the oldest steps go first, and are counted."""
+    """Bounded by the size of its file; the oldest steps are overwritten, and counted."""
 
     def __init__(self, directory: Path | None, session: Session, total_bytes: int) -> None:
-        """Make and touch the file, so that no page has to be found later.
+        """Create the file and touch every page of it, so that no step takes a page fault.
 
         Args:
             directory: None keeps the ring in memory only: it then does not outlive the process.
@@ -89,20 +89,20 @@ class Ring:
         else:
             self._fd, self._map = create_file(self.path.with_suffix(NEW_SUFFIX), total_bytes)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._bytes[:] = 0  # touches every page now, not in a step
+        self._bytes[:] = 0  # page faults happen here, not in a step
         self._map[: len(head)] = head
         for word in (WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ):
             self._put_word(word, 0)
         if self.path is not None:
-            # Visible under its name only when locked and whole: `fp8watch sync` may look at any moment.
+            # Renamed to its final name only when locked and complete: `fp8watch sync` may scan at any moment.
             os.rename(self.path.with_suffix(NEW_SUFFIX), self.path)
             live_paths.add(self.path.resolve())
         self._frames: deque[_Slot] = deque()
-        self._limit = 0  # the producer has written, or is writing, up to here
+        self._limit = 0  # write position of the producer, set before it writes
         self._head = 0
         self._next_number = 0
         self._sealed_to = 0
-        self._declined: Frame | None = None  # taken out by the consumer, and kept for its next batch
+        self._declined: Frame | None = None  # claimed by the consumer, and kept for its next batch
         self._sites_at = layout.sites
         # written by the producer
         self.pushed_records = 0
@@ -117,7 +117,7 @@ class Ring:
     def push(
         self, step: bytes, site_ids: npt.NDArray[np.uint64], rows: npt.NDArray[np.void], extra: bytes = b""
     ) -> None:
-        """Copy one step in. O(bytes), and O(frames overwritten).
+        """Append one step. O(bytes), and O(frames overwritten).
 
         Args:
             step: one STEP as bytes.
@@ -141,7 +141,7 @@ class Ring:
         frames = self._frames
         floor = end - size
         while frames and (frames[0].position < floor or len(frames) >= self._max_frames):
-            with contextlib.suppress(IndexError):  # the consumer was faster: the frame is the consumer's to count
+            with contextlib.suppress(IndexError):  # the consumer popped it first, and accounts for it
                 self.overwritten_records += frames.popleft().num_records
         self._limit = end
         at = self._data + offset
@@ -153,14 +153,14 @@ class Ring:
         self._map[at_body : at_body + STEP.itemsize] = step
         at_body += STEP_BYTES
         if n:
-            # Not through numpy: it lets go of the GIL for large copies, and would have to wait for it afterwards.
+            # Not through numpy: it releases the GIL for large copies, and would wait to get it back.
             self._map[at_body : at_body + 8 * n] = site_ids.view(np.uint8).data
             at_body += 8 * n
             self._map[at_body : at_body + ROW.itemsize * n] = rows.view(np.uint8).data
             at_body += ROW.itemsize * n
         if extra:
             self._map[at_body : at_body + len(extra)] = extra
-        COMMIT.pack_into(self._map, at + FRAME.size, commit_word(position))  # last: the frame is whole
+        COMMIT.pack_into(self._map, at + FRAME.size, commit_word(position))  # written last: the frame is complete
         self._head = end
         self._next_number = number + 1
         self.pushed_records += n
@@ -170,9 +170,9 @@ class Ring:
     # --- consumer: the sender thread
 
     def claim(self, wanted: Callable[[Frame], bool] | None = None) -> Frame | None:
-        """Take the oldest step out, copied; None when there is none, or when it is not `wanted`.
+        """Take and copy the oldest step; None when there is none, or when it is not `wanted`.
 
-        Its frame stays in the file until `settle`.
+        Its frame stays in the file until `release`.
         """
         while self._frames or self._declined is not None:
             if self._declined is None:
@@ -181,7 +181,7 @@ class Ring:
             if frame is None:
                 continue
             if wanted is not None and not wanted(frame):
-                return None  # already ours, in memory: it comes first the next time
+                return None  # already claimed, in memory: it comes first the next time
             self._declined = None
             return frame
         return None
@@ -200,14 +200,14 @@ class Ring:
             frame = parse_frame(raw, slot.position, slot.number, slot.num_records, slot.num_extra)
             whole = True
             return frame
-        except (ValueError, msgspec.MsgspecError):  # somebody else wrote to the file
+        except (ValueError, msgspec.MsgspecError):  # another process wrote to the file
             return None
-        finally:  # whatever it was: the slot is gone, and its records are counted
+        finally:  # unreadable for whatever reason: the descriptor is gone, and its records are counted
             if not whole:
                 self.torn_records += slot.num_records
 
     def seal(self) -> None:
-        """Stamp a CRC for each new frame, off the training thread: it is what a reboot is survived by."""
+        """Write a CRC for each new frame, off the training thread; only sealed frames survive a reboot."""
         for slot in list(self._frames):
             if slot.number < self._sealed_to:
                 continue
@@ -220,7 +220,7 @@ class Ring:
             self._sealed_to = slot.number + 1
 
     def journal(self, seq: int, kind: int, num_records: int, body: bytes, end: int, frames_to: int) -> bool:
-        """Keep the body that is about to be sent: after a SIGKILL the very same bytes are sent under the same key.
+        """Store the body that is about to be sent: after a SIGKILL the same bytes are sent under the same key.
 
         Args:
             end, frames_to: position and number of the first frame that is not in the body.
@@ -239,19 +239,19 @@ class Ring:
         self._put_word(WORD_NEXT_SEQ, seq + 1)
         return True
 
-    def settle(self, end: int, frames_to: int) -> None:
-        """Everything before `end` is acknowledged, on disk, or counted as dropped: nobody has to send it again."""
+    def release(self, end: int, frames_to: int) -> None:
+        """Mark everything before `end` as acknowledged, spooled or dropped: it need not be sent again."""
         self._put_word(WORD_DURABLE, end)
         self._put_word(WORD_DURABLE_FRAME, frames_to)
 
     def note_next_seq(self, seq: int) -> None:
-        """The next free sequence number, for whoever continues after a SIGKILL."""
+        """Store the next free sequence number, for recovery after a SIGKILL."""
         self._put_word(WORD_NEXT_SEQ, seq)
 
     # --- any thread
 
     def add_sites(self, sites: Sequence[Site]) -> bool:
-        """Keep the facts of sites beside the frames. False where there is no room: they are then only in memory."""
+        """Store the facts of sites beside the frames. False when there is no room: they are then in memory only."""
         raw = zstandard.ZstdCompressor(level=3).compress(encode_registration(self.session, list(sites)))
         size = SITES_BLOCK.size + len(raw)
         if self._sites_at + size + SITES_BLOCK.size > self.layout.slot:
@@ -262,13 +262,13 @@ class Ring:
         return True
 
     def queued_records(self) -> int:
-        """Records in frames that nobody has taken."""
+        """Records in frames that are not claimed yet."""
         declined = self._declined
         waiting = 0 if declined is None else declined.num_records
         return waiting + sum(slot.num_records for slot in list(self._frames))
 
     def oldest_number(self) -> int:
-        """Number of the oldest frame that nobody has taken; of the next one when there is none."""
+        """Number of the oldest unclaimed frame; of the next one when there is none."""
         if self._declined is not None:
             return self._declined.number
         try:
@@ -278,7 +278,7 @@ class Ring:
 
     @property
     def fill(self) -> float:
-        """How much of the ring holds steps that nobody has taken: 1.0, and the next one overwrites the oldest."""
+        """Share of the ring that holds unclaimed steps: at 1.0 the next push overwrites the oldest."""
         try:
             oldest = self._frames[0]
         except IndexError:
@@ -289,18 +289,18 @@ class Ring:
         return len(self._frames) + (self._declined is not None)
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the file. `keep`: leave it for `fp8watch sync`; else it is removed."""
+        """Close the file. `keep`: leave it for `fp8watch sync`; else it is removed."""
         if self.path is None:
             return
         live_paths.discard(self.path.resolve())
         if not keep:
             self.path.unlink(missing_ok=True)
         if self._fd >= 0:
-            os.close(self._fd)  # the lock goes with it
+            os.close(self._fd)  # closing releases the lock
             self._fd = -1
 
     def unmap(self) -> None:
-        """Give the memory back. Nobody may push or claim any more."""
+        """Release the memory. No push or claim may follow."""
         self._bytes = np.empty(0, dtype=np.uint8)
         with contextlib.suppress(BufferError):
             self._map.close()

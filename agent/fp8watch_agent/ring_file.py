@@ -1,4 +1,4 @@
-"""The ring's file as it lies on disk: its layout.
+"""On-disk layout of the ring file.
 
 Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.ring_recovery
 Shapes:     one frame = one step: header, STEP, site ids [N], rows [N] of ROW, extra
@@ -54,7 +54,7 @@ NEW_SUFFIX = ".new"  # until the file is locked and whole
 WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ = range(3)
 
 BROKEN = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite")
-"""Counts that are 0 as long as nothing is broken."""
+"""Counts that are 0 in every healthy step."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Reads the ring of a process that is gone: what it had recorded, and nobody has.
+"""Recovers unsent records from the ring file of a dead process.
 
 Upstream:   fp8watch_agent.ring_file   Downstream: fp8watch_agent.sync
 Thread:     the process that recovers; no live one may own the file
 
-Damage costs the frames that it hits. They are found by their headers, wherever they lie; numbers that are missing in
-between, and the count of records that each header carries, say what was lost.
+Damage costs only the frames that it hits: they are found by their headers wherever they lie. Gaps in the frame numbers,
+and the record count that each header carries, tell how many records were lost.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class InFlight:
 
 @dataclass
 class Recovered:
-    """What a ring file held that no collector has acknowledged, oldest first."""
+    """Contents of a ring file that no collector has acknowledged, oldest first."""
 
     registration: Registration
     frames: list[Frame] = field(default_factory=list)
     in_flight: InFlight | None = None
     next_seq: int = 0
-    num_lost_frames: int = 0  # damaged: known to have been there
+    num_lost_frames: int = 0  # damaged records that are known to have existed
     num_lost_records: int = 0
 
 
 def read_word(raw: bytes | memoryview, index: int) -> int | None:
-    """A word, from whichever of its two copies is whole; None where neither is."""
+    """A word, from whichever of its two copies is valid; None when neither is."""
     values = []
     for copy in range(2):
         value, complement = WORD.unpack_from(raw, WORDS_OFFSET + index * 2 * WORD.size + copy * WORD.size)
@@ -107,7 +107,7 @@ class _Header:
 
 
 def _scan(raw: bytes, layout: Layout) -> list[_Header]:
-    """Every frame header whose CRC is right, of any lap."""
+    """All frame headers with a valid CRC, of any lap."""
     found = []
     at = raw.find(FRAME_MAGIC, layout.data)
     while at >= 0:
@@ -122,7 +122,7 @@ def _scan(raw: bytes, layout: Layout) -> list[_Header]:
 
 
 def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
-    """Read a dead process's ring: what was neither acknowledged nor spooled.
+    """Read a dead process's ring: everything neither acknowledged nor spooled.
 
     Args:
         boot_id: of the machine now; in another boot only sealed frames are believed.
@@ -135,7 +135,7 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
     raw = path.read_bytes()
     layout, session, written_in = read_head(raw)
     out = Recovered(Registration(session))
-    # Without its sites a record still arrives; the collector will say which ones it does not know.
+    # Records are sent without their sites, too; the collector then names the ones that it does not know.
     with contextlib.suppress(ValueError, msgspec.MsgspecError):
         _read_sites(raw, layout, out.registration)
     durable = max(read_word(raw, WORD_DURABLE) or 0, spooled_to)
@@ -148,7 +148,7 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
     headers = _scan(raw, layout)
     if not headers:
         return out
-    # A frame that was begun has overwritten what lies one lap behind its end, whether it was committed or not.
+    # A frame that was begun has overwritten the data one lap before its end, committed or not.
     floor = max(h.position + h.length for h in headers) - layout.data_bytes
     expected = frames_to
     records_seen = None if frames_to else 0
@@ -174,8 +174,8 @@ def _believe(raw: bytes, layout: Layout, h: _Header, *, sealed_only: bool) -> Fr
     number, crc, check = SEAL.unpack_from(raw, at)
     whole = zlib.crc32(raw[at : at + SEAL.size - 4]) == check
     if not whole and any(raw[at : at + SEAL.size]):
-        return None  # it was sealed, and the seal is damaged
-    sealed = whole and number == h.number  # else it is that of an earlier lap, or none
+        return None  # sealed, and the seal is damaged
+    sealed = whole and number == h.number  # else the seal belongs to an earlier lap, or there is none
     if (sealed and zlib.crc32(body[BODY_OFFSET:]) != crc) or (sealed_only and not sealed):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Roles of modules that stay in high precision, by name: attach leaves them out by this table, the collector warns by it.
+"""Module roles by name (output head, embedding, router, norm): attach leaves these out, the collector warns about them.
 
-Where a model shows more than names (attach sees shapes, ties and siblings), the session says the role of each module whose
-name alone would mislead; see `encode_roles`.
+Attach sees shapes, tied weights and siblings as well, so a session reports the role of each module whose name alone
+would mislead; see `encode_roles`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OUTER_HEAD = re.compile(r"(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
 """Heads at any depth outside of numbered blocks; inside of one they are a part of the block."""
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 _TOP_HEAD = frozenset({"head", "output", "classifier", "score", "logits"})
-"""Heads where they stand at the top of a model; deeper inside they may be anything."""
+"""Heads at the top level of a model; deeper, the name may mean anything."""
 _INNER = re.compile(r"attn|attention|mlp|ffn|feed_forward")
 _EMBEDDING = re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$")
 _ROUTER = re.compile(r"(?:^|[._])(?:router(?:\.\w+)?|(?:gating|gate|wg)(?:\.(?:weight|linear|wg))?)$")
@@ -33,12 +33,12 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def plain_name(fqn: str) -> str:
-    """A name without what adapters put around modules."""
+    """A module name without the prefixes and suffixes of adapters."""
     return _PEFT_SUFFIX.sub("", _PEFT_PREFIX.sub("", fqn))
 
 
 def role_of(fqn: str) -> str | None:
-    """The role that a name stands for: output head, embedding, router, norm; None for everything else."""
+    """The role that a name implies: output head, embedding, router, norm; else None."""
     name = plain_name(fqn)
     parent, _, last = name.rpartition(".")
     if _HEAD.search(name) or (_OUTER_HEAD.search(name) and not _IN_BLOCK.search(name)):
@@ -52,12 +52,12 @@ def role_of(fqn: str) -> str | None:
 
 
 def pattern(fqn: str) -> str:
-    """A name with its numbers as `*`: what the layers of a model have in common. Of a name that is a number nothing would be left."""
+    """A name with its numbers replaced by `*`, as shared by all layers. A name that is only a number stays."""
     return _NUMBER.sub("*", fqn) if not fqn.isdigit() else fqn
 
 
 def layers_of(names: Iterable[str]) -> list[str]:
-    """Names in their order, those that differ in numbers only as one pattern."""
+    """Names in order, those that differ only in numbers merged into one pattern."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
@@ -65,7 +65,7 @@ def layers_of(names: Iterable[str]) -> list[str]:
 
 
 def encode_roles(roles: Mapping[str, str]) -> str:
-    """Module -> role, as a fact of the session: `model.layers.*.mlp.gate (linear); …`, layers put together."""
+    """Module -> role as one session fact: `model.layers.*.mlp.gate (linear); …`, layers merged."""
     items = dict.fromkeys(f"{pattern(fqn)} ({role})" for fqn, role in roles.items())
     out = ""
     for item in items:
@@ -76,5 +76,5 @@ def encode_roles(roles: Mapping[str, str]) -> str:
 
 
 def decode_roles(fact: object) -> dict[str, str]:
-    """The inverse: pattern -> role."""
+    """Inverse of `encode_roles`: pattern -> role."""
     return dict(re.findall(r"([^;()]+?) \(([^()]*)\)(?:; |$)", fact)) if isinstance(fact, str) else {}

@@ -1,11 +1,11 @@
-"""The sender: takes steps out of the ring, encodes them, sends them, or keeps them on disk until it can.
+"""Sender thread: takes steps out of the ring, encodes them, and sends or spools them.
 
 Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.uploader
 Thread:     its own, a daemon; the training thread never waits for it and never wakes it
 
-One parcel is in hand at a time. It leaves the hand acknowledged, refused (counted), or on disk; until then the ring's
-slot keeps its bytes. Everything but the network happens under `lock`, so that close can take over from a sender that
-hangs in a request: the request's outcome then no longer counts, and the same bytes go out later under the same key.
+One parcel is in hand at a time. It leaves acknowledged, refused (counted) or spooled; until then the ring's slot keeps
+its bytes. Everything but the network runs under `lock`, so that close can take over from a sender that hangs in a
+request: the request's outcome is then ignored, and the same bytes go out later under the same key.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, farewell_parcel, maps_parcel
+from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, end_parcel, maps_parcel
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, Books, merged
+from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, DeliveryCounts, merged
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.ring_file import Frame
 from fp8watch_agent.session import Registration
@@ -28,19 +28,19 @@ from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool import Spool
 from fp8watch_agent.tile_map_queue import MapQueue
 from fp8watch_agent.transport import Answer, Verdict, judge
-from fp8watch_agent.uploader import Courier, Receipt
+from fp8watch_agent.uploader import Receipt, Uploader
 
 logger = logging.getLogger("fp8watch")
 
 ENDED = "ended"
-"""Key in the health of a batch: the session ended, nothing more comes."""
+"""Health key that marks the last batch of a session."""
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 FIRST_BYTES_PER_RECORD = 48.0
 MAX_MAPS_BYTES = 2 << 20  # raw, in one body
-BREATH_S = 1e-4
-THIN_ABOVE = 0.875  # of the ring: what the producer would overwrite before the next look
+GIL_YIELD_S = 1e-4
+THIN_ABOVE = 0.875  # ring fill above which healthy steps are dropped first
 
 
 class Sender:
@@ -53,7 +53,7 @@ class Sender:
         ring: Ring,
         maps: MapQueue,
         spool: Spool | None,
-        courier: Courier | None,
+        uploader: Uploader | None,
         guard: Guard,
         health: Callable[[], dict[str, float]],
     ) -> None:
@@ -62,23 +62,23 @@ class Sender:
         self._ring = ring
         self._maps = maps
         self.spool = spool
-        self.courier = courier
+        self.uploader = uploader
         self._guard = guard
         self._health = health
         self.lock = threading.RLock()
         self.wake = threading.Event()
-        self.records = Books()
-        self.maps_books = Books()
+        self.records = DeliveryCounts()
+        self.map_counts = DeliveryCounts()
         self.in_hand: Parcel | None = None
         self._builder: BatchBuilder | None = None
-        self._kept: deque[Frame] = deque()  # out of the ring, not yet in a batch: steps in which something broke
+        self._kept: deque[Frame] = deque()  # claimed, not yet in a batch: steps with failures
         self._max_kept = ring.layout.data_bytes // 8
-        self.state = "local" if courier is None else "starting"
+        self.state = "local" if uploader is None else "starting"
         self.last_error = ""
         self.num_batches = self.num_retries = self.num_bytes = 0
         self.captures: dict[int, int] = {}
         self.deadline: float | None = None  # set by close: finish by then
-        self.abandoned = False  # close has taken over: outcomes no longer count
+        self.abandoned = False  # close has taken over: outcomes are ignored
         self.flushing = False
         self._next_seq = 0
         self._away_until = 0.0
@@ -98,24 +98,24 @@ class Sender:
             self._guard.call("sender", self.tick, None)
             self._guard.emit()
             if self.deadline is not None:
-                self._guard.call("farewell", self._farewell, None)
+                self._guard.call("farewell", self._send_end, None)
                 return
 
-    def _farewell(self) -> None:
-        """An empty batch whose health says that the session ended, so that it is not taken for stalled."""
+    def _send_end(self) -> None:
+        """Send an empty batch whose health marks the session as ended, so that it is not taken for stalled."""
         with self.lock:
             if self.in_hand is not None or self._next_seq == 0:
-                return  # what is in hand says it, or nothing was ever said
+                return  # the parcel in hand carries the mark, or nothing was ever sent
             health = {**self._health(), ENDED: 1.0}
-            parcel = farewell_parcel(self._registration.session, self._new_seq(), time.time(), health)
-        if self.can_send() and self.courier is not None:
-            self.courier.send(parcel, self._registration)
+            parcel = end_parcel(self._registration.session, self._new_seq(), time.time(), health)
+        if self.can_send() and self.uploader is not None:
+            self.uploader.send(parcel, self._registration)
         elif self.spool is not None:
             with self.lock:
                 self._keep(parcel)
 
     def tick(self) -> None:
-        """One look at the ring: everything that is due leaves it."""
+        """One poll: everything that is due leaves the ring."""
         self._ring.seal()
         self._announce()
         while True:
@@ -131,21 +131,21 @@ class Sender:
 
     @property
     def num_building(self) -> int:
-        """Records on their way from the ring into the hand."""
+        """Claimed records that are not in a parcel yet."""
         building = 0 if self._builder is None else self._builder.num_records
         return building + sum(f.num_records for f in self._kept)
 
     def can_send(self) -> bool:
-        if self.courier is None:
+        if self.uploader is None:
             return False
         now = time.monotonic()
         return now >= self._away_until and (self.deadline is None or now < self.deadline)
 
     def away_for_s(self) -> float:
-        """Seconds until the collector is asked again."""
+        """Seconds until the next attempt to reach the collector."""
         return max(0.0, self._away_until - time.monotonic())
 
-    def settled_to(self) -> int:
+    def oldest_unsent(self) -> int:
         """Number of the oldest frame that is neither acknowledged, dropped nor on disk."""
         with self.lock:
             return -1 if self.in_hand is not None or self._kept else self._ring.oldest_number()
@@ -160,14 +160,14 @@ class Sender:
                 self.in_hand = maps_parcel(self._registration.session, self._new_seq(), maps)
             except Exception as e:  # noqa: BLE001 - counted, and the next one goes on
                 self._guard.swallow("encode", e)
-                self.maps_books.drop(DROP_ENCODE, len(maps))
+                self.map_counts.drop(DROP_ENCODE, len(maps))
             return True
         return False
 
-    def _breathe(self) -> None:
-        """Let go of the interpreter's lock for long enough that the thread that trains, if it waits, wakes up and has it."""
+    def _yield_gil(self) -> None:
+        """Release the GIL long enough for a waiting training thread to take it."""
         if self.deadline is None and not self.flushing:
-            time.sleep(BREATH_S)
+            time.sleep(GIL_YIELD_S)
 
     def _waiting(self) -> bool:
         return bool(self._kept) or len(self._ring) > 0
@@ -181,7 +181,9 @@ class Sender:
         return enough or waited or self.flushing or self.deadline is not None or self.abandoned
 
     def _thin(self) -> None:
-        """The hand is full, the disk too, and the ring nearly: steps in which nothing broke go before the others do."""
+        """When sending and spooling both fail and the ring is nearly full, drop healthy steps before those with
+        failures.
+        """
         while self.in_hand is not None and self._ring.fill > THIN_ABOVE and (frame := self._ring.claim()) is not None:
             if frame.precious:
                 self._kept.append(frame)
@@ -190,7 +192,7 @@ class Sender:
                 self.records.drop(DROP_RING_FULL, frame.num_records)
 
     def _next_frame(self, wanted: Callable[[Frame], bool]) -> Frame | None:
-        """The oldest step: those that were kept aside are older than all in the ring."""
+        """The oldest step: frames kept aside are older than all in the ring."""
         if not self._kept:
             return self._ring.claim(wanted)
         return self._kept.popleft() if wanted(self._kept[0]) else None
@@ -199,14 +201,14 @@ class Sender:
         if self._builder is None:
             max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
             self._builder = BatchBuilder(self._registration.session, max_records)
-        builder = self._builder  # kept until it is in hand: an error in between loses nothing
+        builder = self._builder  # kept until the parcel is in hand: an error in between loses nothing
         while (frame := self._next_frame(builder.fits)) is not None:
             try:
                 builder.add(frame)
             except Exception:
                 self._kept.appendleft(frame)
                 raise
-            self._breathe()
+            self._yield_gil()
         if not self._waiting():
             self._due_since = None
         if not builder.frames:
@@ -214,20 +216,20 @@ class Sender:
         last = builder.frames[-1]
         try:
             seq = self._new_seq()
-            parcel = builder.build(seq, time.time(), self._health(), self._breathe)
-            self._breathe()
+            parcel = builder.build(seq, time.time(), self._health(), self._yield_gil)
+            self._yield_gil()
             journaled = self._ring.journal(seq, parcel.kind, parcel.amount, parcel.body, parcel.end, parcel.frames_to)
         except Exception as e:  # noqa: BLE001 - counted, and the next batch goes on
             self._guard.swallow("encode", e)
             self.records.drop(DROP_ENCODE, builder.num_records)
-            self._ring.settle(last.end, last.number + 1)
+            self._ring.release(last.end, last.number + 1)
             self._builder = None
             return True
         if builder.num_records:
             self._bytes_per_record += 0.5 * (len(parcel.body) / builder.num_records - self._bytes_per_record)
         self.in_hand, self._builder = parcel, None
         if not journaled and self.spool is not None and not self.abandoned:
-            self._keep(parcel)  # on disk first: after a SIGKILL the same bytes must be there
+            self._keep(parcel)  # spooled before it is sent: after a SIGKILL the same bytes must exist
         return True
 
     def _new_seq(self) -> int:
@@ -239,13 +241,13 @@ class Sender:
     # --- from the hand to the collector or the disk
 
     def _dispose(self, parcel: Parcel) -> bool:
-        """True when the hand is empty again."""
-        if self.can_send() and self.courier is not None:
-            receipt = self.courier.send(parcel, self._registration)
+        """Send or spool the parcel; True when the hand is empty again."""
+        if self.can_send() and self.uploader is not None:
+            receipt = self.uploader.send(parcel, self._registration)
             with self.lock:
                 if self.abandoned:
                     return False
-                if self._settle(receipt, parcel, partial(self._let_go, parcel)):
+                if self._account(receipt, parcel, partial(self._release, parcel)):
                     return True
         with self.lock:
             return not self.abandoned and self._keep(parcel)
@@ -256,37 +258,37 @@ class Sender:
         try:
             self.spool.append(parcel)
         except OSError as e:
-            self._tell("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
+            self._warn("spool", f"cannot spool to disk ({e}); the ring keeps what fits, the rest is counted as dropped")
             return False
-        self.in_hand = None  # on disk it is already, so it counts there whatever happens now
-        self._let_go(parcel)
+        self.in_hand = None  # it is on disk, and is counted there whatever happens now
+        self._release(parcel)
         return True
 
-    def _let_go(self, parcel: Parcel) -> None:
+    def _release(self, parcel: Parcel) -> None:
         if parcel.end:
-            self._ring.settle(parcel.end, parcel.frames_to)
+            self._ring.release(parcel.end, parcel.frames_to)
         self.in_hand = None
 
-    def _settle(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
-        """Enter an outcome into the books; False when the parcel has to wait.
+    def _account(self, receipt: Receipt, parcel: Parcel, release: Callable[[], None]) -> bool:
+        """Account for the outcome of a parcel; False when the parcel has to wait.
 
-        `release` takes the parcel from where it lay. Between it and the books nothing is called that could fail: a
-        parcel whose release failed is delivered again, and acknowledged again.
+        `release` removes the parcel from where it is stored. Nothing that could fail runs between it and the counters:
+        a parcel whose release failed is delivered and acknowledged again.
         """
         if receipt.verdict is not Verdict.ACKNOWLEDGED:
             self._fail(receipt.verdict, receipt.answer)
             return False
-        books = self.records if parcel.kind == Kind.BATCH else self.maps_books
-        dropped = merged(books.dropped, receipt.refused)
+        counts = self.records if parcel.kind == Kind.BATCH else self.map_counts
+        dropped = merged(counts.dropped, receipt.refused)
         release()
-        books.acknowledged += receipt.acknowledged
-        books.dropped = dropped
+        counts.acknowledged += receipt.acknowledged
+        counts.dropped = dropped
         if self.state in ("away", "held"):
             logger.info("the collector answers again")
         self.state, self._num_failures = "up", 0
         for refused, reason in receipt.refused_bodies:
             self.last_error = f"batch {refused.seq} refused: {receipt.answer}"
-            self._tell(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
+            self._warn(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
             if self.spool is not None:
                 self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
         self.num_batches += receipt.acknowledged > 0 or not receipt.refused
@@ -302,19 +304,19 @@ class Sender:
             self.state = "held"
             delay_s = MAX_BACKOFF_S
             remedy = "check FP8WATCH_TOKEN" if answer.status in (401, 403) else "check FP8WATCH_COLLECTOR"
-            self._tell("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
-            if self.courier is not None:
-                self.courier.transport.reload_token()
+            self._warn("held", f"the collector refuses this agent: {answer}; {remedy}; until then data is spooled")
+            if self.uploader is not None:
+                self.uploader.transport.reload_token()
         else:
             self.state = "away"
             delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._num_failures, 16)))
-            self._tell("away", f"no answer from the collector ({answer}); data is spooled, training is not touched")
+            self._warn("away", f"no answer from the collector ({answer}); data is spooled, training is not touched")
         if answer.retry_after_s is not None:
             delay_s = max(delay_s, answer.retry_after_s)
         self._num_failures += 1
         self._away_until = time.monotonic() + delay_s
 
-    def _tell(self, key: str, message: str) -> None:
+    def _warn(self, key: str, message: str) -> None:
         if key not in self._told:
             self._told.add(key)
             logger.warning("%s", message)
@@ -322,12 +324,13 @@ class Sender:
     # --- the rest of a tick
 
     def _announce(self) -> None:
-        """Register as soon as there is something to say, so that the run is seen before its first batch, and facts that
-        only running shows although no batch may ever come."""
-        courier, version = self.courier, self._registration.version
-        if courier is None or self._announced == version or not self.can_send():
+        """Register as soon as there is something to register, so that the run is visible before its first batch, and
+        late session facts are sent although no batch may ever follow.
+        """
+        uploader, version = self.uploader, self._registration.version
+        if uploader is None or self._announced == version or not self.can_send():
             return
-        failed = courier.register(self._registration)
+        failed = uploader.register(self._registration)
         with self.lock:
             if self.abandoned:
                 return
@@ -338,21 +341,21 @@ class Sender:
                 self._fail(judge(failed), failed)
 
     def _drain(self) -> None:
-        """Send what is on disk, oldest first, as long as nothing newer is due."""
-        spool, courier = self.spool, self.courier
+        """Send the spool, oldest first, until newer data is due."""
+        spool, uploader = self.spool, self.uploader
         started = time.monotonic()
-        while spool is not None and courier is not None and self.can_send():
+        while spool is not None and uploader is not None and self.can_send():
             with self.lock:
                 parcel = None if self.abandoned or self.in_hand is not None else spool.peek()
             if parcel is None or time.monotonic() - started > self._settings.batch_interval_s:
                 return
-            receipt = courier.send(parcel, self._registration)
+            receipt = uploader.send(parcel, self._registration)
             with self.lock:
-                if self.abandoned or not self._settle(receipt, parcel, spool.advance):
+                if self.abandoned or not self._account(receipt, parcel, spool.advance):
                     return
 
     def take_over(self) -> None:
-        """Called by close, under the lock, when the thread did not end in time: all that is left goes to disk."""
+        """Spool everything left; called by close, under the lock, when the thread did not end in time."""
         self.abandoned = True
         while self.in_hand is not None or self._take():
             if self.in_hand is not None and not self._keep(self.in_hand):

@@ -1,4 +1,4 @@
-"""Who is sending: one attach of one process, and the sites that it registered.
+"""Session identity (one attach of one process) and the registry of its sites.
 
 Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.uploader
 Thread:     made where attach runs, read by the sender
@@ -35,7 +35,7 @@ class Session:
     facts: dict[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", self.session):  # it names files and stands in URLs
+        if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", self.session):  # used in file names and URLs
             raise ValueError(f"session={self.session!r}: must be 1 to 64 letters and digits; give uuid4().hex")
 
     def run_facts(self) -> dict[str, str | int]:
@@ -49,14 +49,14 @@ class Session:
 
 
 class Registration:
-    """A session and its sites, in the order in which they were registered; a site whose facts changed comes again.
+    """A session and its sites in registration order; a site whose facts changed is listed again.
 
-    Appended to by one thread, read by another: a list that only grows needs no lock for that.
+    One thread appends, another reads: an append-only list needs no lock for that.
     """
 
     def __init__(self, session: Session, sites: Iterable[Site] = ()) -> None:
         self.session = session
-        self.version = 0  # of the session's facts: a collector that took an older one is told again
+        self.version = 0  # version of the session facts; a collector with an older one gets them again
         self._sites: list[Site] = []
         self._by_id: dict[int, Site] = {}
         self.add(sites)
@@ -65,7 +65,7 @@ class Registration:
         return len(self._sites)
 
     def add(self, sites: Iterable[Site]) -> list[Site]:
-        """Take sites over; returns those that are new or changed."""
+        """Register sites; returns those that are new or changed."""
         fresh = [s for s in sites if self._by_id.get(s.id) != s]
         for site in fresh:
             self._by_id[site.id] = site
@@ -73,7 +73,7 @@ class Registration:
         return fresh
 
     def update_facts(self, facts: Mapping[str, str | int | float | bool]) -> bool:
-        """Add facts of the session that are known only while it runs; False where all of it was known."""
+        """Add session facts that become known at run time; False when nothing is new."""
         if all(self.session.facts.get(name) == value for name, value in facts.items()):
             return False
         self.session = replace(self.session, facts={**self.session.facts, **facts})
@@ -81,7 +81,7 @@ class Registration:
         return True
 
     def sites(self, start: int = 0) -> list[Site]:
-        """Registered sites from the `start`-th registration on, each once, in its newest form."""
+        """Sites registered from index `start` on, each once, in its newest form."""
         return list({s.id: s for s in self._sites[start:]}.values())
 
 
@@ -91,12 +91,12 @@ class _Stored(msgspec.Struct):
 
 
 def encode_registration(session: Session, sites: list[Site]) -> bytes:
-    """Session and sites as JSON, for files that must explain themselves after the process is gone."""
+    """Session and sites as JSON, for files that must be readable after the process is gone."""
     return msgspec.json.encode(_Stored(session=session, sites=sites))
 
 
 def decode_registration(raw: bytes) -> Registration:
-    """The inverse of `encode_registration`.
+    """Inverse of `encode_registration`.
 
     Raises:
         msgspec.MsgspecError: not such a JSON.

@@ -1,12 +1,12 @@
-"""The spool: bodies on disk while the collector is away, in segments that explain themselves.
+"""Disk spool for batches while the collector is away, in self-describing segments.
 
 Upstream:   fp8watch_agent.sender      Downstream: fp8watch_agent.sync
 Shapes:     segment = frames; the first is the registration (session and sites as JSON in zstd), the rest are bodies
 Thread:     sender
 
-Each frame has a CRC over its header and one over its payload, its number in the segment, and the records before it:
-a reader finds the next whole frame after a damaged one and knows what lay between. At the cap the oldest segment in
-which nothing broke goes, then the oldest; its records are counted.
+Each frame has a CRC over its header and one over its payload, its number in the segment, and the count of records
+before it: a reader finds the next intact frame after a damaged one and knows what was lost. At the cap the oldest
+segment without failures is deleted, then the oldest; its records are counted.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ MAX_QUARANTINED = 16
 
 @dataclass
 class SegmentContents:
-    """What a segment file holds."""
+    """Contents of a segment file."""
 
     registration: Registration | None = None
     parcels: list[Parcel] = field(default_factory=list)
     num_damaged_bytes: int = 0
-    num_lost_frames: int = 0  # that later frames prove to have been there
+    num_lost_frames: int = 0  # lost records, as later frames prove
     num_lost_records: int = 0
 
 
 def pack_frame(kind: int, parcel: Parcel | None, number: int, records_before: int, payload: bytes) -> bytes:
-    """One frame, header and payload. `records_before`: in earlier frames of the segment."""
+    """Encode one frame, header and payload. `records_before`: in earlier frames of the segment."""
     amount, seq, end = (0, 0, 0) if parcel is None else (parcel.amount, parcel.seq, parcel.end)
     head = FRAME.pack(MAGIC, kind, amount, seq, number, records_before, end, len(payload), zlib.crc32(payload))
     return head + HEADER_CRC.pack(zlib.crc32(head)) + payload
 
 
 def read_segment(path: Path) -> SegmentContents:
-    """Every whole frame of a segment, whatever was done to the rest of it.
+    """All intact frames of a segment, however damaged the rest of it is.
 
     Raises:
         OSError: the file cannot be read.
@@ -111,26 +111,26 @@ class _Segment:
     path: Path
     num_bytes: int = 0
     num_frames: int = 0
-    records: int = 0  # ever written
-    open_records: int = 0  # neither delivered nor given up
+    records: int = 0  # written in total
+    open_records: int = 0  # neither delivered nor dropped
     open_maps: int = 0
-    precious: bool = False  # holds a step in which something broke
+    precious: bool = False  # holds a step with a failure
 
 
 class SegmentWriter:
-    """Appends frames to one file."""
+    """Appends frames to one segment file."""
 
     def __init__(self, path: Path) -> None:
         self.segment = _Segment(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
     def append_registration(self, registration: Registration) -> None:
-        """Session and sites as they are now."""
+        """Write the current session and sites."""
         plain = encode_registration(registration.session, registration.sites())
         self._append(KIND_REGISTRATION, None, zstandard.ZstdCompressor(level=3).compress(plain))
 
     def append(self, parcel: Parcel) -> None:
-        """One body."""
+        """Write one body."""
         self._append(parcel.kind, parcel, parcel.body)
         self.segment.precious |= parcel.precious
         if parcel.kind == Kind.BATCH:
@@ -140,7 +140,7 @@ class SegmentWriter:
             self.segment.open_maps += parcel.amount
 
     def _append(self, kind: int, parcel: Parcel | None, payload: bytes) -> None:
-        """One frame, whole or not at all.
+        """Write one frame atomically.
 
         Raises:
             OSError: no room; what was begun is taken back.
@@ -165,7 +165,7 @@ class SegmentWriter:
 
 
 def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> None:
-    """Keep a refused body under `refused/`.
+    """Store a refused body under `refused/`.
 
     Raises:
         OSError: it cannot be written.
@@ -187,7 +187,7 @@ class Spool:
         self._writer: SegmentWriter | None = None
         self._written_sites = 0
         self._next_segment = 0
-        self._reading: list[Parcel] | None = None  # what is left of the oldest segment
+        self._reading: list[Parcel] | None = None  # unsent frames of the oldest segment
         self.dropped_full = [0, 0]  # records, tile maps
         self.dropped_damaged = [0, 0]
         self.num_quarantined = 0
@@ -208,7 +208,7 @@ class Spool:
         return bool(self._segments)
 
     def append(self, parcel: Parcel) -> None:
-        """Keep a parcel on disk.
+        """Store a parcel on disk.
 
         Raises:
             OSError: the disk is full or gone; nothing of the parcel was kept.
@@ -245,7 +245,7 @@ class Spool:
         return None
 
     def advance(self) -> None:
-        """The parcel that `peek` gave is delivered or refused for good."""
+        """Remove the parcel that `peek` returned, after delivery or final refusal."""
         if self._reading and self._segments:
             parcel, oldest = self._reading.pop(0), self._segments[0]
             if parcel.kind == Kind.BATCH:
@@ -256,7 +256,7 @@ class Spool:
                 self._finish_oldest()
 
     def quarantine(self, parcel: Parcel, reason: str) -> None:
-        """Keep a few refused bodies for whoever asks why."""
+        """Keep a few refused bodies for debugging."""
         if self.num_quarantined < MAX_QUARANTINED:
             self.num_quarantined += 1
             quarantine(self._directory, self._registration.session.session, parcel, reason)
@@ -288,8 +288,9 @@ class Spool:
             self._writer = None
 
     def _drop_oldest(self, parcel: Parcel) -> bool:
-        """Make room: the oldest segment in which nothing broke. Where something broke in each of them, the parcel itself
-        goes, or, where something broke in it too, the oldest. False when the parcel went."""
+        """Make room by deleting the oldest segment without failures. When all have failures: the parcel itself is
+        dropped, or, when it has failures too, the oldest segment. False when the parcel was dropped.
+        """
         place = next((i for i, s in enumerate(self._segments) if not s.precious), None)
         if place is None and not parcel.precious:
             self.dropped_full[parcel.kind != Kind.BATCH] += parcel.amount
@@ -298,7 +299,7 @@ class Spool:
         return True
 
     def _finish_oldest(self) -> None:
-        self._give_up(0, self.dropped_damaged)  # nothing is left of it but what could not be read back
+        self._give_up(0, self.dropped_damaged)  # only unreadable records are left in it
 
     def _give_up(self, place: int, counts: list[int]) -> None:
         segment = self._segments.pop(place)

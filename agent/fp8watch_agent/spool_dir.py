@@ -1,4 +1,4 @@
-"""The folder of ring and spool, or the next best one.
+"""Choice of a writable folder for ring and spool, with a fallback.
 
 Upstream:   fp8watch_agent.settings    Downstream: fp8watch_agent.recorder
 Thread:     the one that attaches

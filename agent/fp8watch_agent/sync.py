@@ -1,11 +1,11 @@
-"""`fp8watch sync`: sends what is left on disk, by a collector that was away or by a process that was killed.
+"""`fp8watch sync`: sends what a collector outage or a killed process has left on disk.
 
 Upstream:   fp8watch_agent.spool, fp8watch_agent.ring_recovery       Downstream: fp8watch_agent.uploader
 Thread:     its own process
 
-A ring is first turned into a segment of the spool, under one rename, and removed; nothing of it is sent before. So
-every body has its key and its bytes on disk before it travels, and sync may be killed at any point and run again.
-Sessions whose process is alive are left alone.
+A ring is first converted to a spool segment with one rename, and removed; nothing of it is sent before. So every body
+has its key and its bytes on disk before it is sent, and sync may be killed at any point and run again. Sessions of live
+processes are left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
 from fp8watch_agent.transport import Transport, Verdict
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import WireError, decode_batch
 
 RECORDS_PER_BATCH = 4096
@@ -42,7 +42,7 @@ MAX_BACKOFF_S = 30.0
 
 @dataclass
 class Report:
-    """What one run of sync did, for all sessions."""
+    """Result of one sync over all sessions."""
 
     num_records: int = 0
     num_maps: int = 0
@@ -52,7 +52,7 @@ class Report:
     num_lost_frames: int = 0
     num_lost_records: int = 0
     num_running: int = 0
-    num_left: int = 0  # files that wait for the next time
+    num_left: int = 0  # files left for the next run
     problems: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
@@ -77,8 +77,8 @@ class Report:
 
 @contextlib.contextmanager
 def _locked(path: Path, *, create: bool) -> Iterator[bool]:
-    """Whether the file could be locked. A process that lives holds its ring's lock."""
-    if path.resolve() in live_paths:  # of this very process; opening it would give its lock away
+    """Whether another process holds the file's lock: a live process holds that of its ring."""
+    if path.resolve() in live_paths:  # our own ring: opening and closing it would release its POSIX lock
         yield False
         return
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
@@ -94,7 +94,7 @@ def _locked(path: Path, *, create: bool) -> Iterator[bool]:
 
 
 def session_of(path: Path) -> str:
-    """Session of a file of the spool folder, from its name."""
+    """Session id from the name of a file in the spool folder."""
     return path.name.split(".")[0].split("-")[0]
 
 
@@ -111,14 +111,14 @@ def _started_at(segments: Sequence[Path]) -> float:
 class Sync:
     """One pass over a spool folder."""
 
-    def __init__(self, directory: Path, courier: Courier, timeout_s: float) -> None:
+    def __init__(self, directory: Path, uploader: Uploader, timeout_s: float) -> None:
         self._directory = directory
-        self._courier = courier
+        self._uploader = uploader
         self._until = time.monotonic() + timeout_s
         self.report = Report()
 
     def run(self) -> Report:
-        """Everything of every session whose process is gone."""
+        """Send the data of all sessions whose process is gone."""
         running = set()
         for ring in sorted(self._directory.glob(f"*{RING_SUFFIX}")):
             with _locked(ring, create=False) as ours:
@@ -130,7 +130,7 @@ class Sync:
         for leftover in (*self._directory.glob(f"*{NEW_SUFFIX}"), *self._directory.glob("*.tmp")):
             if session_of(leftover) not in running:
                 with _locked(leftover, create=False) as ours:
-                    if ours:  # made by a process that died before it got its name
+                    if ours:  # left by a process that died before the final rename
                         leftover.unlink(missing_ok=True)
         segments = self._in_order(
             [p for p in self._directory.glob(f"*{SEGMENT_SUFFIX}") if session_of(p) not in running]
@@ -150,7 +150,7 @@ class Sync:
         return [path for paths in sorted(sessions.values(), key=_started_at) for path in paths]
 
     def _take_ring(self, ring: Path) -> None:
-        """The ring's contents as one segment; the ring is gone afterwards."""
+        """Convert the ring's contents to one segment and remove the ring."""
         try:
             got = recover(ring, read_boot_id(), self._spooled_to(session_of(ring)))
         except DamagedRing as e:
@@ -185,14 +185,16 @@ class Sync:
         ring.unlink()
 
     def _spooled_to(self, session: str) -> int:
-        """A process killed between spooling and noting it would otherwise be sent twice, under two keys."""
+        """Ring position up to which the spool has the data; without it, a kill between spooling and marking would send
+        a batch twice under two keys.
+        """
         ends = [0]
         for path in self._directory.glob(f"{session}-*{SEGMENT_SUFFIX}"):
             ends += [p.end for p in read_segment(path).parcels]
         return max(ends)
 
     def _send_segment(self, path: Path) -> bool:
-        """True when the file is done with, and removed."""
+        """Send a segment; True when the file is finished and removed."""
         try:
             contents = read_segment(path)
         except OSError as e:
@@ -214,7 +216,7 @@ class Sync:
         return True
 
     def _registration(self, path: Path, contents: SegmentContents) -> Registration | None:
-        """From the segment, from another one of its session, or what a body says of itself."""
+        """Registration from the segment, from another segment of its session, or minimal, from the header of a body."""
         if contents.registration is not None:
             return contents.registration
         for other in self._directory.glob(f"{session_of(path)}-*{SEGMENT_SUFFIX}"):
@@ -230,7 +232,7 @@ class Sync:
     def _send(self, parcel: Parcel, registration: Registration) -> bool:
         num_failures = 0
         while True:
-            receipt = self._courier.send(parcel, registration)
+            receipt = self._uploader.send(parcel, registration)
             if receipt.verdict is Verdict.ACKNOWLEDGED:
                 break
             delay_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 16)))
@@ -298,7 +300,7 @@ def main(argv: list[str]) -> int:
             if not ours:
                 print(f"another `fp8watch sync` is at work in {settings.spool_dir}", file=sys.stderr)
                 return 1
-            report = Sync(settings.spool_dir, Courier(transport), args.timeout).run()
+            report = Sync(settings.spool_dir, Uploader(transport), args.timeout).run()
     except (OSError, msgspec.MsgspecError) as e:
         print(f"fp8watch sync: {settings.spool_dir}: {e}", file=sys.stderr)
         return 1

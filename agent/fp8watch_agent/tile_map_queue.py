@@ -1,4 +1,4 @@
-"""Tile maps on their way to the sender: few, large, and worth less than the sketch, so they wait in plain memory.
+"""Bounded in-memory queue of tile maps on their way to the sender.
 
 Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender
 Thread:     one producer (training), one consumer (sender)
@@ -19,7 +19,7 @@ def map_bytes(tile_map: TileMap) -> int:
 
 
 class MapQueue:
-    """Bounded by bytes; the oldest go first, and are counted. Whoever pops a map accounts for it."""
+    """Bounded by bytes; the oldest maps are dropped, and counted. Whoever pops a map accounts for it."""
 
     def __init__(self, max_bytes: int = MAX_QUEUE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -57,7 +57,7 @@ class MapQueue:
                     break
                 taken += map_bytes(out[-1])
         except Exception:
-            self._maps.extendleft(reversed(out))  # nobody has them yet: they wait for the next time
+            self._maps.extendleft(reversed(out))  # over the limit: they wait for the next claim
             raise
         self._claimed_bytes += taken
         return out

@@ -1,9 +1,9 @@
-"""HTTP to the collector: one kept-alive connection, bounded answers, and what each answer means.
+"""HTTP client of the collector: one keep-alive connection, bounded responses, and a verdict for each status.
 
 Upstream:   fp8watch_agent.uploader     Downstream: fp8watch_server.ingest.routes
 Thread:     sender; never the one that trains
 
-urllib3 retries nothing here and follows no redirect: the sender decides, because only it knows what is idempotent.
+urllib3 does no retries and follows no redirects here: the sender decides, because only it knows what is idempotent.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAX_RETRY_AFTER_S = 3600.0
 
 
 class Verdict(Enum):
-    """What an answer means for the body that was sent."""
+    """What a response means for the body that was sent."""
 
     ACKNOWLEDGED = "acknowledged"
-    REFUSED = "refused"  # this body will never be taken: count it, go on with the next
+    REFUSED = "refused"  # this body will never be accepted: count it, go on with the next
     SPLIT = "split"  # too large
     REGISTER = "register"  # the collector does not know the run, the session or a site
-    RETRY = "retry"  # later
-    HOLD = "hold"  # nothing will be taken until a person has changed something
+    RETRY = "retry"  # retry later
+    HOLD = "hold"  # nothing is accepted until a person changes something
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back; status 0 when nothing did."""
+    """A response; status 0 when there was none."""
 
     status: int
     body: bytes = b""
@@ -65,7 +65,7 @@ class Ack(msgspec.Struct):
 
 
 def judge(answer: Answer) -> Verdict:
-    """Verdict on a status. A 200 is only believed when it also names the seq: see `read_ack`."""
+    """Verdict on a status. A 200 is trusted only when it also names the seq: see `read_ack`."""
     status = answer.status
     if status == 0 or status in (408, 425, 429) or status >= 500:
         return Verdict.RETRY
@@ -77,11 +77,11 @@ def judge(answer: Answer) -> Verdict:
         return Verdict.SPLIT
     if status == 424:
         return Verdict.REGISTER
-    return Verdict.HOLD  # 401, 403: token; 3xx, 404, 405: the URL is not that of a collector
+    return Verdict.HOLD  # 401, 403: token; 3xx, 404, 405: not a collector's URL
 
 
 def read_ack(answer: Answer, seq: int) -> Ack | None:
-    """The acknowledgement of `seq`, or None: some proxy answers 200 to everything."""
+    """The acknowledgement of `seq`, or None: some proxies answer 200 to everything."""
     try:
         ack = msgspec.json.decode(answer.body, type=Ack)
     except (msgspec.DecodeError, msgspec.ValidationError):
@@ -118,13 +118,13 @@ class Transport:
         self.reload_token()
 
     def reload_token(self) -> None:
-        """Read the token's file again: it may have been rotated."""
+        """Read the token file again: the token may have been rotated."""
         if self._token_file is not None:
             with contextlib.suppress(ValueError):
                 self._token = read_token_file(self._token_file)
 
     def put(self, path: str, value: Any) -> Answer:
-        """PUT a JSON."""
+        """PUT JSON."""
         return self._request("PUT", path, msgspec.json.encode(value), {"Content-Type": "application/json"})
 
     def post(self, path: str, body: bytes, content_type: str) -> Answer:
@@ -164,7 +164,7 @@ class Transport:
             return Answer(0, error=f"{type(e).__name__}: {e}")
 
     def _read(self, response: urllib3.BaseHTTPResponse, until: float) -> Answer:
-        """At most 64 KiB and one timeout: an answer that trickles must not hold the sender for hours."""
+        """Read at most 64 KiB within one timeout: a trickling response must not block the sender for hours."""
         got = bytearray()
         while True:
             piece = response.read1(MAX_ANSWER_BYTES)
@@ -172,6 +172,6 @@ class Transport:
                 break
             got += piece
             if len(got) > MAX_ANSWER_BYTES or time.monotonic() > until:
-                response.close()  # the rest is not worth keeping the connection for
+                response.close()  # closing is cheaper than reading the rest
                 break
         return Answer(response.status, bytes(got), _retry_after(response.headers.get("Retry-After")))

@@ -1,9 +1,9 @@
-"""Delivers one parcel: registers what the collector does not know, halves what it finds too large.
+"""Uploader: delivers one parcel, registers what the collector does not know, and splits what it finds too large.
 
 Upstream:   fp8watch_agent.sender, fp8watch_agent.sync      Downstream: fp8watch_agent.transport
 Thread:     sender
 
-Waiting and trying again is not done here: that is for whoever owns the clock.
+No waiting and no retries here: those belong to the caller, who owns the clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8watch_agent.transport import Ack, Answer, Transport, Verdict, judge, rea
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE
 
 SITES_PER_REQUEST = 250
-MAX_REGISTRATIONS = 3  # per parcel; a collector that still does not know its sites will not learn them
+MAX_REGISTRATIONS = 3  # per parcel; more registrations would not help
 
 _PATHS = {
     Kind.BATCH: ("/v1/batches", BATCH_CONTENT_TYPE),
@@ -28,14 +28,14 @@ _PATHS = {
 
 @dataclass
 class Receipt:
-    """What became of a parcel. ACKNOWLEDGED: all of it is accounted for, as acknowledged or as refused."""
+    """Outcome of a parcel. ACKNOWLEDGED: all of it is accounted for, as acknowledged or as refused."""
 
     verdict: Verdict
     answer: Answer
     acknowledged: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by reason
     refused_bodies: list[tuple[Parcel, str]] = field(default_factory=list)
-    captures: dict[int, int] | None = None  # site -> last step that is wanted; None: the answer said nothing
+    captures: dict[int, int] | None = None  # site -> last step with wanted tile maps; None: no answer about it
     num_bytes: int = 0
 
     def refuse(self, parcel: Parcel, reason: str) -> None:
@@ -52,18 +52,18 @@ class Receipt:
             self.captures = other.captures
 
 
-class Courier:
-    """One collector, any number of sessions."""
+class Uploader:
+    """Connection to one collector, for any number of sessions."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._known: dict[str, int] = {}  # session -> registrations that the collector has taken
-        self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has taken
+        self._known: dict[str, int] = {}  # session -> number of registrations that the collector has
+        self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has
         self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
         self.refused_registrations: list[Answer] = []
 
     def register(self, registration: Registration) -> Answer | None:
-        """Run, session, and the sites that are new. None when the collector knows all of them."""
+        """Register run, session and new sites. None on success, else the failed response."""
         version, session = registration.version, registration.session
         run = f"/v1/runs/{quote(session.run_id, safe='')}"
         start = self._known.get(session.session, -1)
@@ -95,16 +95,16 @@ class Courier:
         verdict = judge(answer)
         if verdict is Verdict.ACKNOWLEDGED:
             return None
-        if verdict in (Verdict.REFUSED, Verdict.SPLIT):  # the batches will show whether it matters
+        if verdict in (Verdict.REFUSED, Verdict.SPLIT):  # batches will show whether it matters
             self.refused_registrations.append(answer)
             return None
         return answer
 
     def send(self, parcel: Parcel, registration: Registration) -> Receipt:
-        """Deliver a parcel and whatever it needs. Never raises for what the collector says."""
+        """Deliver a parcel and the registrations it needs. Never raises for what the collector answers."""
         if (registration.session.session, parcel.seq) in self._halved:
             halves = split(parcel)
-            if halves is not None:  # one half may be there already: the whole would bring it again under another key
+            if halves is not None:  # one half may be stored already: the whole would store it again under another key
                 return self._send_halves(parcel, halves, registration, Answer(413))
         answer = Answer(0, error="not sent")
         path, content_type = _PATHS[parcel.kind]
@@ -132,7 +132,7 @@ class Courier:
                 return Receipt(Verdict.RETRY, Answer(0, error=f"no acknowledgement of {parcel.seq}: {answer}"))
             return Receipt(verdict, answer, parcel.amount, captures=_captures(ack), num_bytes=len(parcel.body))
         if parcel.kind == Kind.MAPS and answer.status in (404, 405):
-            verdict = Verdict.REFUSED  # a collector that takes no tile maps still takes batches
+            verdict = Verdict.REFUSED  # a collector that refuses tile maps still accepts batches
         if verdict is Verdict.SPLIT:
             halves = split(parcel)
             if halves is not None:
@@ -152,7 +152,7 @@ class Courier:
         for half in halves:
             receipt = self.send(half, registration)
             if receipt.verdict is not Verdict.ACKNOWLEDGED:
-                return receipt  # the parent is tried again as a whole; the same halves come of it
+                return receipt  # the parent is retried as a whole, and splits into the same halves
             whole.merge(receipt)
             whole.answer = receipt.answer
         self._halved.discard((registration.session.session, parcel.seq))

@@ -1,3 +1,3 @@
-"""The version of the distribution: the only place where it stands."""
+"""Version of the distribution, stated only here."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The wire: a batch of steps as columnar msgpack in zstd. One codec for agent and collector.
+"""Wire codec of agent and collector: a batch of steps as columnar msgpack in zstd.
 
 Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender, fp8watch_server.ingest.routes
 Shapes:     N records of ROW -> one byte string a column, little-endian, exact lengths
@@ -45,7 +45,7 @@ TILE_MAPS_CONTENT_TYPE = "application/vnd.fp8watch.tile-maps+msgpack"
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
-    """What a batch says of itself. Unknown keys of newer agents are ignored; required ones are these."""
+    """Header of a batch. Unknown keys of newer agents are ignored; these are required."""
 
     run: str
     session: str
@@ -62,19 +62,19 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     per_step: int = (
         0  # records of each step, where all steps have the same sites in the same order; set by encode_batch
     )
-    depth_stride: int = 0  # how far back the histogram lies that depth_hist is the difference to
+    depth_stride: int = 0  # delta stride of depth_hist, in records
 
 
 class _Body(msgspec.Struct):
     header: msgspec.Raw
-    steps: msgspec.Raw  # maps stay closed until their sizes are known: of small entries they unfold to twenty times
+    steps: msgspec.Raw  # decoded once their sizes are known: small entries expand to twenty times their size
     columns: msgspec.Raw
     constants: msgspec.Raw = msgspec.Raw(b"\x80")  # {}
 
 
 @dataclass
 class Batch:
-    """A decoded batch. Columns are numpy arrays over the body; what was left out is filled with defaults on demand."""
+    """A decoded batch. Columns are numpy arrays over the body; omitted ones are filled with defaults on demand."""
 
     header: Header
     steps: npt.NDArray[np.void]  # [num_steps] of record.STEP
@@ -83,7 +83,7 @@ class Batch:
     sent: Mapping[str, Array] = field(default_factory=dict)
 
     def column(self, name: str) -> Array:
-        """Values of one field, [num_records] or [num_records, size]. Histograms are counts, decoded from their codes."""
+        """Values of one field, [num_records] or [num_records, size]. Histograms are decoded to counts."""
         got = self.sent.get(name)
         f = FIELD_BY_NAME[name]
         n = self.header.num_records
@@ -94,14 +94,14 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes when all of its columns are open."""
+        """Memory with all columns decoded."""
         sent = self.sent
         opened = sent.nbytes if isinstance(sent, Columns) else sum(column.nbytes for column in sent.values())
         return self.steps.nbytes + self.step.nbytes + self.site.nbytes + opened
 
 
 def _records_of_each_step(steps: Array, step: Array, site: Array) -> int:
-    """How many records each step has, where all have the same sites in the same order; else 0."""
+    """Records per step when all steps have the same sites in the same order; else 0."""
     n, num_steps = len(step), len(steps)
     if not n or n % num_steps:
         return 0
@@ -120,9 +120,9 @@ def encode_batch(
     rows: npt.NDArray[np.void],
     *,
     level: int = 1,
-    breathe: Callable[[], None] = lambda: None,
+    yield_gil: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """One compressed body.
+    """Encode one compressed body.
 
     Args:
         header: `num_steps` and `num_records` must be those of the arrays.
@@ -131,14 +131,14 @@ def encode_batch(
         site: [N] uint64, site ids.
         rows: [N] of record.ROW.
         level: zstd level.
-        breathe: called between pieces of work, so that a thread that trains gets the interpreter's lock.
+        yield_gil: called between pieces of work, so that a training thread gets the GIL.
     """
     if header.num_steps != len(steps) or header.num_records != len(rows):
         raise WireError("header", "num_steps and num_records must be the lengths of the arrays")
     step, site = np.asarray(step, dtype="<i8"), np.asarray(site, dtype="<u8")
     per_step = _records_of_each_step(steps, step, site)
     compressor = new_compressor(level)
-    columns, constants, depth_stride = pack(rows, per_step, compressor, breathe)
+    columns, constants, depth_stride = pack(rows, per_step, compressor, yield_gil)
     columns["site"] = site[: per_step or None].tobytes()
     if not per_step:
         columns["step"] = (step - header.step0).astype("<u4").tobytes()
@@ -148,13 +148,13 @@ def encode_batch(
         "columns": columns,
         "constants": constants,
     }
-    breathe()
+    yield_gil()
     packed: bytes = compressor.compress(msgspec.msgpack.encode(body))
     return packed
 
 
 def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
-    """Decode and check one body. Everything or nothing: a single wrong column refuses the batch.
+    """Decode and validate one body. All or nothing: one wrong column refuses the batch.
 
     Raises:
         WireError: naming the column.
@@ -203,7 +203,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
 
 
 def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Array, Array]:
-    """Step and site of each record; they are taken out of `sent`."""
+    """Step and site of each record; removes these columns from `sent`."""
     n, each = header.num_records, header.per_step if header.version > 1 else 0
     if each and each * header.num_steps != n:
         raise WireError("header", f"{header.num_steps} steps of {each} records are not {n}")
@@ -221,7 +221,7 @@ def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Ar
 
 
 def _read_plain(columns: dict[str, bytes], num_records: int) -> dict[str, Array]:
-    """Columns of version 1: the values as they are."""
+    """Columns of version 1: uncoded values."""
     out = {}
     for name, column in columns.items():
         f = FIELD_BY_NAME.get(name)
@@ -232,7 +232,7 @@ def _read_plain(columns: dict[str, bytes], num_records: int) -> dict[str, Array]
 
 
 def rows_of(batch: Batch) -> npt.NDArray[np.void]:
-    """The records of a batch as ROW again; histograms are the counts that their codes stand for, rounded."""
+    """The records of a batch as ROW; histograms are the rounded counts of their codes."""
     rows = np.zeros(batch.header.num_records, dtype=ROW)
     for f in FIELDS:
         values = batch.column(f.name)

@@ -1,4 +1,4 @@
-"""Tile maps on the wire: every tile of a site in a step, the maps end to end in one zstd frame.
+"""Wire codec of tile maps: every tile of a site in a step, concatenated in one zstd frame.
 
 Upstream:   fp8watch_agent.tile_map_queue    Downstream: fp8watch_agent.wire
 Shapes:     maps of [Mt·Kt] tiles -> one byte string a column
@@ -49,7 +49,7 @@ def _is_e8m0(values: Array) -> bool:
 
 
 def encode_tile_maps(run: str, session: str, rank: int, seq: int, maps: Sequence[TileMap], *, level: int = 1) -> bytes:
-    """Tile maps of any sites and steps as one compressed body; the tiles of all maps lie end to end.
+    """Encode tile maps of any sites and steps as one compressed body, the tiles of all maps concatenated.
 
     A scale_inv that is a power of two everywhere travels as E8M0: one byte a tile before compression.
     """
@@ -83,7 +83,7 @@ class TileMaps:
 
 
 def decode_tile_maps(body: bytes, *, compressed: bool = True) -> TileMaps:
-    """Decode and check tile maps.
+    """Decode and validate tile maps.
 
     Raises:
         WireError: naming the column.

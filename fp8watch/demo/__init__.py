@@ -1,3 +1,3 @@
-"""A small language model trained in FP8 on real text, broken on purpose at a step that is said beforehand."""
+"""Demo: a small language model trained in FP8 on real text, with a failure injected at a known step."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collector as the demo sees it: a process of its own, and the answers of its API."""
+"""Runs the demo's collector as a subprocess and queries its API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(10))
 
 @contextlib.contextmanager
 def running_collector(folder: Path, port: int, **environment: str) -> Iterator[str]:
-    """A collector on loopback with a SQLite database in `folder`; yields its URL, stops it at the end.
+    """Run a collector on loopback with a SQLite database in `folder`; yields its URL, stops it at the end.
 
     `environment` is added to this process's own for the collector.
 
@@ -86,7 +86,7 @@ def _wait_ready(url: str) -> None:
 
 
 def incidents(url: str, run_id: str) -> list[dict[str, Any]]:
-    """Incidents of a run, the oldest first; empty while the collector does not know the run."""
+    """Incidents of a run, the oldest first; empty while the run is unknown."""
     answer = _http.request("GET", f"{url}/api/v1/runs/{quote(run_id, safe='')}/incidents")
     if answer.status == 404:
         return []
@@ -97,7 +97,7 @@ def incidents(url: str, run_id: str) -> list[dict[str, Any]]:
 
 
 def detected_step(url: str, run_id: str) -> int:
-    """The last step that the collector knows of a run; −1 before the first."""
+    """Last step of a run at the collector; −1 before the first."""
     answer = _http.request("GET", f"{url}/api/v1/runs/{quote(run_id, safe='')}")
     if answer.status != 200:
         return -1

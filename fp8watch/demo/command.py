@@ -30,7 +30,7 @@ LEARNING_RATE = 2e-3
 MAX_GRAD_NORM = 1.0
 FAULT_STEP = 80
 STEPS_AFTER_FAULT = 24  # so that the charts show what came after
-PATIENCE_STEPS = 120  # the longest that a failure may stay unnamed
+PATIENCE_STEPS = 120  # time limit for naming the failure
 HEALTHY_STEPS = 600
 SETTLE_S = 30
 
@@ -56,7 +56,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Exit status 0: the failure was named as it is, or nothing was raised in a healthy run. 1: not. 2: usage."""
     args = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the collector of the demo ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the collector must stop with the demo
     fault = FAULTS[args.fault]
     with contextlib.ExitStack() as stack:
         folder = args.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8watch-demo-")))
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def _port(asked: int | None) -> int:
-    """The port that was asked for; else the collector's own, or 0 (any) where that is taken."""
+    """The requested port; else the collector's default, or 0 (any) if that is taken."""
     if asked is not None:
         return asked
     with socket.socket() as probe:
@@ -106,7 +106,7 @@ def _progress() -> Iterator[Progress]:
 
 
 def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[dict[str, Any]]]:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # one core stays free for the collector and a browser
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # leaves one core for the collector and a browser
     torch.manual_seed(args.seed)
     data = batches(load_text(), BATCH, TOKENS, args.seed)
     model = ByteModel()
@@ -119,7 +119,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     )
     if not healthy:
         console.print(f"Step {args.fault_step}: {fault.says}.")
-    # At attach's defaults: what the demo shows is what everybody gets.
+    # attach's defaults: the demo shows what every user gets.
     watch = attach(model, run=f"demo {fault.name}", recipe=fault.recipe, optimizer=optimizer, collector=url)
     run_id = watch.identity.run_id
     console.print(f"Live: {watch.url}")
@@ -154,7 +154,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
 
 
 def raised(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Incidents that somebody is told of; the others are notices on the timeline."""
+    """Incidents that notify somebody; the others are notices on the timeline."""
     return [i for i in found if i["severity"] != "info"]
 
 

@@ -1,7 +1,7 @@
-"""The failures that the demo injects, each as it happens in real runs, and what must be said of it.
+"""Faults that the demo injects, each as it occurs in real runs, and the expected diagnosis.
 
-Every fault acts where the real one would: on an activation, in one site's quantiser, or on the optimizer. Nothing
-here tells the observer anything.
+Every fault acts where the real one would: on an activation, in one site's quantiser, or on the optimizer. Nothing here
+informs the observer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STALE_MODULE = "layers.0.mlp.up_proj"
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure. `mode`, `module`, `operand` are what the collector has to find."""
+    """One fault. `mode`, `module`, `operand` are what the collector has to find."""
 
     name: str
     says: str
@@ -50,7 +50,7 @@ def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Call
 
 
 def _outlier(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
-    """The largest two channels of the SwiGLU product grow ×30 for one step: above all that the history remembers."""
+    """The largest two channels of the SwiGLU product grow ×30 for one step, beyond the amax history."""
 
     def grow(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0].clone()
@@ -61,13 +61,13 @@ def _outlier(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> 
 
 
 class _Unguarded(SiteQuantizer):
-    """A kernel that computes 448/amax without looking at amax."""
+    """A kernel that computes 448/amax without a check for amax = 0."""
 
     zero_guard = False
 
 
 class _Stale(SiteQuantizer):
-    """A weight cache that is never refreshed: the scale of the first call serves all later weights."""
+    """A weight cache that is never refreshed: the scale of the first call is used for all later weights."""
 
     cached: Tensor | None = None
 
@@ -86,7 +86,7 @@ def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantiz
 
 
 def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
-    """128 channels die, and the site's kernel has no guard for a tile of zeros."""
+    """128 channels die, and the site's kernel does not handle a tile of zeros."""
     _replace(model, FAULT_MODULE, INPUT, _Unguarded)
 
     def die(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -
 
 
 def _stale_weight_scale(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One layer's weight scale is cached from here on; the weights grow out of it within some steps."""
+    """One layer's weight scale is cached from here on; the weights outgrow it within some steps."""
     _replace(model, STALE_MODULE, WEIGHT, _Stale)
 
 
@@ -152,7 +152,7 @@ FAULTS: dict[str, Fault] = {
             _outlier,
             recipe=delayed(
                 amax_history_len=16, margin=1
-            ),  # this small model outgrows its history by 1.5 on an ordinary day
+            ),  # this small model outgrows its amax history by 1.5 in healthy training
         ),
         Fault("lr", "the learning rate jumps ×30", "optimizer-divergence", None, None, "shared", _lr),
         Fault("none", "nothing", None, None, None, "unknown", _nothing),

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources and the documentation inside the Python installation."""
+"""Training text available on every machine: the Python installation's own sources and documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BYTES = 4 << 20
 
 
 def load_text(max_bytes: int = MAX_BYTES) -> Tensor:
-    """Bytes of the standard library's modules in the order of their names: uint8 [N].
+    """Bytes of the standard library's modules in name order: uint8 [N].
 
     Raises:
         FileNotFoundError: this Python keeps no sources.
@@ -36,7 +36,7 @@ def load_text(max_bytes: int = MAX_BYTES) -> Tensor:
 
 
 def batches(text: Tensor, batch: int, tokens: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless pairs (tokens, next tokens), int64 [batch, tokens], from random places of the text."""
+    """Endless pairs (tokens, next tokens), int64 [batch, tokens], from random positions of the text."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(len(text) - tokens - 1, (batch, 1), generator=generator)

@@ -1,10 +1,10 @@
-"""Ten steps in both precisions, side by side: is it FP8, or would BF16 do the same?
+"""`compare_bf16`: a few steps in FP8 and in high precision side by side, to tell whether FP8 causes a failure.
 
-Upstream:   fp8watch.diagnose.twins     Downstream: fp8watch.diagnose.verdict
+Upstream:   fp8watch.diagnose.model_copies     Downstream: fp8watch.diagnose.verdict
 Shapes:     model, batches -> per step two losses; per layer one error and one cosine
 Thread:     the caller's
 
-Both copies see the same weights, batches and random numbers, step by step. Nothing of the caller's is changed: not the
+Both copies use the same weights, batches and random numbers, step by step. Nothing of the caller's changes: not the
 model, its gradients, its optimizer, its scales, its statistics, nor the state of a random generator.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp8watch.diagnose.twins import MakeOptimizer, Twin, check, make_twins, recipe_of, unwrapped
+from fp8watch.diagnose.model_copies import MakeOptimizer, ModelCopy, check, make_copies, recipe_of, unwrapped
 from fp8watch.diagnose.verdict import LAYER_ERROR, LayerPair, StepPair, Verdict, judge
 from fp8watch.selection.module_filter import FilterFn
 
@@ -74,7 +74,7 @@ def compare_bf16(
         given = [copy.deepcopy(batch) for batch in itertools.islice(iter(batches), steps)]
         if not given:
             raise ValueError("batches is empty: give at least one batch, the failing one among them")
-        fp8, high = make_twins(inner, optimizer, chosen, filter_fn, backend)
+        fp8, high = make_copies(inner, optimizer, chosen, filter_fn, backend)
         try:
             pairs, layers = _run(fp8, high, given, loss_fn, autocast)
         finally:
@@ -90,7 +90,7 @@ def _precision(model: nn.Module, autocast: torch.dtype | None) -> str:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients out of reach, and every random generator back where it was."""
+    """Hide gradients, and restore every random generator afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     kept = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     python, numpy = random.getstate(), np.random.get_state()
@@ -109,7 +109,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Random:
-    """The state of the generators at the begin of a step, for both copies."""
+    """Random generator states at the start of a step, for both copies."""
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
@@ -124,7 +124,7 @@ class _Random:
 
 
 def _run(
-    fp8: Twin, high: Twin, batches: list[Any], loss_fn: LossFn, autocast: torch.dtype | None
+    fp8: ModelCopy, high: ModelCopy, batches: list[Any], loss_fn: LossFn, autocast: torch.dtype | None
 ) -> tuple[list[StepPair], list[LayerPair]]:
     pairs: list[StepPair] = []
     order: list[str] = []
@@ -142,11 +142,11 @@ def _run(
             cosine = _cosine(fp8.linears[name].weight.grad, high.linears[name].weight.grad)
             if cosine is not None:
                 cosines[name].append(cosine)
-        for twin in (fp8, high):
-            if twin.optimizer is not None:
-                twin.optimizer.step()
+        for copied in (fp8, high):
+            if copied.optimizer is not None:
+                copied.optimizer.step()
         if not math.isfinite(a) and not math.isfinite(b):
-            break  # from here on both are lost
+            break  # both are non-finite from here on
     return pairs, [_layer(name, errors[name], cosines[name]) for name in order]
 
 
@@ -155,24 +155,24 @@ def _layer(name: str, errors: list[float], cosines: list[float]) -> LayerPair:
     return LayerPair(name, errors[0], far, cosines[0] if cosines else None, min(cosines, default=None))
 
 
-def _step(twin: Twin, batch: Any, loss_fn: LossFn, autocast: torch.dtype | None, step: int) -> float:
-    twin.outputs.clear()
-    twin.model.zero_grad(set_to_none=True)
-    device = next(twin.model.parameters()).device.type
+def _step(copied: ModelCopy, batch: Any, loss_fn: LossFn, autocast: torch.dtype | None, step: int) -> float:
+    copied.outputs.clear()
+    copied.model.zero_grad(set_to_none=True)
+    device = next(copied.model.parameters()).device.type
     with torch.autocast(device, dtype=autocast) if autocast is not None else contextlib.nullcontext():
-        loss = loss_fn(twin.model, batch)
+        loss = loss_fn(copied.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn returned {shape}: must be a Tensor of one element")
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    if step == 0 and not twin.outputs:
+    if step == 0 and not copied.outputs:
         raise ValueError("loss_fn called no Linear of the model that it was given: it must use its first argument")
     return float(loss.detach())
 
 
 def _error(fp8: Tensor | None, high: Tensor | None) -> float:
-    """RMS of the difference over RMS in high precision; 0 where the layer was not called, or neither is finite."""
+    """RMS of the difference over RMS in high precision; 0 when the layer was not called, or neither is finite."""
     if fp8 is None or high is None or fp8.shape != high.shape:
         return 0.0
     a, b = fp8.double(), high.double()

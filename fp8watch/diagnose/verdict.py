@@ -1,4 +1,4 @@
-"""What a comparison found, as numbers, as one sentence, and as a note on an incident.
+"""Result of an FP8/BF16 comparison: numbers, one sentence, and a note on an incident.
 
 Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.api.comparison
 Shapes:     per step two losses; per layer one error and one cosine
@@ -20,9 +20,9 @@ import urllib3
 LOSS_TOLERANCE = 0.0025
 """Healthy FP8 and high-precision runs stay within 0.25 % of each other for the first 20 to 40 steps."""
 SUSTAINED = 3
-"""Steps that must be apart on the whole: a single small batch may be."""
+"""Number of steps that must be apart: a single small batch may be by chance."""
 RISE = 1.3
-"""Loss over that of the first step, from which on a run fails."""
+"""Ratio to the first loss above which a run counts as failing."""
 LAYER_ERROR = 0.25
 """RMS of the difference over RMS of the output, from which on a layer is named: healthy ones stay at 0.01 to 0.03."""
 
@@ -46,20 +46,20 @@ class StepPair:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """One Linear in both precisions, in the order of execution."""
+    """One Linear in both precisions, in execution order."""
 
     module: str
     output_error: (
         float  # at the first step, whose weights are equal: RMS(fp8 − high) / RMS(high); Inf: not finite in FP8 only
     )
     first_diverging_step: int | None  # first step at which the output's error is above LAYER_ERROR
-    grad_cosine: float | None  # of the weight's gradient, at the first step; None without a gradient, or not finite
+    grad_cosine: float | None  # of the weight gradient, at the first step; None without a gradient, or when non-finite
     grad_cosine_min: float | None  # over all steps
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `compare_bf16` found. `verdict` is that of an incident: fp8 or shared."""
+    """Result of `compare_bf16`. `verdict` is that of an incident: fp8 or shared."""
 
     verdict: str
     sentence: str
@@ -74,7 +74,7 @@ class Verdict:
         return self.sentence
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite as "nan", "inf", "-inf"."""
+        """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
         steps = [{**asdict(s), "difference": s.difference} for s in self.steps]
         out = {**asdict(self), "steps": steps, "layers": [asdict(x) for x in self.layers]}
         named: dict[str, Any] = _finite(out)
@@ -109,13 +109,13 @@ class Verdict:
 
 
 def judge(steps: tuple[StepPair, ...], layers: tuple[LayerPair, ...], recipe: str, high_precision: str) -> Verdict:
-    """Read the numbers: FP8 explains what only the FP8 path does.
+    """Derive the verdict: FP8 explains a failure that only the FP8 path shows.
 
-    A failure that both show is shared, however far apart they are by then: two runs that diverge part company.
+    A failure that both show is shared, however far apart they are by then: two diverging runs drift apart.
     """
     apart = _apart(steps)
     early = [x for x in layers if x.first_diverging_step is not None]
-    named = min(early, key=lambda x: x.first_diverging_step or 0, default=None)  # the first of those in flow order
+    named = min(early, key=lambda x: x.first_diverging_step or 0, default=None)  # the first in data-flow order
     layer = named.module if named else None
     where = f"; the first layer that differs is {layer}, at step {named.first_diverging_step}" if named else ""
 
@@ -146,7 +146,7 @@ def judge(steps: tuple[StepPair, ...], layers: tuple[LayerPair, ...], recipe: st
 
 
 def _apart(steps: tuple[StepPair, ...]) -> StepPair | None:
-    """The first step from which on the losses are apart: by a lot, or for SUSTAINED steps and on the whole to one side."""
+    """First step from which the losses stay apart: by a lot, or for SUSTAINED steps and mostly to one side."""
     for i, s in enumerate(steps):
         if s.difference > 4 * LOSS_TOLERANCE:
             return s
@@ -159,7 +159,7 @@ def _apart(steps: tuple[StepPair, ...]) -> StepPair | None:
 
 
 def _rise(losses: Iterable[float]) -> float:
-    """Largest loss over the first, Inf where one is not finite."""
+    """Largest loss over the first, Inf when one is non-finite."""
     got = list(losses)
     if not all(math.isfinite(x) for x in got):
         return math.inf

@@ -1,3 +1,3 @@
-"""What other libraries compute in FP8, observed from outside. Each module imports its library only when it is asked for."""
+"""Observers of other libraries' FP8 computation. Each module imports its library lazily."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which modules of a model are Transformer Engine's, what their GEMMs read, and how well it can be known.
+"""Transformer Engine modules of a model, the operands of their GEMMs, and the evidence available for each.
 
 Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_tensors
 Shapes:     (a module) -> sites     Thread: training, once
 
-Modules are told by the names of their classes, those that they inherit from included, as Megatron's are; nothing of
-Transformer Engine is imported.
+Modules are recognised by class names, including those of base classes, as Megatron's are; nothing of Transformer Engine
+is imported.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ DERIVED = {
 class TeSite:
     """One operand of one GEMM of a Transformer Engine module."""
 
-    fqn: str  # of the module; of an MLP with .fc1 or .fc2 behind it, of a grouped Linear with the number of the GEMM
+    fqn: str  # module name; with .fc1 or .fc2 appended for an MLP, with the GEMM's number for a grouped Linear
     operand: str
     direction: str
     gemm: str
-    visible: bool  # whether Python sees the operand before the cast: statistics are exact, not derived
+    visible: bool  # whether Python sees the operand before the cast, so that statistics are exact, not derived
 
     @property
     def evidence(self) -> dict[str, str]:
-        """How each group of fields is known."""
+        """Evidence of each group of fields."""
         return EXACT if self.visible else DERIVED
 
 
@@ -67,14 +67,16 @@ class TeModule:
 
     @property
     def num_gemms(self) -> int:
-        """Products of one forward: two of an MLP, one an expert of a grouped Linear."""
+        """GEMMs per forward: two for an MLP, one per expert for a grouped Linear."""
         if self.kind == "LayerNormMLP":
             return 2
         return int(getattr(self.module, "num_gemms", 1)) if self.kind == "GroupedLinear" else 1
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """The kind of Transformer Engine module that this is or inherits from, or None. `te.ops` are none: see `unseen`."""
+    """Kind of Transformer Engine module that this is or inherits from, or None. `te.ops` are not included: see
+    `unseen`.
+    """
     for cls in type(module).__mro__:
         if cls.__name__ in KINDS and cls.__module__.startswith(_OBSERVED):
             return cls.__name__
@@ -82,17 +84,17 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def unseen(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
-    """Modules of Transformer Engine that multiply where nothing is observed, and why."""
+    """Transformer Engine modules whose GEMMs are not observed, and why."""
     found: list[tuple[str, str]] = []
     for fqn, module in named_modules:
         ours = any(cls.__module__.startswith(_OPS) and "Linear" in cls.__name__ for cls in type(module).__mro__)
-        if ours and not (found and fqn.startswith(f"{found[-1][0]}.")):  # its parts are told with it
+        if ours and not (found and fqn.startswith(f"{found[-1][0]}.")):  # its parts are reported with it
             found.append((fqn, "te.ops: fused behind the module, not where products are observed"))
     return found
 
 
 def find(named_modules: Iterable[tuple[str, nn.Module]]) -> list[TeModule]:
-    """The Transformer Engine modules of a model that multiply in FP8, in the model's order."""
+    """Transformer Engine modules of a model that multiply in FP8, in model order."""
     found = []
     for fqn, module in named_modules:
         kind = kind_of(module)
@@ -104,7 +106,7 @@ def find(named_modules: Iterable[tuple[str, nn.Module]]) -> list[TeModule]:
 
 
 def weights_of(te: TeModule, index: int) -> list[Any]:
-    """The parameters of one GEMM: one, or the parts that Transformer Engine concatenates before it quantises them."""
+    """Parameters of one GEMM: one, or the parts that Transformer Engine concatenates before quantising."""
     module = te.module
     if te.kind == "LayerNormMLP":
         names = [f"fc{index + 1}_weight"]
@@ -123,8 +125,8 @@ def _sites(te: TeModule, index: int) -> list[TeSite]:
         name = f"{name}.{index}"
     weights = weights_of(te, index)
     seen = {
-        "input": te.kind in ("Linear", "GroupedLinear"),  # behind a norm or an activation the cast is fused into it
+        "input": te.kind in ("Linear", "GroupedLinear"),  # after a norm or an activation the cast is fused into it
         "weight": bool(weights) and not any(is_quantized(w) for w in weights),
-        "grad_output": te.kind != "LayerNormMLP" or index == 1,  # between fc2 and fc1 it stays inside
+        "grad_output": te.kind != "LayerNormMLP" or index == 1,  # between fc2 and fc1 it stays inside the module
     }
     return [TeSite(name, operand, direction, gemm, seen[operand]) for operand, direction, gemm in _DATA_FLOW]

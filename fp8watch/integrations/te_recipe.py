@@ -1,11 +1,11 @@
-"""Full evidence under Transformer Engine, as an opt-in: its custom recipe, with quantisers that show what they cast.
+"""Opt-in custom recipe for Transformer Engine whose quantisers show every operand before the cast.
 
 Upstream:   (the caller's recipe)     Downstream: fp8watch.integrations.transformer_engine
 Shapes:     an operand [M, K], before the cast     Thread: training, and autograd's
 
-The stock quantisers stay the default. With a custom recipe the cast leaves the fused norms and activations, and Python
-sees every operand: statistics of all sites are exact, at the price of those fusions. The codes are made by the quantiser
-that the caller's factory gives; here they are only passed on.
+The stock quantisers stay the default. A custom recipe moves the cast out of the fused norms and activations, so that
+Python sees every operand: statistics of all sites are exact, at the price of those fusions. The codes come from the
+quantiser of the caller's factory; here they are only passed on.
 
 Source: transformer_engine.common.recipe.CustomRecipe(qfactory=…), experimental there as of 2.20.
 State of this file: as that of fp8watch.integrations.transformer_engine. In 2.9 norms stay fused, and their outputs unseen.
@@ -45,7 +45,7 @@ def observing_recipe(qfactory: QuantizerFactory, observer: TeObserver, **options
 
 
 def observing_factory(qfactory: QuantizerFactory, observer: TeObserver) -> QuantizerFactory:
-    """The same factory, its quantisers shown what they cast. Requests for stateful quantisers pass as they are."""
+    """The same factory with observed quantisers. Requests for stateful quantisers pass unchanged."""
     base = _quantizer_class()
 
     def factory(role: Any) -> Any:
@@ -56,8 +56,9 @@ def observing_factory(qfactory: QuantizerFactory, observer: TeObserver) -> Quant
 
 
 def operand_of(role: Any) -> str:
-    """The operand that a factory is asked to make a quantiser for: "linear_input" before 2.16, an object from then on,
-    which may be None."""
+    """The operand that a factory makes a quantiser for: "linear_input" before 2.16, an object from then on, which may
+    be None.
+    """
     return str(getattr(role, "tensor_type", role) or "").removeprefix("linear_")
 
 
@@ -73,15 +74,16 @@ def _quantizer_class() -> type[Any]:
 
 
 def _observed(quantizer: Any, operand: str, observer: TeObserver) -> Any:
-    """The quantiser itself, two of its methods replaced: Transformer Engine and its extension ask for exact classes, so
-    there can be no class of ours around it. A copy or a pickle is as its class would have made it, and shows nothing."""
+    """The quantiser itself with two methods replaced: Transformer Engine and its extension check for exact classes, so
+    no subclass or wrapper is possible. A copy or a pickle is of the original class, and is not observed.
+    """
     for name in ("quantize_impl", "update_quantized"):
         if hasattr(quantizer, name):
             setattr(quantizer, name, _shown(getattr(quantizer, name), operand, observer))
     quantizer.copy = lambda: type(quantizer).copy(_plain(quantizer))
     quantizer.__reduce_ex__ = lambda protocol: _plain(quantizer).__reduce_ex__(protocol)
     if not getattr(type(quantizer), "custom", False):
-        quantizer.custom = True  # norms, activations and bias gradients leave the cast to Python, where it is shown
+        quantizer.custom = True  # norms, activations and bias gradients leave the cast to Python, where it is observed
         quantizer.make_empty = lambda *args, **kwargs: _plain(quantizer).make_empty(*args, **kwargs)
     return quantizer
 
@@ -95,7 +97,7 @@ def _shown(method: Callable[..., Any], operand: str, observer: TeObserver) -> Ca
 
 
 def _plain(quantizer: Any) -> Any:
-    """A quantiser of the same state, without what `_observed` put in."""
+    """A quantiser of the same state, without the replaced methods."""
     bare = object.__new__(type(quantizer))
     bare.__dict__.update({name: value for name, value in quantizer.__dict__.items() if name not in _REPLACED})
     return bare

@@ -1,4 +1,5 @@
-"""Statistics of an operand that Transformer Engine quantised: from the operand and its codes, or from the codes alone.
+"""Statistics of an operand that Transformer Engine quantised: exact from operand and codes, or derived from codes
+alone.
 
 Upstream:   fp8watch.integrations.te_tensors     Downstream: fp8watch.numerics.tile_stats
 Shapes:     codes [M, K], scale_inv [Mt, Kt], operand [M, K] or none -> TileStats     Thread: training
@@ -25,7 +26,7 @@ DERIVED = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO 
 
 
 def exact(x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, *, bound: bool, heavy: bool) -> TileStats:
-    """Everything about an operand that is at hand beside its codes.
+    """Full statistics from the operand and its codes.
 
     Args:
         x: [M, K] float32, bfloat16 or float16: the operand before the cast.
@@ -38,7 +39,7 @@ def exact(x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, *, bo
 
 
 def derived(view: QuantizedView, power_2: bool, eps: float, *, bound: bool) -> TileStats:
-    """What codes and scales tell by themselves. Saturation, underflow and Inf are absent (`Measured.CODES`).
+    """Statistics from codes and scales alone. Saturation, underflow and Inf are absent (`Measured.CODES`).
 
     The invariant is judged on the largest code: in [224, 448] of E4M3 with power-of-two scales, 448 with others.
     """
@@ -82,7 +83,7 @@ def _tile_codes(view: QuantizedView) -> torch.Tensor:
 def _measure(
     x: torch.Tensor, view: QuantizedView, power_2: bool, eps: float, dtype: torch.dtype, *, bound: bool, heavy: bool
 ) -> TileStats:
-    """The reference's own measurement, on codes that somebody else made."""
+    """The reference measurement, applied to given codes."""
     x_t, codes_t = reference.tiled(x, view.tile), _tile_codes(view)
     magnitude_t = x_t.abs()
     amax = magnitude_t.nan_to_num(0.0, posinf=float("inf")).amax((1, 3))

@@ -1,9 +1,9 @@
-"""Transformer Engine's quantised tensors, read as codes and scale_inv: where their layouts end.
+"""Reads Transformer Engine's quantised tensors as codes and scale_inv; no layout of theirs leaves this file.
 
 Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_stats
 Shapes:     a quantised tensor -> codes [M, K] uint8, scale_inv [Mt, Kt] float32     Thread: training, and autograd's
 
-Tensors are told by the attributes they have, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
+Tensors are recognised by their attributes, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is
 imported. What cannot be read has a reason, and whoever asked is given it. Scale tensors are padded to multiples of 4 (of
 128 and 4 for mxfp8) and the padding is not initialised, so it is cut off by shape:
     blockwise 1×128   rowwise scale_inv [Kt, ~M], columnwise [Mt, ~K] beside codes [K, M]
@@ -39,27 +39,27 @@ class QuantizedView:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the operand."""
+        """Shape of the operand."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def values(self) -> torch.Tensor:
-        """What the codes mean, before scale_inv: float32 [M, K]."""
+        """Decoded values before scale_inv: float32 [M, K]."""
         return self.codes.contiguous().view(self.fmt.dtype).to(torch.float32)
 
 
 def is_quantized(tensor: object) -> bool:
-    """Whether Transformer Engine keeps this tensor as codes: also a parameter, with `--fp8-param-gather`."""
+    """Whether Transformer Engine stores this tensor as codes; includes parameters under `--fp8-param-gather`."""
     return hasattr(tensor, "_rowwise_data") or (hasattr(tensor, "_scale_inv") and hasattr(tensor, "_data"))
 
 
 def view_of(tensor: Any, columnwise: bool) -> QuantizedView | None:
-    """The codes and scales that a GEMM reads in that direction; None where they are not there or lie otherwise."""
+    """Codes and scales that a GEMM reads in that direction; None when missing or in another layout."""
     got = read(tensor, columnwise)
     return None if isinstance(got, str) else got
 
 
 def read(tensor: Any, columnwise: bool) -> QuantizedView | str:
-    """The codes and scales that a GEMM reads in that direction, or the reason why they cannot be read."""
+    """Codes and scales that a GEMM reads in that direction, or the reason why they cannot be read."""
     tensor = direction_of(tensor, columnwise)
     if not hasattr(tensor, "_fp8_dtype"):
         if hasattr(tensor, "_fp4_dtype"):
@@ -82,7 +82,7 @@ def read(tensor: Any, columnwise: bool) -> QuantizedView | str:
 
 
 def direction_of(tensor: Any, columnwise: bool) -> Any:
-    """The tensor that holds one direction: of a hybrid tensor, and of one in debug mode, a part; else the tensor itself."""
+    """Tensor of one direction: a part of a hybrid or debug tensor; else the tensor itself."""
     for rowwise_name, columnwise_name in _PARTS:
         name = columnwise_name if columnwise else rowwise_name
         if hasattr(tensor, name):
@@ -92,7 +92,7 @@ def direction_of(tensor: Any, columnwise: bool) -> Any:
 
 
 def _format(tensor: Any) -> Fp8Format | None:
-    """By name: the enumeration is one of C++ before 2.17, and an IntEnum from then on, whose str() is a number."""
+    """Format by name: the enumeration is a C++ one before 2.17, and later an IntEnum, whose str() is a number."""
     kind = tensor._fp8_dtype
     name = str(getattr(kind, "name", kind)).upper()
     return next((fmt for key, fmt in FORMATS.items() if key in name), None)
@@ -103,7 +103,7 @@ def _flat(data: torch.Tensor) -> torch.Tensor:
 
 
 def _per_tensor(tensor: Any, fmt: Fp8Format) -> QuantizedView | str:
-    """Both directions have the same codes: whichever copy is there."""
+    """Both directions have the same codes: use whichever copy exists."""
     data = getattr(tensor, "_data", None)
     if data is not None:
         codes = _flat(data)
@@ -122,7 +122,7 @@ def _blockwise(
     tensor: Any, data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool, fmt: Fp8Format
 ) -> QuantizedView | str:
     if "COMPACT" in str(getattr(tensor, "_data_format", "")).upper():
-        return "its scales lie as they are communicated, in versions before 2.10"  # never what a GEMM reads
+        return "its scales lie as they are communicated, in versions before 2.10"  # not read by any GEMM
     codes = data.reshape(data.shape[0], -1).view(torch.uint8).t() if columnwise else _flat(data)
     rows, columns = codes.shape
     mt, kt = -(-rows // 128), -(-columns // 128)

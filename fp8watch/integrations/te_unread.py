@@ -1,10 +1,10 @@
-"""Operands of Transformer Engine that entered a GEMM and could not be read: said once, never passed over.
+"""Report of Transformer Engine operands that entered a GEMM and could not be read.
 
 Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch_agent.recorder
 Thread:     training, and autograd's
 
-A module that is watched and brings no statistics looks healthy. So each operand that cannot be read is noted with its
-class and the reason, and at the end of a sampled step the sum is a line on stderr and a fact of the session.
+An observed module without statistics looks healthy. So each unreadable operand is noted with its class and the reason,
+and at the end of a sampled step the total is printed on stderr and stored as a session fact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tell = Callable[[str | None, Mapping[str, str]], None]
 
 
 class Unread:
-    """Which operands of one model cannot be read, by class of tensor and reason."""
+    """Unreadable operands of one model, by tensor class and reason."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], set[int]] = {}
@@ -26,15 +26,15 @@ class Unread:
         self._fact = ""
 
     def note(self, what: object, reason: str, row: int) -> None:
-        """An operand that entered a GEMM. `what`: the tensor, or the name of what stands for it."""
+        """Note an operand that entered a GEMM. `what`: the tensor, or the name of a stand-in."""
         name = what if isinstance(what, str) else type(what).__name__.replace("Parameter", "Tensor")
         self._rows.setdefault((name, reason), set()).add(row)
 
-    def tell(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
-        """Say what is new since the last call.
+    def report(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
+        """Report what is new since the last call.
 
         Args:
-            read: rows whose operands were read at least once: what failed for them is no blindness.
+            read: rows whose operands were read at least once: what failed for them only is not reported.
             names: row -> module and GEMM, of all rows.
             version: of Transformer Engine.
             tell: takes the line and the fact.
@@ -63,4 +63,4 @@ def _line(left: Mapping[tuple[str, str], set[int]], read: set[int], names: Mappi
 
 
 def silent(*_: Any) -> None:
-    """Tells nobody."""
+    """Ignores the report."""

@@ -1,14 +1,15 @@
-"""Transformer Engine, observed from outside: its quantised operands where they enter a GEMM.
+"""Observer of Transformer Engine modules: their quantised operands as they enter a GEMM.
 
 Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
-In sampled steps, and then only: a hook before a module's forward keeps the operand that Python sees, a hook on its
-output the gradient, and the functions through which all of its modules multiply (`general_gemm` and its grouped form) are
-wrapped to see codes and scales. Nothing is quantised a second time, Transformer Engine's debug mode plays no part, and
-an error in here is counted and never reaches training.
+In sampled steps only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
+and the functions through which all modules multiply (`general_gemm` and its grouped form) are wrapped to see codes and
+scales. Nothing is quantised a second time, Transformer Engine's debug mode is not used, and an error in here is counted
+and never reaches training.
 
-What enters a GEMM and cannot be read is told with the reason (te_unread): a module that is watched in vain looks healthy.
+An operand that enters a GEMM and cannot be read is reported with the reason (te_unread), because a module without
+statistics looks healthy.
 
 Source: transformer_engine/pytorch, versions 2.8.0 to 2.20.2: modules call `general_gemm(A, B, …, layout=…)` with
 weight and input (TN: fprop), weight and grad_output (NN: dgrad), input and grad_output (NT: wgrad).
@@ -67,18 +68,18 @@ def load() -> tuple[ModuleType | None, str]:
 
 @dataclass
 class _Frame:
-    """One call of a module: what Python saw of its operands, and how many products it has made."""
+    """One call of a module: its operands as seen by Python, and the number of GEMMs so far."""
 
     te: TeModule
     operands: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     num_products: dict[str, int] = field(default_factory=dict)
     observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
-    again: bool = False  # a recomputation: its forward was seen already
+    again: bool = False  # a recomputation: its forward was observed already
     trains: bool = True  # whether a backward belongs to this forward
 
 
 class _Hook:
-    """A hook of a module. A copy or a pickle of the module gets one that does nothing, and loads without fp8watch."""
+    """A hook of a module. A copy or a pickle of the module gets an inert one that loads without fp8watch."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -91,15 +92,15 @@ class _Hook:
 
 
 @dataclass(frozen=True)
-class SiteFacts:
-    """What a site turned out to be at its first observation."""
+class SiteNumerics:
+    """Format and scaling of a site, as found at its first observation."""
 
     tile: tuple[int, int]
     format: str
     power_2_scale: bool
     eps: float
     evidence: dict[str, str]
-    recipe: str  # as ours are called: what its scales may be follows from that
+    recipe: str  # our name of the recipe: it determines which scales are valid
 
 
 def _recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
@@ -135,7 +136,7 @@ class TeObserver:
     ) -> None:
         self._entered, self._tell = entered, tell
         self.version, self.backend, self.unread = "", STOCK, Unread()
-        self.facts: dict[int, SiteFacts] = {}
+        self.facts: dict[int, SiteNumerics] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
         self._rows_of: dict[int, list[int]] = {}  # id of a module -> its rows
@@ -150,7 +151,7 @@ class TeObserver:
         self._wrapped: list[tuple[ModuleType, str, Any]] = []
 
     def start(self) -> str | None:
-        """Put the hooks in. Returns None, or the reason why GEMMs are not seen: then nothing is observed."""
+        """Install the hooks. Returns None, or the reason why GEMMs are not observable: then nothing is observed."""
         package, reason = load()
         if package is None:
             return reason
@@ -170,7 +171,7 @@ class TeObserver:
         return None
 
     def stop(self) -> None:
-        """Take everything out again."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, name, original in reversed(self._wrapped):
@@ -179,28 +180,30 @@ class TeObserver:
         self._wrapped.clear()
 
     def take_suspects(self) -> dict[int, int]:
-        """Rows with suspect tiles since the last call, and how many. Reads the device: for the end of a sampled step."""
+        """Rows with suspect tiles since the last call, and how many. Synchronises with the device: call it at the end
+        of a sampled step.
+        """
         rows, counts = self.pop_suspects()
         return {} if counts is None else {row: n for row, n in zip(rows, counts.tolist(), strict=True) if n}
 
     def pop_suspects(self) -> tuple[list[int], torch.Tensor | None]:
-        """Rows that were looked at since the last call, and the number of suspect tiles of each, on the device."""
+        """Rows checked since the last call, and the number of suspect tiles of each, on the device."""
         rows, counts = list(self._suspects), list(self._suspects.values())
         self._suspects.clear()
         return rows, torch.stack(counts) if counts else None
 
     def end_step(self) -> None:
-        """Tell what could not be read in the sampled step that ends."""
+        """Report what could not be read in this sampled step."""
         names = {row: fqn for (fqn, *_), row in self._rows.items()}
-        self._guard.run("te unread", self.unread.tell, self.facts, names, self.version, self._tell)
+        self._guard.run("te unread", self.unread.report, self.facts, names, self.version, self._tell)
 
     def note_operand(self, operand: str, x: torch.Tensor) -> None:
-        """Tell of an operand before its cast, from a quantiser of our own (see te_recipe)."""
+        """Take an operand before its cast, from an observed quantiser (see te_recipe)."""
         frame = self._frame(operand == "grad_output")
         if frame is not None and self.sampled:
             frame.operands.setdefault(operand, []).append(x.detach())
 
-    # ---- what modules do ----------------------------------------------------------------------------------------
+    # ---- module hooks ----------------------------------------------------------------------------------------
 
     def _before(self, te: TeModule) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -210,7 +213,7 @@ class TeObserver:
 
     def _enter(self, te: TeModule, args: tuple[Any, ...]) -> None:
         stack = self._stack()
-        stack.append(None)  # whatever happens below: each call leaves what it entered
+        stack.append(None)  # whatever happens below: each call must leave what it entered
         if te.module.training and not torch.compiler.is_compiling():
             again = torch._C._current_graph_task_id() != -1
             frame = stack[-1] = _Frame(te, again=again, trains=torch.is_grad_enabled())
@@ -232,8 +235,8 @@ class TeObserver:
                 self.unread.note(frame.te.kind, "its products do not pass where they are seen: fused or compiled", row)
         if not first.requires_grad:
             return
-        if not frame.again:  # a recomputed one is followed by its backward at once, or dropped
-            frame.operands.clear()  # high precision must not live until backward because somebody watches
+        if not frame.again:  # a recomputed frame is followed by its backward at once, or dropped
+            frame.operands.clear()  # the observer must not keep high-precision operands alive until backward
         hook: Any = first.register_hook
         hook(lambda grad: self._guard.run("te backward", self._enter_backward, frame, grad))
 
@@ -254,7 +257,7 @@ class TeObserver:
             return frame
         return self._stack()[-1] if self._stack() else None
 
-    # ---- what products read -------------------------------------------------------------------------------------
+    # ---- GEMM wrappers -------------------------------------------------------------------------------------
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def product(*args: Any, **kwargs: Any) -> Any:
@@ -306,9 +309,10 @@ class TeObserver:
         *,
         ahead: bool = False,
     ) -> int | None:
-        """One direction of one operand of one product, once a call; returns its number of rows, None where unknown.
+        """Observe one direction of one operand of one GEMM, once per call; returns its number of rows, None when
+        unknown.
 
-        Whatever goes wrong is noted as an operand that was not read, and the others are looked at all the same.
+        Any error is noted as an unread operand, and the other operands are observed all the same.
 
         Args:
             offset: of its rows in what Python saw, all experts in one tensor; None where that is unknown.
@@ -363,13 +367,13 @@ class TeObserver:
             evidence = EXACT if x is not None else DERIVED
             recipe = _recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
-            self.facts[row] = SiteFacts(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
+            self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)
 
     def _operand(
         self, frame: _Frame, index: int, operand: str, view: QuantizedView, offset: int | None
     ) -> torch.Tensor | None:
-        """The operand before its cast, where Python has seen one of that shape."""
+        """The operand before its cast, if Python has seen one of that shape."""
         te = frame.te
         seen = list(frame.operands.get(operand, ()))
         if (

@@ -104,7 +104,7 @@ def dgrad(grad_output: Codes, weight: Codes, dtype: torch.dtype) -> torch.Tensor
 
     Args:
         grad_output: [M, N] in tiles 1×128, row-major.
-        weight: [N, K] in blocks 128×128, as for fprop; column-major (see `column_major`) it need not be copied.
+        weight: [N, K] in blocks 128×128, as for fprop; with column-major codes it is not copied.
         dtype: float32, bfloat16 or float16.
     """
     return _mm(grad_output, Codes(weight.data.t(), weight.scale_inv.t()), block_b=True, dtype=dtype)
@@ -120,11 +120,6 @@ def wgrad(grad_output: Codes, input: Codes, dtype: torch.dtype) -> torch.Tensor:
     """
     a = Codes(grad_output.data.t(), grad_output.scale_inv.t())
     return _mm(a, Codes(input.data.t(), input.scale_inv.t()), block_b=False, dtype=dtype)
-
-
-def column_major(weight: Codes) -> Codes:
-    """The same operand with its codes column by column in memory, for a `dgrad` that is called more than once."""
-    return Codes(_bytes(weight.data).t().contiguous().t().view(weight.data.dtype), weight.scale_inv)
 
 
 def _mm(a: Codes, b: Codes, *, block_b: bool, dtype: torch.dtype) -> torch.Tensor:

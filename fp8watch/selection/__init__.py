@@ -1,1 +1,1 @@
-"""Which modules are taken over, which are left as they are, and what share of the GEMMs that is."""
+"""Module selection: which Linears run in FP8, which are left out and why, and their share of the GEMM FLOPs."""

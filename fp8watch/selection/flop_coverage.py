@@ -1,11 +1,11 @@
-"""How much of a model's GEMMs is observed, estimated from shapes, and what is not: each parameter with its share.
+"""FLOP coverage: share of a model's GEMMs that is observed, estimated from shapes, and the parameters left out.
 
 Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.start
 Shapes:     a weight of N elements -> 2·N FLOPs a token; of E experts of which k see a token, k/E of that
 Thread:     training, once
 
-Attention multiplies activations with each other: those products have no weight, and are not in the estimate. Nor is a
-lookup in an embedding, which is no GEMM.
+Attention's products of activations have no weight, and are not in the estimate. Nor are embedding lookups, which are no
+GEMMs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
 
 @dataclass(frozen=True)
 class NotTaken:
-    """GEMM weights that attach does not take over, those of all layers together."""
+    """GEMM weights that attach leaves out, all layers together."""
 
     name: str
     what: str
     share: float  # of the model's GEMM FLOPs
-    at_most: bool  # experts of which nobody says how many see a token
+    at_most: bool  # experts with an unknown number per token
 
     def __str__(self) -> str:
         return f"{self.name} ({self.what}, {'up to ' if self.at_most else ''}{percent(self.share)})"
@@ -44,13 +44,13 @@ class NotTaken:
 
 @dataclass
 class Coverage:
-    """What part of the GEMM FLOPs is observed, and what else there is besides the Linears that were left out."""
+    """Observed share of the GEMM FLOPs, and GEMM weights besides the Linears that were left out."""
 
-    observed: float | None = None  # None: there is no GEMM
+    observed: float | None = None  # None: no GEMM
     not_taken: list[NotTaken] = field(default_factory=list)
 
     def line(self) -> str | None:
-        """For the line that attach prints; None where there is nothing to say."""
+        """Text for the line that attach prints; None when there is nothing to report."""
         if self.observed is None or (self.observed >= 0.995 and not self.not_taken):
             return None
         least = "at least " if any(n.at_most for n in self.not_taken) else ""
@@ -62,7 +62,7 @@ class Coverage:
         return text
 
     def facts(self) -> dict[str, str | float]:
-        """For the session."""
+        """Session facts."""
         if self.observed is None:
             return {}
         out = ""
@@ -74,7 +74,7 @@ class Coverage:
 
 
 def percent(share: float) -> str:
-    """A share of the whole; what is there is never 0 %, and what lacks something never 100 %."""
+    """A share as text: never 0 % when there is something, never 100 % when something is missing."""
     if 0 < share < 0.01:
         return "<1 %"
     return "99 %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
@@ -89,14 +89,14 @@ class _Weight:
 
 
 def coverage(named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module]) -> Coverage:
-    """What of a model is observed.
+    """Observed part of a model.
 
     Args:
         named: its modules under the names that sites have.
         taken: Linears that were taken over, and modules that are observed as they are.
     """
     modules: dict[str, list[nn.Module]] = {}
-    for fqn, module in named:  # a wrapper has the name of what it wraps
+    for fqn, module in named:  # a wrapper has the name of the wrapped module
         modules.setdefault(fqn, []).append(module)
     whole = {id(m): m for m in taken}
     seen: set[int] = set()
@@ -126,7 +126,7 @@ def coverage(named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module])
 def _weights_of(
     fqn: str, module: nn.Module, modules: Mapping[str, list[nn.Module]], seen: set[int]
 ) -> Iterator[_Weight]:
-    """Parameters of a module's own that some GEMM must read."""
+    """A module's own parameters that some GEMM reads."""
     for name, p in module.named_parameters(recurse=False):
         shape = _shape(p)
         if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
@@ -145,7 +145,7 @@ def _weights_of(
 
 
 def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:
-    """Layers put together, the largest first."""
+    """Layers merged, the largest first."""
     groups: dict[tuple[str, str], list[_Weight]] = {}
     for w in weights:
         groups.setdefault((pattern(w.name), w.what), []).append(w)
@@ -159,7 +159,7 @@ def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:
 
 
 def _shape(p: Any) -> tuple[int, ...]:
-    """Of the whole parameter; DeepSpeed keeps that beside the part that is here."""
+    """Full shape of the parameter; DeepSpeed keeps it beside the local part."""
     return () if isinstance(p, UninitializedParameter) else tuple(getattr(p, "ds_shape", p.shape))
 
 
@@ -176,7 +176,7 @@ def _numel(p: Any) -> int:
 def _share_of_tokens(
     fqn: str, module: nn.Module, num_dims: int, modules: Mapping[str, list[nn.Module]], num_first: int = 0
 ) -> tuple[float, bool]:
-    """Of the tokens, how many one weight of routed experts sees, and whether that is only the most it can be."""
+    """Share of the tokens that one weight of routed experts sees, and whether that is only an upper bound."""
     parts = fqn.split(".") if fqn else []
     if not any("expert" in part.lower() for part in (*parts, type(module).__name__)) or "shared" in fqn:
         return 1.0, False
@@ -198,7 +198,7 @@ def _share_of_tokens(
 
 
 def _said(above: Iterable[nn.Module], names: Sequence[str]) -> int | None:
-    """What the module, those around it, or their configurations call by one of these names."""
+    """Value under one of these names in the module, its ancestors, or their configurations."""
     for module in above:
         config = getattr(module, "config", None)
         for source in (module, config, getattr(config, "text_config", None)):

@@ -1,10 +1,10 @@
-"""Whether a model computes in FP8 already, by somebody else's modules: then nothing of it is converted unasked.
+"""Detects models that already compute in FP8 through other libraries; these are not converted unless asked.
 
 Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules
 Thread:     training, once
 
-The Linears that such a model keeps in high precision (adapters, projectors, heads) were left there by its owner. Told by
-names and dtypes; nothing of Transformer Engine or torchao is imported.
+The Linears that such a model keeps in high precision (adapters, projectors, heads) were left there by its owner.
+Detected by names and dtypes; nothing of Transformer Engine or torchao is imported.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WRAPPERS = ("torchao.", "transformer_engine.")
 
 
 def foreign_fp8(model: nn.Module) -> str | None:
-    """What of a model computes in FP8 already, as "transformer_engine.pytorch.Linear, 12 of them"; None: nothing does.
+    """FP8 modules of other libraries in a model, as "transformer_engine.pytorch.Linear, 12 of them"; None: none.
 
-    Counted are Linears of Transformer Engine, modules of torchao and others with FP8 in the name of their class,
-    parameters that a library of quantised tensors wraps, and parameters and buffers of a float8 dtype.
+    Counts Linears of Transformer Engine, modules of torchao and others with FP8 in their class name, parameters wrapped
+    by a library of quantised tensors, and parameters and buffers of a float8 dtype.
     """
     found: Counter[str] = Counter()
     operations = {fqn for fqn, _ in unseen(model.named_modules())}
@@ -52,7 +52,7 @@ def foreign_fp8(model: nn.Module) -> str | None:
 
 
 def _holds_linears(module: nn.Module) -> bool:
-    """Whether it is a model of Linears rather than one: what wraps a single Linear may be one itself."""
+    """Whether it is a model of Linears rather than a wrapper of a single one."""
     return sum(isinstance(m, nn.Linear) for m in module.modules() if m is not module) > 1
 
 
@@ -67,7 +67,7 @@ def left_as_it_is(found: str, num_linears: int) -> str:
 
 
 def leave_wrapped(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> None:
-    """Move Linears whose weight another library wraps to `left_out`: their product is not the one of torch."""
+    """Move Linears whose weight another library wraps to `left_out`: their GEMM is not torch's."""
     for fqn, module in list(linears):
         wrapper = _tensor(module.weight)
         if wrapper is not None:
@@ -76,7 +76,7 @@ def leave_wrapped(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut])
 
 
 def _tensor(tensor: torch.Tensor) -> str | None:
-    """What makes a parameter or buffer one of FP8: the library that wraps it, or its dtype."""
+    """Why a parameter or buffer counts as FP8: the library that wraps it, or its dtype."""
     data = tensor.data
     for part in (tensor, data, getattr(data, "_local_tensor", None)):
         if part is not None and type(part).__module__.startswith(_WRAPPERS):

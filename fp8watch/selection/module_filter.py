@@ -1,7 +1,7 @@
-"""The precision map: which Linears go on the FP8 path, and for each other one the reason why not.
+"""Module filter: which Linears run in FP8, and for each other one the reason why not.
 
-FP8: QKV, attention output, MLP, expert Linears. High precision: embeddings, output head, router and gate, norms.
-After DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice. Which is which: see roles.
+FP8: QKV, attention output, MLP, expert Linears. High precision: embeddings, output head, router and gate, norms. After
+DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practice. For the classification see roles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     left: list[LeftOut] = []
     for fqn, module in named:
         if type(module).__module__.startswith("transformer_engine"):
-            continue  # observed as it is, or told of, by attach
+            continue  # observed unchanged, or reported, by attach
         if not isinstance(module, nn.Linear):
             continue
         reason: str | None = None
@@ -84,7 +84,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
 
 
 def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
-    """The same module of several layers as one."""
+    """The same module of several layers merged into one."""
     groups: dict[tuple[str, str], list[LeftOut]] = {}
     for m in left_out:
         groups.setdefault((pattern(m.fqn), m.reason), []).append(m)
@@ -92,9 +92,10 @@ def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by the names they have without compile, checkpoint and data-parallel wrappers around them: the same
-    Linears are taken, under the same names, wherever in a script attach stands."""
-    plain = {"": ""}  # name with wrappers -> name without
+    """Modules by their names without compile, checkpoint and data-parallel wrappers: the same Linears are selected
+    under the same names wherever in a script attach is called.
+    """
+    plain = {"": ""}  # name with wrappers -> name without wrappers
     for fqn, module in model.named_modules():
         if fqn:
             parent, _, name = fqn.rpartition(".")
@@ -104,17 +105,17 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _wraps(module: nn.Module) -> bool:
-    """Whether it holds the whole model as `.module`, and does nothing of its own to it."""
+    """Whether it holds the whole model as `.module` and adds no computation of its own."""
     return isinstance(module, _PARALLEL) or type(module).__name__ in _ENGINES
 
 
 def _gathered_by_fsdp(model: nn.Module) -> set[int]:
-    """Ids of the parameters that FSDP2 shards, and gathers to plain tensors before forward reads them."""
+    """Ids of parameters that FSDP2 shards, and gathers to plain tensors before forward reads them."""
     ids: set[int] = set()
     for module in model.modules():
         if any(c.__name__ == "FSDPModule" for c in type(module).__mro__):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.12: one
-            # a parameter that was a DTensor before, of tensor parallelism, is gathered to that
+            # a DTensor of tensor parallelism is gathered to a DTensor
             ids.update(id(p.sharded_param) for g in groups if g for p in g.fsdp_params if not p.is_dtensor)
     return ids

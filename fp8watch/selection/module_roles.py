@@ -1,7 +1,7 @@
-"""Which Linears are an output head, a router or an embedding: by what a model shows, and by name where it shows nothing.
+"""Role of each Linear (output head, router, embedding), from the model's structure, or from its name.
 
-A head is what the model calls its output embeddings, what shares its weight with an embedding, or what has one output for
-each token outside of the blocks, and no Linear there that reads as many. A router has few outputs, one for each expert
+A head is what the model returns as its output embeddings, what shares its weight with an embedding, or a Linear outside
+of the blocks with one output per token whose outputs no Linear there reads. A router has few outputs, one per expert
 beside it; a `gate` as wide as its sibling `up` belongs to the MLP.
 """
 
@@ -20,7 +20,7 @@ _UP = re.compile(r"^(?:\w*_)?(?:up|value|w3|w2|v|fc\w*)(?:_|$)")
 
 
 def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
-    """Linear, by id -> its role; those without one are not in it.
+    """Linear, by id -> its role; Linears without one are omitted.
 
     Args:
         named: modules of the model under the names that sites have.
@@ -31,7 +31,7 @@ def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
         for _, m in named
         if isinstance(m, nn.Embedding) and m._parameters.get("weight") is not None
     }
-    # a head is the end: an MLP outside of blocks has a Linear that reads its width
+    # a head is last: an MLP outside of the blocks has a Linear that reads its output width
     read = {m.in_features for fqn, m in named if isinstance(m, nn.Linear) and not _NUMBERED.search(fqn)}
     vocabularies = {v for v in _vocabularies(named) if v[0] not in read}
     children: dict[str, list[tuple[str, nn.Module]]] = {}
@@ -55,7 +55,7 @@ def roles(named: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
 
 
 def role_facts(named: Sequence[tuple[str, nn.Module]], taken: Sequence[tuple[str, nn.Linear]]) -> dict[str, str]:
-    """For the session: the role of each taken Linear that has one, or whose name alone would give it a wrong one."""
+    """Session facts: the role of each selected Linear that has one, or whose name alone would imply a wrong one."""
     found = roles(named)
     told = {fqn: found.get(id(module)) for fqn, module in taken}
     said = {fqn: role or LINEAR for fqn, role in told.items() if role is not None or role_of(fqn) is not None}
@@ -63,7 +63,7 @@ def role_facts(named: Sequence[tuple[str, nn.Module]], taken: Sequence[tuple[str
 
 
 def _called_heads(named: Sequence[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
-    """What models themselves call their output embeddings."""
+    """What models return as their output embeddings."""
     for _, module in named:
         try:
             get = getattr(module, "get_output_embeddings", None)
@@ -75,7 +75,7 @@ def _called_heads(named: Sequence[tuple[str, nn.Module]]) -> Iterator[nn.Module]
 
 
 def _vocabularies(named: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[int, int]]:
-    """(number of tokens, width) of the largest embedding that is not of positions."""
+    """(number of tokens, width) of the largest embedding other than of positions."""
     tables = [m for fqn, m in named if isinstance(m, nn.Embedding) and not _POSITIONS.search(fqn.rpartition(".")[2])]
     if tables:
         largest = max(tables, key=lambda m: m.num_embeddings)
@@ -84,12 +84,12 @@ def _vocabularies(named: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[int,
 
 
 def _is_vocabulary_wide(fqn: str, module: nn.Linear, vocabularies: set[tuple[int, int]]) -> bool:
-    """One output for each token, outside of the blocks: a byte vocabulary is often as wide as an MLP."""
+    """One output per token, outside of the blocks: a byte vocabulary is often as wide as an MLP."""
     return (module.out_features, module.in_features) in vocabularies and not _NUMBERED.search(fqn)
 
 
 def _routes(fqn: str, module: nn.Linear, children: dict[str, list[tuple[str, nn.Module]]]) -> bool:
-    """Whether what is called a gate chooses among experts, and is not the gate of an MLP."""
+    """Whether a `gate` chooses among experts, and is not the gate of an MLP."""
     parent, _, name = plain_name(fqn).rpartition(".")
     if name not in ("gate", "wg"):
         return True

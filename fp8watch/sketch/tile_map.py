@@ -31,11 +31,6 @@ def tile_tensors(stats: TileStats) -> list[torch.Tensor]:
     ]
 
 
-def tile_map_of(site: int, step: int, stats: TileStats) -> TileMap:
-    """Every tile of one call, at once: on a GPU this waits."""
-    return tile_map_from(site, step, [t.cpu() for t in tile_tensors(stats)])
-
-
 def tile_map_from(site: int, step: int, tensors: Sequence[torch.Tensor]) -> TileMap:
     """Every tile of one call, from the tensors of `tile_tensors` on the host. The arrays are its own."""
     amax, scale_inv, flags, num_nonfinite, num_underflow = (t.numpy() for t in tensors)

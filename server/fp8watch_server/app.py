@@ -26,10 +26,10 @@ from fp8watch_server.api import comparison, delivery_log, incident_actions
 from fp8watch_server.api import routes as api
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
-from fp8watch_server.db.collector_info import PUBLIC_URL, tell
+from fp8watch_server.db.collector_info import PUBLIC_URL, publish
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.http import errors
-from fp8watch_server.http.db_timeout import ReadPatience
+from fp8watch_server.http.db_timeout import DbTimeoutMiddleware
 from fp8watch_server.http.logs import RequestLog
 from fp8watch_server.ingest import routes as ingest
 from fp8watch_server.observability import metrics
@@ -77,7 +77,7 @@ def _detection(settings: Settings) -> Detection:
         make_engine=make_engine,
         fold=fold,
         close_quiet=close_quiet,
-        say_resolved=write_resolved,
+        queue_resolved=write_resolved,
         make_sessions=sessions_of,
         load_engine=getattr(DetectEngine, "load", None),
     )
@@ -117,7 +117,7 @@ def create_app(
     """
     engine = make_engine(settings.database_url)
     migrations.upgrade(engine)
-    tell(engine, PUBLIC_URL, settings.public_url.rstrip("/"))
+    publish(engine, PUBLIC_URL, settings.public_url.rstrip("/"))
     install_token(engine, settings)
     check_exposure(engine, settings)
     detection = detection or _detection(settings)
@@ -148,7 +148,7 @@ def create_app(
     app.state.detection = detection
     app.state.worker = worker
     app.state.on_change = on_change
-    app.state.ingest = ingest.Ingest(app, worker.wake, worker.hurry)
+    app.state.ingest = ingest.Ingest(app, worker.wake, worker.wake_for)
     app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
     errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
@@ -160,8 +160,8 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
-    app.add_middleware(ingest.ShortWay)
-    app.add_middleware(ReadPatience, engine=engine)
+    app.add_middleware(ingest.IngestFastPath)
+    app.add_middleware(DbTimeoutMiddleware, engine=engine)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)
     if pages:

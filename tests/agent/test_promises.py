@@ -65,7 +65,9 @@ def test_exit_is_in_time_with_a_collector_that_swallows_everything(
 ) -> None:
     recorder = Recorder(replace(settings, collector=blackhole_url), session)
     record(recorder, range(10))
-    assert eventually(lambda: recorder._sender.courier is not None and recorder._sender.courier.transport.num_requests)
+    assert eventually(
+        lambda: recorder._sender.uploader is not None and recorder._sender.uploader.transport.num_requests
+    )
     start = time.monotonic()
     recorder.close(2.0)
     assert time.monotonic() - start < 2.0 * SLACK
@@ -132,8 +134,8 @@ def _raise(*args: object, **kwargs: object) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ring.Ring.seal", "ring.Ring.claim", "ring.Ring.journal", "ring.Ring.settle", "ring.Ring.add_sites"),
-        *("batch.BatchBuilder.build", "spool.Spool.append", "uploader.Courier.send", "uploader.Courier.register"),
+        *("ring.Ring.seal", "ring.Ring.claim", "ring.Ring.journal", "ring.Ring.release", "ring.Ring.add_sites"),
+        *("batch.BatchBuilder.build", "spool.Spool.append", "uploader.Uploader.send", "uploader.Uploader.register"),
         *(
             "tile_map_queue.MapQueue.push",
             "tile_map_queue.MapQueue.claim",

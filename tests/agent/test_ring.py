@@ -152,14 +152,14 @@ def test_what_is_settled_is_not_recovered_and_what_is_in_flight_keeps_its_bytes(
     second, fourth = frames[1], frames[3]
     assert second is not None
     assert fourth is not None
-    ring.settle(second.end, 2)
+    ring.release(second.end, 2)
     assert ring.journal(17, 1, 6, b"the body", fourth.end, 4)
     got = recover(path_of(ring), read_boot_id())
     assert got.in_flight is not None
     assert (got.in_flight.seq, got.in_flight.body, got.in_flight.num_records) == (17, b"the body", 6)
     assert [int(f.steps["step"][0]) for f in got.frames] == [4, 5]
     assert got.next_seq == 18
-    ring.settle(fourth.end, 4)
+    ring.release(fourth.end, 4)
     got = recover(path_of(ring), read_boot_id())
     assert got.in_flight is None
     assert [int(f.steps["step"][0]) for f in got.frames] == [4, 5]

@@ -172,7 +172,7 @@ def test_a_kill_between_spooling_and_noting_it_sends_nothing_twice(
     collector: Collector,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Ring, "settle", lambda *args: None)
+    monkeypatch.setattr(Ring, "release", lambda *args: None)
     monkeypatch.setattr(Ring, "journal", lambda *args: False)
     recorder = Recorder(settings, session)
     for s in range(3):

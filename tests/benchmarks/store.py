@@ -147,7 +147,7 @@ def ingest(database: Database, bodies: list[bytes], known: commit.KnownSites) ->
     with writing(database.engine) as conn:
         outcomes = commit.commit_group(conn, items, known, now=time.time(), replays=False)
         conn.execute(sa.update(t.hot_batch).where(t.hot_batch.c.detected == 0).values(detected=1))
-    assert all(isinstance(o, commit.Taken) for o in outcomes)
+    assert all(isinstance(o, commit.Committed) for o in outcomes)
     return sum(item.batch.header.num_records for item in items)
 
 

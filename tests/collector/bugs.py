@@ -15,7 +15,7 @@ INGEST = [
         "200 means committed",
         "group_commit:Committer._commit_loop",
         "                answers = self._take(group)\n",
-        "                self._settle([(w, Taken(w.batch.header.seq, True, [])) for w in group])\n"
+        "                self._settle([(w, Committed(w.batch.header.seq, True, [])) for w in group])\n"
         "                __import__('time').sleep(0.05)  # so that one of a few kills falls between the two\n"
         "                answers = self._take(group)\n",
         f"{C}/test_kill.py::test_kill_9_under_load[sqlite-0]",
@@ -173,7 +173,7 @@ STORE = [
     ),
     Bug(
         "who does not lead does nothing",
-        "leader_loop:Rounds._one",
+        "leader_loop:LeaderLoop._one",
         "            if self._leader.held():\n",
         "            if self._leader.held() or True:\n",
         f"{T}/test_rounds.py::test_who_does_not_lead_forgets_and_does_nothing"

@@ -170,7 +170,7 @@ CONNECTIONS = [
 PATIENCE = [
     Bug(
         "work is progress",
-        "db_timeout:Patience.wait",
+        "db_timeout:ProgressTimeout.wait",
         "if now_s - before_s < WORKED_S or",
         "if before_s < WORKED_S + now_s or",
         f"{PATIENT}::test_work_on_a_registration_is_not_the_database"
@@ -193,7 +193,7 @@ PATIENCE = [
     Bug(
         "each part of a registration is progress",
         "ingest.routes:Ingest.__init__",
-        "SiteRegistry(self.engine, self.patience.progress)",
+        "SiteRegistry(self.engine, self.db_timeout.progress)",
         "SiteRegistry(self.engine, lambda: None)",
         f"{PATIENT}::test_a_slow_database_is_waited_for_while_it_gets_something_done",
     ),

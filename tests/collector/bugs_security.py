@@ -78,8 +78,8 @@ SECURITY = [
     Bug(
         "a new route has a line in the table",
         "app:create_app",
-        "    app.add_middleware(ingest.ShortWay)\n",
-        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.ShortWay)\n',
+        "    app.add_middleware(ingest.IngestFastPath)\n",
+        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.IngestFastPath)\n',
         f"{C}/test_auth.py::test_every_route_is_in_the_table",
     ),
     Bug(
@@ -173,7 +173,7 @@ PARSERS = [
     ),
     Bug(
         "sql is bound",
-        "db_timeout:ReadPatience._ask",
+        "db_timeout:DbTimeoutMiddleware._ask",
         'sa.text("SELECT 1")',
         'sa.text(f"SELECT {1}")',
         f"{C}/test_parsers.py::test_sql_is_bound_or_built_and_never_put_together",

@@ -100,10 +100,10 @@ class Recorder:
             self.closed.append(current_step)
             return []
 
-        def say_resolved(conn: Any, row: Any, now: float, public_url: str) -> None:
+        def queue_resolved(conn: Any, row: Any, now: float, public_url: str) -> None:
             self.resolved.append(row["id"])
 
-        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet, say_resolved)
+        return Detection(lambda sites: {s.id: s for s in sites}, make, fold, close_quiet, queue_resolved)
 
 
 def make_site(

@@ -12,7 +12,7 @@ from collector.kit import Agent, Recorder, make_site
 from fp8watch_agent.wire import decode_batch
 from fp8watch_server.pipeline import detect_worker as worker_module
 from fp8watch_server.pipeline import priority
-from fp8watch_server.pipeline.priority import Urgent, is_urgent
+from fp8watch_server.pipeline.priority import PriorityLane, is_urgent
 from fp8watch_server.store import pending as pending_module
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
@@ -121,7 +121,7 @@ def test_a_backlog_does_not_hide_it(
 
 def test_a_run_that_stays_broken_is_taken_out_of_turn_now_and_then() -> None:
     now = [100.0]
-    waiting, one, other = Urgent(lambda: now[0]), ("one", ""), ("other", "")
+    waiting, one, other = PriorityLane(lambda: now[0]), ("one", ""), ("other", "")
     assert [waiting.add(run) for run in (one, other, one)] == [True] * 3
     assert (waiting.take(), waiting.take(), waiting.take()) == (one, other, None)
     assert not waiting.add(one)
@@ -143,10 +143,10 @@ def test_the_same_batch_again_is_no_news(client: Any, app: Any) -> None:
     assert told == ["run-1"]
 
 
-def test_hurry_ends_a_pause_that_a_wake_does_not() -> None:
+def test_wake_now_ends_a_pause_that_a_wake_does_not() -> None:
     import logging
 
-    from fp8watch_server.db.leader_loop import Rest, Rounds
+    from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 
     class Ours:
         def held(self) -> bool:
@@ -157,15 +157,15 @@ def test_hurry_ends_a_pause_that_a_wake_does_not() -> None:
 
     rounds_begun = threading.Semaphore(0)
 
-    def work() -> Rest:
+    def work() -> Pause:
         rounds_begun.release()
-        return Rest(60.0, wakes=False)
+        return Pause(60.0, wakes=False)
 
-    rounds = Rounds("t", "work", Ours(), work, logging.getLogger("rounds"))  # type: ignore[arg-type]
+    rounds = LeaderLoop("t", "work", Ours(), work, logging.getLogger("rounds"))  # type: ignore[arg-type]
     rounds.start()
     assert rounds_begun.acquire(timeout=20)
     rounds.wake()
     assert not rounds_begun.acquire(timeout=0.2)
-    rounds.hurry()
+    rounds.wake_now()
     assert rounds_begun.acquire(timeout=20)
     rounds.stop()

@@ -35,9 +35,9 @@ BUGS = (
     ),
     Bug(
         "what is delivered leaves the hand before it is entered as acknowledged",
-        "sender:Sender._settle",
-        "        release()\n        books.acknowledged += receipt.acknowledged\n",
-        "        books.acknowledged += receipt.acknowledged\n        release()\n",
+        "sender:Sender._account",
+        "        release()\n        counts.acknowledged += receipt.acknowledged\n",
+        "        counts.acknowledged += receipt.acknowledged\n        release()\n",
         "tests/faults/test_nth_call.py::test_each_call_fails_once[sender]",
     ),
     Bug(
@@ -56,9 +56,9 @@ BUGS = (
     ),
     Bug(
         "every loss is counted, what is refused",
-        "sender:Sender._settle",
-        "        dropped = merged(books.dropped, receipt.refused)\n",
-        "        dropped = merged(books.dropped)\n",
+        "sender:Sender._account",
+        "        dropped = merged(counts.dropped, receipt.refused)\n",
+        "        dropped = merged(counts.dropped)\n",
         "tests/agent/test_identity.py::test_the_books_balance_over_random_faults[30]",
     ),
     Bug(
@@ -105,7 +105,7 @@ BUGS = (
     ),
     Bug(
         "a success forgets the failures",
-        "sender:Sender._settle",
+        "sender:Sender._account",
         '        self.state, self._num_failures = "up", 0\n',
         '        self.state = "up"\n',
         f"{POLITE}::test_after_a_success_it_waits_shortly_again",
@@ -126,14 +126,14 @@ BUGS = (
     ),
     Bug(
         "a bad batch does not block the next",
-        "uploader:Courier._receipt",
+        "uploader:Uploader._receipt",
         "        if verdict is Verdict.REFUSED:\n            receipt",
         "        if verdict is Verdict.HOLD:\n            receipt",
         f"{DELIVERY}::test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on",
     ),
     Bug(
         "a wrong token warns once",
-        "sender:Sender._tell",
+        "sender:Sender._warn",
         "            self._told.add(key)\n",
         "            pass\n",
         f"{POLITE}::test_a_refusal_of_the_agent_holds_and_warns_once",
@@ -147,7 +147,7 @@ BUGS = (
     ),
     Bug(
         "a body too large is halved",
-        "uploader:Courier._receipt",
+        "uploader:Uploader._receipt",
         "        if verdict is Verdict.SPLIT:\n            halves = split(parcel)\n",
         "        if verdict is Verdict.SPLIT:\n            halves = None\n",
         f"{DELIVERY}::test_a_body_too_large_is_split_by_steps_and_then_by_records",
@@ -183,8 +183,8 @@ BUGS = (
     Bug(
         "a full disk is survived",
         "sender:Sender._keep",
-        "        except OSError as e:\n            self._tell(\"spool\"",
-        "        except LookupError as e:\n            self._tell(\"spool\"",
+        "        except OSError as e:\n            self._warn(\"spool\"",
+        "        except LookupError as e:\n            self._warn(\"spool\"",
         "tests/faults/test_disk_full.py::test_training_goes_on_and_the_spool_drains_when_space_returns[limit]",
     ),
     Bug(
@@ -239,7 +239,7 @@ BUGS = (
     Bug(
         "exit is in time",
         "recorder:Recorder._close",
-        "            sender.courier.transport.deadline = sender.deadline\n        sender.wake.set()\n        sender.thread.join(max(0.0, sender.deadline - time.monotonic()))\n",
+        "            sender.uploader.transport.deadline = sender.deadline\n        sender.wake.set()\n        sender.thread.join(max(0.0, sender.deadline - time.monotonic()))\n",
         "            pass\n        sender.wake.set()\n        sender.thread.join(60.0)\n",
         "tests/agent/test_promises.py::test_exit_is_in_time_with_a_collector_that_swallows_everything",
     ),

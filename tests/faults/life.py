@@ -89,7 +89,7 @@ def exits(blackhole: str) -> dict[str, object]:
     watch = fp8watch.attach(model, collector=blackhole, overhead_budget=None)
     for _ in range(5):
         step(model, optimizer, torch.ones(8, 32))
-    transport = watch._recorder._sender.courier.transport
+    transport = watch._recorder._sender.uploader.transport
     while not transport.num_requests:  # until the sender is in the middle of one
         time.sleep(0.01)
     began = time.monotonic()

@@ -25,7 +25,7 @@ SETTINGS = AgentSettings(collector="http://127.0.0.1:9", ring_bytes=1 << 20, pol
 
 
 class Scripted:
-    """A courier whose answers are a list, without a network. The last answer stays."""
+    """A uploader whose answers are a list, without a network. The last answer stays."""
 
     def __init__(self, clock: Clock, answers: list[Answer]) -> None:
         self.transport = Transport("http://127.0.0.1:9")
@@ -55,8 +55,8 @@ class Driven:
         monkeypatch.setattr(Sender, "_run", lambda sender: None)
         self.recorder = Recorder(replace(SETTINGS, spool_dir=tmp_path / "spool"), make_session())
         self.sender = self.recorder._sender
-        self.courier = Scripted(self.clock, answers)
-        self.sender.courier = self.courier  # type: ignore[assignment]
+        self.uploader = Scripted(self.clock, answers)
+        self.sender.uploader = self.uploader  # type: ignore[assignment]
         self.recorder.register_sites(make_sites(3))
         self.step = 0
 
@@ -66,8 +66,8 @@ class Driven:
 
     def until_next_request_s(self) -> float:
         """Seconds until the sender knocks again."""
-        before, began = len(self.courier.sent), self.clock.now_s
-        while len(self.courier.sent) == before:
+        before, began = len(self.uploader.sent), self.clock.now_s
+        while len(self.uploader.sent) == before:
             self.clock.advance(self.sender.away_for_s() + 0.001)
             self.sender.tick()
             assert self.clock.now_s - began < 4000, "it has given up"
@@ -107,7 +107,7 @@ def test_it_waits_twice_as_long_each_time_at_random_and_for_ever(driven, answer:
     assert min(late) < 0.1 * MAX_BACKOFF_S
     assert max(late) > 0.9 * MAX_BACKOFF_S
     assert d.recorder.health().num_retries == 401
-    d.courier.answers = [Answer(200)]
+    d.uploader.answers = [Answer(200)]
     d.until_next_request_s()
     assert d.recorder.health().records.acknowledged == 3, "after hours, as if nothing had been"
 
@@ -125,7 +125,7 @@ def test_after_a_success_it_waits_shortly_again(driven) -> None:
     d.record()
     for _ in range(13):
         d.until_next_request_s()
-    assert len(d.courier.sent) == 13
+    assert len(d.uploader.sent) == 13
     d.record()
     d.until_next_request_s()
     assert d.sender.away_for_s() <= MIN_BACKOFF_S
@@ -143,7 +143,7 @@ def test_one_bad_batch_is_counted_and_never_blocks_the_next(driven, status: int)
         d.sender.tick()
     records = d.recorder.health().records
     assert (records.dropped, records.acknowledged) == ({f"http_{status}": 3}, 3)
-    assert [seq for _, seq in d.courier.sent] == [0, 1]
+    assert [seq for _, seq in d.uploader.sent] == [0, 1]
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -168,6 +168,6 @@ def test_a_wall_clock_that_jumps_changes_no_wait(driven, jump_s: float) -> None:
     d.until_next_request_s()
     d.clock.jump(jump_s)
     assert 10.0 <= d.until_next_request_s() <= 11.0
-    d.courier.answers = [Answer(200)]
+    d.uploader.answers = [Answer(200)]
     d.until_next_request_s()
     assert d.recorder.health().records.acknowledged == 3

@@ -24,7 +24,7 @@ POINTS = (
     "os:replace:after:1",
     "fp8watch_agent.sync:Sync._send_segment:before:1",
     "fp8watch_agent.sync:Sync._send_segment:before:2",
-    "fp8watch_agent.uploader:Courier.register:after:1",
+    "fp8watch_agent.uploader:Uploader.register:after:1",
     "fp8watch_agent.transport:Transport.post:before:1",
     "fp8watch_agent.transport:Transport.post:after:1",
     "fp8watch_agent.transport:Transport.post:after:3",

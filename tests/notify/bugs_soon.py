@@ -25,8 +25,8 @@ SOON = [
     ),
     Bug(
         "what is broken ends the pause of the detectors",
-        "leader_loop:Rounds.hurry",
-        "        self._hurry.set()\n",
+        "leader_loop:LeaderLoop.wake_now",
+        "        self._now.set()\n",
         "",
         f"{N}/test_woken.py::test_a_non_finite_batch_wakes_everyone_on_its_way",
     ),
@@ -67,7 +67,7 @@ SOON = [
     ),
     Bug(
         "a run that stays broken keeps nobody waiting",
-        "priority:Urgent.add",
+        "priority:PriorityLane.add",
         "            if taken_at is not None and self._clock() - taken_at < AGAIN_S:\n",
         "            if False:\n",
         f"{C}/test_urgent.py::test_a_run_that_stays_broken_is_taken_out_of_turn_now_and_then",

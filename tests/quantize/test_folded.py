@@ -14,7 +14,7 @@ from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.sketch.slab import Slab
-from fp8watch.sketch.tile_map import tile_map_of
+from fp8watch.sketch.tile_map import tile_map_from, tile_tensors
 
 
 class Recorded(NamedTuple):
@@ -53,6 +53,6 @@ def test_what_is_said_of_a_tile_is_the_same(kind: str) -> None:
     assert torch.equal(compact.num_nonfinite.long(), plain.num_nonfinite)
     assert torch.equal(compact.flags(), plain.flags())
     assert torch.equal(compact.off_scale, plain.off_scale)
-    one, other = tile_map_of(1, 2, plain), tile_map_of(1, 2, compact)
+    one, other = (tile_map_from(1, 2, tile_tensors(stats)) for stats in (plain, compact))
     for name in ("amax", "scale_inv", "flags", "num_nonfinite", "num_underflow"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))

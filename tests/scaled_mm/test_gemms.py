@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scaled_mm.layouts import column_major
 from scaled_mm.strict import scaled_mm as strict
 
 from fp8watch.kernels import emulated_gemm, reference, scaled_mm
@@ -51,7 +52,7 @@ def test_equal_the_emulated_gemms(
     same(scaled_mm.fprop(xr, wq, None, dtype), emulated_gemm.fprop(xr_wide, w_wide, None, dtype))
     same(scaled_mm.fprop(xr, wq, bias, dtype), emulated_gemm.fprop(xr_wide, w_wide, bias, dtype))
     same(scaled_mm.dgrad(gr, wq, dtype), emulated_gemm.dgrad(gr_wide, w_wide, dtype))
-    same(scaled_mm.dgrad(gr, scaled_mm.column_major(wq), dtype), emulated_gemm.dgrad(gr_wide, w_wide, dtype))
+    same(scaled_mm.dgrad(gr, column_major(wq), dtype), emulated_gemm.dgrad(gr_wide, w_wide, dtype))
     same(scaled_mm.wgrad(gc, xc, dtype), emulated_gemm.wgrad(gc_wide, xc_wide, dtype))
 
 
@@ -60,8 +61,8 @@ def test_operands_that_lie_right_are_not_copied(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **how: (given.extend((a, b)), strict(a, b, **how))[1])
     x, w, g = torch.randn(512, 512), torch.randn(1024, 512), torch.randn(512, 1024)
     xr, wq, gr = codes(x, (1, 128))[0], codes(w, (128, 128))[0], codes(g, (1, 128))[0]
-    transposed = [scaled_mm.column_major(codes(t, (128, 1))[0]) for t in (g, x)]
-    w_columns = scaled_mm.column_major(wq)
+    transposed = [column_major(codes(t, (128, 1))[0]) for t in (g, x)]
+    w_columns = column_major(wq)
     scaled_mm.fprop(xr, wq, None, torch.bfloat16)
     scaled_mm.dgrad(gr, w_columns, torch.bfloat16)
     scaled_mm.wgrad(*transposed, torch.bfloat16)

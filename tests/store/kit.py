@@ -72,7 +72,7 @@ class Feed:
         with writing(self.engine) as conn:
             item = commit.Incoming(batch, body, hashlib.sha256(body).digest())
             (outcome,) = commit.commit_group(conn, [item], self.known, now=self.now, replays=True)
-            assert isinstance(outcome, commit.Taken), outcome
+            assert isinstance(outcome, commit.Committed), outcome
             new = outcome.stored
             if new and detected:
                 b = t.hot_batch.c

@@ -15,7 +15,7 @@ from store.kit import SITES, UP, Feed, made_up
 from store.test_compaction import fill
 
 from fp8watch_server.db import schema as t
-from fp8watch_server.db.collector_info import PUBLIC_URL, tell
+from fp8watch_server.db.collector_info import PUBLIC_URL, publish
 from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.db.sql_chart_views import OCTAVES, SMALLEST_IS_WORST, create_chart_views, drop_chart_views
 from fp8watch_server.db.sql_views import FIELDS, grant_reader
@@ -175,10 +175,10 @@ def test_the_status_of_a_run_is_that_of_the_api(feed: Feed) -> None:
 
 
 def test_the_collector_says_where_it_is(feed: Feed) -> None:
-    tell(feed.engine, PUBLIC_URL, "")
+    publish(feed.engine, PUBLIC_URL, "")
     assert ask(feed, "SELECT * FROM grafana.collector") == [("http://127.0.0.1:8420",)]
     for url in ("https://a.example.org", "https://b.example.org/x'y", "https://b.example.org/x'y"):
-        tell(feed.engine, PUBLIC_URL, url)
+        publish(feed.engine, PUBLIC_URL, url)
         assert ask(feed, "SELECT * FROM grafana.collector") == [(url,)]
 
 

@@ -17,7 +17,7 @@ from store.test_compaction import fill
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.leader import Leader
-from fp8watch_server.db.leader_loop import Rest, Rounds
+from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.store.compactor import Compactor
 
 LOG = logging.getLogger("rounds")
@@ -115,16 +115,16 @@ def test_trouble_is_counted_forgotten_and_tried_again(caplog: pytest.LogCaptureF
     calls, forgotten, done = [], [], threading.Event()
     trouble = [sa.exc.OperationalError("SELECT 1", {}, Exception("gone")), ValueError("a bug"), None]
 
-    def work() -> Rest:
+    def work() -> Pause:
         calls.append(1)
         problem = trouble[min(len(calls), 3) - 1]
         if problem is not None:
             raise problem
         done.set()
-        return Rest(LONG_S)
+        return Pause(LONG_S)
 
     turns = Turns()
-    rounds = Rounds(
+    rounds = LeaderLoop(
         "t",
         "work",
         turns,
@@ -150,7 +150,7 @@ def test_trouble_is_counted_forgotten_and_tried_again(caplog: pytest.LogCaptureF
 def test_who_does_not_lead_forgets_and_does_nothing() -> None:
     forgotten, turns = threading.Event(), Turns()
     turns.mine = False
-    rounds = Rounds("t", "work", turns, lambda: pytest.fail("not our turn"), LOG, forget=forgotten.set)  # type: ignore[arg-type]
+    rounds = LeaderLoop("t", "work", turns, lambda: pytest.fail("not our turn"), LOG, forget=forgotten.set)  # type: ignore[arg-type]
     rounds.start()
     assert forgotten.wait(LONG_S)
     rounds.stop()

@@ -1,1 +1,1 @@
-"""The query API under /api/v1, and what people may change through it."""
+"""The query API under /api/v1, and the incident actions."""

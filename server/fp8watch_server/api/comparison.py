@@ -1,10 +1,10 @@
-"""POST /v1/incidents/{id}/comparison: what ten steps in high precision said, kept with the incident.
+"""POST /v1/incidents/{id}/comparison: stores an FP8/BF16 comparison with its incident.
 
 Upstream:   fp8watch.diagnose.verdict    Downstream: fp8watch_server.db.schema, fp8watch_server.pages
 Shapes:     a Verdict as JSON -> one row of incident_event
 Thread:     query pool
 
-The training process sends it, so the scope is `ingest`. An incident whose verdict was unknown takes the one measured.
+The training process sends it, so the scope is `ingest`. An incident with an unknown verdict takes the measured one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Answers as CSV, for spreadsheets and scripts.
+"""CSV responses for spreadsheets and scripts.
 
 Upstream:   fp8watch_server.api.routes    Downstream: fp8watch_server.http.errors
 Shapes:     the dicts of store.queries -> text/csv, one line a step (or site), a header first
 Thread:     query pool
 
-Names are other people's: a cell of text that a spreadsheet would take for a formula gets an apostrophe before it.
-Numbers are written as they are; what is not finite as nan, inf and -inf, what was not measured as nothing.
+Names come from users: a text cell that a spreadsheet would take for a formula gets a leading apostrophe. Numbers are
+written unchanged, non-finite ones as nan, inf and -inf, unmeasured ones as empty cells.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def cell(value: Any) -> Any:
-    """One value, harmless."""
+    """One value, safe from formula injection."""
     if isinstance(value, str) and value.startswith(_FORMULA):
         return f"'{value}"
     return value
 
 
 def write(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """The text. Values that are not finite have to come as _Mark."""
+    """Encode rows. Non-finite values must be passed as _Mark."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
     writer.writerow([cell(name) for name in header])
@@ -36,7 +36,7 @@ def write(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 class _Mark(str):
-    """nan, inf or -inf: ours, and no formula."""
+    """nan, inf or -inf: written by us, and no formula."""
 
     __slots__ = ()
 
@@ -49,13 +49,13 @@ def _marked(values: Sequence[Any], nonfinite: Iterable[Sequence[Any]]) -> list[A
 
 
 def series(data: dict[str, Any]) -> str:
-    """Of a series or a scalar: step, value."""
+    """A series or scalar: step, value."""
     values = _marked(data["values"], data["nonfinite"])
     return write(["step", data["field"]], zip(data["steps"], values, strict=True))
 
 
 def top(data: dict[str, Any]) -> str:
-    """Of the worst sites: one line each."""
+    """The worst sites, one line each."""
     rows = [
         [
             i["site"],
@@ -71,7 +71,7 @@ def top(data: dict[str, Any]) -> str:
 
 
 def heatmap(data: dict[str, Any]) -> str:
-    """Of a heat map: one line a step, one column a site."""
+    """A heat map, one line per step, one column per site."""
     grid = [list(row) for row in data["values"]]
     for i, j, name in data["nonfinite"]:
         grid[i][j] = _Mark(name)
@@ -85,7 +85,7 @@ def heatmap(data: dict[str, Any]) -> str:
 
 
 def histogram(data: dict[str, Any]) -> str:
-    """Of a histogram: one line a step, one column a bucket."""
+    """A histogram, one line per step, one column per bucket."""
     return write(
         ["step", *data["buckets"]],
         ([step, *counts] for step, counts in zip(data["steps"], data["counts"], strict=True)),

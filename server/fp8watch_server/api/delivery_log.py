@@ -1,4 +1,4 @@
-"""The delivery log over HTTP.
+"""GET endpoint of the notification delivery log.
 
 Upstream:   fp8watch_server.notify.log    Downstream: fp8watch_server.app
 Shapes:     GET -> JSON

@@ -1,4 +1,4 @@
-"""Examples of answers, for the OpenAPI description.
+"""Example responses for the OpenAPI description.
 
 Upstream:   fp8watch_server.api.routes    Downstream: (people)
 Thread:     any; only data
@@ -121,7 +121,7 @@ def listed(item: dict[str, Any]) -> dict[str, Any]:
 def answers(
     example: dict[str, Any], *, csv: str | None = None, cached: bool = False
 ) -> dict[int | str, dict[str, Any]]:
-    """What FastAPI takes as `responses`: the answer, and the ways in which it is a no."""
+    """Value for FastAPI's `responses`: the answer and the errors."""
     content: dict[str, Any] = {"application/json": {"example": example}}
     if csv is not None:
         content["text/csv"] = {"example": csv}

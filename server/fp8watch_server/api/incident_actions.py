@@ -1,4 +1,4 @@
-"""The little that people may change: acknowledge and resolve incidents, silence messages.
+"""Incident actions: acknowledge, resolve, and silences.
 
 Upstream:   fp8watch_server.pages    Downstream: fp8watch_server.db.schema, fp8watch_server.pipeline.detect_worker
 Shapes:     POST, DELETE -> one transaction with its event and, where one is due, its message
@@ -59,7 +59,7 @@ def _set_status(request: Request, incident_id: str, status: str, from_: tuple[st
             conn.execute(sa.insert(t.incident_event), [event])
             if status == "resolved":
                 state = request.app.state
-                state.detection.say_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
+                state.detection.queue_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
         answer = JsonResponse(queries.incident(conn, incident_id))
     request.app.state.on_change()
     return answer

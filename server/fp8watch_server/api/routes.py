@@ -1,13 +1,13 @@
-"""The query API: GET /api/v1/….
+"""Query API: GET /api/v1/….
 
 Upstream:   fp8watch_server.store.queries, fp8watch_server.store.etag
 Downstream: fp8watch_server.pages, fp8watch_server.app
 Shapes:     query strings -> JSON as docs/ names it; lists are {"items": [...], "next": cursor | null}
 Thread:     query pool
 
-Non-finite values are data: null in an array, with [index, "nan" | "inf" | "-inf"] in `nonfinite`.
-A range is one of steps (from, to), of time (since, until; seconds since 1970), or both: what lies in both. Charts come
-as JSON or with format=csv, and carry an ETag that changes with what they rest on.
+Non-finite values are data: null in an array, with [index, "nan" | "inf" | "-inf"] in `nonfinite`. A range is given in
+steps (from, to), in time (since, until; seconds since 1970), or both: their intersection. Charts come as JSON or with
+format=csv, and carry an ETag that changes with the data they are made from.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SiteId = Annotated[int, Query(ge=0, le=(1 << 53) - 1)]
 Limit = Annotated[int, Query(ge=1, le=queries.MAX_LIMIT)]
 Cursor = Annotated[str | None, Query(max_length=2048)]
 Choice = Annotated[str | None, Query(max_length=100)]
-# A word that is misspelt must not read as "no incidents"; an empty one stands for all.
+# A misspelt value must not read as "no incidents"; an empty one means all.
 Status = Literal["", "open", "acknowledged", "resolved"] | None
 Severity = Literal["", "info", "warning", "critical"] | None
 
@@ -59,7 +59,7 @@ Conn = Annotated[Connection, Depends(_connection)]
 
 @dataclass(frozen=True)
 class Window:
-    """Steps that are asked for; None is open."""
+    """Requested steps; None is open."""
 
     from_step: int | None
     to_step: int | None
@@ -95,7 +95,7 @@ def _chart(
     csv: Callable[[dict[str, Any]], str],
     format_: Format,
 ) -> Response:
-    """A chart with its ETag; 304 where the asker has it already."""
+    """A chart with its ETag; 304 when the client has it already."""
     asked = (request.app.version, request.url.path, request.url.query)
     tag = f'"{etag.validator(conn, run_id, window.from_step, window.to_step, *asked)}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Authorization"}
@@ -110,7 +110,7 @@ def _chart(
 
 
 def listed(items: list[Any], following: str | None = None) -> Response:
-    """A list as it travels."""
+    """The JSON form of a list."""
     return JsonResponse({"items": items, "next": following})
 
 

@@ -1,1 +1,1 @@
-"""Who may do what: bearer tokens, and the command that makes them."""
+"""Authentication and authorisation: bearer tokens, and the command that manages them."""

@@ -1,9 +1,9 @@
-"""`fp8watch token`: make, list and revoke the tokens of a collector.
+"""`fp8watch token`: create, list and revoke the tokens of a collector.
 
 Upstream:   fp8watch.cli    Downstream: fp8watch_server.auth.tokens
 Thread:     main
 
-A token is 256 random bits, shown once; what is kept is its SHA-256. A collector that runs notices within seconds.
+A token is 256 random bits, shown once; only its SHA-256 is stored. A running collector picks up changes within seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ID_CHARS = 12
 
 
 class Unusable(Exception):
-    """What cannot be done, with the remedy."""
+    """A command that cannot run, with the remedy."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def create(engine: Engine, name: str, scopes: str, tenant: str) -> str:
-    """Make a token and return it. Raises Unusable."""
+    """Create a token and return it. Raises Unusable."""
     wanted = [s.strip() for s in scopes.split(",") if s.strip()]
     unknown = sorted(set(wanted) - set(SCOPES))
     if unknown or not wanted:
@@ -69,7 +69,7 @@ def create(engine: Engine, name: str, scopes: str, tenant: str) -> str:
 
 
 def listing(engine: Engine) -> list[str]:
-    """A line for each token."""
+    """One line per token."""
     c = t.token.c
     with engine.connect() as conn:
         rows = conn.execute(sa.select(t.token).order_by(c.created_at)).all()
@@ -86,7 +86,7 @@ def _day(at: float | None) -> str:
 
 
 def revoke(engine: Engine, which: str) -> int:
-    """Revoke by name or id; returns how many that were. Raises Unusable."""
+    """Revoke by name or id; returns how many. Raises Unusable."""
     c = t.token.c
     these = c.name == which
     if len(which) >= ID_CHARS and all(ch in "0123456789abcdef" for ch in which):
@@ -99,7 +99,7 @@ def revoke(engine: Engine, which: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one of the three."""
+    """Entry point of `fp8watch token`."""
     args = parser().parse_args(argv)
     try:
         settings = Settings.from_environ(database_url=args.database_url)

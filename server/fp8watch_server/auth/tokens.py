@@ -1,12 +1,12 @@
-"""Who may do what: bearer tokens, kept as SHA-256; loopback without tokens is open.
+"""Bearer-token authentication: scopes, SHA-256 storage, and open access on loopback without tokens.
 
 Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.app
 Shapes:     an ASGI middleware in front of every route
 Thread:     event loop
 
-Scopes: `ingest` for /v1/, `admin` for changing anything else, `read` for the rest; /healthz and /readyz are open. A
-browser may send the token as the password of HTTP Basic. Without tokens the collector answers this machine only, and
-only under its own names.
+Scopes: `ingest` for /v1/, `admin` for any other change, `read` for the rest; /healthz and /readyz are open. A browser
+may send the token as the password of HTTP Basic. Without tokens the collector answers this machine only, and only under
+its own host names.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ SETTINGS_NAME = "settings"
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 RELOAD_AFTER_S = 5.0
 FIRST_READ_S, READ_S = 0.9, 0.25
-"""How long a request waits for tokens: for the first time, and where there are older ones."""
+"""Timeouts of reading the tokens: the first time, and when there is an older snapshot."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Exposed(ValueError):
-    """Listening where others can reach it, with no token."""
+    """Listening on a reachable address without a token."""
 
 
 def new_token() -> str:
-    """256 random bits, with a prefix by which scanners of leaked secrets know them."""
+    """256 random bits, with a prefix that secret scanners recognise."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def token_sha256(token: str) -> str:
-    """What is kept of a token."""
+    """Hash of a token as stored."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Known:
-    """The tokens of the database."""
+    """Snapshot of the tokens in the database."""
 
-    scopes: dict[str, frozenset[str]]  # by hash, of those that are not revoked
-    closed: bool  # whether there are tokens, or were: revoking the last one opens nothing
+    scopes: dict[str, frozenset[str]]  # active tokens by hash
+    closed: bool  # whether any token was ever made: revoking the last one opens nothing
 
 
 def read_tokens(engine: Engine) -> Known:
-    """All of them."""
+    """Read all tokens."""
     c = t.token.c
     with engine.connect() as conn:
         rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.revoked_at)).all()
@@ -75,10 +75,10 @@ def read_tokens(engine: Engine) -> Known:
 
 
 class Tokens:
-    """The tokens of the database, read again every few seconds.
+    """Cached tokens of the database, refreshed every few seconds.
 
-    While the database does not answer, those that were read last hold on: nothing can be read or written then anyway,
-    and whoever asks must be told so rather than kept waiting.
+    While the database does not answer, the last snapshot stays valid: nothing can be read or written then anyway, and
+    requests must fail with that reason instead of hanging.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -88,7 +88,7 @@ class Tokens:
         self._reading: asyncio.Future[Known] | None = None
 
     async def known(self) -> Known:
-        """What was read last, or what is read now.
+        """The cached snapshot, refreshed when due.
 
         Raises:
             SQLAlchemyError, TimeoutError: they were never read, and cannot be now.
@@ -116,7 +116,7 @@ class Tokens:
 
 
 def install_token(engine: Engine, settings: Settings) -> None:
-    """Keep the hash of the token that the settings name; it replaces the one that they named before."""
+    """Store the hash of the token from the settings; it replaces the previous one from the settings."""
     c = t.token.c
     with writing(engine) as conn:
         conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
@@ -141,7 +141,7 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
 
 
 def needed_scope(method: str, path: str) -> str | None:
-    """The scope that a request needs; None for the open ones."""
+    """Scope that a request needs; None for open paths."""
     if path in OPEN_PATHS:
         return None
     if path.startswith("/v1/"):
@@ -150,7 +150,7 @@ def needed_scope(method: str, path: str) -> str | None:
 
 
 def presented_token(authorization: str) -> str | None:
-    """The token of an Authorization header."""
+    """Token from an Authorization header."""
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value.strip() or None
@@ -163,7 +163,7 @@ def presented_token(authorization: str) -> str | None:
 
 
 class Auth:
-    """The middleware."""
+    """ASGI middleware that checks tokens and scopes."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, settings: Settings) -> None:
         self._app = app
@@ -175,7 +175,7 @@ class Auth:
         self._hosts = LOOPBACK_NAMES | set(settings.hosts) | ({public.lower()} if public else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass the request on, or refuse it."""
         if scope["type"] == "http":
             refusal = await self._refusal(scope)
             if refusal is not None:
@@ -227,7 +227,9 @@ class Auth:
         return None
 
     def _misdirected(self, headers: Headers) -> Problem | None:
-        """Without tokens the name that was asked for must be ours: a page may make its own name point to 127.0.0.1."""
+        """Without tokens the Host must be one of ours: an attacker's page may point its own name to 127.0.0.1 (DNS
+        rebinding).
+        """
         given = headers.get("host")
         name = re.sub(r":[0-9]*$", "", given or "").lower()
         if self._any_host or given is None or name in self._hosts:
@@ -240,7 +242,7 @@ class Auth:
         )
 
     def _of_another_site(self, headers: Headers) -> bool:
-        """Whether a browser sends this for a page of somebody else's."""
+        """Whether a browser sends this on behalf of another site's page (CSRF)."""
         origin = headers.get("origin")
         if origin is None:
             return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")

@@ -1,1 +1,1 @@
-"""Tables, dialects and migrations: what the rooms above store their data in."""
+"""Database layer: tables, dialects, migrations, leader election."""

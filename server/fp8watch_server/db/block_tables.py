@@ -1,12 +1,12 @@
-"""The tables of what has cooled: cells of 256 steps, their blocks, and what goes with them.
+"""Tables of compacted data: cells of 256 steps, their blocks, summaries, scalars and retention.
 
 Upstream:   fp8watch_server.db.metadata    Downstream: fp8watch_server.db.schema
 Shapes:     SQLAlchemy Core tables; arrays for SQL on PostgreSQL only
 Thread:     any; only data
 
-A cell is 256 steps of a run. Its blocks hold one site each: of one rank (detail), or over all ranks (roll-up). All that
-a program reads is in packed bytes, the same on both databases; on PostgreSQL the blocks that charts show carry native
-arrays beside them, so that SQL can unnest them.
+A cell is 256 steps of a run. Each of its blocks holds one site: of one rank (detail), or merged over all ranks
+(roll-up). Programs read packed bytes, the same on both databases; on PostgreSQL the blocks that charts show carry
+native arrays as well, so that SQL can unnest them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ROLLED_ATTEMPT, ROLLED_RANK = 0, -1
 KEPT_SUMMARY, KEPT_ROLLUP, KEPT_DETAIL = 0, 1, 2
 """cell.kept: only its summary, its roll-up and no more than a few of its ranks, all of its ranks."""
 
-cell = sa.Table(  # 256 steps of a run that have been compacted, and how far the work on them has come
+cell = sa.Table(  # 256 compacted steps of a run, and the state of their compaction
     "cell",
     metadata,
     *run_key(),
     sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of BLOCK_STEPS
-    sa.Column("revision", sa.BigInteger, nullable=False),  # +1 with every change: of ETags, and against two writers
+    sa.Column("revision", sa.BigInteger, nullable=False),  # +1 with every change: for ETags and optimistic locking
     sa.Column("sources", Json, nullable=False),  # [[attempt, rank], …] that have detail blocks
-    sa.Column("shown_attempt", sa.Integer),  # the key under which all of the cell is: of its roll-up, or of its only
-    sa.Column("shown_rank", sa.Integer),  # source; NULL while the roll-up is behind
-    sa.Column("kept", sa.SmallInteger, nullable=False, server_default="2"),  # KEPT_…: what retention has left
+    sa.Column("shown_attempt", sa.Integer),  # the block key that holds all of the cell: of its roll-up, or of its only
+    sa.Column("shown_rank", sa.Integer),  # source; NULL until the roll-up is made
+    sa.Column("kept", sa.SmallInteger, nullable=False, server_default="2"),  # KEPT_…: what retention kept
     sa.Column("step_min", sa.BigInteger, nullable=False),
     sa.Column("step_max", sa.BigInteger, nullable=False),
-    sa.Column("num_records", sa.BigInteger, nullable=False),  # of all ranks, as they came
+    sa.Column("num_records", sa.BigInteger, nullable=False),  # of all ranks, as received
     sa.Column("num_bytes", sa.BigInteger, nullable=False, server_default="0"),  # of its blocks
     sa.Column("compacted_at", sa.Double, nullable=False),
     of_run(),
@@ -53,7 +53,7 @@ sa.Index(
 BLOCK_ARRAYS = ("amax_max", "scale_inv_min", "scale_inv_max", "clip_depth", "tile_sqnr_db", "underflow_ratio")
 BLOCK_COUNTS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
 
-block = sa.Table(  # 256 steps of one site on one rank, or over all ranks: what hot batches become when they cool
+block = sa.Table(  # 256 steps of one site on one rank, or merged over all ranks
     "block",
     metadata,
     *run_key(),
@@ -66,7 +66,7 @@ block = sa.Table(  # 256 steps of one site on one rank, or over all ranks: what 
     sa.Column("front_bytes", sa.Integer, nullable=False),  # of the body, without the histograms
     # for SQL, on PostgreSQL only, in the blocks that charts show; NULL elsewhere
     sa.Column("first_step", sa.BigInteger),
-    sa.Column("step_gap", sa.Integer),  # where steps are even; else:
+    sa.Column("step_gap", sa.Integer),  # when steps are evenly spaced; else:
     sa.Column("steps", SqlArray("BIGINT")),
     *[sa.Column(name, SqlArray("REAL")) for name in BLOCK_ARRAYS],
     *[sa.Column(name, SqlArray("BIGINT")) for name in BLOCK_COUNTS],  # NULL: all 0
@@ -83,7 +83,7 @@ block_meta = sa.Table(  # extremes, sums and summed histograms of all shown bloc
     of_run(),
 )
 
-scalar_block = sa.Table(  # the scalars of a cell, over ranks
+scalar_block = sa.Table(  # scalars of a cell, merged over ranks
     "scalar_block",
     metadata,
     *run_key(),
@@ -92,18 +92,18 @@ scalar_block = sa.Table(  # the scalars of a cell, over ranks
     of_run(),
 )
 
-batch_ledger = sa.Table(  # keys of batches that were compacted: sending one again stays harmless
+batch_ledger = sa.Table(  # keys of compacted batches, so that a resend is still recognised
     "batch_ledger",
     metadata,
     *run_key(),
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("seq0", sa.BigInteger, primary_key=True, autoincrement=False),  # a multiple of LEDGER_SEQS
-    sa.Column("digests", sa.LargeBinary, nullable=False),  # 16 bytes of each body's SHA-256; zeros: not there
+    sa.Column("digests", sa.LargeBinary, nullable=False),  # 16 bytes of each body's SHA-256; zeros: absent
     of_session(),
 )
 
-logged = sa.Table(  # what watch.log was given beside the four scalars
+logged = sa.Table(  # values of watch.log besides the four scalars
     "logged",
     metadata,
     *run_key(),
@@ -117,7 +117,7 @@ logged = sa.Table(  # what watch.log was given beside the four scalars
     of_run(),
 )
 
-retention = sa.Table(  # of one run; NULL: as the collector's settings say
+retention = sa.Table(  # retention of one run; NULL: the collector's settings
     "retention",
     metadata,
     *run_key(),
@@ -127,11 +127,11 @@ retention = sa.Table(  # of one run; NULL: as the collector's settings say
     of_run(),
 )
 
-detect_state = sa.Table(  # the detectors' memory of a run, so that a restart need not look at everything again
+detect_state = sa.Table(  # saved detector state of a run, so that a restart need not replay everything
     "detect_state",
     metadata,
     *run_key(),
-    sa.Column("arrival", sa.BigInteger, nullable=False),  # of the last batch that is in it
+    sa.Column("arrival", sa.BigInteger, nullable=False),  # of the last batch included in it
     sa.Column("version", sa.Text, nullable=False),
     sa.Column("state", sa.LargeBinary, nullable=False),
     sa.Column("written_at", sa.Double, nullable=False),

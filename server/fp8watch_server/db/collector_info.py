@@ -1,4 +1,4 @@
-"""What the collector says of itself in the database, where SQL can read it.
+"""Collector facts in the database, for SQL to read (such as its public URL).
 
 Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.db.sql_chart_views
 Shapes:     a name and a text -> one row
@@ -16,8 +16,8 @@ from fp8watch_server.db.dialect import upsert, writing
 PUBLIC_URL = "public_url"
 
 
-def tell(engine: Engine, name: str, value: str) -> None:
-    """Write it where it is not there yet; of several collectors on one database the last to start is heard."""
+def publish(engine: Engine, name: str, value: str) -> None:
+    """Store a value unless it is already there; of several collectors the most recently started one wins."""
     if not value:
         return
     with engine.connect() as conn:

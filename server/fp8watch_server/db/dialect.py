@@ -1,11 +1,12 @@
-"""What differs between databases, and nothing else: connecting, writing, upserts, JSON.
+"""Everything that differs between SQLite and PostgreSQL: engines, write transactions, upserts, JSON and array types.
 
 Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.db.metadata, fp8watch_server.store.registrations
 Shapes:     a database URL -> one SQLAlchemy Engine
 Thread:     any
 
-SQLite runs in WAL with one writer at a time. sqlite3's own way of beginning transactions is switched off, because it
-begins late and then fails where a reader becomes a writer; `writing()` begins at once and waits its turn in line.
+SQLite runs in WAL mode with one writer at a time. sqlite3's implicit transactions are switched off, because they begin
+late and then fail when a reader becomes a writer; `writing()` begins immediately and waits for its turn in a FIFO
+queue.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
-from fp8watch_server.db.fair_lock import Turns
+from fp8watch_server.db.fair_lock import FairLock
 
 BUSY_TIMEOUT_S = 0.9
-"""How long one waits for another writer: under a second, because an agent is answered within one."""
+"""Wait for the write lock: under a second, because an agent is answered within one."""
 
 _WRITE_OPTION = "fp8watch_write"
 
 
 def finite_json(value: Any) -> Any:
-    """The same value with NaN, Inf and −Inf as the strings "nan", "inf" and "-inf": JSON has no word for them."""
+    """The same value with NaN, Inf and −Inf as the strings "nan", "inf" and "-inf", which JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
@@ -49,18 +50,18 @@ def finite_json(value: Any) -> Any:
 
 
 class Json(TypeDecorator[Any]):
-    """JSON that survives non-finite numbers; JSONB on PostgreSQL."""
+    """JSON column type that preserves non-finite numbers; JSONB on PostgreSQL."""
 
     impl = sa.JSON
     cache_ok = True
 
     def load_dialect_impl(self, dialect: sa.Dialect) -> TypeEngine[Any]:
-        """Binary JSON where there is one."""
+        """JSONB on PostgreSQL, else JSON."""
         kind: TypeEngine[Any] = postgresql.JSONB() if dialect.name == "postgresql" else sa.JSON()
         return dialect.type_descriptor(kind)
 
     def process_bind_param(self, value: Any, dialect: sa.Dialect) -> Any:
-        """On the way in."""
+        """Encode non-finite numbers."""
         return finite_json(value)
 
 
@@ -69,14 +70,14 @@ _ARRAY_DTYPES = {"REAL": (">f4", 700), "BIGINT": (">i8", 20)}
 
 @dataclass(frozen=True)
 class PgArray:
-    """Bytes of a one-dimensional PostgreSQL array in its binary form, made by numpy: a list would cost 50 times."""
+    """A one-dimensional PostgreSQL array in its binary format, built by numpy: a list would cost 50 times as much."""
 
     kind: str
     wire: bytes
 
 
 def pg_array(kind: str, values: npt.NDArray[Any], present: npt.NDArray[np.bool_] | None = None) -> PgArray:
-    """An array of REAL or BIGINT; where not `present`, NULL."""
+    """An array of REAL or BIGINT, NULL where not `present`."""
     dtype, oid = _ARRAY_DTYPES[kind]
     n = len(values)
     width = np.dtype(dtype).itemsize
@@ -86,7 +87,7 @@ def pg_array(kind: str, values: npt.NDArray[Any], present: npt.NDArray[np.bool_]
     if present is None or present.all():
         return PgArray(kind, head + items.tobytes())
     raw = items.view(np.uint8).reshape(n, width + 4)
-    raw[~present, :4] = 0xFF  # a length of −1 is NULL, and no value follows
+    raw[~present, :4] = 0xFF  # a length of −1 means NULL, and no value follows
     keep = np.ones((n, width + 4), dtype=bool)
     keep[~present, 4:] = False
     return PgArray(kind, head + raw[keep].tobytes())
@@ -99,12 +100,12 @@ class _PgArrayType(UserDefinedType[Any]):
         self.kind = kind
 
     def get_col_spec(self, **kw: Any) -> str:
-        """As SQL says it."""
+        """The SQL type name."""
         return f"{self.kind}[]"
 
 
 class SqlArray(TypeDecorator[Any]):
-    """A native array on PostgreSQL, for Grafana to unnest; nothing elsewhere: the same numbers are in packed bytes."""
+    """A native array on PostgreSQL, for Grafana to unnest; NULL elsewhere: packed bytes hold the same numbers."""
 
     impl = sa.LargeBinary
     cache_ok = True
@@ -114,23 +115,23 @@ class SqlArray(TypeDecorator[Any]):
         self.kind = kind
 
     def load_dialect_impl(self, dialect: sa.Dialect) -> TypeEngine[Any]:
-        """REAL[] or BIGINT[] where there are arrays."""
+        """REAL[] or BIGINT[] on PostgreSQL."""
         kind: TypeEngine[Any] = _PgArrayType(self.kind) if dialect.name == "postgresql" else sa.LargeBinary()
         return dialect.type_descriptor(kind)
 
     def process_bind_param(self, value: Any, dialect: sa.Dialect) -> Any:
-        """(values, present) or None on the way in."""
+        """Convert (values, present) or None."""
         if value is None or dialect.name != "postgresql":
             return None
         return pg_array(self.kind, *value)
 
 
 class DatabaseUrlError(ValueError):
-    """A database URL that cannot work: value, rule, remedy."""
+    """An unusable database URL: value, rule, remedy."""
 
 
 def parse_url(text: str) -> URL:
-    """Check a database URL.
+    """Validate a database URL.
 
     Raises:
         DatabaseUrlError: not a URL, an unknown database, or an SQLite database that lives in memory.
@@ -152,7 +153,7 @@ def parse_url(text: str) -> URL:
 
 
 def make_engine(database_url: str) -> Engine:
-    """One engine of a process. Nothing is opened yet, but the folder of an SQLite file is made.
+    """Create the engine of a process. No connection is opened yet, but the folder of an SQLite file is created.
 
     Raises:
         DatabaseUrlError: for a URL that cannot work, or a driver that is not installed.
@@ -184,7 +185,7 @@ def make_engine(database_url: str) -> Engine:
 
 @contextmanager
 def engine_of(database_url: str) -> Iterator[Engine]:
-    """`make_engine` for one command: all connections are closed afterwards, whatever happens."""
+    """`make_engine` as a context manager that disposes of the engine."""
     engine = make_engine(database_url)
     try:
         yield engine
@@ -203,7 +204,7 @@ def _postgresql(url: URL) -> Engine:
             wire: bytes = obj.wire
             return wire
 
-    # a reader asks several questions, and all of them must be about one moment; writers see what others commit
+    # a reader runs several queries that must see one snapshot; writers see what others commit
     engine = sa.create_engine(
         url,
         pool_pre_ping=True,
@@ -221,12 +222,12 @@ def _postgresql(url: URL) -> Engine:
 
 
 def _sqlite_connect(dbapi_connection: Any, record: Any) -> None:
-    dbapi_connection.isolation_level = None  # no BEGIN behind our back
+    dbapi_connection.isolation_level = None  # no implicit BEGIN
     cursor = dbapi_connection.cursor()
 
     cursor.execute("PRAGMA page_size=2048")
     cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # 200 means committed, also when the power goes
+    cursor.execute("PRAGMA synchronous=FULL")  # 200 means committed, even after a power failure
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
     cursor.close()
@@ -237,18 +238,18 @@ def _sqlite_begin(conn: Connection) -> None:
 
 
 def for_writing(engine: Engine) -> Engine:
-    """The same engine and pool, whose transactions take the right to write when they begin."""
+    """The same engine and pool, with transactions that take the write lock at once."""
     if engine.dialect.name == "postgresql":
         return engine.execution_options(isolation_level="READ COMMITTED")
     return engine.execution_options(**{_WRITE_OPTION: True})
 
 
-_LOCKS: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[Any, FairLock] = weakref.WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
 
 
 class WriterBusy(OperationalError):
-    """Nobody let us write in time."""
+    """The write lock was not free in time."""
 
     def __init__(self, turn_s: float = BUSY_TIMEOUT_S) -> None:
         super().__init__("BEGIN", None, Exception(f"no turn to write within {turn_s:g} s"))
@@ -256,9 +257,9 @@ class WriterBusy(OperationalError):
 
 @contextmanager
 def writing(engine: Engine, turn_s: float | None = None) -> Iterator[Connection]:
-    """One write transaction: committed when the block ends, undone when it raises.
+    """One write transaction: committed when the block ends, rolled back when it raises.
 
-    On SQLite the writers of this process stand in line here, which is fairer and quicker than SQLite's polling.
+    On SQLite the writers of this process queue here, which is fairer and faster than SQLite's polling.
 
     Raises:
         WriterBusy: no turn within `turn_s` seconds, or BUSY_TIMEOUT_S (an OperationalError, as when the database itself is busy).
@@ -268,7 +269,7 @@ def writing(engine: Engine, turn_s: float | None = None) -> Iterator[Connection]
             yield conn
         return
     with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(engine.pool, Turns())
+        lock = _LOCKS.setdefault(engine.pool, FairLock())
     turn_s = BUSY_TIMEOUT_S if turn_s is None else turn_s
     if not lock.acquire(turn_s):
         raise WriterBusy(turn_s)
@@ -287,9 +288,9 @@ def upsert(
     update: Sequence[str] | None = None,
     newest_by: str | None = None,
 ) -> None:
-    """Insert rows; where the primary key exists, set the columns of `update` (None: all others; (): leave the row).
+    """Insert rows; where the primary key exists, set the columns of `update` (None: all others; (): keep the row).
 
-    `newest_by` names a column that must not go back: an older row leaves the one that is there as it is.
+    `newest_by` names a column that must not decrease: an older row leaves the existing one unchanged.
     """
     if not rows:
         return
@@ -299,7 +300,7 @@ def upsert(
 
 @lru_cache(maxsize=256)
 def _upsert(dialect_name: str, table: sa.Table, names: tuple[str, ...], newest_by: str | None) -> Any:
-    """The statement; making it costs more than running it."""
+    """Build (and cache) the statement; building it costs more than executing it."""
     keys = [c.name for c in table.primary_key.columns]
     names = tuple(n for n in names if n not in keys)
     dialect = postgresql if dialect_name == "postgresql" else sqlite

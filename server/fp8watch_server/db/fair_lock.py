@@ -1,10 +1,10 @@
-"""A lock that is given to whoever has waited longest.
+"""FIFO lock.
 
 Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.registrations, fp8watch_server.store.commit
 Thread:     any
 
-threading.Lock lets the thread that has just let go take it again at once; under load the committer would do so for ever,
-and everybody else would be told that the database is busy.
+threading.Lock lets the thread that has just released it acquire it again at once; under load the group committer would
+do so for ever, and everybody else would get "the database is busy".
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections import deque
 
 
-class Turns:
-    """One at a time, first come first served."""
+class FairLock:
+    """A mutex granted in order of arrival."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Turns:
         self._line: deque[threading.Event] = deque()
 
     def acquire(self, timeout_s: float) -> bool:
-        """Wait for one's turn; False when it did not come in time."""
+        """Wait for the lock; False on timeout."""
         with self._lock:
             if not self._taken and not self._line:
                 self._taken = True
@@ -34,13 +34,13 @@ class Turns:
         if mine.wait(max(0.0, until - time.monotonic())):
             return True
         with self._lock:
-            if mine.is_set():  # it came while we were giving up
+            if mine.is_set():  # granted while we were timing out
                 return True
             self._line.remove(mine)
             return False
 
     def release(self) -> None:
-        """Hand over to the next in line."""
+        """Pass the lock to the next waiter."""
         with self._lock:
             if self._line:
                 self._line.popleft().set()

@@ -1,12 +1,12 @@
-"""Of several collectors on one database, the one that detects, or compacts.
+"""Leader election among collectors on one database: one runs the detectors, one compacts.
 
 Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.db.leader_loop
 Shapes:     (engine, what for) -> whether it is us
 Thread:     the one that works
 
-On PostgreSQL it is an advisory lock, held by a connection of its own: a collector that dies lets go of it at once, by
-whatever it dies. SQLite has one collector, so there it is always us. Leadership is an economy, not a guard: what the
-leader writes must be safe should two believe that they lead.
+On PostgreSQL it is an advisory lock, held by a dedicated connection, so a collector that dies releases it at once.
+SQLite has one collector, which always leads. Leadership only saves work and is no safety mechanism: what the leader
+writes must be safe even if two believe that they lead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 
 class Leader:
-    """One per thread that works.
+    """One per worker thread.
 
     Args:
         engine: the database.
@@ -29,13 +29,13 @@ class Leader:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._own: Engine | None = None
-        if engine.dialect.name == "postgresql":  # a connection of our own, or the pool would have one less
+        if engine.dialect.name == "postgresql":  # a dedicated connection, so that the pool keeps all of its own
             self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
         self._key = int.from_bytes(hashlib.blake2b(f"fp8watch:{name}".encode(), digest_size=8).digest(), "big") >> 1
         self._conn: Connection | None = None
 
     def held(self) -> bool:
-        """Whether it is us; tries to become it.
+        """Whether this process leads; tries to become the leader.
 
         Raises:
             SQLAlchemyError: the database cannot be asked.
@@ -44,7 +44,7 @@ class Leader:
             return True
         try:
             if self._conn is not None:
-                self._conn.execute(sa.text("SELECT 1"))  # the lock lives as long as this connection
+                self._conn.execute(sa.text("SELECT 1"))  # the advisory lock lives as long as this connection
                 return True
             conn = self._own.connect()
             try:
@@ -62,7 +62,7 @@ class Leader:
         return True
 
     def release(self) -> None:
-        """Let somebody else."""
+        """Give up leadership."""
         conn, self._conn = self._conn, None
         if conn is not None:
             with contextlib.suppress(SQLAlchemyError):

@@ -1,11 +1,11 @@
-"""A thread that does its work in rounds until it is stopped, on the collector whose turn it is.
+"""Worker thread that runs in rounds while its collector is the leader.
 
 Upstream:   fp8watch_server.db.leader    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.store.compactor
 Shapes:     work() -> how long to rest
 Thread:     its own
 
-Nothing ends it but `stop`: a database that is away is waited for, and whatever else goes wrong is tried again. What the
-work remembers of the database is forgotten then, and while another collector leads.
+Only `stop` ends it: it waits for an unreachable database and retries after any other error. Cached database state is
+dropped then, and while another collector leads.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from sqlalchemy.exc import SQLAlchemyError
 from fp8watch_server.db.leader import Leader
 
 IDLE_S = 1.0
-"""How often a collector that does not lead asks whether it may."""
+"""How often a collector that does not lead tries to become the leader."""
 RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Rest:
-    """The pause after a round; `wake` ends it early where it may, `hurry` in any case."""
+class Pause:
+    """Pause after a round; `wake` ends it early if it `wakes`, `wake_now` in any case."""
 
     seconds: float
     wakes: bool = True
 
 
-class Rounds:
-    """One thread.
+class LeaderLoop:
+    """A named worker thread.
 
     Args:
         name: of the thread.
         what: it does, for the log.
         leader: whose turn it is.
         work: one round; says how long to rest.
-        log: where trouble is told.
+        log: logger for failed rounds.
         forget: drop what is remembered of the database.
         retry_s: the pause after trouble.
     """
@@ -50,7 +50,7 @@ class Rounds:
         name: str,
         what: str,
         leader: Leader,
-        work: Callable[[], Rest],
+        work: Callable[[], Pause],
         log: logging.Logger,
         *,
         forget: Callable[[], None] = lambda: None,
@@ -59,14 +59,14 @@ class Rounds:
         self._name, self._what, self._leader, self._work = name, what, leader, work
         self._log, self._forget, self._retry_s = log, forget, retry_s
         self._wake = threading.Event()
-        self._hurry = threading.Event()
+        self._now = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.num_failures = 0
 
     @property
     def stopping(self) -> bool:
-        """Whether the work in hand should come to an end."""
+        """Whether the current round should end early."""
         return self._stop.is_set()
 
     def start(self) -> None:
@@ -75,40 +75,40 @@ class Rounds:
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be something new."""
+        """Signal that there may be new work."""
         self._wake.set()
 
-    def hurry(self) -> None:
-        """There is something new that cannot wait for the end of a pause."""
-        self._hurry.set()
+    def wake_now(self) -> None:
+        """Signal new work that cannot wait for the end of a pause."""
+        self._now.set()
         self._wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Finish what is in hand and end."""
+        """Finish the work in hand and end the thread."""
         self._stop.set()
-        self.hurry()
+        self.wake_now()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             self._wake.clear()
-            self._hurry.clear()
+            self._now.clear()
             rest = self._one()
             if not self._stop.is_set():
-                (self._wake if rest.wakes else self._hurry).wait(rest.seconds)
+                (self._wake if rest.wakes else self._now).wait(rest.seconds)
         self._leader.release()
 
-    def _one(self) -> Rest:
+    def _one(self) -> Pause:
         try:
             if self._leader.held():
                 return self._work()
             self._forget()
-            return Rest(IDLE_S, wakes=False)
+            return Pause(IDLE_S, wakes=False)
         except SQLAlchemyError as e:
             self._log.warning("%s waits for the database: %s", self._what, str(e).splitlines()[0])
         except Exception:  # noqa: BLE001  nothing may end the thread
             self._log.exception("%s failed; trying again", self._what)
         self.num_failures += 1
         self._forget()
-        return Rest(self._retry_s, wakes=False)
+        return Pause(self._retry_s, wakes=False)

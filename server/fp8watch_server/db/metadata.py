@@ -1,4 +1,4 @@
-"""What every table shares: names of constraints, the key that leads, and whom a row belongs to.
+"""Shared parts of all tables: constraint names, the leading key columns, and foreign keys.
 
 Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.db.schema, fp8watch_server.db.block_tables
 Thread:     any; only data
@@ -21,7 +21,7 @@ metadata = sa.MetaData(
 
 
 def run_key() -> tuple[sa.Column[str], sa.Column[str]]:
-    """Run and tenant lead every key."""
+    """The key columns that lead every table: run and tenant."""
     return (
         sa.Column("run_id", sa.Text, primary_key=True),
         sa.Column("tenant", sa.Text, primary_key=True, server_default=DEFAULT_TENANT),
@@ -29,12 +29,12 @@ def run_key() -> tuple[sa.Column[str], sa.Column[str]]:
 
 
 def of_run() -> sa.ForeignKeyConstraint:
-    """Goes with its run."""
+    """Foreign key to the run; rows are deleted with it."""
     return sa.ForeignKeyConstraint(["run_id", "tenant"], ["run.run_id", "run.tenant"], ondelete="CASCADE")
 
 
 def of_session() -> sa.ForeignKeyConstraint:
-    """Goes with its session."""
+    """Foreign key to the session; rows are deleted with it."""
     return sa.ForeignKeyConstraint(
         ["run_id", "tenant", "session"],
         ["session.run_id", "session.tenant", "session.session"],

@@ -1,4 +1,4 @@
-"""The tables. Every key leads with run_id, so that a database can be sharded by run.
+"""Table definitions. Every key leads with run_id, so that a database can be sharded by run.
 
 Upstream:   fp8watch_server.db.block_tables    Downstream: fp8watch_server.store.registrations, fp8watch_server.store.queries
 Shapes:     SQLAlchemy Core tables, the same on SQLite and PostgreSQL
@@ -112,7 +112,7 @@ session = sa.Table(
     sa.Column("last_seen_at", sa.Double, nullable=False),
     sa.Column("health", Json),  # counters of the agent, of its newest batch
     sa.Column("health_seq", sa.BigInteger, nullable=False, server_default="-1"),
-    sa.Column("ledger_seq_max", sa.BigInteger, nullable=False, server_default="-1"),  # up to which the ledger knows any
+    sa.Column("ledger_seq_max", sa.BigInteger, nullable=False, server_default="-1"),  # highest seq in batch_ledger
     sa.Column("ended", sa.Boolean, nullable=False, server_default=sa.false()),
     of_run(),
 )
@@ -127,7 +127,7 @@ site = sa.Table(
     sa.Column("operand", sa.Text, nullable=False),
     sa.Column("direction", sa.Text, nullable=False),
     sa.Column("gemm", sa.Text, nullable=False),
-    sa.Column("flow_order", sa.Integer, nullable=False),  # Site.order: ORDER is a word of SQL
+    sa.Column("flow_order", sa.Integer, nullable=False),  # Site.order: ORDER is an SQL keyword
     sa.Column("num_rows", sa.BigInteger, nullable=False),
     sa.Column("num_columns", sa.BigInteger, nullable=False),
     sa.Column("tile_rows", sa.Integer, nullable=False),
@@ -163,7 +163,7 @@ hot_batch = sa.Table(
     sa.Column("session", sa.Text, primary_key=True),
     sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),  # as it came: zstd
+    sa.Column("body", sa.LargeBinary, nullable=False),  # as received: zstd
     sa.Column("body_sha256", sa.LargeBinary(32), nullable=False),
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("arrival", sa.BigInteger, nullable=False),  # order of commit within the run, from 1
@@ -176,7 +176,7 @@ hot_batch = sa.Table(
     of_session(),
 )
 sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.arrival, unique=True)
-sa.Index(  # all that hot.rows_between asks for: in SQLite what comes after a body is found by reading the body
+sa.Index(  # covers hot_batches.rows_between: SQLite reads through a body to reach the columns after it
     "ix_hot_batch_span",
     *(hot_batch.c[name] for name in ("run_id", "tenant", "step_min", "step_max")),
     *(hot_batch.c[name] for name in ("session", "rank", "seq", "attempt", "arrival", "received_at")),
@@ -229,7 +229,7 @@ tile_map = sa.Table(
 )
 sa.Index(None, tile_map.c.run_id, tile_map.c.tenant, tile_map.c.step)
 
-tile_map_batch = sa.Table(  # which bodies of tile maps have come: what makes sending one twice harmless
+tile_map_batch = sa.Table(  # bodies of tile maps that were received, so that a resend is recognised
     "tile_map_batch",
     metadata,
     *run_key(),
@@ -328,7 +328,7 @@ silence = sa.Table(
 token = sa.Table(
     "token",
     metadata,
-    sa.Column("token_sha256", sa.Text, primary_key=True),  # hex; the token itself is nowhere
+    sa.Column("token_sha256", sa.Text, primary_key=True),  # hex; the token itself is not stored
     sa.Column("tenant", sa.Text, nullable=False, server_default=DEFAULT_TENANT),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("scopes", sa.Text, nullable=False),  # comma-separated: ingest, read, admin
@@ -336,7 +336,7 @@ token = sa.Table(
     sa.Column("revoked_at", sa.Double),
 )
 
-fact = sa.Table(  # what the collector says of itself, for SQL: `public_url`
+fact = sa.Table(  # facts of the collector for SQL, such as `public_url`
     "fact",
     metadata,
     sa.Column("name", sa.Text, primary_key=True),

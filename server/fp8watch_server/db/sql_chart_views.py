@@ -1,4 +1,4 @@
-"""What Grafana's dashboards ask of a PostgreSQL database: wide, down-sampled, one question a function.
+"""SQL functions for Grafana's charts on PostgreSQL: wide, down-sampled, one query per function.
 
 Upstream:   fp8watch_server.db.sql_views    Downstream: fp8watch_server.db.migrations
 Shapes:     SQL; on PostgreSQL only
@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8420"
 STALLED_AFTER_S = 90  # as store.queries says it
 SMALLEST_IS_WORST = ("scale_inv_min", "tile_sqnr_db")
 OCTAVES = range(-40, 25, 2)
-"""Exponents of the columns of `octaves`: each counts two octaves, the first and the last also all beyond."""
+"""Exponents of the columns of `octaves`: each counts two octaves, the first and the last also everything beyond."""
 
 _SPAN = "of_run text, until_step bigint, num_steps bigint"
 
@@ -38,7 +38,7 @@ def _bucket(name: str) -> str:
 
 
 def _of_block(name: str) -> str:
-    """Worst of a field over `v`, the rows of one block and bucket: in PostgreSQL NaN is larger than any number."""
+    """Worst of a field over `v`, the rows of one block and bucket: PostgreSQL sorts NaN above any number."""
     if name in t.BLOCK_COUNTS:
         return f"CASE WHEN b.{name} IS NULL THEN 0 ELSE sum(v.{name}) END AS {name}"
     if name in SMALLEST_IS_WORST:
@@ -62,8 +62,8 @@ _COUNTS = ", ".join(f"'{f}'" for f in t.BLOCK_COUNTS)
 _STEP = "coalesce(v.step, b.first_step + (v.i - 1) * b.step_gap)"
 _BLOCKS = f"""{SCHEMA}.span(of_run, until_step, num_steps, {{points}}) s
 JOIN {SCHEMA}.shown_block b ON b.run_id = of_run AND b.step0 BETWEEN s.low - 255 AND s.high"""
-# Of a block only the arrays that are asked for are unnested, and its rows are put into buckets before those of other
-# blocks come in: what is sorted and joined is a row a block and bucket, not one a record.
+# Only the requested arrays of a block are unnested, and its rows are put into buckets before those of other
+# blocks join: sorting and joining handle one row per block and bucket, not one per record.
 _OF_SPAN = "v.run_id = of_run AND v.step0 BETWEEN s.low - 255 AND s.high AND v.step BETWEEN s.low AND s.high"
 _NEWEST = ", ".join(
     f"(t.newest ->> '{name}')::double precision AS {name}"
@@ -223,7 +223,7 @@ $$""",
 
 
 def create_chart_views(conn: Connection) -> None:
-    """Make them, and let those read them who may read the views of store.views. Nothing but on PostgreSQL."""
+    """Create the functions, and grant them to the readers of the views of db.sql_views. Does nothing but on PostgreSQL."""
     if conn.dialect.name != "postgresql":
         return
     for name, body in VIEWS.items():
@@ -240,7 +240,7 @@ def create_chart_views(conn: Connection) -> None:
 
 
 def drop_chart_views(conn: Connection) -> None:
-    """Remove them, the last first: some read others."""
+    """Drop them in reverse order: some depend on others."""
     if conn.dialect.name == "postgresql":
         for signature in reversed(FUNCTIONS):
             conn.exec_driver_sql(f"DROP FUNCTION IF EXISTS {SCHEMA}.{signature.partition('(')[0]}")

@@ -1,4 +1,4 @@
-"""What Grafana's SQL sees of a PostgreSQL database: views and functions with fixed columns, and a role that sees no more.
+"""SQL views and functions for Grafana on PostgreSQL, with stable columns, and a role that can read nothing else.
 
 Upstream:   fp8watch_server.db.block_tables    Downstream: fp8watch_server.db.migrations, fp8watch_server.store.command
 Shapes:     SQL; on PostgreSQL only
@@ -74,24 +74,24 @@ $$""",
 
 
 class RoleError(ValueError):
-    """A role that cannot be: value, rule, remedy."""
+    """A role that cannot be used: value, rule, remedy."""
 
 
 def create_views(conn: Connection) -> None:
-    """Make the schema, its views and its functions. Nothing but on PostgreSQL."""
+    """Create the schema, its views and its functions. Does nothing but on PostgreSQL."""
     if conn.dialect.name == "postgresql":
         for statement in STATEMENTS:
             conn.exec_driver_sql(statement.replace("%", "%%"))
 
 
 def drop_views(conn: Connection) -> None:
-    """Remove them."""
+    """Drop them."""
     if conn.dialect.name == "postgresql":
         conn.exec_driver_sql(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
 
 
 def grant_reader(conn: Connection, role: str) -> bool:
-    """Let a role SELECT from the views, and nothing else; made where it is missing, without the right to log in.
+    """Let a role SELECT from the views, and nothing else; created if missing, without the right to log in.
 
     Returns:
         Whether it was made.

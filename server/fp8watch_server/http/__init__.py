@@ -1,1 +1,1 @@
-"""What every HTTP answer has in common: errors, limits, logs, headers."""
+"""Cross-cutting HTTP: server, connection limits, errors, logs, security headers."""

@@ -1,12 +1,12 @@
-"""HTTP connections within limits: sizes of a header, seconds of silence, and how many there are at once.
+"""HTTP connections with limits on header size, idle time and number.
 
 Upstream:   fp8watch_server.http.server    Downstream: fp8watch_server.app
 Shapes:     bytes of a connection -> requests, or a refusal (400, 408, 431) and the end of the connection
 Thread:     event loop
 
-The parser joins the pieces of an unfinished header again and again, and everybody waits for it: so a header has a limit
-before it has an end. Silence is counted in ticks of the loop and not by the clock, because a process that was stopped for
-a while must not blame its clients. An answer may take as long as it likes; one that nobody reads may not.
+The parser concatenates the pieces of an unfinished header again and again on the event loop, so headers are limited
+before they end. Idle time is counted in ticks of the loop and not by the clock, so that a process that was suspended
+does not blame its clients. Computing an answer may take any time; a client that does not read it is disconnected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8watch_server.http.errors import Problem
 
 @dataclass(frozen=True)
 class Limits:
-    """What one connection may ask of the collector, and how many of them there may be."""
+    """Limits of one connection, and their maximum number."""
 
     max_header_bytes: int = 64 << 10
     max_headers: int = 100
@@ -40,7 +40,7 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """How often silence is looked at."""
+        """Interval of the idle checks."""
         return min(1.0, self.header_s / 10, self.idle_s / 10)
 
 
@@ -48,17 +48,17 @@ LIMITS = Limits()
 
 
 class Stage(Enum):
-    """What a connection is about. Of those before ANSWER one may be dropped for a new connection, in this order."""
+    """State of a connection. Those before ANSWER may be dropped for a new connection, in this order."""
 
-    REFUSED = "refused"  # told why; what it still sends is thrown away
-    NEW = "new"  # nothing of a header, or a part of one
+    REFUSED = "refused"  # refused; further input is discarded
+    NEW = "new"  # incomplete header
     IDLE = "idle"  # between two requests
-    BODY = "body"  # a body is on its way
-    ANSWER = "answer"  # all was read, and the answer is being made or sent
+    BODY = "body"  # receiving a body
+    ANSWER = "answer"  # request complete, answer being computed or sent
 
 
 class Connections:
-    """All connections of a server, by what they are about, the longest at it first."""
+    """All connections of a server by stage, each in order of time in that stage."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
@@ -69,14 +69,14 @@ class Connections:
         return sum(map(len, self._at.values()))
 
     def move(self, connection: Connection, before: Stage | None, after: Stage | None) -> None:
-        """A connection is about something else; None: it begins, or has ended."""
+        """Change the stage of a connection; None: opened, or closed."""
         if before is not None:
             self._at[before].pop(connection, None)
         if after is not None:
             self._at[after][connection] = None
 
     def drop_one(self) -> bool:
-        """End the connection that is least worth its place. False: all of them wait for answers."""
+        """Close the least valuable connection. False: all of them wait for answers."""
         for stage in (Stage.REFUSED, Stage.NEW, Stage.IDLE, Stage.BODY):
             if self._at[stage]:
                 connection, _ = self._at[stage].popitem(last=False)
@@ -85,11 +85,11 @@ class Connections:
         return False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to look at silence."""
+        """Start the idle checks."""
         self._ticking = loop.call_later(self.limits.tick_s, self._tick, loop)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the idle checks."""
         if self._ticking is not None:
             self._ticking.cancel()
 
@@ -104,7 +104,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, with limits. A new one is NEW, and where its transport is not made yet, it cannot be dropped."""
+    """uvicorn's protocol with limits. A NEW one whose transport does not exist yet cannot be dropped."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -112,25 +112,25 @@ class Connection(HttpToolsProtocol):
         self._stage: Stage | None = None
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # since the last byte of body: sizes of chunks, and what follows the last one
+        self._num_framing_bytes = 0  # since the last byte of body: chunk sizes and trailers
         self._waited_s = 0.0  # since the stage began
         self._silent_s = 0.0  # since the last bytes came
-        self._unread_s = 0.0  # since the client last took something of what is written
+        self._unread_s = 0.0  # since the client last read output
         self._num_unread_bytes = 0
         self._refusal: Problem | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It can be read."""
+        """Start accounting for the connection."""
         super().connection_made(transport)
         self._enter(Stage.NEW)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """End accounting for the connection."""
         self._enter(None)
         super().connection_lost(exc)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """The client has read output."""
         self._unread_s = 0.0
         super().resume_writing()
 
@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
         self._stage, self._waited_s, self._silent_s = stage, 0.0, 0.0
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser no more of a header than it may have."""
+        """Feed the parser, never more of a header than the limit."""
         if self._is_refused():
             return
         self._silent_s = 0.0
@@ -161,13 +161,13 @@ class Connection(HttpToolsProtocol):
         return self._stage is Stage.REFUSED
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """First byte of a request."""
         super().on_message_begin()
         if self._stage is not Stage.NEW:
             self._enter(Stage.NEW)
 
     def on_headers_complete(self) -> None:
-        """A header is whole: is it one that we take?"""
+        """Header complete: accept or refuse it."""
         self._refusal = self._wrong()
         if self._refusal is not None:
             raise ValueError("refused")  # the parser stops, and send_400_response is called
@@ -193,37 +193,39 @@ class Connection(HttpToolsProtocol):
         )
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """A piece of the body."""
         self._num_body_bytes += len(body)
         self._num_framing_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Request complete."""
         super().on_message_complete()
         self._num_framing_bytes = 0
         self._enter(Stage.IDLE if self.cycle.response_complete else Stage.ANSWER)
 
     def on_response_complete(self) -> None:
-        """An answer is whole; what was asked meanwhile comes next."""
+        """Answer complete; a pipelined request is next."""
         super().on_response_complete()
         if self._stage is Stage.ANSWER and self.cycle.response_complete:
             self._enter(Stage.IDLE)
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser could not read, or what we did not want."""
+        """Refuse what the parser could not read, or the limits forbid."""
         self._refuse(self._refusal or Problem(400, msg, rule="HTTP/1.1", remedy="send a valid request"))
 
     def _refuse(self, problem: Problem) -> None:
-        """Say why, and end the connection, but read on a little: who is cut off while sending never reads the answer."""
+        """Send the reason and close, but read on a little: a client that is cut off while sending never reads the
+        answer.
+        """
         if self.transport.is_closing():
             return
         asked = self._stage in (Stage.BODY, Stage.ANSWER)
         if self.cycle is not None and (self.cycle.response_started if asked else not self.cycle.response_complete):
-            self.transport.abort()  # nothing more can be said, or it would be taken for the answer to an earlier request
+            self.transport.abort()  # no answer is possible: it would be taken for that of an earlier request
             return
         if asked:
-            self.cycle.disconnected = True  # whatever is made of it is not sent any more
+            self.cycle.disconnected = True  # discards any further answer of the application
             self.cycle.message_event.set()
         self._unset_keepalive_if_required()
         response = problem.response()
@@ -236,7 +238,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def tick(self, seconds: float) -> None:
-        """So much time has gone by."""
+        """Count elapsed idle time."""
         limits = self._limits
         self._waited_s += seconds
         self._silent_s += seconds
@@ -249,7 +251,7 @@ class Connection(HttpToolsProtocol):
             return
         elif self._stage is Stage.REFUSED and self._waited_s > limits.linger_s:
             self.transport.close()
-        elif self.flow.read_paused:  # by us: the collector has not come to it
+        elif self.flow.read_paused:  # paused by us: the collector has not read it yet
             self._waited_s = self._silent_s = 0.0
         elif self._stage is Stage.NEW and self._waited_s > limits.header_s:
             self._late("header", limits.header_s)
@@ -264,7 +266,7 @@ class Connection(HttpToolsProtocol):
 
     def _late(self, what: str, seconds: float) -> None:
         if not self._num_header_bytes and self._stage is Stage.NEW:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no request pending
             return
         rule = f"a {what} comes within {seconds:g} s, and a body no slower than {self._limits.min_body_bytes_per_s} bytes/s"
         self._refuse(Problem(408, f"the request's {what} did not come in time", rule=rule, remedy="send it again"))

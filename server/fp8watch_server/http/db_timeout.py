@@ -1,13 +1,13 @@
-"""How long a request waits for the database: as long as anything gets done, and no second longer.
+"""Request timeout based on database progress: 503 after 0.7 s without any.
 
 Upstream:   fp8watch_server.ingest.routes, fp8watch_server.app    Downstream: fp8watch_server.http.errors
 Shapes:     an awaitable -> its result, or the problem that says when to come back
 Thread:     event loop; `progress` may be called from any
 
-A slow disk makes everybody wait a little, and that is no reason to send them away to come again together. A database
-that has finished nothing since the request came is down: an agent is told so within a second, and keeps its data. A slow
-collector is no such database: while the threads that work on a request use the processor, it is waited for. People and
-their browsers wait a little longer, because a query may be slow where the database is not.
+A slow disk delays everybody a little, and sending them all away would only bring them back together. A database that
+has finished nothing since the request came is down: the agent gets a 503 within a second, and keeps its data. A slow
+collector is different: while the threads of a request use CPU time, it is waited for. Pages and queries wait a little
+longer, because a query may be slow on a healthy database.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fp8watch_server.http.errors import Problem
 WITHOUT_PROGRESS_S = 0.7
 AT_MOST_S = 10.0
 WORKED_S = 0.01
-"""Seconds of processor time that say that a thread is at work; one that polls a locked database uses far fewer."""
+"""CPU seconds that show that a thread is at work; one that polls a locked database uses far fewer."""
 PROBE_AFTER_S = 2.0
-"""A page or a query that takes so long asks whether the database is there at all."""
+"""A page or query that takes this long probes whether the database answers at all."""
 PROBE_S = 1.0
 RETRY_AFTER_S = 1
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def unavailable(detail: str) -> Problem:
-    """503 and when to come back."""
+    """A 503 with Retry-After."""
     return Problem(
         503,
         detail,
@@ -50,20 +50,20 @@ def unavailable(detail: str) -> Problem:
 
 
 class WorkClock:
-    """Processor time of one thread; 0 before it starts, and where the system does not say (macOS, Windows)."""
+    """CPU time of one thread; 0 before it starts, and where the system has no such clock (macOS, Windows)."""
 
     def __init__(self) -> None:
         self._clock: int | None = None
-        self._before_s = 0.0  # what the thread worked for others
+        self._before_s = 0.0  # CPU time of earlier work
 
     def start(self) -> None:
-        """Of the thread that calls this."""
+        """Start the clock of the calling thread."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._before_s = time.thread_time()
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def read_s(self) -> float:
-        """Seconds so far."""
+        """CPU seconds since `start`."""
         if self._clock is None:
             return 0.0
         try:
@@ -72,21 +72,21 @@ class WorkClock:
             return 0.0
 
 
-class Patience:
-    """One per database."""
+class ProgressTimeout:
+    """Timeout state of one database."""
 
     def __init__(self) -> None:
         self._progress_at = -WITHOUT_PROGRESS_S
 
     def progress(self) -> None:
-        """The database has finished something."""
+        """Report that the database has finished something."""
         self._progress_at = time.monotonic()
 
     async def wait(self, work: Awaitable[T], worked_s: Callable[[], float] = float) -> T:
-        """The result of `work`, which is cancelled when neither the database nor who works on it gets anything done.
+        """The result of `work`, cancelled when neither the database nor its worker threads make progress.
 
         Args:
-            worked_s: processor time of the threads that have it in hand.
+            worked_s: CPU time of the threads that work on it.
 
         Raises:
             Problem: 503.
@@ -113,15 +113,15 @@ class Patience:
         raise unavailable(f"the database has finished nothing for {time.monotonic() - at_work:.2g} s")
 
     def _result(self, task: asyncio.Future[T]) -> T:
-        if not isinstance(task.exception(), SQLAlchemyError):  # a refusal is progress, too
+        if not isinstance(task.exception(), SQLAlchemyError):  # a refused batch is progress, too
             self.progress()
         return task.result()
 
 
-class ReadPatience:
-    """A middleware for everything but ingest: who waits for a database that is not there is told so.
+class DbTimeoutMiddleware:
+    """ASGI middleware for everything but ingest: answers 503 while the database is unreachable.
 
-    The work that hangs in the database is left to end by itself: a thread cannot be stopped from outside.
+    The blocked work is left to end by itself: a thread cannot be stopped from outside.
     """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
@@ -130,7 +130,7 @@ class ReadPatience:
         self._probe: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or say that there is no answer."""
+        """Answer, or send 503."""
         if scope["type"] != "http" or scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problems: what is wrong, the rule, the remedy. And JSON that no number can break.
+"""Errors as RFC 9457 problem details (value, rule, remedy), and JSON with non-finite numbers made safe.
 
 Upstream:   fp8watch_server.ingest.routes, fp8watch_server.api.routes    Downstream: fp8watch_server.app
 Shapes:     exceptions -> application/problem+json
@@ -28,7 +28,7 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 class Problem(Exception):
-    """An answer that says no. `extra` holds members beside those of RFC 9457, such as `error` and `ids`."""
+    """An error response. `extra` holds members besides those of RFC 9457, such as `error` and `ids`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Problem(Exception):
         self.extra = extra
 
     def response(self) -> Response:
-        """As it travels."""
+        """As a Starlette response."""
         title = HTTPStatus(self.status).phrase if self.status in HTTPStatus._value2member_map_ else "Problem"
         content = {
             "type": "about:blank",
@@ -64,7 +64,7 @@ class Problem(Exception):
 
 
 class JsonResponse(Response):
-    """JSON by msgspec: a NaN that slipped through becomes null, where other encoders fail."""
+    """JSON by msgspec: an unexpected NaN becomes null, where other encoders fail."""
 
     media_type = "application/json"
 
@@ -127,7 +127,7 @@ def _on_too_many_files(request: Request, e: OSError) -> Response:
 
 
 def _on_database_error(request: Request, e: Exception) -> Response:
-    """A DBAPIError that is not about the connection is a bug, unless the connection broke under it."""
+    """A DBAPIError that is not about the connection is a bug, unless the connection broke underneath."""
     assert isinstance(e, DBAPIError)
     return _on_database(request, e) if e.connection_invalidated else _on_bug(request, e)
 
@@ -148,7 +148,7 @@ def _on_bug(request: Request, e: Exception) -> Response:
 
 
 def answer_of(request: Request, e: Exception) -> Response:
-    """The answer that an exception becomes."""
+    """Response for an exception."""
     if isinstance(e, Problem):
         return e.response()
     if isinstance(e, OperationalError | InterfaceError | PoolTimeoutError):
@@ -157,7 +157,7 @@ def answer_of(request: Request, e: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception with a problem."""
+    """Register problem responses for all exceptions."""
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)

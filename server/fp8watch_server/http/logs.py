@@ -1,9 +1,9 @@
-"""Lines that the collector writes about itself: text for people, or one JSON object a line; never a secret.
+"""Logging: text or JSON lines with secrets redacted.
 
 Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.app
 Thread:     any
 
-Values from outside (names of runs, paths, texts of errors) cannot forge a line: control characters are escaped.
+External values (names of runs, paths, error texts) cannot forge a line: control characters are escaped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ request_log = logging.getLogger("fp8watch.request")
 
 
 class Redacted(logging.Formatter):
-    """Formats a record and takes the secrets out of it, those of tracebacks too."""
+    """Formatter that removes secrets, also from tracebacks."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class Redacted(logging.Formatter):
         self.hide(secrets)
 
     def hide(self, secrets: Iterable[str]) -> None:
-        """Take these out too."""
+        """Redact these as well."""
         found = {part for secret in secrets for part in _ways_to_write(secret) if len(part) >= MIN_SECRET_CHARS}
         self._secrets = sorted({*self._secrets, *found}, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
-        """Without secrets, and not without end."""
+        """Redact and truncate."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return _BEARER.sub("fp8w_***", text)[:MAX_CHARS]
@@ -57,7 +57,7 @@ class Redacted(logging.Formatter):
 
 
 def _ways_to_write(secret: str) -> Iterator[str]:
-    """A secret, and of a URL what clients log of it: a path and a query that hold a token, apart from the host, as given and as sent."""
+    """Forms of a secret; of a URL also the path and query that hold a token, apart from the host, raw and encoded."""
     yield secret
     try:
         parts = urlsplit(secret)
@@ -81,7 +81,7 @@ def _is_token(part: str) -> bool:
 
 
 class TextLines(Redacted):
-    """A line for people; a traceback follows below it."""
+    """Text lines for people, each followed by its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """As text."""
@@ -91,7 +91,7 @@ class TextLines(Redacted):
 
 
 class JsonLines(Redacted):
-    """One object a line: time, level, logger, message, and what a record carries in `fields`."""
+    """JSON lines: time, level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """As JSON."""
@@ -114,14 +114,14 @@ def _escaped(text: str) -> str:
 
 
 def hide(secrets: Iterable[str]) -> None:
-    """More that must never be shown: secrets that became known after the start."""
+    """Redact secrets that become known after the start."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, Redacted):
             handler.formatter.hide(secrets)
 
 
 def set_up(settings: Settings) -> None:
-    """Send everything to the standard error; of libraries warnings alone: at other levels they log what they send."""
+    """Configure logging to stderr; libraries log warnings only, because at lower levels they log what they send."""
     kind = JsonLines if settings.log_format == "json" else TextLines
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(kind(settings.secrets))
@@ -134,13 +134,13 @@ def set_up(settings: Settings) -> None:
 
 
 class RequestLog:
-    """A middleware: one line for each request, at level info."""
+    """ASGI middleware: one line per request, at level info."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and say what became of it."""
+        """Handle the request and log its status and duration."""
         if scope["type"] != "http" or not request_log.isEnabledFor(logging.INFO):
             await self._app(scope, receive, send)
             return
@@ -156,6 +156,6 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             seconds = round(time.perf_counter() - began, 6)
-            path = scope["path"][:512]  # never the query: nothing secret belongs there, but people put it there
+            path = scope["path"][:512]  # never the query string: people put secrets there
             fields = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
             request_log.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Headers that every answer of the collector carries: what a browser may load, and what it may tell others.
+"""Security headers of every response: CSP, framing, referrer.
 
 Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     an ASGI middleware; adds headers, never reads a body
@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# plotly.js needs inline styles (its style element) and data:/blob: images (PNG export); scripts are ours only.
+# plotly.js needs inline styles (its style element) and data:/blob: images (PNG export); scripts come from this origin only.
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; frame-ancestors 'none'"
@@ -24,12 +24,12 @@ HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "x-frame-options": "DENY",  # for browsers that do not know frame-ancestors
+    "x-frame-options": "DENY",  # for browsers without frame-ancestors
 }
 
 
 class SecurityHeaders:
-    """Adds HEADERS to every HTTP answer that does not set them itself."""
+    """ASGI middleware that adds HEADERS to every HTTP response that does not set them itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

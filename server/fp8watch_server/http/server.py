@@ -1,11 +1,11 @@
-"""The server around the application: takes connections in, never more of them than there are descriptors for.
+"""uvicorn server that accepts connections within the process's file descriptor limit.
 
 Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.http.connections
 Shapes:     a listening socket -> Connections
 Thread:     event loop
 
-Connections are accepted here and not by the event loop, which would accept until no descriptor is left for the database,
-and counts none before its TLS has begun. Where every place is taken, the connection that asks for nothing makes room.
+Connections are accepted here and not by the event loop, which would accept until the database has no descriptor left,
+and counts none before its TLS handshake ends. When all places are taken, the least valuable connection is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close
 
 
 def raise_descriptor_limit() -> int | None:
-    """Let this process open as many files as the system allows it to; returns how many, None: nobody counts them."""
+    """Raise this process's limit of open files to the maximum; returns it, or None where there is no limit."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -49,7 +49,7 @@ def raise_descriptor_limit() -> int | None:
 
 
 def limits_within(num_descriptors: int | None, limits: Limits = LIMITS) -> Limits:
-    """The limits, with no more connections than descriptors are left for."""
+    """The limits, with the number of connections reduced to the available descriptors."""
     if num_descriptors is None:
         return limits
     left = num_descriptors - min(RESERVED_DESCRIPTORS, num_descriptors // 2)
@@ -57,7 +57,7 @@ def limits_within(num_descriptors: int | None, limits: Limits = LIMITS) -> Limit
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with limits, which also ends the streams of open pages before it waits for answers.
+    """uvicorn's server with connection limits; on shutdown it ends the event streams of open pages first.
 
     Args:
         app: the application.
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         self._opening: OrderedDict[asyncio.Task[None], socket.socket] = OrderedDict()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and accept."""
+        """Start the application, and accept connections."""
         await super().startup(sockets=[])
         if not self.started:
             return
@@ -94,11 +94,11 @@ class Server(uvicorn.Server):
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, end the streams, and wait for the answers that are being made."""
+        """Stop accepting, end the streams, and wait for answers in progress."""
         for task in (*self._accepting, *self._opening):
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        live = getattr(getattr(self.config.app, "state", None), "live", None)  # not there without pages
+        live = getattr(getattr(self.config.app, "state", None), "live", None)  # absent without pages
         if live is not None:
             live.close()
         await super().shutdown(sockets)
@@ -114,9 +114,9 @@ class Server(uvicorn.Server):
                     self._make_room()
                 elif e.errno == errno.EBADF:
                     return
-                if e.errno != errno.ECONNABORTED:  # no memory, a firewall: it may go on, and others must have a turn
+                if e.errno != errno.ECONNABORTED:  # no memory, a firewall: transient; yield to the other tasks
                     await asyncio.sleep(PAUSE_S)
-                continue  # whoever came has gone
+                continue  # the client is gone
             if self._is_full() and not self._make_room():
                 self._turn_away(accepted)
                 continue
@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
         return len(self.connections) + len(self._opening) >= self.connections.limits.max_connections
 
     def _make_room(self) -> bool:
-        """End the connection that is least worth its place; one whose TLS has not begun is worth the least."""
+        """Close the least valuable connection; one in its TLS handshake is worth the least."""
         if self.config.is_ssl and self._opening:
             task, _ = self._opening.popitem(last=False)
             task.cancel()
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
         accepted.close()
 
     async def _open(self, loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
-        """Begin TLS where there is any, and hand over to a Connection."""
+        """Start TLS if configured, and hand over to a Connection."""
 
         def protocol() -> Connection:
             return Connection(
@@ -161,5 +161,5 @@ class Server(uvicorn.Server):
 
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)
-        if task.cancelled() or task.exception() is not None:  # it spoke no TLS, was too slow, or has gone
+        if task.cancelled() or task.exception() is not None:  # no TLS, too slow, or gone
             accepted.close()

@@ -1,4 +1,4 @@
-"""Incidents end by themselves: resolved after twenty clean steps, with their message.
+"""Automatic resolution of incidents after twenty clean steps, with their message.
 
 Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.incidents.messages
 Shapes:     the last step that every live rank has delivered -> rows of incident, incident_event, outbox
@@ -30,7 +30,7 @@ def close_quiet(
     stride: int = 1,
     public_url: str = "",
 ) -> list[IncidentChange]:
-    """Resolve incidents that were quiet for `after_clean_steps` observed steps, with their message.
+    """Resolve incidents without findings for `after_clean_steps` observed steps, with their message.
 
     Args:
         current_step: last step that every live rank has delivered (Engine.settled_step).
@@ -63,7 +63,7 @@ def close_quiet(
 
 
 def _stride(conn: sa.Connection, row: Mapping[str, Any]) -> int:
-    """Steps between the samples that an incident's evidence comes from."""
+    """Steps between the samples of an incident's evidence."""
     e = schema.incident_event
     details = conn.execute(
         sa.select(e.c.detail).where(

@@ -1,13 +1,13 @@
-"""Findings become incidents: one per cause and window, written with its message in the caller's transaction.
+"""Folds findings into incidents: one per cause and window, written with its message in the caller's transaction.
 
 Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain  Downstream: fp8watch_server.notify.outbox
 Shapes:     findings of one batch -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 
-Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore remembers where in
-the step it began (`flow`, in its first event): a finding that is earlier takes it over, and no second one opens. Evidence
-that comes later re-judges it the same way: a cause that may have begun first, and explains what is told, becomes what is
-told. What began before a cause is no consequence of it, and stays, or opens, an incident of its own.
+Ranks deliver at their own pace, so a cause may arrive after its consequence. An incident therefore stores where in the
+step it began (`flow`, in its first event): an earlier finding takes it over, and no second one opens. Later evidence
+re-judges it in the same way: a cause that may have begun first, and explains the incident, replaces it. A failure that
+began before a cause is no consequence of it, and stays, or opens, an incident of its own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fold(
                 _absorb(taken, finding, sites, window_steps, takes_over=True)
                 continue
             if finding.extra.get("consequence") and _was_resolved(conn, run_id, tenant, attempt, finding):
-                continue  # closed by hand: what follows from it opens nothing
+                continue  # resolved by hand: its consequences open nothing
             if closed is None:
                 closed = _load(conn, run_id, tenant, attempt, status == "resolved")
             if late := covering(closed, finding, window_steps):
@@ -123,7 +123,7 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
 
 
 def _absorb_late(incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int) -> None:
-    """Fold into an incident that is over, without making it longer: what goes on after it is news."""
+    """Add late findings to a resolved incident without extending it: what goes on after it is a new one."""
     last_step = incident.row["last_step"]
     _absorb(incident, finding, sites, window_steps)
     incident.row["last_step"] = last_step
@@ -199,7 +199,7 @@ def _new(
 
 
 def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
-    """Let the incident say what this finding says: it is the earliest that is known."""
+    """Make the incident report this finding: it is the earliest known."""
     ranks = incident.row.get("place", {}).get("ranks", [])
     place = {**words.place, "ranks": sorted({*ranks, finding.rank})}
     incident.row.update(
@@ -234,9 +234,9 @@ def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]
 
 
 def _mute(root: Open, finding: Finding) -> None:
-    """A consequence of an incident that is open: it is counted there, once by name, and sends nothing."""
+    """Count a consequence in its open root incident, named once, without a message."""
     root.row["num_events"] += 1
-    first = root.row["first_step"]  # its cause may have been there, and not yet seen; not before it can have begun
+    first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
@@ -245,7 +245,7 @@ def _mute(root: Open, finding: Finding) -> None:
 
 
 def _note_regression(conn: sa.Connection, incident: Open) -> None:
-    """The same failure at the same place was resolved before: say when."""
+    """Note when the same failure at the same place was resolved before."""
     t, row = schema.incident, incident.row
     earlier = conn.execute(
         sa.select(t.c.id, t.c.attempt, t.c.first_step, t.c.last_step, t.c.place)
@@ -274,7 +274,7 @@ def _absorb(
     earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
     takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
     first = min(row["first_step"], finding.onset)
-    if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # what came before a cause is not its beginning
+    if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # an earlier consequence is not the beginning
         first = max(first, finding.earliest(window_steps * int(finding.extra.get("stride", 1))))
     row["first_step"] = first
     row["last_step"] = max(row["last_step"], finding.step)
@@ -296,13 +296,13 @@ def _absorb(
     told = {e["field"] for e in row["evidence"]}
     row["evidence"] = [*row["evidence"], *(e.as_json() for e in finding.extra.get("news", ()) if e.field not in told)]
     grown = max(row["num_sites"], len(row["sites"]), int(finding.extra.get("num_sites", 0)))
-    if grown >= 2 * row["num_sites"]:  # the spread is told in powers of two: a storm leaves a handful of events
+    if grown >= 2 * row["num_sites"]:  # spread is recorded at powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))
     row["num_sites"] = grown
 
 
 def _reads_otherwise(told: tuple[str, str], row: Mapping[str, Any]) -> bool:
-    """Whether later evidence made another case of it: of a batch to look for, or of a verdict, a new one."""
+    """Whether later evidence changes the case: another batch to look for, or another verdict."""
     mode, verdict = told
     return bool(row["mode"] != mode and (verdict != row["verdict"] or mode == "bad-batch"))
 

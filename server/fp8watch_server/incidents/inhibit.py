@@ -1,11 +1,11 @@
-"""Inhibition: while a critical incident is open, warnings at the same place of the same run are not told.
+"""Inhibition: an open critical incident holds back messages of warnings at the same place of the same run.
 
 Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.notify.fanout
 Shapes:     an incident -> the id of the one that says more, or None
 Thread:     detect worker and dispatcher, inside a write transaction
 
 The notice of an inhibited incident stays in the outbox, as `inhibited`. When the critical one is resolved and the other
-is still open, it goes out after all: nobody was told of what is left.
+is still open, it is sent after all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8watch_server.db import schema
 
 
 def inhibitor(conn: sa.Connection, run_id: str, tenant: str, incident: Mapping[str, Any]) -> str | None:
-    """The open critical incident of the same run and module; None where there is none, or this one is critical."""
+    """The open critical incident of the same run and module; None when there is none, or this one is critical."""
     if incident.get("severity") == "critical" or "place" not in incident:
         return None
     t = schema.incident.c
@@ -33,7 +33,9 @@ def inhibitor(conn: sa.Connection, run_id: str, tenant: str, incident: Mapping[s
 
 
 def release(conn: sa.Connection, row: Mapping[str, Any], now: float) -> None:
-    """A critical incident is resolved: what it inhibited and is still open is told now, as if it had just begun."""
+    """After a critical incident is resolved: send the notices that it inhibited and that are still open, as if just
+    begun.
+    """
     if row["severity"] != "critical":
         return
     i, o = schema.incident.c, schema.outbox

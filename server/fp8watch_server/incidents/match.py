@@ -1,4 +1,4 @@
-"""Which incident a finding belongs to: the same, its root, its consequence, or none yet.
+"""Matches a finding to an incident: the same, its root cause, its consequence, or none.
 
 Upstream:   fp8watch_server.detect.precedence    Downstream: fp8watch_server.incidents.fold
 Shapes:     (open incidents, finding) -> incident or None
@@ -33,19 +33,19 @@ class Open:
     weight_born: bool
     origin_rank: int
     num_events: int  # rows of incident_event
-    kind: str = ""  # Finding.kind of what it says; "" for its mode
+    kind: str = ""  # Finding.kind that it reports; "" for its mode
     earliest: int | None = None  # step before which its cause cannot have begun; None for first_step
     stride: int = 1  # steps between the samples that its evidence comes from
-    muted: frozenset[str] = frozenset()  # modes that it was found to explain
+    muted: frozenset[str] = frozenset()  # modes that it explains
     ranks: frozenset[int] = frozenset()  # as stored
-    told_severity: str = ""  # of the row as stored
+    told_severity: str = ""  # as stored in the row
     change: Literal["opened", "updated", "rerooted"] | None = None
     was_told: tuple[str, str] | None = None  # mode and verdict as stored, where later evidence changed them
     events: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
 
     @property
     def cause(self) -> str:
-        """What it is by precedence."""
+        """Its cause for the order of precedence."""
         return self.kind or str(self.row["mode"])
 
 
@@ -58,7 +58,7 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
         return bool(i.row["first_step"] - window <= finding.step <= i.row["last_step"] + window)
 
     def here(i: Open) -> bool:
-        """The same place, within the clean steps that would have closed it: whether or not the closing came by yet."""
+        """Same place, within the clean steps that would have resolved it, whether it is resolved by now or not."""
         quiet = CLOSE_AFTER_STEPS * stride
         same_place = finding.site in i.row["sites"][:1]
         return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
@@ -75,17 +75,17 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
         if spread and finding.step >= i.row["first_step"]:
             return i
         if i.weight_born and finding.step <= i.row["first_step"]:
-            return i  # its cause, from a rank that came later
+            return i  # its cause, from a late rank
         if finding.step == i.row["first_step"] and finding.rank != i.origin_rank:
-            return i  # what is shared between ranks broke in all of them at once
+            return i  # a shared cause breaks all ranks at once
     return same[-1] if same and finding.extra.get("consequence") else None
 
 
 def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
-    """The resolved incident that a finding belongs to: a rank, or a spool, that was later than the clean steps."""
+    """The resolved incident that covers a finding from a late rank or spool."""
     window = window_steps * int(finding.extra.get("stride", 1))
     for i in closed:
-        after = 0 if finding.rank in i.ranks else window  # of a rank that was seen, what comes after it is news
+        after = 0 if finding.rank in i.ranks else window  # from a rank already seen, a later finding is new
         within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
         if within and i.row["mode"] == finding.mode:
             return i
@@ -95,7 +95,7 @@ def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Ope
 def root_of(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that explains this finding: it is muted. What began before its cause did is none."""
+    """The open incident that explains this finding, which is then muted. A finding from before its cause has none."""
     for i in incidents:
         if not explains(i.cause, finding.kind) or not _related(i, finding, sites, i.row["mode"], window_steps):
             continue
@@ -136,7 +136,7 @@ def _window(i: Open, finding: Finding, window_steps: int) -> int:
 def _related(i: Open, finding: Finding, sites: Mapping[int, SiteFacts], root: str, window_steps: int) -> bool:
     stride = max(int(finding.extra.get("stride", 1)), i.stride)
     other = finding.mode if root == i.row["mode"] else i.row["mode"]
-    # What is not finite follows its cause at once, or it has another.
+    # Non-finite values follow their cause at once, or have another.
     quiet = (window_steps if other in NONFINITE_MODES else CLOSE_AFTER_STEPS + window_steps) * stride
     if not i.row["first_step"] - quiet <= finding.step <= i.row["last_step"] + quiet:
         return False

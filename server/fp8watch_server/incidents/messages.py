@@ -1,61 +1,36 @@
-"""The message of an incident: one row of the outbox when it opens, one when it is resolved.
+"""Incident messages: outbox rows for opened, escalated, re-judged and resolved incidents.
 
 Upstream:   fp8watch_server.incidents.fold   Downstream: fp8watch_server.notify.outbox
-Shapes:     a row of incident -> {"incident": CONTRACT's incident, "run": {id, name}, "note"} as payload
+Shapes:     a row of incident -> payload.NoticePayload
 Thread:     detect worker, inside the transaction that changes the incident
 
-The row is committed together with the change, so a message is never lost and never sent for a change that was undone.
+The row is committed together with the change, so a message is never lost and never sent for a change that was rolled
+back.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
 from fp8watch_server.incidents.inhibit import inhibitor, release
+from fp8watch_server.incidents.payload import Incident, IncidentFields, NoticePayload
 from fp8watch_server.incidents.silences import silences_of
 
 FLAPPING_MESSAGES = 2
 """Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
 FLAPPING_S = 3600.0
 
-_PUBLIC = (
-    "id",
-    "run_id",
-    "attempt",
-    "mode",
-    "title",
-    "severity",
-    "status",
-    "verdict",
-    "first_step",
-    "last_step",
-    "num_events",
-    "origin",
-    "place",
-    "num_sites",
-    "evidence",
-    "cause",
-    "fix",
-    "alternatives",
-    "opened_at",
-    "resolved_at",
-    "fingerprint",
-)
 
-
-def contract_incident(row: Mapping[str, Any], public_url: str) -> dict[str, Any]:
-    """An incident as CONTRACT names it; without a public URL its links are paths."""
+def contract_incident(row: Mapping[str, Any], public_url: str) -> Incident:
+    """The public form of an incident; without a public URL its links are paths."""
     base = public_url.rstrip("/")
-    return {
-        **{name: row[name] for name in _PUBLIC},
-        "url": f"{base}/incidents/{row['id']}",
-        "runbook_url": f"{base}/runbooks/{row['mode']}",
-    }
+    links = {"url": f"{base}/incidents/{row['id']}", "runbook_url": f"{base}/runbooks/{row['mode']}"}
+    return cast(Incident, {**{name: row[name] for name in IncidentFields.__annotations__}, **links})
 
 
 def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> str | None:
@@ -76,7 +51,9 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
 def write_escalated(
     conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str = "warning"
 ) -> str | None:
-    """Queue the message of an incident that was told as less and is critical now. Returns why none was, or None."""
+    """Queue the message of an incident that became critical after its first message. Returns why none was queued, or
+    None.
+    """
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
     note = "It was a warning and is critical now."
@@ -85,9 +62,10 @@ def write_escalated(
 
 
 def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str) -> str | None:
-    """Queue one message of an incident that was told as another mode. Returns why none was, or None.
+    """Queue one message for an incident whose mode changed after its first message. Returns why none was queued, or
+    None.
 
-    Who was told nothing is told nothing; a notice that still waits behind a critical incident is brought up to date.
+    Without a first message there is no second; a notice that is still inhibited is updated in place.
     """
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
@@ -116,7 +94,7 @@ def write_rejudged(conn: sa.Connection, row: Mapping[str, Any], now: float, publ
 
 
 def write_resolved(conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str) -> None:
-    """Queue the message of a resolved incident, where its firing was queued; and what it kept back."""
+    """Queue the message of a resolved incident if its firing was queued, and release what it inhibited."""
     release(conn, row, now)
     t = schema.outbox
     fired = conn.execute(
@@ -192,16 +170,21 @@ def queue(
     key: str = "",
     state: str = "pending",
 ) -> None:
-    """Put a notice into the outbox.
+    """Insert a notice into the outbox.
 
     Args:
-        incident: as CONTRACT names it.
+        incident: payload.Incident, or the same keys as far as they are known.
         kind: firing | resolved.
         key: tells two notices of one incident and kind apart.
         state: inhibited: it waits until that is over.
     """
     r, run_id = schema.run, incident["run_id"]
     name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()
+    payload: NoticePayload = {
+        "incident": cast(Incident, dict(incident)),
+        "run": {"id": run_id, "name": name or run_id},
+        "note": note,
+    }
     conn.execute(
         sa.insert(schema.outbox).values(
             run_id=run_id,
@@ -210,7 +193,7 @@ def queue(
             incident_id=incident["id"],
             kind=kind,
             idempotency_key=":".join(filter(None, (incident["id"], kind, key))),
-            payload={"incident": dict(incident), "run": {"id": run_id, "name": name or run_id}, "note": note},
+            payload=payload,
             state=state,
             next_attempt_at=now,
             created_at=now,

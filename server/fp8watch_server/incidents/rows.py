@@ -1,4 +1,4 @@
-"""Rows of incident and incident_event: what folding and closing both write.
+"""SQL rows of incident and incident_event, shared by folding and auto-resolution.
 
 Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.fold, fp8watch_server.incidents.auto_resolve
 Shapes:     a row of incident as a dict -> SQL
@@ -31,12 +31,12 @@ class IncidentChange:
 
 
 def key_of(table: sa.Table, row: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
-    """The incident of a row."""
+    """Primary-key condition of an incident's row."""
     return [table.c.run_id == row["run_id"], table.c.tenant == row["tenant"], table.c.id == row["id"]]
 
 
 def num_events(conn: sa.Connection, row: Mapping[str, Any]) -> int:
-    """Rows of incident_event that an incident has."""
+    """Number of incident_event rows of an incident."""
     e = schema.incident_event
     return int(
         conn.execute(
@@ -50,7 +50,7 @@ def num_events(conn: sa.Connection, row: Mapping[str, Any]) -> int:
 def write_event(
     conn: sa.Connection, row: Mapping[str, Any], seq: int, kind: str, now: float, step: int, detail: dict[str, Any]
 ) -> None:
-    """Add one row to the history of an incident."""
+    """Append one row to the history of an incident."""
     conn.execute(
         sa.insert(schema.incident_event).values(
             run_id=row["run_id"],
@@ -66,7 +66,7 @@ def write_event(
 
 
 def change_of(row: Mapping[str, Any], change: Change) -> IncidentChange:
-    """What to tell the caller."""
+    """The change, for the caller."""
     return IncidentChange(
         incident_id=row["id"],
         change=change,

@@ -1,4 +1,4 @@
-"""Silences: what people have asked not to be told of, for a while.
+"""Silences: messages that people have muted for a while.
 
 Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.pages.page_queries
 Shapes:     (run, mode, module) -> the silences that cover it
@@ -21,7 +21,7 @@ from fp8watch_server.db import schema
 def silences_of(
     conn: sa.Connection, tenant: str, run_id: str, mode: str, module: str, now: float
 ) -> list[dict[str, Any]]:
-    """The silences that cover an incident now, the longest first."""
+    """Silences that cover an incident now, the longest first."""
     t = schema.silence
     rows = conn.execute(
         sa.select(t).where(t.c.tenant == tenant, t.c.expires_at > now).order_by(t.c.expires_at.desc())
@@ -31,5 +31,5 @@ def silences_of(
 
 
 def covers(pattern: str, value: str) -> bool:
-    """Whether a field of a silence covers a value."""
+    """Whether a field of a silence matches a value."""
     return pattern in ("", value) or fnmatch.fnmatchcase(value, pattern)

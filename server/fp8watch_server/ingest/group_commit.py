@@ -1,7 +1,7 @@
 """Group commit: bodies that wait are decoded, checked and written together, and each is answered after the commit.
 
 Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.commit, fp8watch_server.pipeline.priority
-Shapes:     one body -> Taken, or the exception that says why not
+Shapes:     one body -> Committed, or the exception that says why not
 Thread:     a few decoders, one committer; futures are settled on the event loop
 
 A commit costs the same for one batch as for a hundred, so the next group is whatever came while the last one was being
@@ -35,7 +35,7 @@ from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import WorkClock
 from fp8watch_server.pipeline.priority import is_urgent
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.commit import Incoming, KnownSites, Outcome, Taken, commit_group
+from fp8watch_server.store.commit import Committed, Incoming, KnownSites, Outcome, commit_group
 
 log = logging.getLogger("fp8watch.collector")
 
@@ -60,7 +60,7 @@ class Closed(Exception):
 @dataclass
 class _Waiting:
     body: bytes
-    future: asyncio.Future[Taken]
+    future: asyncio.Future[Committed]
     batch: Batch | None = None
     num_bytes: int = 0  # decoded
     gated: bool = False  # whether the gate counts it
@@ -125,7 +125,7 @@ class Committer:
         self._queued_bytes = 0  # changed under the lock; also those whose senders have gone
         self.num_groups = 0
 
-    def commit(self, body: bytes) -> tuple[asyncio.Future[Taken], Callable[[], float]]:
+    def commit(self, body: bytes) -> tuple[asyncio.Future[Committed], Callable[[], float]]:
         """Decode, check and store one body.
 
         Returns:
@@ -281,7 +281,7 @@ class Committer:
     def _tell(self, items: Sequence[Incoming], outcomes: Sequence[Outcome | BaseException], seconds: float) -> None:
         """Whoever wants to know what was committed."""
         for item, outcome in zip(items, outcomes, strict=True):
-            if isinstance(outcome, Taken):
+            if isinstance(outcome, Committed):
                 self._observe_commit(seconds)
                 if outcome.stored and is_urgent(item.batch):
                     self._hurry(item.batch.header.run, DEFAULT_TENANT)
@@ -304,7 +304,7 @@ class Committer:
         with writing(self._engine) as conn:
             outcomes = commit_group(conn, items, self._known, now=now, replays=replays)
             for item, outcome in zip(items, outcomes, strict=True):
-                if isinstance(outcome, Taken) and outcome.stored:
+                if isinstance(outcome, Committed) and outcome.stored:
                     hot_batches.remember(conn, item.batch, now)
         return outcomes
 

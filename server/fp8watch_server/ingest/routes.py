@@ -34,14 +34,14 @@ from fp8watch_agent.wire import (
     decompress,
 )
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.http.db_timeout import Patience, WorkClock, unavailable
+from fp8watch_server.http.db_timeout import ProgressTimeout, WorkClock, unavailable
 from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
 from fp8watch_server.ingest.group_commit import Closed, Committer
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
 from fp8watch_server.ingest.sites import SiteRegistry
 from fp8watch_server.store import registrations, tiles
-from fp8watch_server.store.commit import Taken
+from fp8watch_server.store.commit import Committed
 
 MAX_JSON_BYTES = 4 << 20
 MAX_INFLIGHT_BYTES = 128 << 20
@@ -66,8 +66,8 @@ class Ingest:
         self.wake = wake
         self.stats = IngestStats()
         self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
-        self.patience = Patience()
-        self.sites = SiteRegistry(self.engine, self.patience.progress)
+        self.db_timeout = ProgressTimeout()
+        self.sites = SiteRegistry(self.engine, self.db_timeout.progress)
         self._working: set[object] = set()
         self.committer = Committer(self.engine, _batch, observe_commit=self._committed, hurry=hurry)
         self.num_tile_map_bodies = 0
@@ -87,17 +87,17 @@ class Ingest:
                 self._working.discard(clock)
 
         waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
-        return await self.patience.wait(waiting, clock.read_s)
+        return await self.db_timeout.wait(waiting, clock.read_s)
 
-    async def commit(self, body: bytes) -> Taken:
+    async def commit(self, body: bytes) -> Committed:
         """Hand a body to the committer, and wait likewise."""
         try:
-            return await self.patience.wait(*self.committer.commit(body))
+            return await self.db_timeout.wait(*self.committer.commit(body))
         except Closed:
             raise unavailable("the collector is stopping") from None
 
     def _committed(self, seconds: float) -> None:
-        self.patience.progress()
+        self.db_timeout.progress()
         self.stats.commit_seconds.observe(seconds)
 
     def stop(self) -> None:
@@ -346,7 +346,7 @@ def _check_header(run_id: str, session: str, rank: int) -> None:
         )
 
 
-class ShortWay:
+class IngestFastPath:
     """A middleware around the router: batches are nine of ten requests, and need none of what the router does.
 
     The route stays for the description of the interface, and is the same function.

@@ -1,3 +1,3 @@
-"""A training fleet that exists only as its sketches: for tests, for benchmarks, for trying a collector out."""
+"""Synthetic training fleet, simulated by its sketches: for tests, benchmarks and trying out a collector."""
 
 from __future__ import annotations

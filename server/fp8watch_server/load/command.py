@@ -1,4 +1,4 @@
-"""`fp8watch load`: try a collector out with a made-up fleet.
+"""`fp8watch load`: load-test a collector with a synthetic fleet.
 
 Upstream:   fp8watch.cli    Downstream: fp8watch_server.load.drive
 Thread:     main
@@ -49,7 +49,7 @@ def _positive(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Send, and say what became of it."""
+    """Send the load and print a report."""
     args = parser().parse_args(argv)
     plan = Plan(
         num_ranks=args.ranks,

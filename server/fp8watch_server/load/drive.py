@@ -1,4 +1,4 @@
-"""Sends a made-up fleet to a collector, as the agents of its ranks would: registered, paced, tried again.
+"""Sends a synthetic fleet to a collector as its agents would: registered, paced, retried.
 
 Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream, fp8watch_agent.uploader
 Shapes:     (plan, URL) -> LoadReport
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.transport import Transport, Verdict
-from fp8watch_agent.uploader import Courier
+from fp8watch_agent.uploader import Uploader
 from fp8watch_server.load.model import traits_of
 from fp8watch_server.load.stream import Body, Plan, RankStream
 
@@ -26,14 +26,14 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 
 @dataclass
 class LoadReport:
-    """What became of a load. Times are of whole requests, in seconds."""
+    """Result of a load test. Latencies are of whole requests, in seconds."""
 
     num_bodies: int = 0
     num_records: int = 0
     num_bytes: int = 0
     num_refused: int = 0
     num_retries: int = 0
-    num_late: int = 0  # bodies that left more than a step after their time
+    num_late: int = 0  # bodies sent more than one step late
     elapsed_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     problems: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class LoadReport:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     def add(self, other: LoadReport) -> None:
-        """Take another sender's in."""
+        """Add another sender's report."""
         for name in ("num_bodies", "num_records", "num_bytes", "num_refused", "num_retries", "num_late"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.latencies_s += other.latencies_s
@@ -52,7 +52,7 @@ class LoadReport:
             self.problems[text] = self.problems.get(text, 0) + n
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Text lines for people."""
         per_s = self.elapsed_s or 1.0
         size = self.num_bytes / self.num_records if self.num_records else 0.0
         p50, p99 = self.quantile_s(0.5), self.quantile_s(0.99)
@@ -68,7 +68,7 @@ class LoadReport:
 
 
 def session_of(plan: Plan, stream: RankStream) -> Session:
-    """What the agent of this rank would say of itself."""
+    """Session of this rank as its agent would report it."""
     return Session(
         run_id=plan.run,
         run_name=plan.run,
@@ -87,22 +87,22 @@ def session_of(plan: Plan, stream: RankStream) -> Session:
 
 
 class _Rank:
-    """One rank: its bodies, its connection, and when its next body is due."""
+    """One rank: its bodies, its connection, and the due time of its next body."""
 
-    def __init__(self, plan: Plan, stream: RankStream, courier: Courier, bodies: Sequence[Body] | None) -> None:
+    def __init__(self, plan: Plan, stream: RankStream, uploader: Uploader, bodies: Sequence[Body] | None) -> None:
         self.registration = Registration(session_of(plan, stream), plan.sites)
-        self.courier = courier
+        self.uploader = uploader
         self.bodies = iter(bodies if bodies is not None else stream)
         self.interval_s = 0.0
         self.due_s = 0.0
 
     def deliver(self, body: Body, report: LoadReport, stop: threading.Event) -> None:
-        """Until it is acknowledged or refused, or `stop` is set."""
+        """Send until it is acknowledged or refused, or `stop` is set."""
         parcel = Parcel(Kind.BATCH, body.seq, body.data, body.num_records)
         backoff_s = MIN_BACKOFF_S
         while not stop.is_set():
             began = time.perf_counter()
-            receipt = self.courier.send(parcel, self.registration)
+            receipt = self.uploader.send(parcel, self.registration)
             if receipt.verdict is Verdict.ACKNOWLEDGED:
                 report.latencies_s.append(time.perf_counter() - began)
                 report.num_bodies += 1
@@ -122,11 +122,11 @@ class _Rank:
 
 
 class Refused(Exception):
-    """The collector takes nothing until a person has changed something: a token, a URL."""
+    """The collector accepts nothing until a person changes something: a token, a URL."""
 
 
 def prepare(plan: Plan, rank: int, *, like: RankStream | None = None) -> list[Body]:
-    """All bodies of a rank, made beforehand, so that a measurement pays for sending only."""
+    """Encode all bodies of a rank in advance, so that a measurement covers sending only."""
     return list(RankStream(plan, rank, traits=like.traits if like else None))
 
 
@@ -162,9 +162,9 @@ def run_load(
     for number in range(plan.num_ranks):
         stream = RankStream(plan, number, traits=traits)
         made = prepare(plan, number, like=stream) if prepared else None
-        rank = _Rank(plan, stream, Courier(Transport(url, token, timeout_s=timeout_s)), made)
+        rank = _Rank(plan, stream, Uploader(Transport(url, token, timeout_s=timeout_s)), made)
         rank.interval_s = plan.steps_per_batch / rate if rate > 0 else 0.0
-        rank.due_s = rank.interval_s * number / plan.num_ranks  # at phases of their own, as real ranks
+        rank.due_s = rank.interval_s * number / plan.num_ranks  # ranks are out of phase, as in real runs
         shares[number % count].append(rank)
         numbers[number % count].append(number)
     reports = [LoadReport() for _ in range(count)]
@@ -186,7 +186,7 @@ def run_load(
     total = replace(LoadReport(), elapsed_s=time.perf_counter() - began)
     for share in shares:
         for rank in share:
-            rank.courier.transport.close()
+            rank.uploader.transport.close()
     if failed:
         raise failed[0]
     for report in reports:

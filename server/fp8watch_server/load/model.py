@@ -1,4 +1,4 @@
-"""The sites of a made-up transformer, and how each of them behaves when training is healthy.
+"""Sites of a synthetic transformer and their statistics in healthy training.
 
 Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream
 Shapes:     number of sites -> list[record.Site], SiteTraits of arrays [S]
@@ -29,7 +29,7 @@ LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-# operand, direction, the GEMM that reads it, tile, shape, log2 of a usual tile amax
+# operand, direction, GEMM, tile, shape, log2 of a typical tile amax
 OPERANDS = (
     ("input", "rowwise", "fprop", (1, 128), (NUM_TOKENS, WIDTH), 2.0),
     ("input", "columnwise", "wgrad", (128, 1), (NUM_TOKENS, WIDTH), 2.0),
@@ -38,11 +38,11 @@ OPERANDS = (
     ("grad_output", "columnwise", "wgrad", (128, 1), (NUM_TOKENS, WIDTH), -14.0),
 )
 SITES_PER_LAYER = len(LINEARS) * len(OPERANDS)
-_FORWARD = 3  # operands that are quantised on the way forward
+_FORWARD = 3  # operands quantised in the forward pass
 
 
 def make_sites(num_sites: int, *, power_2_scale: bool = True, recipe: str = "blockwise") -> list[Site]:
-    """The first `num_sites` sites of a model that is as deep as that takes."""
+    """The first `num_sites` sites of a model that is deep enough."""
     num_modules = -(-num_sites // len(OPERANDS))
     made = []
     for m in range(num_modules):
@@ -72,7 +72,7 @@ def make_sites(num_sites: int, *, power_2_scale: bool = True, recipe: str = "blo
 
 @dataclass(frozen=True)
 class SiteTraits:
-    """What is constant of each site. Arrays are [S], or [S, buckets]."""
+    """Constants of each site. Arrays are [S], or [S, buckets]."""
 
     ids: Array
     num_elements: Array
@@ -90,7 +90,7 @@ class SiteTraits:
 
 
 def traits_of(sites: list[Site], seed: int) -> SiteTraits:
-    """Of a seed, the same for every rank: replicas of one model differ by their data only."""
+    """Traits from a seed, the same for every rank: replicas differ by their data only."""
     rng, n = np.random.default_rng((seed, 1)), len(sites)
     usual = {(o, d): level for o, d, _, _, _, level in OPERANDS}
     operand = np.array([s.operand for s in sites])
@@ -100,7 +100,7 @@ def traits_of(sites: list[Site], seed: int) -> SiteTraits:
     weight, gradient = operand == "weight", operand == "grad_output"
     level = np.array([usual[s.operand, s.direction] for s in sites]) + rng.normal(0, 0.7, n)
     depth = np.arange(NUM_DEPTH_BUCKETS) + 0.5
-    share = 2.0 ** -depth[None, :] * rng.uniform(0.8, 1.2, (n, NUM_DEPTH_BUCKETS))  # a density that is flat at zero
+    share = 2.0 ** -depth[None, :] * rng.uniform(0.8, 1.2, (n, NUM_DEPTH_BUCKETS))  # density flat at zero
     return SiteTraits(
         ids=np.array([s.id for s in sites], dtype=np.uint64),
         num_elements=shape.prod(axis=1),

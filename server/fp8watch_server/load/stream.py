@@ -1,12 +1,12 @@
-"""What one rank of the fleet sends: wire bodies with sketches that look like a healthy training's.
+"""Wire bodies of one synthetic rank, with sketches like those of a healthy training.
 
 Upstream:   fp8watch_server.load.model, fp8watch_server.load.drive    Downstream: fp8watch_agent.wire
 Shapes:     (plan, rank) -> wire bodies, [steps x sites] records of ROW each
 Thread:     any; pure
 
-Everything follows from (seed, rank, step), so the same plan gives the same bytes, and the same records however the
-steps are cut into batches. Values move as they do in training: counts that hardly change, amax in bfloat16, energies
-with all their bits.
+Everything is a function of (seed, rank, step), so the same plan gives the same bytes, and the same records however the
+steps are cut into batches. Values vary as in training: counts hardly change, amax is in bfloat16, energies use all
+their bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EPOCH = 1_700_000_000.0
 
 @dataclass(frozen=True)
 class Plan:
-    """One made-up run.
+    """A synthetic run.
 
     Args:
         num_ranks, num_sites, num_steps: its size; records are their product.
@@ -63,13 +63,13 @@ class Plan:
 
     @property
     def sites(self) -> list[Site]:
-        """What is registered."""
+        """Sites to register."""
         return make_sites(self.num_sites, power_2_scale=self.power_2_scale)
 
 
 @dataclass(frozen=True)
 class Body:
-    """One batch as it travels."""
+    """One encoded batch."""
 
     seq: int
     step0: int
@@ -104,18 +104,18 @@ class RankStream:
         self.seq = 0
 
     def __iter__(self) -> Iterator[Body]:
-        """Every body of the plan."""
+        """All bodies of the plan."""
         p = self.plan
         for step in range(p.first_step, p.first_step + p.num_steps, p.steps_per_batch):
             yield self.body(range(step, min(step + p.steps_per_batch, p.first_step + p.num_steps)))
 
     def body(self, steps: range) -> Body:
-        """The next batch: these steps."""
+        """Encode the next batch of steps."""
         header, columns = self.batch(steps)
         return Body(header.seq, header.step0, header.num_steps, header.num_records, encode_batch(header, *columns))
 
     def batch(self, steps: range) -> tuple[Header, tuple[Array, Array, Array, Array]]:
-        """The next batch before it is encoded: header, and the arrays that `encode_batch` takes."""
+        """The next batch before encoding: header, and the arrays that `encode_batch` takes."""
         step_rows = np.zeros(len(steps), dtype=STEP)
         parts: list[Array] = []
         ids: list[Array] = []
@@ -203,7 +203,7 @@ class RankStream:
         return np.exp2(np.floor(np.log2(scale))) if self.plan.power_2_scale else scale
 
     def tile_maps(self, step: int, num_maps: int, *, shape: tuple[int, int] = (64, 32), seq: int = 1) -> bytes:
-        """A body with full tile maps of the first `num_maps` sites, of a small size."""
+        """A body with small tile maps of the first `num_maps` sites."""
         rng, tiles = np.random.default_rng((self.plan.seed, 4, self.rank, step)), shape[0] * shape[1]
         maps = [
             TileMap(
@@ -222,7 +222,7 @@ class RankStream:
 
 
 def _as_bfloat16(values: Array) -> Array:
-    """Rounded to what a bfloat16 tensor can hold, as float32."""
+    """Rounded to bfloat16, as float32."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded: Array = ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
     return rounded

@@ -1,1 +1,1 @@
-"""What other tools read: metrics for Prometheus, dashboards for Grafana."""
+"""Prometheus metrics and Grafana dashboards."""

@@ -57,7 +57,7 @@ def _token(path: Path | None) -> str:
 
 
 def main(argv: list[str], *, connect: Callable[[Target], Api] = connect) -> int:
-    """Push. `connect` makes the client."""
+    """Push the dashboards. `connect` makes the client."""
     args = _parser().parse_args(argv)
     url = args.url or os.environ.get(URL, "")
     if not url:

@@ -1,11 +1,11 @@
-"""Put the shipped dashboards into a Grafana: a folder, five dashboards, whatever was there before.
+"""Pushes the shipped dashboards into a Grafana: one folder, five dashboards, overwriting earlier versions.
 
 Upstream:   fp8watch_server.observability.command    Downstream: (a Grafana)
 Shapes:     JSON files -> one line of text for each dashboard
 Thread:     main
 
-Through grafana-client, which is imported late: it brings urllib3-future, which takes the place of urllib3 in the whole
-environment. Nothing else of the collector or of the agent is imported here.
+Uses grafana-client, imported late: it brings urllib3-future, which replaces urllib3 in the whole environment. Nothing
+else of the collector or of the agent is imported here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FOLDER_UID = "fp8watch"
 TIMEOUT_S = 20.0
 _HERE = Path(__file__).parent
 _PLACES = (_HERE / "dashboards", _HERE.parents[2] / "dashboards" / "grafana" / "dashboards")
-"""In an installation; in a checkout."""
+"""Dashboards of an installation, and of a checkout."""
 
 
 class PushError(RuntimeError):
-    """What cannot be done: value, rule, remedy."""
+    """Why the push failed: value, rule, remedy."""
 
 
 class Api(Protocol):
@@ -39,7 +39,7 @@ class Api(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where to, and under which names."""
+    """Destination: folder and data source names."""
 
     url: str
     token: str
@@ -49,7 +49,7 @@ class Target:
 
 
 def dashboards(folder: Path | None = None) -> dict[str, dict[str, Any]]:
-    """The dashboards by uid.
+    """Dashboards by uid.
 
     Raises:
         PushError: a folder without dashboards.
@@ -63,7 +63,7 @@ def dashboards(folder: Path | None = None) -> dict[str, dict[str, Any]]:
 
 
 def connect(target: Target) -> Api:
-    """A client of grafana-client.
+    """Create a grafana-client.
 
     Raises:
         PushError: a URL that is none, no token, or no grafana-client.
@@ -87,7 +87,7 @@ def connect(target: Target) -> Api:
 
 
 def push(api: Api, target: Target, boards: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Put all of them there, a line for each; what was there under the same uid is written over.
+    """Push all dashboards, one line of output each; existing ones of the same uid are overwritten.
 
     Raises:
         PushError: Grafana refuses, or is none.
@@ -110,7 +110,7 @@ def push(api: Api, target: Target, boards: dict[str, dict[str, Any]]) -> Iterato
 
 
 def _with_sources(board: dict[str, Any], target: Target) -> dict[str, Any]:
-    """The same dashboard over data sources of other uids."""
+    """The dashboard with other data source uids."""
     uids = {POSTGRES_UID: target.postgres_uid, PROMETHEUS_UID: target.prometheus_uid}
 
     def replaced(thing: Any) -> Any:
@@ -123,7 +123,7 @@ def _with_sources(board: dict[str, Any], target: Target) -> dict[str, Any]:
 
 
 def _ask(target: Target, what: str, call: Any, *given: Any, missing: bool = False) -> Any:
-    """Call the client; None where `missing` and it is not there. What it raises becomes a PushError."""
+    """Call the client; None when `missing` and not found. Its exceptions become PushErrors."""
     try:
         answer = call(*given)
     except Exception as e:

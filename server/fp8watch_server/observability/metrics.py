@@ -1,11 +1,11 @@
-"""/metrics for Prometheus: answered from the database, cached, and bounded in the number of series.
+"""Prometheus /metrics: read from the database, cached, with a bounded number of series.
 
 Upstream:   fp8watch_server.store.totals, fp8watch_server.ingest.ingest_stats    Downstream: fp8watch_server.app
 Shapes:     rows -> metric families of prometheus_client
 Thread:     query pool
 
-Never a label for tile, step or rank. Values that are NaN or Inf are written as such. `layer` is the module; of the two
-directions of an operand, which hold the same elements, the worse one is shown.
+Tile, step and rank are never labels. NaN and Inf are exported as such. `layer` is the module; of the two directions of
+an operand, which hold the same elements, the worse one is exported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OF_CLASS = {1: math.nan, 2: math.inf, 3: -math.inf}
 
 
 class _Budget:
-    """Series that may still be written."""
+    """Number of series that may still be written."""
 
     def __init__(self, num_series: int) -> None:
         self.left = num_series
@@ -70,21 +70,21 @@ class _Budget:
 
 
 class FleetCollector(Collector):
-    """Reads the database when Prometheus asks, at most every CACHE_S seconds."""
+    """prometheus_client collector that reads the database at most every CACHE_S seconds."""
 
     def __init__(self, engine: Engine, stats: IngestStats, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
         self._stats = stats
         self._clock = clock
-        self._num_dropped = 0  # since this process started: a counter does not go back
+        self._num_dropped = 0  # since this process started: a counter must not decrease
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names do not depend on the database, but reading it to learn them is not worth it."""
+        """Empty: names are static, but listing them would read the database."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
-        budget = _Budget(MAX_SERIES - 100)  # the rest is for what the collector says of itself
+        """All metric families."""
+        budget = _Budget(MAX_SERIES - 100)  # the rest is reserved for the collector's own metrics
         with self._engine.connect() as conn:
             yield from self._runs(conn, budget)
             yield from _notifications(conn)
@@ -264,7 +264,7 @@ def _notifications(conn: Connection) -> Iterable[Metric]:
     family = CounterMetricFamily(
         "fp8watch_notifications", "Messages by what became of them: sent, dead", labels=["channel", "outcome"]
     )
-    settled = c.state.in_(["sent", "dead"])  # one that still waits has no outcome: a counter does not go back
+    settled = c.state.in_(["sent", "dead"])  # pending ones have no outcome yet: a counter must not decrease
     rows = conn.execute(
         sa.select(c.channel, c.state, sa.func.count())
         .where(c.tenant == t.DEFAULT_TENANT, settled)
@@ -276,7 +276,7 @@ def _notifications(conn: Connection) -> Iterable[Metric]:
 
 
 class MetricsPage:
-    """The text of /metrics, made again after CACHE_S."""
+    """Rendered text of /metrics, cached for CACHE_S."""
 
     content_type = CONTENT_TYPE_LATEST
 

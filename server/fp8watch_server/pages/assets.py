@@ -1,4 +1,4 @@
-"""Scripts, styles and plotly.js, served from this machine under URLs that change when their bytes do.
+"""Static files and plotly.js, served locally under content-hashed URLs.
 
 Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     file name -> bytes, read once; compressed once
@@ -36,7 +36,7 @@ class Asset:
 
     @cached_property
     def compressed(self) -> bytes:
-        with _compressing:  # 4.8 MB of plotly.js: 0.2 s, once, whoever asks first
+        with _compressing:  # 4.8 MB of plotly.js: 0.2 s, once, on the first request
             return self.__dict__.get("compressed") or gzip.compress(self.body, 6, mtime=0)
 
     def response(self, request: Request, cache_control: str) -> Response:
@@ -49,7 +49,7 @@ class Asset:
 
 @lru_cache(maxsize=1)
 def static_files() -> dict[str, Asset]:
-    """Everything in static/, by name. A name that is not in here cannot be asked for, so there is no path to escape."""
+    """Everything in static/, by name. Other names cannot be requested, so there is no path traversal."""
     found = {}
     for entry in resources.files(__package__).joinpath("static").iterdir():
         media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
@@ -60,7 +60,7 @@ def static_files() -> dict[str, Asset]:
 
 @lru_cache(maxsize=1)
 def digest() -> str:
-    """One digest of all files: modules import each other by relative URL, so they change address together."""
+    """One digest of all files: modules import each other by relative URL, so they change URL together."""
     h = hashlib.blake2b(digest_size=8)
     for name, asset in sorted(static_files().items()):
         h.update(name.encode() + b"\0" + asset.body)
@@ -69,20 +69,20 @@ def digest() -> str:
 
 @lru_cache(maxsize=1)
 def plotly() -> Asset:
-    """plotly.js as it lies in the plotly wheel."""
+    """plotly.js from the plotly wheel."""
     body = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return Asset(body, MEDIA_TYPES["js"])
 
 
 def static_url(name: str) -> str:
-    """Address of a file in static/. An unknown name is a mistake in a template, and fails there."""
+    """URL of a file in static/. An unknown name is a template bug, and raises."""
     if name not in static_files():
         raise KeyError(f"{name}: no such file in static/; there are {', '.join(sorted(static_files()))}")
     return f"/static/{digest()}/{name}"
 
 
 def plotly_url() -> str:
-    """Address of plotly.js, with the version of the wheel in it."""
+    """URL of plotly.js, with the version of the wheel in it."""
     return f"/assets/plotly-{metadata.version('plotly')}.min.js"
 
 

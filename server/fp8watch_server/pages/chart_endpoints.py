@@ -1,4 +1,4 @@
-"""What the charts of a page draw, one answer a page: a browser has six connections, and the store is read once.
+"""Chart data endpoints, one response per page: browsers allow six connections, and the store is read once.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     GET …/training.json, …/charts.json, …/health.json -> series as /api/v1 gives them, by field

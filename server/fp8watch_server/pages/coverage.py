@@ -1,4 +1,4 @@
-"""What of a run is in FP8 and on which backend, what is not and why; and how the agents of its ranks are.
+"""FP8 coverage of a run (what is quantised, by which backend, and what is left out), and its agents' health.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     sites and sessions of a run -> dicts for templates
@@ -22,13 +22,13 @@ _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
 def _facts(sessions: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the newest session: sessions come newest attempt first, rank 0 first."""
+    """Facts of the newest session: sessions are sorted by newest attempt, rank 0 first."""
     facts: Mapping[str, Any] = (sessions[0]["facts"] if sessions else None) or {}
     return facts
 
 
 def left_out(text: object) -> list[tuple[str, str]]:
-    """Module and reason of `a (reason); b (reason)`, as attach tells them. What cannot be read that way stays whole."""
+    """Module and reason of `a (reason); b (reason)`, as attach reports them. Unparsable text is kept whole."""
     if not isinstance(text, str) or not text.strip():
         return []
     found = [(m[1].strip(), m[2]) for m in _ITEM.finditer(text)]
@@ -36,13 +36,13 @@ def left_out(text: object) -> list[tuple[str, str]]:
 
 
 def not_watching(facts: Mapping[str, Any] | None) -> str | None:
-    """What a session said that waits in vain for the end of a step; None where steps end."""
+    """Reason reported by a session that never sees the end of a step; None when steps end."""
     said = (facts or {}).get("no_step_ended")
     return f"Attached, but {said}." if isinstance(said, str) and said else None
 
 
 def _observed(facts: Mapping[str, Any]) -> float | None:
-    """Share of the model's GEMM FLOPs, where the session said it."""
+    """Share of the model's GEMM FLOPs, if the session reported it."""
     share = facts.get("gemm_flops_observed")
     return float(share) if isinstance(share, (int, float)) and 0 <= share <= 1 else None
 
@@ -85,7 +85,7 @@ def _count(health: Mapping[str, Any], name: str) -> int:
 
 
 def agents(run: Mapping[str, Any], now: float | None = None) -> Dict:
-    """The newest session of each rank with its agent's books; ranks that need somebody first."""
+    """Newest session of each rank with its agent's accounting; ranks with problems first."""
     now = time.time() if now is None else now
     newest: dict[int, Mapping[str, Any]] = {}
     for session in run.get("sessions") or []:

@@ -1,4 +1,4 @@
-"""What a page says when it has nothing to show: what is the matter, and what to do. Never a stack trace.
+"""Error pages: what is wrong and what to do, never a stack trace.
 
 Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.pages.templating
 Shapes:     PageProblem -> one HTML page with the right status code
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A way on."""
+    """A link to continue from the page."""
 
     text: str
     url: str
 
 
 class PageProblem(Exception):
-    """Raised by a page; shown as a page.
+    """Raised by a page handler; rendered as a page.
 
     Args:
         status: the HTTP status code.

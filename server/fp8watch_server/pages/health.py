@@ -1,11 +1,11 @@
-"""The health map of a run, made ready to draw: layers × steps, the worst of each, and where it is.
+"""Health map of a run: layers × steps, the worst value of each cell and its site.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     heatmaps of sites [S, T] -> rows [R ≤ MAX_ROWS, T] of layers, each cell with the site behind it
 Thread:     worker threads of the server
 
-A run may have 10,000 sites: what a browser is sent is bounded by rows and columns, not by sites. A site that was never
-quantised (a probe on the output of a module) has no quantisation noise; its exactness is not shown as a failure.
+A run may have 10,000 sites: the size of the response is bounded by rows and columns, not by sites. A site that was
+never quantised (a probe on the output of a module) has no quantisation noise; its exactness is not shown as a failure.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MAX_FINE_RECORDS = 400_000
 SUMMARY_STEPS = 9
 """Columns of so many steps and more are made of whole summaries (fp8watch_server.store.charts.FINE_STEPS)."""
 NOISELESS_DB = 99.0
-"""Stands for a tile SQNR of +Inf: nothing was lost, which is the best that there is, and no mark."""
+"""Shown for a tile SQNR of +Inf (lossless): the best value, and not marked as non-finite."""
 NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the map: a module, or modules with the same beginning of their names."""
+    """One row of the map: a module, or modules with a common name prefix."""
 
     label: str
-    sites: tuple[int, ...]  # rows of the heatmap
+    sites: tuple[int, ...]  # row indices in the heatmap
     num_modules: int
 
 
@@ -53,7 +53,7 @@ def _names(modules: Sequence[str], depth: int) -> list[str]:
 
 
 def rows_of(sites: Sequence[dict[str, Any]], max_rows: int = MAX_ROWS) -> list[Row]:
-    """Sites by module; where that is too many, by the deepest beginning of names that is not; else by neighbours."""
+    """Sites by module; when there are too many, by the deepest name prefix that fits; else by neighbours."""
     modules = list(dict.fromkeys(str(s["module"]) for s in sites))
     names = {m: m for m in modules}
     if len(modules) > max_rows:
@@ -76,8 +76,8 @@ def rows_of(sites: Sequence[dict[str, Any]], max_rows: int = MAX_ROWS) -> list[R
 class _Grid:
     """A heatmap as arrays."""
 
-    values: Floats  # [S, T], NaN where absent or not finite
-    special: dict[int, dict[int, str]]  # site -> column -> what it is instead of a number
+    values: Floats  # [S, T], NaN when absent or non-finite
+    special: dict[int, dict[int, str]]  # site -> column -> name of the non-finite value
 
 
 def _grid(found: dict[str, Any]) -> _Grid:
@@ -92,7 +92,7 @@ def _grid(found: dict[str, Any]) -> _Grid:
 
 
 def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
-    """Counts of non-finite elements in the rows and columns of another heatmap, 0 where it knows none. [S, T]"""
+    """Counts of non-finite elements on the rows and columns of another heatmap, 0 when unknown. [S, T]"""
     out = np.zeros((len(found["sites"]), len(found["steps"])))
     counts = np.nan_to_num(_grid(bad).values)
     row_of = {s["id"]: i for i, s in enumerate(bad["sites"])}
@@ -106,7 +106,7 @@ def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
 
 
 def _affordable(run: dict[str, Any], from_step: int | None, to_step: int | None) -> int:
-    """Columns that can be read quickly: any number of few records; of many only as many as summaries answer."""
+    """Number of columns that can be read quickly: unlimited for few records, else what summaries answer."""
     last = int(run["last_step"] or 0)
     num_steps = max(1, min(last, to_step if to_step is not None else last) - (from_step or 0) + 1)
     if num_steps * int(run["num_sites"]) * int(run["world_size"] or 1) <= MAX_FINE_RECORDS:
@@ -168,7 +168,7 @@ def health_map(
 
 
 def _marks(grid: _Grid, num_bad: Floats, of_row: npt.NDArray[np.int64]) -> dict[int, tuple[int, str]]:
-    """Column -> site (as a row of the heatmap) and what is to be said of it."""
+    """Column -> site (as a row of the heatmap) and its text."""
     out: dict[int, tuple[int, str]] = {}
     for i in of_row.tolist():
         out |= {j: (i, text) for j, text in grid.special.get(i, {}).items() if j not in out}

@@ -1,11 +1,11 @@
-"""Server-sent events: a word to every open page when what it shows has changed.
+"""Server-sent events that notify open pages when their data has changed.
 
 Upstream:   fp8watch_server.db.schema   Downstream: fp8watch_server.pages.routes
 Shapes:     GET /live?run=…|incident=… -> text/event-stream of short versions; the page then asks for what it needs
 Thread:     event loop; the question to the database goes to a thread, once for all pages that look at the same
 
-An event carries no data, only that there is some: what is sent does not grow with the run, and nobody is told more than
-the page itself would tell. A stream ends when the collector does; browsers come back by themselves.
+An event carries only a version, no data: its size does not grow with the run, and it reveals nothing beyond the page
+itself. A stream ends when the collector stops; browsers reconnect by themselves.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fp8watch_server.pages.formatting import segment
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 LOOK_EACH_S = 0.5
-COMMENT_EACH_S = 15.0  # a line that says nothing, so that proxies keep the connection and a dead one is noticed
+COMMENT_EACH_S = 15.0  # an empty comment line keeps proxies from closing the connection and detects dead clients
 RETRY_MS = 2000
-MAX_STREAM_S = 900.0  # then the browser asks anew: tokens are looked at again
+MAX_STREAM_S = 900.0  # then the browser reconnects, and its token is checked again
 
 router = APIRouter(include_in_schema=False)
 
@@ -44,7 +44,7 @@ class Topic:
 
     @property
     def url(self) -> str:
-        """Address of its events."""
+        """URL of its event stream."""
         parts = [
             f"{name}={segment(value)}" for name, value in (("run", self.run), ("incident", self.incident)) if value
         ]
@@ -52,7 +52,7 @@ class Topic:
 
 
 def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
-    """A short text that changes when the page of a topic would. Reads a handful of rows by their keys."""
+    """A short text that changes when the page of a topic would. Reads a handful of rows by key."""
     now = time.time() if now is None else now
     r, i, s, q = t.run.c, t.incident.c, t.session.c, t.silence.c
     tenant = t.DEFAULT_TENANT
@@ -77,7 +77,7 @@ def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
 
 
 class Live:
-    """Who looks at what. One question a topic and half second, however many pages are open."""
+    """Subscriptions of open pages. One query per topic and half second, however many pages are open."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,11 +85,11 @@ class Live:
         self.closed = False
 
     def close(self) -> None:
-        """End all streams: a server that stops waits for its answers, and these have no end."""
+        """End all streams: a stopping server waits for its answers, and these never end."""
         self.closed = True
 
     async def version(self, topic: Topic) -> str:
-        """The version now, at most LOOK_EACH_S old."""
+        """Current version, at most LOOK_EACH_S old."""
         now = time.monotonic()
         found = self._known.get(topic)
         if found is None or now - found[0] >= LOOK_EACH_S or found[1].get_loop() is not asyncio.get_running_loop():
@@ -104,14 +104,14 @@ class Live:
             return version(conn, topic)
 
     async def events(self, topic: Topic) -> AsyncIterator[str]:
-        """The stream of one page."""
+        """Event stream of one page."""
         last, sent_at, began = "", time.monotonic(), time.monotonic()
         yield f"retry: {RETRY_MS}\n\n"
         while not self.closed and time.monotonic() - began < MAX_STREAM_S:
             try:
                 now = await self.version(topic)
             except sa.exc.SQLAlchemyError:
-                return  # the page says that the collector cannot be reached, and comes back
+                return  # the page reports that the collector is unreachable, and reconnects
             if now != last:
                 last, sent_at = now, time.monotonic()
                 yield f"event: change\nid: {now}\ndata: {now}\n\n"
@@ -125,7 +125,7 @@ class Live:
 async def live_stream(request: Request, run: str = "", incident: str = "") -> StreamingResponse:
     """Events of what a page shows."""
     live: Live = request.app.state.live
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would keep them back
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would buffer them
     return StreamingResponse(live.events(Topic(run, incident)), media_type="text/event-stream", headers=headers)
 
 

@@ -1,4 +1,4 @@
-"""Find what a page is about, or say what is the matter.
+"""Resolves ids from URLs to runs, sites and incidents, or raises a page error.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     ids out of a URL -> dicts of a query, or PageProblem
@@ -22,26 +22,26 @@ RUNS = Link("All runs", "/")
 
 
 def run_url(run_id: str) -> str:
-    """Address of a run's page."""
+    """URL of a run's page."""
     return f"/runs/{formatting.segment(run_id)}"
 
 
 def shown_steps(query: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """The range of steps that charts show. What is no step to static/range.js is none here: it is open."""
+    """Step range of the charts. What static/range.js does not accept as a step is open here, too."""
     texts = (query.get("from", ""), query.get("to", ""))
     low, high = (int(s) if s.isascii() and s.isdigit() and len(s) <= 15 else None for s in texts)
     return (high, low) if low is not None and high is not None and low > high else (low, high)
 
 
 def site_url(run_id: str, site: int) -> str:
-    """Address of a site's page."""
+    """URL of a site's page."""
     return f"{run_url(run_id)}/sites/{site}"
 
 
 def tile_map_url(
     run_id: str, site: int, step: int | None, rank: int | None = None, tile: tuple[int, int] | None = None
 ) -> str:
-    """Address of a tile map, with the step and the tile in it."""
+    """URL of a tile map, with the step and the tile in it."""
     query = [f"step={step}"] if step is not None else []
     query += [f"rank={rank}"] if rank is not None else []
     query += [f"tile={tile[0]},{tile[1]}"] if tile else []
@@ -49,7 +49,7 @@ def tile_map_url(
 
 
 def integer(name: str, text: str | None, back: Link) -> int | None:
-    """A number out of a query string."""
+    """An integer query parameter."""
     if text is None or text == "":
         return None
     try:
@@ -68,7 +68,7 @@ def integer(name: str, text: str | None, back: Link) -> int | None:
 
 
 def coordinates(text: str | None) -> tuple[int, int] | None:
-    """A tile out of `?tile=r,c`. A mark that cannot be read marks nothing: the map is still worth showing."""
+    """A tile from `?tile=r,c`. An unreadable one marks nothing: the map is still worth showing."""
     parts = (text or "").split(",")
     if len(parts) == 2 and all(p.strip().isdecimal() and len(p) < 12 for p in parts):
         return int(parts[0]), int(parts[1])
@@ -123,7 +123,7 @@ PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element")
 
 
 def complete(incident: Dict) -> Dict:
-    """An incident with every key that a template reads: what an older detector did not know is None."""
+    """An incident with every key that a template reads: keys that an older detector did not write are None."""
     place = incident["place"] or {}
     evidence = [
         {"value": None, "baseline": None, "unit": None, "since_step": incident["first_step"], **e}
@@ -133,9 +133,9 @@ def complete(incident: Dict) -> Dict:
 
 
 def no_data(run: Dict, watch: dict[str, str], not_watching: str | None = None) -> PageProblem:
-    """A run that was registered and never sent a step; `not_watching`: what it said of that itself."""
+    """Page of a run that was registered and never sent a step; `not_watching`: the reason it gave."""
     return PageProblem(
-        200,  # the run is there, and this is what is to be said of it
+        200,  # 200: the run exists, and this is its state
         f"{formatting.cut(run['name'] or run['id'])}: {'attached, no step has ended' if not_watching else 'no data yet'}",
         "The run is registered, but none of its steps has arrived.",
         "A first batch is sent within a second of the first optimizer step. When training is under way and this page "

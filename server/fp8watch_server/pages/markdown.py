@@ -1,11 +1,11 @@
-"""The small part of Markdown that runbooks are written in, rendered safely.
+"""Safe renderer for the subset of Markdown that runbooks use.
 
 Upstream:   fp8watch_server.incidents      Downstream: fp8watch_server.pages.routes
 Shapes:     str -> Markup
 Thread:     any; pure functions
 
-Known: `#` headings, paragraphs, `-` and `1.` lists, fenced code, `inline code`, **bold**, *emphasis*, [links](url),
-pipe tables, `>` quotes. Everything else is text. Text is escaped before anything is made of it, so no HTML passes.
+Supported: `#` headings, paragraphs, `-` and `1.` lists, fenced code, `inline code`, **bold**, *emphasis*, [links](url),
+pipe tables, `>` quotes. Everything else is text. Text is escaped first, so no HTML passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUNBOOK = re.compile(r"([a-z0-9-]+)\.md(#[\w-]+)?")
 def _link(match: re.Match[str]) -> str:
     text, url = match[1], match[2]
     if not _SAFE_URL.match(url) or ":" in url.split("/")[0].removeprefix("https:").removeprefix("http:"):
-        return text  # javascript: and its like stay text
+        return text  # javascript: and similar schemes stay text
     other = _RUNBOOK.fullmatch(url)
     if other:  # runbooks link to each other as files, so that they also work on a code host
         url = f"/runbooks/{other[1]}{other[2] or ''}"
@@ -95,7 +95,7 @@ def _block(lines: list[str]) -> str:
 
 
 def render(source: str) -> Markup:
-    """A runbook as HTML. Never raises: what is not understood is text."""
+    """Render a runbook to HTML. Never raises: unsupported syntax is text."""
     html: list[str] = []
     block: list[str] = []
     fence: list[str] | None = None
@@ -116,6 +116,6 @@ def render(source: str) -> Markup:
         elif block:
             html.append(_block(block))
             block = []
-    if fence is not None:  # never closed
+    if fence is not None:  # an unclosed fence
         html.append(f"<pre><code>{escape(chr(10).join(fence))}</code></pre>")
     return Markup("\n".join(html))

@@ -1,4 +1,4 @@
-"""The collector's own pages: server-rendered first, charts after, live without a reload.
+"""Routes of the web pages: server-rendered HTML, charts loaded afterwards, live updates.
 
 Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.app
 Shapes:     GET -> HTML; charts fetch JSON by themselves, of fp8watch_server.pages.chart_endpoints and of /api/v1
@@ -37,7 +37,7 @@ from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.store import queries
 
 FIRST_POINTS = 600
-"""Points of a curve of the first chart: more than that is more than its width."""
+"""Points per curve of the first chart: its width has no room for more."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -47,7 +47,7 @@ def _connect(request: Request) -> Any:
 
 
 def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
-    """Where a page hears of changes, and the version that it is of."""
+    """Event stream URL of a page, and its current version."""
     return {"url": topic.url, "version": live.version(conn, topic)}
 
 
@@ -55,11 +55,11 @@ def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
 def runs_page(request: Request) -> HTMLResponse:
     """All runs, those that need somebody first."""
     with _connect(request) as conn:
-        watch = _watch(conn, live.Topic())  # before what is shown: a change in between is told of, not lost
+        watch = _watch(conn, live.Topic())  # read before the data, so that a change in between is notified, not lost
         return page(request, "runs.html", watch=watch, runs=page_queries.runs(conn))
 
 
-# A run id may hold slashes (it may be a path), so the longest pattern comes first.
+# A run id may contain slashes (it may be a path), so the longest pattern comes first.
 @router.get("/runs/{run_id:path}/sites/{site}/tile-map")
 def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
     """Every tile of one site in one step."""
@@ -80,7 +80,7 @@ def tile_map_page(request: Request, run_id: str, site: str) -> HTMLResponse:
         tile_map = queries.tile_map(conn, run["id"], found["id"], step, rank)
         if tile_map is None:  # pruned since it was listed
             raise page_queries.no_tile_map_at(run, found, rank, step, steps, back)
-        if rank is None:  # of another rank other steps were kept: the slider goes over those of the one that is shown
+        if rank is None:  # ranks keep different steps: the slider covers those of the rank that is shown
             steps = queries.steps_available(conn, run["id"], found["id"], tile_map["rank"])
         return page(
             request,
@@ -237,7 +237,7 @@ def _problem(request: Request, problem: Exception) -> HTMLResponse:
 
 
 def _lost(otherwise: Any) -> Any:
-    """Answer a person whose address leads nowhere with a page; programs get what they got before."""
+    """Answer browsers' requests for unknown addresses with a page; API clients get the JSON error."""
 
     def handler(request: Request, e: HTTPException) -> Any:
         person = "text/html" in request.headers.get("accept", "") and request.method in ("GET", "HEAD")
@@ -256,7 +256,7 @@ def _lost(otherwise: Any) -> Any:
 
 
 def install(app: FastAPI) -> None:
-    """Add the pages, their files and the security headers to the collector, whose database is `app.state.engine`."""
+    """Add pages, static files and security headers to the collector, whose database is `app.state.engine`."""
     app.include_router(assets.router)
     live.install(app)
     app.include_router(chart_endpoints.router)

@@ -1,4 +1,4 @@
-"""Templates to HTML. Everything that comes from outside is escaped, and an unknown name in a template is an error.
+"""Jinja environment and page responses: autoescape on, undefined names are errors.
 
 Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     template name, values -> HTMLResponse
@@ -28,7 +28,7 @@ PART = Markup("<!-- -->")
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    """The one Jinja environment of the pages."""
+    """The Jinja environment of the pages."""
     env = Environment(
         loader=PackageLoader("fp8watch_server.pages"),
         autoescape=True,
@@ -60,17 +60,17 @@ def environment() -> Environment:
 
 
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
-    """One page. `?theme=` is honoured before any script has run."""
+    """Render one page. `?theme=` takes effect before any script has run."""
     theme = request.query_params.get("theme")
     html = environment().get_template(template).render(theme=theme if theme in THEMES else "", **values)
-    # A page shows what is in the store now: going back to it must not show an older truth.
+    # A page shows the current data: the back button must not show a stale one.
     return HTMLResponse(html, status_code=status_code, headers={"cache-control": "no-store"})
 
 
 def page_in_parts(request: Request, template: str, **values: Any) -> Response:
-    """One page that is sent as it is made: up to each `{{ part() }}` of its template at once.
+    """Stream one page: each `{{ part() }}` of its template flushes what is rendered so far.
 
-    What fails while the first part is made is answered as on any other page; later, the page ends there.
+    Errors while the first part is rendered are answered as on any other page; later, the page ends there.
     """
     theme = request.query_params.get("theme")
     pieces = environment().get_template(template).generate(theme=theme if theme in THEMES else "", **values)
@@ -87,5 +87,5 @@ def page_in_parts(request: Request, template: str, **values: Any) -> Response:
 
 
 def problem_page(request: Request, problem: PageProblem) -> HTMLResponse:
-    """A problem as a page."""
+    """Render an error as a page."""
     return page(request, "problem.html", status_code=problem.status, problem=problem)

@@ -1,1 +1,1 @@
-"""From committed batches to incidents: the worker between detection and storage, and its restart."""
+"""From committed batches to incidents: detect worker, priority lane, restart and replay."""

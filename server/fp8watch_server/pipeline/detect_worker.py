@@ -1,13 +1,13 @@
-"""The detect worker: every committed batch is looked at once, in the order in which it was committed.
+"""Detect worker: runs the detectors once over every committed batch, in commit order.
 
 Upstream:   fp8watch_server.store.pending, fp8watch_server.pipeline.priority    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.pipeline.engine_restore
 Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with their marks
 Thread:     its own; of several collectors on one database, that of the leader
 
 Batches are marked in the transaction that writes their incidents, so a crash loses nothing and repeats nothing. All
-that wait of a run are taken together, a pause apart, because writing costs per transaction and looking per batch. A run
-with something urgent ends the pause, and is taken before the others. Should a batch break a detector or its incidents,
-those of its group are taken one by one.
+waiting batches of a run are processed together, with a pause in between, because writing costs per transaction and
+detecting per batch. A run with an urgent batch ends the pause, and is processed first. If a batch breaks a detector or
+its incidents, the batches of its group are processed one by one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fp8watch_agent.wire import Batch, WireError
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.db.leader import Leader
-from fp8watch_server.db.leader_loop import Rest, Rounds
+from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.pipeline import engine_restore
-from fp8watch_server.pipeline.priority import Urgent
+from fp8watch_server.pipeline.priority import PriorityLane
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
 from fp8watch_server.store.totals import add_totals
@@ -47,26 +47,26 @@ IDLE_S = 1.0
 
 
 class DetectEngine(Protocol):
-    """One run's detectors: pure, no database."""
+    """One run's detectors: no I/O, no database."""
 
     def observe(self, batch: Batch, at: float | None = None) -> Sequence[Any]:
-        """Findings of one batch, that came at a time of this collector's clock."""
+        """Findings of one batch, received at a time of this collector's clock."""
         ...
 
     def tick(self, now: float) -> Sequence[Any]:
-        """Findings of what waited for a rank that is late; called while nothing comes."""
+        """Findings that waited for a late rank; called while no batches come."""
         ...
 
     def add_sites(self, sites: Any) -> None:
-        """Facts that came later, or changed."""
+        """Facts of new or changed sites."""
         ...
 
     def add_sessions(self, sessions: Any) -> None:
-        """Sessions of the run, new ones and known ones."""
+        """All sessions of the run, new and known ones."""
         ...
 
     def take_notices(self) -> Sequence[Any]:
-        """What is worth a line and no fault; each has a `kind`, a `step`, a `rank` and a `text`."""
+        """Log-worthy observations that are no faults; each has a `kind`, a `step`, a `rank` and a `text`."""
         ...
 
     @property
@@ -82,13 +82,13 @@ class DetectEngine(Protocol):
 
 @dataclass(frozen=True)
 class Detection:
-    """The rooms after this one, as plain callables."""
+    """Downstream stages, injected as callables."""
 
     make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
     make_engine: Callable[[Mapping[int, Any], str, str], DetectEngine]  # facts of the sites, run id, run name
     fold: Callable[..., Sequence[Any]]
     close_quiet: Callable[..., Any]
-    say_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
+    queue_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
     """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
     make_sessions: Callable[[Any], Any] = lambda rows: rows
     """Of rows of the session table what `add_sessions` takes."""
@@ -107,7 +107,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Judged:
-    """One batch after the detectors."""
+    """One batch with its findings."""
 
     row: Any
     batch: Batch | None
@@ -119,69 +119,69 @@ class _Judged:
 
 @dataclass(frozen=True)
 class _Idle:
-    """In place of a batch's row, where findings come of the time alone."""
+    """Stands for a batch's row when findings come from elapsed time alone."""
 
     attempt: int
 
 
 class DetectWorker:
-    """Takes pending batches until it is stopped."""
+    """Processes pending batches until it is stopped."""
 
     def __init__(
         self,
-        engine: Engine,
+        db: Engine,
         detection: Detection,
         *,
         public_url: str = "",
         clock: Callable[[], float] = time.time,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._db = engine
+        self._db = db
         self._detection = detection
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
         self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
-        self._urgent = Urgent()
-        self._taken_to: dict[tuple[str, str], int] = {}  # the last arrival of each run that this round has judged
-        self._rounds = Rounds(
-            "fp8watch-detect", "detection", Leader(engine, "detect"), self._work, log, forget=self._forget
+        self._urgent = PriorityLane()
+        self._taken_to: dict[tuple[str, str], int] = {}  # last arrival of each run that this round has processed
+        self._rounds = LeaderLoop(
+            "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
         )
         self.num_failed_batches = 0
 
     def start(self) -> None:
-        """Start the thread. What was pending when the collector last stopped is taken first."""
+        """Start the thread. Batches that were pending when the collector last stopped come first."""
         self._rounds.start()
 
     def wake(self) -> None:
-        """There may be something new."""
+        """Signal that there may be new batches."""
         self._rounds.wake()
 
-    def hurry(self, run_id: str, tenant: str) -> None:
-        """A batch of this run was committed that cannot wait for its turn."""
+    def wake_for(self, run_id: str, tenant: str) -> None:
+        """Signal an urgent batch of this run."""
         if self._urgent.add((run_id, tenant)):
-            self._rounds.hurry()
+            self._rounds.wake_now()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Finish the group in hand and end."""
+        """Finish the current group and end the thread."""
         self._rounds.stop(timeout_s)
 
-    def _work(self) -> Rest:
+    def _work(self) -> Pause:
         began = time.monotonic()
         taken = self.drain()
         if taken >= BATCHES_AT_ONCE:
-            return Rest(0.0, wakes=False)
+            return Pause(0.0, wakes=False)
         if taken:
-            return Rest(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
+            return Pause(min(MAX_PACE_S, max(PACE_S, REST_SHARE * (time.monotonic() - began))), wakes=False)
         self.tick()
-        return Rest(IDLE_S)
+        return Pause(IDLE_S)
 
     def _forget(self) -> None:
         self._running.clear()
         self._urgent.clear()
 
     def drain(self) -> int:
-        """Take what is pending now, the urgent first; returns how many batches that was."""
+        """Process what is pending now, urgent runs first; returns the number of batches."""
         self._taken_to.clear()
         taken = self._take_urgent()
         with self._db.connect() as conn:
@@ -205,7 +205,7 @@ class DetectWorker:
         return num
 
     def tick(self) -> None:
-        """Nothing came: tell the engines what time it is."""
+        """Nothing pending: advance the engines' clocks."""
         for key, running in list(self._running.items()):
             findings = running.engine.tick(self._clock())
             if not findings:
@@ -218,27 +218,27 @@ class DetectWorker:
                 self._on_change()
 
     def _take(self, rows: list[Any], give_way: bool = False) -> int:
-        """Batches of one run; returns how many it took, which are all unless something urgent came meanwhile."""
+        """Process batches of one run; returns how many: all, unless an urgent run interrupted."""
         key = (rows[0].run_id, rows[0].tenant)
         num = len(rows)
         try:
             num, judged = self._judge(key, rows, give_way)
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
-            raise  # the database: later
+            raise  # a database problem: retried later
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
             self._running.pop(key, None)
             return len(rows)
         except Exception as e:
-            self._running.pop(key, None)  # it has seen what is not committed
+            self._running.pop(key, None)  # the engine has seen uncommitted batches
             if len(rows) > 1:
                 for row in rows:
                     self._take([row])
                 return len(rows)
             log.exception("batch %s of run %r could not be looked at; going on without it", rows[0].seq, key[0])
             self.num_failed_batches += 1
-            changed = self._give_up(rows[0], e)
+            changed = self._mark_failed(rows[0], e)
         self._taken_to[key] = rows[num - 1].arrival
         if changed:
             self._on_change()
@@ -253,18 +253,18 @@ class DetectWorker:
             unresolved = _has_unresolved(conn, key)
             for row in rows:
                 if num and give_way and self._urgent:
-                    break  # the rest of this run after it
+                    break  # the rest of this run follows the urgent one
                 num += 1
                 try:
                     batch = hot_batches.load(conn, row)
-                except WireError as e:  # damaged on the disk, or of a newer version: those behind it must not wait
+                except WireError as e:  # damaged, or of a newer version: it must not block those behind it
                     out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
                     continue
                 if batch is None:
                     continue
                 findings = engine.observe(batch, at=row.received_at)
                 unresolved = unresolved or bool(findings)
-                settled = engine.settled_step if unresolved else None  # it looks at every rank
+                settled = engine.settled_step if unresolved else None  # costs a loop over all ranks
                 out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
         for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
@@ -287,15 +287,15 @@ class DetectWorker:
         return changed
 
     def _save(self, conn: Connection, key: tuple[str, str], running: _Running, judged: list[_Judged]) -> None:
-        """Now and then, what the engine remembers: in the transaction of the marks, so that they agree."""
+        """Save the engine's state from time to time, in the transaction of the marks, so that both agree."""
         running.since_saved += len(judged)
         now = time.monotonic()
         if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
             engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
             running.since_saved, running.saved_at = 0, now
 
-    def _give_up(self, row: Any, e: Exception) -> bool:
-        """Count a batch that detectors or incidents broke on, and leave it marked as such."""
+    def _mark_failed(self, row: Any, e: Exception) -> bool:
+        """Count a batch that broke detectors or incidents, and mark it as failed."""
         with self._db.connect() as conn:
             batch = hot_batches.load(conn, row)
         with writing(self._db) as conn:
@@ -340,17 +340,17 @@ class DetectWorker:
                 running.engine.add_sessions(sessions)
                 running.sites, running.seen = facts, seen
                 return running
-            running = _Running(self._made(conn, key, facts, sessions, before_arrival), facts, seen)
+            running = _Running(self._restored(conn, key, facts, sessions, before_arrival), facts, seen)
             running.saved_at = time.monotonic()
         self._running[key] = running
         while len(self._running) > MAX_ENGINES:
             self._running.popitem(last=False)
         return running
 
-    def _made(
+    def _restored(
         self, conn: Connection, key: tuple[str, str], facts: Mapping[int, Any], sessions: Any, before_arrival: int
     ) -> DetectEngine:
-        """From what was saved and what came since; else from the newest samples."""
+        """Restore an engine from its saved state and later batches; else rebuild it from the newest samples."""
         saved = engine_restore.saved(conn, *key, before_arrival)
         if saved is not None and self._detection.load_engine is not None:
             try:

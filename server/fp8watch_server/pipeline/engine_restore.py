@@ -1,12 +1,12 @@
-"""After a restart an engine is built up again from what was looked at before.
+"""Restores a run's detector engine after a restart, from saved state or by replaying recent batches.
 
 Upstream:   fp8watch_server.store.history    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.detect.engine
 Shapes:     batches that were detected -> one Engine, whose findings are known already and are dropped
 Thread:     detect worker
 
-An engine that can say what it remembers is saved now and then, and needs only what came since: that is exact. Otherwise
-the newest batches are shown to it again. How far back is counted in steps with records; what only samples measure has
-fewer of them to learn from.
+An engine that can dump its state is saved from time to time and needs only later batches: that is exact. Otherwise the
+newest batches are replayed. The amount is counted in steps with records, because quantities that only samples measure
+have fewer of them to learn from.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fp8watch_server.db.dialect import upsert
 from fp8watch_server.store import history, hot_batches
 
 STATE_VERSION = "1"
-"""Of the envelope; the engine has a version of its own in what it dumps."""
+"""Version of the envelope; the engine's dump has its own."""
 REPLAY_SAMPLES = 256
-"""Steps with records of a rank that are replayed."""
+"""Number of steps with records that are replayed per rank."""
 MAX_REPLAY_BATCHES = 8192
-"""Of a rank, however few samples they hold."""
+"""Limit per rank, however few samples the batches hold."""
 
 
 class Observes(Protocol):
@@ -44,7 +44,7 @@ class Observes(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """What an engine remembered after a batch."""
+    """Engine state after a batch."""
 
     arrival: int
     state: bytes
@@ -55,10 +55,10 @@ Registered = tuple[int, float, int, int]
 
 
 def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
-    """Build the baselines up again from the newest batches of each rank that were looked at before.
+    """Rebuild the baselines from the newest processed batches of each rank.
 
-    Newest are those of its newest session: after a restart from an earlier step the old ones hold higher steps. Where
-    they have become blocks, the blocks are read.
+    Newest means those of its newest session: after a restart from an earlier step the old sessions hold higher steps.
+    Compacted batches are read from blocks.
 
     Returns:
         How many batches were replayed.
@@ -68,7 +68,7 @@ def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_
     rows = conn.execute(
         sa.select(s.session, s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).order_by(s.attempt)
     ).all()
-    newest = {row.rank: row for row in rows}  # the last attempt stays
+    newest = {row.rank: row for row in rows}  # the last attempt wins
     arrivals: set[int] = set()
     from_step: dict[history.Source, int | None] = {}
     known = history.cells(conn, run_id, tenant)
@@ -89,7 +89,7 @@ def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_
 def _first_block(
     conn: Connection, run_id: str, tenant: str, source: history.Source, cells: Sequence[Any], num_samples: int
 ) -> int | None:
-    """The first step of the blocks that hold so many samples of a source; None: no block is needed, or there is none."""
+    """First step of the blocks that hold `num_samples` samples of a source; None: no block is needed, or there is none."""
     first = None
     for cell in reversed(cells):
         if num_samples <= 0:
@@ -102,7 +102,7 @@ def _first_block(
 
 @dataclass(frozen=True)
 class _Newest:
-    """Hot batches of a session, and how many samples they hold."""
+    """Hot batches of a session, and the number of samples in them."""
 
     arrivals: list[int]
     num_samples: int
@@ -141,7 +141,7 @@ def _load(conn: Connection, where: tuple[Any, ...], order: Any) -> Iterator[tupl
 
 
 def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, now: float) -> None:
-    """Keep what the engine remembers, if it can say it."""
+    """Save the engine's state, if it can be dumped."""
     dump = getattr(engine, "dump", None)
     if dump is None:
         return
@@ -151,7 +151,7 @@ def save(conn: Connection, engine: Any, run_id: str, tenant: str, arrival: int, 
 
 
 def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Saved | None:
-    """What was kept, unless it knows more than it should."""
+    """Saved state, unless it is newer than `before_arrival`."""
     c = t.detect_state.c
     where = (c.run_id == run_id, c.tenant == tenant, c.version == STATE_VERSION, c.arrival < before_arrival)
     row = conn.execute(sa.select(c.arrival, c.state).where(*where)).first()
@@ -166,7 +166,7 @@ def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Sa
 def replay_since(
     conn: Connection, engine: Observes, run_id: str, tenant: str, after_arrival: int, before_arrival: int
 ) -> int:
-    """Show an engine what was looked at after it was saved. Returns how many batches that was."""
+    """Replay batches that were processed after the engine was saved. Returns the number of batches."""
     b = t.hot_batch.c
     where = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED)
     num = 0
@@ -177,7 +177,7 @@ def replay_since(
 
 
 def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
-    """What a run has registered by now."""
+    """Fingerprint of what a run has registered."""
     c, s = t.site.c, t.session.c
     sites = conn.execute(
         sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
@@ -191,26 +191,26 @@ def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
 
 
 def sessions_of(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:
-    """The sessions of a run, as rows."""
+    """Session rows of a run."""
     s = t.session.c
     where = (s.run_id == run_id, s.tenant == tenant)
     return conn.execute(sa.select(t.session).where(*where).order_by(s.attempt, s.rank)).all()
 
 
 def run_name(conn: Connection, run_id: str, tenant: str) -> str:
-    """What people call it."""
+    """Display name of a run."""
     r = t.run.c
     return str(conn.execute(sa.select(r.name).where(r.run_id == run_id, r.tenant == tenant)).scalar() or "")
 
 
 def newest_attempt(conn: Connection, run_id: str, tenant: str) -> int:
-    """Of any rank."""
+    """Newest attempt of any rank."""
     r = t.run.c
     return int(conn.execute(sa.select(r.attempt).where(r.run_id == run_id, r.tenant == tenant)).scalar() or 1)
 
 
 def sites_of(conn: Connection, run_id: str, tenant: str) -> list[Site]:
-    """The sites of a run as the agent registered them."""
+    """Sites of a run as registered."""
     c = t.site.c
     rows = conn.execute(sa.select(t.site).where(c.run_id == run_id, c.tenant == tenant))
     return [

@@ -1,16 +1,16 @@
-"""What cannot wait for the next round of the detectors: batches with something non-finite, or a broken scale.
+"""Priority lane for batches with non-finite values or broken scales.
 
 Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     a checked batch -> whether it is urgent; runs with urgent batches, for the worker to take first
 Thread:     the committer looks and adds, the detect worker takes
 
-The detectors look at all that has come in rounds, because writing costs per transaction. Under load a round takes a second,
-and a NaN would wait for the one that is under way and for its turn in the next. A batch tells by itself that it is worth
-more: columns at their default are left out, so of a healthy one there is next to nothing to look at. What is urgent is
-taken first and judged as everything is, in the order of arrival within its run.
+The detectors process batches in rounds, because writing costs per transaction. Under load a round takes a second, and a
+NaN would wait for the current round and for its turn in the next. Checking a batch is cheap: columns at their default
+are omitted, so a healthy one has next to nothing to look at. Urgent runs are processed first, but in order of arrival
+within their run.
 
-A run that stays broken is urgent in every batch. It is taken out of turn once in AGAIN_S, and else with the rounds: its
-incident is open by then, and the other runs have a right to be looked at.
+A run that stays broken is urgent in every batch. It is moved ahead once in AGAIN_S only, and takes its normal turn
+otherwise: its incident is open by then, and the other runs must be processed, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BROKEN_COUNTS = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tile
 BROKEN_SCALARS = ("loss", "grad_norm")
 AGAIN_S = 2.0
 MAX_RUNS = 1024
-"""Of which it is remembered when they were urgent."""
+"""Limit of the runs whose last urgent time is kept."""
 
 Run = tuple[str, str]  # run id, tenant
 
 
 def is_urgent(batch: Batch) -> bool:
-    """Whether a batch holds something non-finite, or a scale that no rounding explains."""
+    """Whether a batch holds a non-finite value, or a scale that no rounding explains."""
     steps = batch.steps
     for name in BROKEN_SCALARS:
         broken = ~np.isfinite(steps[name])
@@ -45,8 +45,8 @@ def is_urgent(batch: Batch) -> bool:
     return any(name in batch.sent and bool(batch.sent[name].any()) for name in BROKEN_COUNTS)
 
 
-class Urgent:
-    """Runs that wait to be taken out of turn."""
+class PriorityLane:
+    """Runs that wait to be processed out of turn."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -55,7 +55,7 @@ class Urgent:
         self._taken_at: OrderedDict[Run, float] = OrderedDict()
 
     def add(self, run: Run) -> bool:
-        """A run has an urgent batch. False where it was taken a moment ago, and waits for its turn as all do."""
+        """Add a run with an urgent batch. False when it was moved ahead a moment ago, and waits for its normal turn."""
         with self._lock:
             taken_at = self._taken_at.get(run)
             if taken_at is not None and self._clock() - taken_at < AGAIN_S:
@@ -64,11 +64,11 @@ class Urgent:
             return True
 
     def __bool__(self) -> bool:
-        """Whether any waits."""
+        """Whether any run waits."""
         return bool(self._waiting)
 
     def take(self) -> Run | None:
-        """The run that waits longest."""
+        """Remove and return the run that has waited longest."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -80,6 +80,6 @@ class Urgent:
             return run
 
     def clear(self) -> None:
-        """Nothing waits: another collector takes it."""
+        """Forget all: another collector processes them."""
         with self._lock:
             self._waiting.clear()

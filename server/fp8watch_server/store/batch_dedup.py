@@ -1,4 +1,4 @@
-"""The ledger: which batches have come, also after their bodies have become blocks.
+"""Batch deduplication after compaction: the ledger of batch keys and body hashes.
 
 Upstream:   fp8watch_server.store.compact    Downstream: fp8watch_server.store.registrations
 Shapes:     256 sequence numbers of a session -> one row of 16 bytes each
@@ -19,12 +19,12 @@ from fp8watch_server.db.dialect import upsert
 
 SEQS = 256
 DIGEST_BYTES = 16
-"""Of a body's SHA-256: enough that no other body is taken for it."""
+"""Stored bytes of a body's SHA-256: enough to exclude collisions."""
 _NONE = bytes(DIGEST_BYTES)
 
 
 def digest_of(conn: Connection, run_id: str, tenant: str, session: str, rank: int, seq: int) -> bytes | None:
-    """The first 16 bytes of the SHA-256 of a compacted batch; None where there was none."""
+    """First 16 bytes of the SHA-256 of a compacted batch; None when there was none."""
     c = t.batch_ledger.c
     page = conn.execute(
         sa.select(c.digests).where(

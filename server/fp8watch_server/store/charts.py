@@ -1,11 +1,11 @@
-"""Charts over all sites: the worst of them, and sites × steps.
+"""Charts over all sites: top-N worst sites, and heat maps of sites × steps.
 
 Upstream:   fp8watch_server.store.reading, fp8watch_server.store.summary    Downstream: fp8watch_server.store.queries
 Shapes:     Extent -> worst values per site and column -> lists that JSON can hold
 Thread:     query pool
 
 Wide ranges are answered from the summaries of their cells, in columns of whole bins of 32 steps; only what a summary
-cannot say (a part of a cell, steps that are still hot, a field that it has not) is read record by record.
+cannot answer (a part of a cell, hot steps, a field without a summary) is read record by record.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ FINE_STEPS = 8
 
 @dataclass(frozen=True)
 class _Worst:
-    """Worst values: of any sites, in any columns, in any order. All arrays are [N]."""
+    """Worst values of any sites in any columns, unordered. All arrays are [N]."""
 
     site: npt.NDArray[np.uint64]
     column: npt.NDArray[np.int64]
-    step: npt.NDArray[np.int64]  # where the value was
-    first: npt.NDArray[np.int64]  # the first step that stands behind it
+    step: npt.NDArray[np.int64]  # step of the value
+    first: npt.NDArray[np.int64]  # first step that it covers
     records: npt.NDArray[np.int64]
     values: Array
     present: npt.NDArray[np.bool_]
 
 
 def _split(found: Extent, name: str) -> tuple[Extent, Extent]:
-    """What summaries answer, and what must be read."""
+    """Which cells summaries answer, and which must be read."""
     if name not in WORST:
         return replace(found, closed={}, open=[], hot=[]), found
     whole: dict[tuple[int, int], list[Any]] = {}
@@ -105,7 +105,7 @@ def _from_records(conn: Connection, found: Extent, field: SeriesField, width: in
 
 
 def _worst(conn: Connection, found: Extent, field: SeriesField, width: int) -> _Worst | None:
-    """One of each (site, column): the worst value, at its first step."""
+    """Reduce to one value per (site, column): the worst, at its first step."""
     cheap, dear = _split(found, field.name) if width % BIN_STEPS == 0 else _split(found, "")
     parts = _from_summaries(conn, cheap, field, width) + _from_records(conn, dear, field, width)
     if not parts:
@@ -128,7 +128,7 @@ def _worst(conn: Connection, found: Extent, field: SeriesField, width: int) -> _
 
 
 def _width(conn: Connection, found: Extent, points: int) -> int:
-    """Steps of a column, so that columns that begin at its multiples are at most `points`."""
+    """Steps per column, such that columns that begin at its multiples are at most `points`."""
     c = t.scalar.c
     first, last = conn.execute(
         sa.select(sa.func.min(c.step), sa.func.max(c.step)).where(
@@ -199,7 +199,7 @@ def heatmap(
         return _heatmap(f, [], np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), bool), 1, facts)
     seen = set(found.site.tolist())
     rows = [site for site in facts if site in seen]
-    columns = np.unique(found.column[found.present])  # between samples nothing has the field: those are no columns
+    columns = np.unique(found.column[found.present])  # between samples no site has the field
     inside = np.flatnonzero(np.isin(found.column, columns))
     j = np.searchsorted(columns, found.column)
     steps = np.full(len(columns), np.iinfo(np.int64).max)
@@ -239,7 +239,7 @@ def _heatmap(
 
 
 def site_facts(conn: Connection, run_id: str) -> dict[int, dict[str, Any]]:
-    """What a chart says of each site, in data-flow order."""
+    """Labels of each site for charts, in data-flow order."""
     c = t.site.c
     rows = conn.execute(
         sa.select(c.site, c.module, c.operand, c.direction, c.flow_order)

@@ -1,11 +1,11 @@
-"""Check: is what is stored what was written, and does it add up?
+"""Integrity check: checksums of everything stored, and record counts and summaries against their blocks.
 
 Upstream:   fp8watch_server.store.blocks, fp8watch_server.store.summary    Downstream: fp8watch_server.store.command
 Shapes:     a database -> findings, as sentences
 Thread:     `fp8watch check`
 
-Read are all bodies against their SHA-256, all blocks against their CRC-32, and per cell: that the detail has the
-records that were counted when they came, and that the summary is the one of the blocks that are shown.
+All bodies are verified against their SHA-256, all blocks against their CRC-32, and per cell: the detail has the records
+that were counted on arrival, and the summary equals that of the blocks that are shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8watch_server.store.summary import summarize, unpack_summary
 
 @dataclass
 class Checked:
-    """How much was read, and what is wrong."""
+    """What was read, and the errors found."""
 
     num_batches: int = 0
     num_blocks: int = 0
@@ -37,7 +37,7 @@ class Checked:
 
 
 def check(engine: Engine, run_id: str | None = None) -> Checked:
-    """Read everything, of one run or of all. Changes nothing."""
+    """Check one run or all. Changes nothing."""
     done = Checked()
     with engine.connect() as conn:
         done.problems += _whole(conn)
@@ -53,7 +53,7 @@ def check(engine: Engine, run_id: str | None = None) -> Checked:
 
 
 def _whole(conn: Connection) -> list[str]:
-    """What the database itself can say."""
+    """The database's own integrity check."""
     if conn.dialect.name != "sqlite":
         return []
     found = [str(row[0]) for row in conn.exec_driver_sql("PRAGMA integrity_check(20)")]
@@ -68,7 +68,7 @@ def _batches(conn: Connection, run: Any, done: Checked) -> None:
     for arrival in conn.execute(sa.select(b.arrival).where(*of_run).order_by(b.arrival)).scalars().all():
         this = sa.select(b.session, b.seq, b.body, b.body_sha256).where(*of_run, b.arrival == arrival)
         row = conn.execute(this).first()
-        if row is None:  # it was compacted meanwhile
+        if row is None:  # compacted meanwhile
             continue
         done.num_batches += 1
         if hashlib.sha256(bytes(row.body)).digest() != bytes(row.body_sha256):

@@ -1,10 +1,10 @@
-"""`fp8watch prune | check | migrate | backup`: care for the database of a collector.
+"""`fp8watch prune | check | migrate | backup`: maintenance of a collector's database.
 
 Upstream:   fp8watch.cli
 Downstream: fp8watch_server.store.retention, fp8watch_server.store.check, fp8watch_server.store.backup
 Thread:     main
 
-Options and variables are those of the table of settings.
+Options and variables come from the table of settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMITS = ("keep_days", "keep_steps", "keep_bytes")
 
 
 class Unusable(Exception):
-    """What cannot be done, with the remedy."""
+    """A command that cannot run, with the remedy."""
 
 
 def _parser(name: str, description: str, *settings: str) -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
 
 @contextmanager
 def _opened(settings: Settings) -> Iterator[Engine]:
-    """The database, which must be there: none of these commands makes one. Closed afterwards, whatever happens."""
+    """Open the database, which must exist: none of these commands creates one. Closed afterwards in any case."""
     url = parse_url(settings.database_url)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
         raise Unusable(f"database {url.database!r} is not there; name another with --database-url")
@@ -88,7 +88,7 @@ def _require_run(engine: Engine, run_id: str) -> None:
 
 
 def prune_main(argv: list[str]) -> int:
-    """Apply retention now. Status 0: done."""
+    """Apply retention now. Exit status 0: done."""
     parser = _parser("prune", "Let go of what the retention policy does not keep.", "detail_hours", *LIMITS)
     parser.add_argument("--run", default=None, help="only this run (default: all)")
     parser.add_argument("--remember", action="store_true", help="keep the limits given as those of --run from now on")
@@ -122,7 +122,7 @@ def _prune(args: Any, settings: Settings) -> int:
 
 
 def check_main(argv: list[str]) -> int:
-    """Read everything that is stored. Status 0: it is whole; 1: it is not."""
+    """Check everything stored. Exit status 0: intact; 1: not."""
     parser = _parser("check", "Read all that is stored, against its hashes and counts. Changes nothing.")
     parser.add_argument("--run", default=None, help="only this run (default: all)")
     return _run("check", parser, argv, _check)
@@ -141,7 +141,7 @@ def _check(args: Any, settings: Settings) -> int:
 
 
 def migrate_main(argv: list[str]) -> int:
-    """Bring the database to the revision of this program. Status 0: it is there."""
+    """Upgrade the database to this program's revision. Exit status 0: done."""
     parser = _parser("migrate", "Bring the database to the newest revision.")
     text = "PostgreSQL role, made where it is missing, that may SELECT from the views for Grafana and nothing else"
     parser.add_argument("--reader", default=None, metavar="ROLE", help=text)
@@ -162,7 +162,7 @@ def _migrate(args: Any, settings: Settings) -> int:
 
 
 def backup_main(argv: list[str]) -> int:
-    """Write a backup while the collector runs. Status 0: it is whole."""
+    """Write a backup while the collector runs. Exit status 0: complete."""
     parser = _parser("backup", "Copy the database into one file, while the collector runs.")
     parser.add_argument("file", type=Path, help="to write; never written over")
     return _run("backup", parser, argv, _backup)

@@ -1,12 +1,12 @@
-"""Many batches in one transaction: each is checked for itself, all are committed together.
+"""Group commit: checked batches of many agents written in one transaction.
 
 Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.store.hot_batches, fp8watch_server.pipeline.detect_worker
-Shapes:     [Incoming] -> [Taken or what was wrong with it]; one hot_batch row each, one scalar row per step
+Shapes:     [Incoming] -> [Committed or what was wrong with it]; one hot_batch row each, one scalar row per step
 Thread:     committer
 
-Everything here is idempotent: a batch is known by (run, session, rank, seq) and the hash of its body. The statements of
-a group are few, whatever the number of its batches. On PostgreSQL the run's row is locked first, so that several
-collectors give every batch of a run a place of its own in the order of arrival.
+Everything here is idempotent: a batch is identified by (run, session, rank, seq) and the hash of its body. The number
+of statements per group does not depend on the number of batches. On PostgreSQL the run's row is locked first, so that
+several collectors give every batch of a run its own place in the order of arrival.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from fp8watch_server.store import batch_dedup
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown
 
 CAPTURE_STEPS = 16
-"""How many steps past an incident's last one its sites' full tile maps are asked for."""
+"""Number of steps after an incident's last one for which full tile maps are requested."""
 MAX_CAPTURE_SITES = 64
 MAX_KNOWN_RUNS = 256
 MAX_ALIKE, MAX_ALIKE_BYTES = 16, 1 << 13
-"""Sites of batches that were found to be known, of each run: how many, and how large."""
+"""Limits of the cached known site sets per run: number, and size of each."""
 
 _Seen = tuple[str, int, int]  # session, rank, seq
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A checked batch and the body that it came in."""
+    """A checked batch and the body it was decoded from."""
 
     batch: Batch
     body: bytes
@@ -50,26 +50,26 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What became of one batch."""
+class Committed:
+    """Result of committing one batch."""
 
     seq: int
-    stored: bool  # False: this very batch had come before
+    stored: bool  # False: the same batch was committed before
     captures: list[dict[str, Any]]
 
 
-Outcome = Taken | KeyReused | RankMismatch | Unknown
+Outcome = Committed | KeyReused | RankMismatch | Unknown
 
 
 class _SitesOfRun:
-    """What was registered when it was last asked."""
+    """Cached registered sites of a run."""
 
     def __init__(self, created_at: float, known: npt.NDArray[np.uint64]) -> None:
         self.created_at, self._known = created_at, known
         self._alike: OrderedDict[tuple[int, int], npt.NDArray[np.uint64]] = OrderedDict()
 
     def hold(self, ids: npt.NDArray[np.uint64]) -> bool:
-        """Whether all of these are among them. Batches are alike: most often it has been looked up."""
+        """Whether all of these are registered. Batches are alike, so most often the answer is cached."""
         if not len(ids):
             return True
         looks = (len(ids), int(ids[0]))
@@ -86,7 +86,7 @@ class _SitesOfRun:
 
 
 class KnownSites:
-    """Which sites a run has, remembered between groups; a run that was deleted and came again is asked anew."""
+    """Registered sites per run, cached between groups; a run that was deleted and registered again is read anew."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ def commit_group(
     replays: bool,
     tenant: str = t.DEFAULT_TENANT,
 ) -> list[Outcome]:
-    """Write checked batches; what must be refused is left out, and the others go on.
+    """Write checked batches; refused ones are left out, and the others go on.
 
     Args:
         replays: look every key up first. Without it, one key that was taken before raises IntegrityError, and the
@@ -129,7 +129,7 @@ def commit_group(
     by_run: dict[str, list[int]] = {}
     for i, item in enumerate(group):
         by_run.setdefault(item.batch.header.run, []).append(i)
-    for run_id in sorted(by_run):  # in one order everywhere, so that two collectors cannot wait for each other
+    for run_id in sorted(by_run):  # one order everywhere, so that two collectors cannot deadlock
         _commit_run(conn, group, by_run[run_id], outcomes, known, (run_id, tenant), now=now, replays=replays)
     assert all(o is not None for o in outcomes)
     return [o for o in outcomes if o is not None]
@@ -192,7 +192,7 @@ def _commit_run(
     now: float,
     replays: bool,
 ) -> None:
-    """The batches of one run, group[i] for i in `at`."""
+    """Commit the batches of one run, group[i] for i in `at`."""
     run_id, tenant = where
     of_run = {"run": run_id, "of_tenant": tenant}
     run = conn.execute(_LOCK_RUN, of_run).first()
@@ -224,10 +224,10 @@ def _commit_run(
             params = {**of_run, "in_session": h.session, "of_rank": h.rank, "at_seq": h.seq}
             found = conn.execute(_STORED, params).scalar()
             there = None if found is None else bytes(found)
-        if there is None and h.seq <= session.ledger_seq_max:  # its body may have become blocks
+        if there is None and h.seq <= session.ledger_seq_max:  # its body may be compacted already
             there = batch_dedup.digest_of(conn, run_id, tenant, h.session, h.rank, h.seq)
         if there is not None:
-            outcomes[i] = Taken(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
+            outcomes[i] = Committed(h.seq, False, captures) if there == item.sha256[: len(there)] else KeyReused()
             continue
         missing = known.missing(conn, run, item.batch.site)
         if missing:
@@ -244,7 +244,7 @@ def _commit_run(
         before = newest.get(h.session, (-1, {}, False))
         health = (h.seq, h.health) if h.health and h.seq > before[0] else before[:2]
         newest[h.session] = (*health, before[2] or bool(h.health.get("ended")))
-        outcomes[i] = Taken(h.seq, True, captures)
+        outcomes[i] = Committed(h.seq, True, captures)
     if not batches:
         return
     conn.execute(_INSERT, batches)
@@ -338,7 +338,7 @@ def _logs(batch: Batch, attempt: int, tenant: str) -> list[dict[str, Any]]:
 
 
 def captures_wanted(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> list[dict[str, Any]]:
-    """Full tile maps to ask the agents for: of the sites of open incidents, for the steps that follow."""
+    """Sites whose full tile maps the agents should send: those of open incidents, for the steps that follow."""
     wanted: dict[int, list[int]] = {}
     for sites, last_step in conn.execute(_OPEN_INCIDENTS, {"run": run_id, "of_tenant": tenant}):
         for site in sites:

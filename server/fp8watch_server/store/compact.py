@@ -5,9 +5,9 @@ Downstream: fp8watch_server.store.rollup, fp8watch_server.store.compactor
 Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
 Thread:     compactor
 
-Reading, merging and packing are done before the right to write is taken; the transaction only replaces rows. It is
-undone when somebody else has touched the cell since (its revision says so), and tried again later. A batch leaves
-hot_batch in the very transaction that puts the last of its steps into a block: no step is ever in both, or in neither.
+Reading, merging and packing happen before the write lock is taken; the transaction only replaces rows. It is rolled
+back when the cell has changed since (by its revision), and retried later. A batch leaves hot_batch in the same
+transaction that puts its last step into a block, so no step is ever in both or in neither.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ CrashPoint = Callable[[str], None]
 
 
 def no_crash(name: str) -> None:
-    """Where tests put a crash."""
+    """Hook where tests inject a crash."""
 
 
-class Raced(Exception):
-    """Somebody else has changed the cell: try again later."""
+class CellChanged(Exception):
+    """The cell was changed concurrently: retry later."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one transaction compacts: batches of one source that have steps in one cell."""
+    """Input of one compaction transaction: batches of one source with steps in one cell."""
 
     run_id: str
     tenant: str
@@ -65,10 +65,9 @@ class Group:
 def groups_of(
     conn: Connection, run_id: str, tenant: str, now: float, *, cool_after_s: float = COOL_AFTER_S
 ) -> list[Group]:
-    """What can be compacted of a run now, cell by cell from the first. Batches wait for the detectors.
+    """Groups that can be compacted now, by cell, lowest steps first. Batches wait for the detectors.
 
-    Of a batch that spans several cells the first comes now, and the others in the rounds after: its steps may lie far
-    apart.
+    A batch that spans several cells is compacted one cell per round, lowest first: its steps may be far apart.
     """
     b = t.hot_batch.c
     of_run = (b.run_id == run_id, b.tenant == tenant)
@@ -103,10 +102,10 @@ def groups_of(
 
 
 def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_crash) -> int:
-    """Put a group into blocks. Returns how many records of its batches that was.
+    """Compact a group into blocks. Returns the number of records of its batches.
 
     Raises:
-        Raced: nothing was written.
+        CellChanged: nothing was written.
         sqlalchemy.exc.SQLAlchemyError: nothing was written.
     """
     with engine.connect() as conn:
@@ -145,7 +144,7 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
 
 
 def _too_late(engine: Engine, group: Group, cell: Any, got: Sequence[tuple[Any, Batch]]) -> int:
-    """Of this cell only the summary is kept: what comes now is let go as its blocks were."""
+    """Only the summary of this cell is kept: late data is dropped as its blocks were."""
     with writing(engine) as conn:
         touch(conn, cell)
         _let_go(conn, group, got)
@@ -163,7 +162,7 @@ def _steps(group: Group) -> tuple[int, int]:
 
 
 def _first_here(conn: Connection, group: Group) -> list[Any]:
-    """The rows of the group as they are now: those whose first step left lies in this cell."""
+    """Current rows of the group: those whose first remaining step is in this cell."""
     b = t.hot_batch.c
     now_at = {
         row.arrival: row
@@ -186,7 +185,7 @@ def _first_here(conn: Connection, group: Group) -> list[Any]:
 
 
 class _Row:
-    """A row of hot_batch with the first step that it has left."""
+    """A row of hot_batch with its first remaining step."""
 
     def __init__(self, row: Any, step_min: int) -> None:
         self._row, self.step_min = row, step_min
@@ -196,7 +195,7 @@ class _Row:
 
 
 def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
-    """What the blocks that the new records go into hold now."""
+    """Current contents of the blocks that the new records go into."""
     key = (group.attempt, group.rank)
     if cell is not None and cell.kept != t.KEPT_DETAIL:
         key = ROLLED
@@ -208,7 +207,7 @@ def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
 def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
     if into != ROLLED:
         return newest_of_each(join([p for p in (old, new) if len(p)], blocks.ALL_FIELDS))
-    # the detail is gone: what comes now is added to the roll-up, as one more rank
+    # the detail is deleted: late records are merged into the roll-up, as one more rank
     both = join([p for p in (old, blocks.with_ranks(new)) if len(p)], blocks.ROLLED_FIELDS)
     return over_ranks(both.take(np.lexsort((both.rank, both.step, both.site))))
 
@@ -235,7 +234,7 @@ def read_blocks(
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a transaction says of its cell."""
+    """New values of the cell's row in a transaction."""
 
     shown: tuple[int, int] | None
     num_records: int
@@ -244,7 +243,7 @@ class _Claim:
 
 
 def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim: _Claim) -> None:
-    """Write the row of the cell, if it still is what was read."""
+    """Update the row of the cell if its revision is unchanged."""
     shown = claim.shown or (None, None)
     values: dict[str, Any] = {"shown_attempt": shown[0], "shown_rank": shown[1], "compacted_at": claim.now}
     low, high = _steps(group)
@@ -257,8 +256,8 @@ def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim
         row |= {"num_records": claim.num_records, "num_bytes": claim.num_bytes, **values}
         try:
             conn.execute(sa.insert(t.cell), [row])
-        except sa.exc.IntegrityError as e:  # another collector was first, or the run has been deleted
-            raise Raced from e
+        except sa.exc.IntegrityError as e:  # another collector was first, or the run was deleted
+            raise CellChanged from e
         return
     sources = [list(s) for s in cell.sources]
     if cell.kept == t.KEPT_DETAIL and source not in sources:
@@ -270,20 +269,20 @@ def _claim(conn: Connection, group: Group, rows: Sequence[Any], cell: Any, claim
 
 
 def touch(conn: Connection, cell: Any, **values: Any) -> None:
-    """Change the row of a cell, if it still is what was read.
+    """Update the row of a cell if its revision is unchanged.
 
     Raises:
-        Raced: it is not.
+        CellChanged: it is not.
     """
     c = t.cell.c
     this = (c.run_id == cell.run_id, c.tenant == cell.tenant, c.step0 == cell.step0, c.revision == cell.revision)
     changed = conn.execute(sa.update(t.cell).where(*this).values(revision=cell.revision + 1, **values))
     if changed.rowcount != 1:
-        raise Raced
+        raise CellChanged
 
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
-    """Bytes of blocks, without what the database adds."""
+    """Bytes of blocks, without the database's overhead."""
     return sum(len(row["body"]) for row in encoded)
 
 
@@ -296,22 +295,22 @@ def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary:
 def put_blocks(
     conn: Connection, run_id: str, tenant: str, key: tuple[int, int], encoded: Sequence[dict[str, Any]]
 ) -> None:
-    """Insert blocks, or replace those that are there."""
+    """Insert or replace blocks."""
     fixed = {"run_id": run_id, "tenant": tenant, "attempt": key[0], "rank": key[1]}
     upsert(conn, t.block, [{**fixed, **row} for row in encoded])
 
 
 def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) -> None:
-    """Batches that are wholly in blocks go, and their keys into the ledger; the others keep their later steps.
+    """Delete batches that are completely in blocks and add their keys to the ledger; the others keep their later steps.
 
-    The run is locked as ingest locks it: a twin of a batch on its way in finds the key in one place or the other.
+    The run is locked as ingest locks it: a concurrent resend of a batch finds the key in one place or the other.
     """
     r = t.run.c
     this_run = sa.select(r.run_id).where(r.run_id == group.run_id, r.tenant == group.tenant)
     conn.execute(this_run.with_for_update(key_share=True))
     end = group.step0 + t.BLOCK_STEPS
     done: list[Any] = []
-    left: dict[int, list[int]] = defaultdict(list)  # first step that is left -> arrivals
+    left: dict[int, list[int]] = defaultdict(list)  # first remaining step -> arrivals
     for row, batch in got:
         steps = batch.steps["step"]
         later = int(np.searchsorted(steps, end))
@@ -325,7 +324,7 @@ def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) ->
         arrivals = [row.arrival for row in done[start : start + SITES_AT_ONCE]]
         gone = conn.execute(sa.delete(t.hot_batch).where(*of_run, b.arrival.in_(arrivals)))
         if gone.rowcount != len(arrivals):
-            raise Raced
+            raise CellChanged
     batch_dedup.enter(conn, done)
     for step_min, of_step in left.items():
         for start in range(0, len(of_step), SITES_AT_ONCE):

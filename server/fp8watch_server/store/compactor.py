@@ -1,12 +1,12 @@
-"""The compactor: goes over all runs, puts what has cooled into blocks, rolls up ranks, and lets go of what is too old.
+"""Compactor thread: compacts, rolls up and prunes all runs in rounds.
 
 Upstream:   fp8watch_server.store.compact, fp8watch_server.store.rollup, fp8watch_server.store.retention
 Downstream: fp8watch_server.app
 Shapes:     a database -> the same database, smaller
 Thread:     its own
 
-Of several collectors on one database one does this, to spare the others the work; should two of them, whoever comes
-second finds the cell changed, and goes on. A crash leaves nothing half done that is read by anyone; what was left is found again at the next round.
+Of several collectors on one database one does this, to save work; if two do, the second finds the cell changed and goes
+on. A crash leaves nothing partial that anyone reads; the work is found again in the next round.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.leader import Leader
-from fp8watch_server.db.leader_loop import Rest, Rounds
-from fp8watch_server.store.compact import COOL_AFTER_S, CrashPoint, Raced, compact, groups_of, no_crash
+from fp8watch_server.db.leader_loop import LeaderLoop, Pause
+from fp8watch_server.store.compact import COOL_AFTER_S, CellChanged, CrashPoint, compact, groups_of, no_crash
 from fp8watch_server.store.retention import Policy, prune
 from fp8watch_server.store.rollup import behind, roll_up
 
@@ -34,7 +34,7 @@ PRUNE_EVERY_S = 600.0
 
 @dataclass
 class Done:
-    """What a round has done."""
+    """Result of a round."""
 
     num_records: int = 0
     num_groups: int = 0
@@ -48,7 +48,7 @@ class Done:
 
 
 class Compactor:
-    """Goes round until it is stopped."""
+    """Runs rounds until it is stopped."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Compactor:
         self._round_s = round_s
         self._cool_after_s = cool_after_s
         self._crash = crash
-        self._rounds = Rounds(
+        self._rounds = LeaderLoop(
             "fp8watch-compact", "compaction", Leader(engine, "compact"), self._work, log, retry_s=round_s
         )
         self._pruned_at = -PRUNE_EVERY_S
 
     @property
     def num_failures(self) -> int:
-        """Rounds that came to no good end."""
+        """Rounds that failed."""
         return self._rounds.num_failures
 
     def start(self) -> None:
@@ -81,26 +81,26 @@ class Compactor:
         self._rounds.start()
 
     def wake(self) -> None:
-        """Do not wait for the next round."""
+        """Start the next round now."""
         self._rounds.wake()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Finish the transaction in hand and end."""
+        """Finish the current transaction and end the thread."""
         self._rounds.stop(timeout_s)
 
     def _stopping(self) -> bool:
         return self._rounds.stopping
 
-    def _work(self) -> Rest:
+    def _work(self) -> Pause:
         while self.round().anything and not self._stopping():
             pass
         if time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
             self._pruned_at = time.monotonic()
             prune(self._db, self._policy, self._clock(), crash=self._crash, stop=self._stopping)
-        return Rest(self._round_s)
+        return Pause(self._round_s)
 
     def round(self) -> Done:
-        """Compact what can be compacted now, of every run."""
+        """Compact everything that can be compacted now, of every run."""
         done = Done()
         with self._db.connect() as conn:
             runs = _runs(conn)
@@ -109,7 +109,7 @@ class Compactor:
                 break
             try:
                 self._run(run_id, tenant, done)
-            except Raced:  # somebody else is at it: what is left is for the next round
+            except CellChanged:  # another collector works on it: the rest is for the next round
                 done.num_raced += 1
         return done
 

@@ -1,4 +1,4 @@
-"""What an answer rests on: as long as it stays the same, so does the answer. And steps of a span of time.
+"""ETags from the versions of everything a query reads; and the steps of a time span.
 
 Upstream:   fp8watch_server.store.reading    Downstream: fp8watch_server.api.routes
 Shapes:     a run and a range of steps -> a short text that changes with what lies in it
@@ -17,9 +17,9 @@ from fp8watch_server.store.reading import extent
 
 
 def validator(conn: Connection, run_id: str, from_step: int | None, to_step: int | None, *asked: str) -> str:
-    """Of the blocks, hot batches and sites that an answer may read, and of what was asked. Reads no block.
+    """ETag over the blocks, hot batches and sites that a query may read, and its parameters. Reads no block.
 
-    Of steps that have cooled only a batch that comes late, or retention, changes it.
+    For cooled steps only a late batch, or retention, changes it.
     """
     found = extent(conn, run_id, from_step, to_step)
     s, r = t.site.c, t.run.c
@@ -37,7 +37,7 @@ def validator(conn: Connection, run_id: str, from_step: int | None, to_step: int
 def steps_between(
     conn: Connection, run_id: str, since: float | None, until: float | None, *, tenant: str = t.DEFAULT_TENANT
 ) -> tuple[int, int] | None:
-    """The first and the last step that a run took between two times (seconds since 1970), or None."""
+    """First and last step that a run took between two times (seconds since 1970), or None."""
     c = t.scalar.c
     where = [c.run_id == run_id, c.tenant == tenant]
     if since is not None:

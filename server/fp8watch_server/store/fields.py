@@ -1,11 +1,11 @@
-"""What a chart may ask for: the fields of the sketch, and those derived from them.
+"""Fields that charts can show: those of the sketch, and derived ones.
 
 Upstream:   fp8watch_server.store.records    Downstream: fp8watch_server.store.series, fp8watch_server.store.summary
 Shapes:     Records [N] -> values [N] and whether they were measured [N]
 Thread:     any; only pure functions
 
-Sources of the formulas: NUMERICS.md of the project ("Definitions of the statistics"). What was not measured, or has no
-meaning for a record (a ratio of nothing), is absent: never 0.
+Source of the formulas: docs/glossary.md. What was not measured, or is undefined for a record (a ratio with denominator
+0), is absent: never 0.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ NAMES_OF_CLASS = {1: "nan", 2: "inf", 3: "-inf"}
 
 
 class FieldError(ValueError):
-    """A field that nobody knows."""
+    """An unknown field."""
 
 
 @dataclass(frozen=True)
 class SeriesField:
-    """A number per record that can be charted."""
+    """One chartable number per record."""
 
     name: str
     needs: tuple[str, ...]  # columns of the sketch
     groups: Measured  # all of these must have been measured
     unit: str
     doc: str
-    worst: str  # max | min: which end is the bad one
+    worst: str  # max | min: which end is bad
     values: Callable[[Columns], Array]
-    defined: Callable[[Columns], Array] | None = None  # where the value has a meaning
+    defined: Callable[[Columns], Array] | None = None  # where the value is defined
     derived: bool = True
 
 
@@ -134,7 +134,7 @@ def _plain(name: str) -> SeriesField:
     f = FIELD_BY_NAME[name]
     defined: Callable[[Columns], Array] | None = None
     needs: tuple[str, ...] = (name,)
-    if name == "amax_min_nonzero":  # its default, Inf, stands for "no tile above 0" unless an Inf was there
+    if name == "amax_min_nonzero":  # its default, Inf, means "no tile above 0" unless there was an Inf
         needs = (name, "amax_max")
         defined = lambda c: ~((c["amax_min_nonzero"] == np.inf) & (c["amax_max"] == 0))  # noqa: E731
     groups = Measured(0) if name in ("measured", "order", "num_calls") else f.group
@@ -161,12 +161,12 @@ def series_field(name: str) -> SeriesField:
 
 
 def evaluate(field: SeriesField, columns: Columns) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Values [N] in the field's own dtype (derived floats: float32), and where they were measured and mean something."""
+    """Values [N] in the field's own dtype (derived floats: float32), and a mask where they are measured and defined."""
     present = holds(columns["measured"], field.groups)
     if field.defined is not None:
         present &= field.defined(columns)
     values = field.values(columns)
-    if field.derived and values.dtype == np.float64:  # as summaries keep it: the same number from wherever it is read
+    if field.derived and values.dtype == np.float64:  # the dtype of summaries: the same number from either source
         with np.errstate(over="ignore"):
             values = values.astype(np.float32)
     return values, np.asarray(present, dtype=bool)
@@ -190,8 +190,8 @@ def name_of(value: float) -> str:
 
 
 def badness(values: Array, present: npt.NDArray[np.bool_], worst: str) -> npt.NDArray[np.float64]:
-    """The same order for every field: larger is worse, NaN is worst of all, and what is absent is −Inf: below all."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN, which is one all the same
+    """One order for all fields: larger is worse, NaN is worst, and absent is −Inf: below all."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN, too
         v = values.astype(np.float64)
     v = -v if worst == "min" else v
     v[np.isnan(v)] = np.inf

@@ -1,14 +1,14 @@
-"""Batches of the past: what detectors were shown once, put together again out of blocks and hot batches.
+"""Reconstructs past batches from blocks and hot batches, to show them to detectors again.
 
 Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.pipeline.engine_restore, fp8watch_server.pipeline.replay
 Shapes:     a run -> wire.Batch, of all ranks as they took turns, each rank's steps in order
 Thread:     detect worker, main
 
-A body that was compacted is in three places: its records in blocks, its steps in `scalar`, what was logged in `logged`.
-Blocks give batches of STEPS_A_PIECE steps, so that the ranks take turns in them as they did; these have numbers below
-zero, which no agent's batch has. Only detail is given: a cell of which retention has left the roll-up over ranks would
-look like one rank that computes what all of them did.
+The contents of a compacted body are in three places: records in blocks, steps in `scalar`, logged values in `logged`.
+Blocks give batches of STEPS_A_PIECE steps, so that the ranks take turns as they did; these have negative sequence
+numbers, which no agent's batch has. Only detail is returned: a cell reduced to its roll-up would look like one rank
+that computes what all of them did.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Source = tuple[int, int]  # attempt, rank
 
 
 @dataclass(frozen=True)
-class Past:
-    """One batch, when it came, and whose it is."""
+class PastBatch:
+    """A past batch, its time and its source."""
 
     at: float
     attempt: int
@@ -58,7 +58,7 @@ def batches(
     *,
     where: Sequence[Any] = (),
     from_step: Callable[[Source], int | None] = lambda source: 0,
-) -> Iterator[Past]:
+) -> Iterator[PastBatch]:
     """All batches of a run.
 
     Args:
@@ -76,7 +76,7 @@ def batches(
         (row.attempt, row.rank): row.session
         for row in conn.execute(sa.select(s.attempt, s.rank, s.session).where(s.run_id == run_id, s.tenant == tenant))
     }
-    ways: list[Iterator[Past]] = [
+    ways: list[Iterator[PastBatch]] = [
         _of_blocks(conn, (run_id, tenant), source, names[source], of_source)
         for source, of_source in sorted(sources.items())
         if source in names
@@ -85,33 +85,33 @@ def batches(
     yield from heapq.merge(*ways, key=_when)
 
 
-def _when(past: Past) -> tuple[float, int]:
-    """Clocks may stand still: then the steps tell."""
+def _when(past: PastBatch) -> tuple[float, int]:
+    """Sort key: clocks may stand still, so steps break ties."""
     return past.at, int(past.batch.steps["step"][0]) if len(past.batch.steps) else 0
 
 
 def cells(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:
-    """Those of which every rank is kept."""
+    """Cells with the detail of every rank."""
     c = t.cell.c
     of_run = (c.run_id == run_id, c.tenant == tenant, c.kept == t.KEPT_DETAIL)
     return conn.execute(sa.select(t.cell).where(*of_run).order_by(c.step0)).all()
 
 
 def num_without_detail(conn: Connection, run_id: str, tenant: str) -> int:
-    """How many cells of 256 steps are not given."""
+    """Number of cells of 256 steps without detail, which are not returned."""
     c = t.cell.c
     where = (c.run_id == run_id, c.tenant == tenant, c.kept != t.KEPT_DETAIL)
     return int(conn.execute(sa.select(sa.func.count()).select_from(t.cell).where(*where)).scalar_one())
 
 
 def num_samples(conn: Connection, run_id: str, tenant: str, source: Source, step0: int) -> int:
-    """How many steps with records a source has in a cell."""
+    """Number of steps with records of a source in a cell."""
     b = t.block.c
     key = (b.run_id == run_id, b.tenant == tenant, b.attempt == source[0], b.rank == source[1], b.step0 == step0)
     return int(conn.execute(sa.select(sa.func.max(b.num_records)).where(*key)).scalar() or 0)
 
 
-def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) -> Iterator[Past]:
+def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) -> Iterator[PastBatch]:
     b = t.hot_batch.c
     columns = (b.run_id, b.tenant, b.session, b.rank, b.seq, b.attempt, b.arrival, b.received_at, b.step_min)
     rows = conn.execute(
@@ -122,11 +122,11 @@ def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) ->
         batch = hot_batches.load(conn, row)
         if batch is not None:
             at = max(at, row.received_at)
-            yield Past(at, row.attempt, row.rank, _from(batch, row.step_min), row.arrival)
+            yield PastBatch(at, row.attempt, row.rank, _from(batch, row.step_min), row.arrival)
 
 
 def _from(batch: Batch, step_min: int | None) -> Batch:
-    """What of a batch is not in blocks yet."""
+    """The part of a batch that is not in blocks yet."""
     steps = batch.steps["step"]
     if step_min is None or not len(steps) or int(steps[0]) >= step_min:
         return batch
@@ -145,7 +145,7 @@ def _from(batch: Batch, step_min: int | None) -> Batch:
 
 def _of_blocks(
     conn: Connection, of_run: tuple[str, str], source: Source, session: str, of_source: Sequence[Any]
-) -> Iterator[Past]:
+) -> Iterator[PastBatch]:
     at, seq = 0.0, FIRST_SEQ
     for cell in of_source:
         parts = read_blocks(conn, *of_run, [source], cell.step0, _sites(conn, of_run, source, cell.step0))
@@ -163,7 +163,7 @@ def _of_blocks(
                     batch.header.logs[name] = [values.get(step) for step in numbers]
             known = of_piece["time"][np.isfinite(of_piece["time"])]
             at = max(at, float(known[-1]) if len(known) else at)
-            yield Past(at, source[0], source[1], batch, None)
+            yield PastBatch(at, source[0], source[1], batch, None)
 
 
 def _sites(conn: Connection, of_run: tuple[str, str], source: Source, step0: int) -> list[int]:
@@ -181,7 +181,7 @@ def _where(table: sa.Table, of_run: tuple[str, str], source: Source, step0: int)
 def _steps(
     conn: Connection, of_run: tuple[str, str], source: Source, step0: int
 ) -> tuple[npt.NDArray[np.void], dict[int, str]]:
-    """Rows of STEP, and the names of their batches of data."""
+    """Rows of STEP, and their batch ids."""
     query = sa.select(t.scalar).where(*_where(t.scalar, of_run, source, step0)).order_by(t.scalar.c.step)
     rows = conn.execute(query).all()
     out = np.zeros(len(rows), dtype=STEP)

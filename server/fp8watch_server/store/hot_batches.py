@@ -1,11 +1,10 @@
-"""Reading records back out of the bodies that were stored as they came.
+"""Hot batches: bodies stored as received, and a bounded cache of their decoded form.
 
 Upstream:   fp8watch_server.store.registrations    Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact, fp8watch_server.store.history
 Shapes:     hot_batch rows -> wire.Batch -> records.Parts
 Thread:     query pool, detect worker, compactor
 
-Decoded batches are kept in a cache of bounded size. Of a batch that was compacted in part, the steps before
-hot_batch.step_min are in blocks already and are passed over.
+Of a batch that is compacted in part, the steps before hot_batch.step_min are in blocks already and are skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def step_range(from_step: int | None, to_step: int | None) -> tuple[int, int]:
 
 
 class _Cache:
-    """Decoded batches, the least recently used leave first."""
+    """LRU cache of decoded batches."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -83,7 +82,7 @@ def _key(conn: Connection, tenant: str, run: str, session: str, rank: int, seq: 
 
 
 def remember(conn: Connection, batch: Batch, received_at: float, *, tenant: str = t.DEFAULT_TENANT) -> None:
-    """Keep a batch that was decoded anyway; called when it is about to be committed."""
+    """Cache a batch that is decoded anyway; called just before its commit."""
     h = batch.header
     _CACHE.put(_key(conn, tenant, h.run, h.session, h.rank, h.seq, received_at), batch)
 
@@ -92,7 +91,7 @@ _ROW_KEY = ("run_id", "tenant", "session", "rank", "seq")
 
 
 def load(conn: Connection, row: Any) -> Batch | None:
-    """The batch of a hot_batch row (run_id, tenant, session, rank, seq, received_at); None when it has gone.
+    """Decode the batch of a hot_batch row (run_id, tenant, session, rank, seq, received_at); None when it is deleted.
 
     Raises:
         WireError: the stored body cannot be read.
@@ -111,7 +110,7 @@ def load(conn: Connection, row: Any) -> Batch | None:
 
 
 def load_all(conn: Connection, rows: Sequence[Any]) -> list[tuple[Any, Batch]]:
-    """The batches of rows of one run, bodies fetched many at a time. Those that cannot be read are left out."""
+    """Decode the batches of rows of one run, fetching many bodies at a time. Unreadable ones are left out."""
     found: dict[int, Batch] = {}
     missing: list[int] = []
     for i, row in enumerate(rows):
@@ -150,7 +149,7 @@ def rows_between(
     rank: int | None = None,
     tenant: str = t.DEFAULT_TENANT,
 ) -> list[Any]:
-    """Hot batches of a run that hold a step of [from_step, to_step], in the order in which they came; no bodies."""
+    """Hot batches with a step in [from_step, to_step], in order of arrival, without bodies."""
     b = t.hot_batch.c
     where = [b.run_id == run_id, b.tenant == tenant, b.step_max >= from_step, b.step_min <= to_step]
     if rank is not None:
@@ -167,7 +166,7 @@ def parts_of(
     to_step: int,
     sites: npt.NDArray[np.uint64] | None = None,
 ) -> Parts | None:
-    """Records of a batch between two steps; None where there are none."""
+    """Records of a batch between two steps; None when there are none."""
     from_step = max(from_step, row.step_min)
     index: Any
     if sites is None and from_step <= row.step_min and to_step >= row.step_max and _whole(batch, row):

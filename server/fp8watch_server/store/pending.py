@@ -1,4 +1,4 @@
-"""Batches that the detectors have not looked at: which come next, and the mark that they have been.
+"""Queue of batches that the detectors have not processed, and marking them as done.
 
 Upstream:   fp8watch_server.store.commit    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     hot_batch rows, without their bodies
@@ -21,13 +21,13 @@ Run = tuple[str, str]  # run id, tenant
 
 
 class Overtaken(Exception):
-    """Somebody else has marked a batch that we were about to mark: two collectors took it."""
+    """Another collector has marked a batch first: two collectors took it."""
 
 
 def pending(conn: Connection, of_run: Run | None = None) -> Sequence[Any]:
-    """The batches to take next: runs by their oldest, and within a run in the order of commit.
+    """The next batches: runs by their oldest batch, and within a run in order of commit.
 
-    The order within a run is not that of the clock, which may be set back.
+    The order within a run is not by clock, which may be set back.
 
     Args:
         of_run: only those of this run.
@@ -49,7 +49,7 @@ def pending(conn: Connection, of_run: Run | None = None) -> Sequence[Any]:
 
 
 def mark(conn: Connection, run: Run, arrivals: list[int], state: int, error: str | None) -> None:
-    """Say that these have been looked at.
+    """Mark batches as processed.
 
     Raises:
         Overtaken: one of them has been marked by somebody else.

@@ -1,4 +1,4 @@
-"""Everything that is read: by the API, by the pages, by anyone with a connection. Plain functions, plain dicts.
+"""Read queries for API and pages: plain functions that return plain dicts.
 
 Upstream:   fp8watch_server.store.series, fp8watch_server.store.charts, fp8watch_server.store.tiles
 Downstream: fp8watch_server.api.routes, fp8watch_server.pages
@@ -6,7 +6,7 @@ Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*
 Thread:     query pool
 
 Times are seconds since 1970, floats. Non-finite numbers are data: null with an entry in `nonfinite` in charts, the
-strings "nan", "inf" and "-inf" inside an incident. An id that nobody knows gives None.
+strings "nan", "inf" and "-inf" inside an incident. An unknown id gives None.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max")
 
 
 class CursorError(ValueError):
-    """A cursor that this collector has not made."""
+    """A cursor that this collector did not issue."""
 
 
 def _encode_cursor(at: float, id_: str) -> str:
@@ -190,7 +190,7 @@ def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list
 
 
 def _runs_with_a_living_session(conn: Connection, ids: list[str]) -> set[str]:
-    """Runs of which the newest session of some rank has not said that it ended."""
+    """Runs in which the newest session of some rank has not ended."""
     s, later = t.session.c, t.session.alias().c
     newer = sa.select(sa.literal(1)).where(
         later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
@@ -285,7 +285,7 @@ def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
 
 
 def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
-    """Silences that have not run out."""
+    """Silences that have not expired."""
     c = t.silence.c
     now = time.time() if now is None else now
     rows = conn.execute(

@@ -1,14 +1,14 @@
-"""Reading records: from blocks where steps have cooled, from hot batches where they have not, and never twice.
+"""Reads records from blocks and hot batches, deduplicated and merged over ranks.
 
 Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.store.series, fp8watch_server.store.charts
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
 
-A step that was computed again after a restart belongs to the newer attempt, rank by rank; a record that one session
-sent twice, to the later batch. A cell is *closed* when all that came of it is in blocks and its roll-up is made: then
-its roll-up (or its only source) is the answer. An open one is put together from the detail of its ranks and from hot
-batches, the way the roll-up will be, so that the answer stays the same to the bit.
+A step that was recomputed after a restart belongs to the newer attempt, rank by rank; a record that one session sent
+twice, to the later batch. A cell is *closed* when all of its data is in blocks and its roll-up is made: then its
+roll-up (or its only source) is the answer. An open cell is merged from the detail of its ranks and from hot batches, in
+the same way as the roll-up, so that the answer stays bit-identical.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Key = tuple[int, int]  # attempt, rank
 
 @dataclass(frozen=True)
 class Extent:
-    """What a run has between two steps, before a byte of it is read."""
+    """Index of a run's data between two steps, before any of it is read."""
 
     run_id: str
     tenant: str
     from_step: int
     to_step: int
-    closed: dict[Key, list[Any]]  # key under which cells are shown -> rows of cell
-    open: list[Any]  # rows of cell that are to be put together
+    closed: dict[Key, list[Any]]  # shown block key -> rows of cell
+    open: list[Any]  # rows of cell that must be merged
     hot: list[Any]  # rows of hot_batch, without bodies
 
 
@@ -122,7 +122,7 @@ def read(
     sites: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> Parts:
-    """The records of an extent, sorted by site and step, one of each; of one rank, or merged over ranks."""
+    """The records of an extent, unique and sorted by site and step; of one rank, or merged over ranks."""
     ready: list[Parts] = []
     apart: list[Any] = list(found.open)
     for key, cells in found.closed.items():
@@ -131,7 +131,7 @@ def read(
         else:
             apart += cells
     rows = found.hot if rank is None else [row for row in found.hot if row.rank == rank]
-    pieces = segment_cache.pieces_of(rows, found.from_step, found.to_step) if rank is None else None
+    pieces = segment_cache.segments_of(rows, found.from_step, found.to_step) if rank is None else None
     if pieces is None:
         ready.append(_together(conn, found, names, sites, rank, apart, rows))
     else:
@@ -153,12 +153,12 @@ def read(
 def _piece(
     conn: Connection, found: Extent, names: Sequence[str], sites: Sequence[int] | None, start: int, rows: Sequence[Any]
 ) -> Parts:
-    """Some hot steps, merged over ranks; remembered until a batch changes them."""
+    """One segment of hot steps, merged over ranks; cached until a batch changes it."""
     low, high = max(start, found.from_step), min(start + segment_cache.PIECE_STEPS - 1, found.to_step)
     cut = replace(found, from_step=low, to_step=high)
     asked = (tuple(names), None if sites is None else tuple(sites), low, high)
-    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, segment_cache.rests_on(rows))
-    return segment_cache.PIECES.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
+    key = (str(conn.engine.url), found.run_id, found.tenant, *asked, segment_cache.batch_keys(rows))
+    return segment_cache.SEGMENTS.get(key, lambda: _together(conn, cut, names, sites, None, [], rows))
 
 
 def _together(
@@ -171,7 +171,7 @@ def _together(
     rows: Sequence[Any],
     only: set[int] | None = None,
 ) -> Parts:
-    """Detail of cells and hot batches, one of each record; `only`: hot steps of these cells and no others."""
+    """Merge detail of cells and hot batches, without duplicates; `only`: hot steps of these cells and no others."""
     loose = [_detail(conn, found, names, sites, rank, cells)] if cells else []
     wanted = None if sites is None else np.asarray(sites, dtype=np.uint64)
     for row, batch in hot.load_all(conn, rows):
@@ -191,7 +191,7 @@ def _together(
 
 
 def _sorted(parts: Parts) -> Parts:
-    """Blocks come by site and step already, but for a cursor that thinks otherwise."""
+    """Sort by site and step; blocks usually are already."""
     if len(parts) < 2:
         return parts
     same = parts.site[1:] == parts.site[:-1]
@@ -201,7 +201,7 @@ def _sorted(parts: Parts) -> Parts:
 
 
 def owners(conn: Connection, run_id: str, tenant: str, from_step: int, to_step: int) -> dict[tuple[int, int], int]:
-    """{(rank, step): the newest attempt that has computed it}."""
+    """{(rank, step): newest attempt that computed it}."""
     c = t.scalar.c
     rows = conn.execute(
         sa.select(c.rank, c.step, sa.func.max(c.attempt))
@@ -223,7 +223,7 @@ def _detail(
     for cell in cells:
         for key in detail_keys(cell, rank):
             by_key[key].append(cell)
-    groups: dict[tuple[int, ...], list[Key]] = defaultdict(list)  # cells that are alike are read in one query
+    groups: dict[tuple[int, ...], list[Key]] = defaultdict(list)  # cells with the same keys are read in one query
     rows = {}
     for key, of_key in by_key.items():
         name = tuple(cell.step0 for cell in of_key)
@@ -235,7 +235,7 @@ def _detail(
 
 
 def detail_keys(cell: Any, rank: int | None = None) -> list[Key]:
-    """Keys of the blocks that a cell is put together from; of one rank, those of its attempts."""
+    """Keys of the blocks that a cell is merged from; of one rank, those of its attempts."""
     if rank is not None:
         return [(attempt, r) for attempt, r in cell.sources if r == rank]
     if cell.kept != t.KEPT_DETAIL:
@@ -253,7 +253,7 @@ def _blocks(
     *,
     seqs: bool,
 ) -> Parts:
-    """Blocks of some keys and cells, cut to the steps asked for, in the order of key, site and step."""
+    """Blocks of some keys and cells, cut to the requested steps, ordered by key, site and step."""
     b = t.block.c
     step0s = sorted(cell.step0 for cell in cells)
     whole = any(name in HISTOGRAMS for name in names)

@@ -1,12 +1,12 @@
-"""Records in columns, and how those of several batches, attempts and ranks become one.
+"""Columnar records, and their merge over batches, attempts and ranks.
 
 Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
 Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
 Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts where they were asked for
 Thread:     any; only pure functions
 
-What is read from hot batches and what is read from blocks must be the same, to the bit. So both go through here:
-sums are kept to 20 bits of fraction (within 5e-7), histograms that were added over ranks are coded once more.
+Reading from hot batches and from blocks must give bit-identical results, so both go through here: sums are kept to 20
+bits of fraction (within 5e-7), histograms that were added over ranks are encoded once more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8watch_server.store.block_codec import short_mantissa
 Array = npt.NDArray[Any]
 
 COUNTS_OF_CODES: npt.NDArray[np.int64] = np.rint(np.exp2(np.arange(256) / 8.0) - 1.0).astype(np.int64)
-"""The whole count that each histogram code stands for: whole numbers add up in any order."""
+"""Integer count of each histogram code: integers sum exactly in any order."""
 
 WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
 """Coordinates that follow the rank of another column's maximum."""
@@ -35,7 +35,7 @@ RANK_OF = {"worst_rank": "amax_max", "noise_rank": "tile_noise_ratio_max"}
 
 @dataclass(frozen=True)
 class Records:
-    """Records sorted by site, then step; one of each. Columns are [N] or [N, size]; histograms are counts."""
+    """Unique records sorted by site, then step. Columns are [N] or [N, size]; histograms are counts."""
 
     site: npt.NDArray[np.uint64]
     step: npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Parts:
-    """Records as they came: of any ranks and attempts, in any order. Histograms are codes."""
+    """Records of any ranks and attempts, in any order. Histograms are codes."""
 
     site: npt.NDArray[np.uint64]
     step: npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class Parts:
         return len(self.step)
 
     def take(self, index: Array) -> Parts:
-        """Some of them."""
+        """A subset by index or mask."""
         columns = {name: values[index] for name, values in self.columns.items()}
         return Parts(
             self.site[index], self.step[index], self.rank[index], self.attempt[index], self.seq[index], columns
@@ -68,22 +68,22 @@ class Parts:
 
 
 def dtype_of(name: str) -> str:
-    """As stored: histograms are codes."""
+    """Dtype as stored: histograms are codes."""
     if name in RANK_OF:
         return "<i4"
     if name in HISTOGRAMS:
         return "<u1"
     f = FIELD_BY_NAME[name]
-    return "<i8" if f.merge == "sum" and f.dtype == "<i4" else f.dtype  # a thousand ranks' tiles are many
+    return "<i8" if f.merge == "sum" and f.dtype == "<i4" else f.dtype  # sums over a thousand ranks overflow 32 bits
 
 
 def default_of(name: str) -> float:
-    """What stands where nothing was sent."""
+    """Value of an omitted column."""
     return -1 if name in RANK_OF else 0 if name in HISTOGRAMS else FIELD_BY_NAME[name].default
 
 
 def size_of(name: str) -> int:
-    """Numbers a record."""
+    """Numbers per record."""
     return 1 if name in RANK_OF else FIELD_BY_NAME[name].size
 
 
@@ -94,14 +94,14 @@ def filled(name: str, n: int) -> Array:
 
 
 def kept(name: str, values: Array) -> Array:
-    """The values as the store keeps them: doubles with a short mantissa, counts in 64 bits."""
+    """Values in stored precision: doubles with a short mantissa, counts in 64 bits."""
     if values.dtype == np.float64:
         return short_mantissa(values)
     return values.astype(np.int64) if values.dtype == np.int32 and dtype_of(name) == "<i8" else values
 
 
 def join(parts: Sequence[Parts], names: Iterable[str]) -> Parts:
-    """All of them as one."""
+    """Concatenate."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -118,7 +118,7 @@ def join(parts: Sequence[Parts], names: Iterable[str]) -> Parts:
 
 
 def newest_of_each(parts: Parts) -> Parts:
-    """Of equal (site, step, rank, attempt) the record of the latest batch; sorted by site, step, rank, attempt."""
+    """Keep the record of the latest batch per (site, step, rank, attempt); sorted by these."""
     order = np.lexsort((parts.seq, parts.attempt, parts.rank, parts.step, parts.site))
     keys = [a[order] for a in (parts.site, parts.step, parts.rank, parts.attempt)]
     last = np.ones(len(order), dtype=bool)
@@ -128,7 +128,7 @@ def newest_of_each(parts: Parts) -> Parts:
 
 
 def owned(parts: Parts, owner: Mapping[tuple[int, int], int] | None) -> Parts:
-    """Only the records of the attempt that a step of a rank belongs to: {(rank, step): attempt}."""
+    """Keep only records of the attempt that owns their (rank, step): {(rank, step): attempt}."""
     if owner is None:
         return parts
     of = np.array(
@@ -170,7 +170,7 @@ def over_ranks(parts: Parts) -> Parts:
         elif name in WORST_OF or name in RANK_OF:
             leader = parts.columns.get(WORST_OF.get(name) or RANK_OF[name])
             merged[name] = values[starts if leader is None else _first_worst(leader, starts, group)]
-        elif merge == "first":  # of the lowest rank that has one
+        elif merge == "first":  # from the lowest rank that has one
             there = (values if values.ndim == 1 else values[:, 0]) >= 0
             merged[name] = values[_first_where(there, starts, group)]
         else:  # a hash belongs to one rank: the lowest one's
@@ -181,21 +181,21 @@ def over_ranks(parts: Parts) -> Parts:
 
 
 def _first_where(there: npt.NDArray[np.bool_], starts: Array, group: Array) -> Array:
-    """Index of the first True of each group; of its first item where there is none."""
+    """Index of the first True of each group; of its first item when there is none."""
     out = starts.copy()
     index = np.flatnonzero(there)[::-1]
-    out[group[index]] = index  # the first is written last
+    out[group[index]] = index  # the first index is written last, and stays
     return out
 
 
 def _first_worst(leader: Array, starts: Array, group: Array) -> Array:
-    """Index of the first largest of each group, NaN being larger than all."""
+    """Index of the first largest value of each group, NaN being larger than all."""
     with np.errstate(invalid="ignore"):
         top = np.maximum.reduceat(leader, starts)[group]
     return _first_where((leader == top) | (np.isnan(leader) & np.isnan(top)), starts, group)
 
 
 def counted(parts: Parts) -> Records:
-    """The end of the way: histograms become counts."""
+    """Final step: decode histograms to counts."""
     columns = {name: COUNTS_OF_CODES[v] if name in HISTOGRAMS else v for name, v in parts.columns.items()}
     return Records(parts.site, parts.step, columns)

@@ -1,4 +1,4 @@
-"""Registrations: runs, sessions and sites, each in the transaction of the caller; and what a batch needs of them.
+"""Registration of runs, sessions and sites, in the caller's transaction; and the checks of batches against them.
 
 Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.commit
 Shapes:     facts of a run, a session, sites -> one row each
@@ -26,11 +26,11 @@ RESTART_COUNT = "restart_count"
 
 
 class KeyReused(Exception):
-    """A body under a key that another body has taken."""
+    """A different body under an existing batch key."""
 
 
 class Unknown(Exception):
-    """A run, session or sites that nobody has registered: register and send again."""
+    """An unregistered run, session or sites: register and send again."""
 
     def __init__(self, what: str, ids: list[int] | None = None) -> None:
         super().__init__(what)
@@ -39,7 +39,7 @@ class Unknown(Exception):
 
 
 class RankMismatch(Exception):
-    """A batch whose rank is not that of its session."""
+    """A batch whose rank differs from that of its session."""
 
     def __init__(self, rank: int, registered: int) -> None:
         super().__init__(f"rank {rank}; the session is registered as rank {registered}")
@@ -47,7 +47,7 @@ class RankMismatch(Exception):
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What is stored of one attach of one process."""
+    """Stored description of one attach of one process."""
 
     session: str
     rank: int
@@ -74,7 +74,7 @@ def register_run(
     now: float,
     tenant: str = t.DEFAULT_TENANT,
 ) -> None:
-    """Add a run, or renew what is said of it."""
+    """Insert or update a run."""
     row: dict[str, Any] = {"run_id": run_id, "tenant": tenant, "name": name, "recipe": recipe, "backend": backend}
     row |= {"world_size": world_size, "created_at": now, "last_seen_at": now}
     upsert(conn, t.run, [row], update=["name", "recipe", "backend", "world_size", "last_seen_at"])
@@ -83,7 +83,7 @@ def register_run(
 def register_session(
     conn: Connection, run_id: str, facts: SessionFacts, *, now: float, tenant: str = t.DEFAULT_TENANT
 ) -> int:
-    """Add a session, or renew its facts. Its attempt is the order in which the sessions of its rank first came.
+    """Insert or update a session. Its attempt is the order in which the sessions of its rank first came.
 
     Returns:
         The attempt, from 1.
@@ -118,10 +118,10 @@ def register_session(
 
 
 def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> int:
-    """The attempt of a new session.
+    """Attempt number of a new session.
 
-    Where the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
-    one attempt, also of ranks that were not there before. Else it is the order of the sessions of the rank.
+    When the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
+    one attempt, even of ranks that are new. Else it is the order of the sessions of the rank.
     """
     s, count = t.session.c, facts.facts.get(RESTART_COUNT)
     newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
@@ -136,7 +136,7 @@ def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> 
 def unregistered_sites(
     conn: Connection, run_id: str, sites: Sequence[Site], *, tenant: str = t.DEFAULT_TENANT
 ) -> tuple[list[Site], bool]:
-    """Those that are new, or whose facts are others: every rank registers them all, and one of them is enough.
+    """Sites that are new or changed: every rank registers them all, and one write is enough.
 
     Returns:
         Them, and whether any has other facts than before.
@@ -182,7 +182,7 @@ def register_sites(
     now: float,
     tenant: str = t.DEFAULT_TENANT,
 ) -> None:
-    """Add sites of a run, or renew their static facts.
+    """Insert or update sites of a run.
 
     Raises:
         Unknown: the session (or its run).
@@ -194,7 +194,7 @@ def register_sites(
 
 
 def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> float:
-    """Check that a session is there.
+    """Check that a session is registered.
 
     Returns:
         When its run was made: one that was deleted and came again is another.
@@ -228,7 +228,7 @@ def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
 
 
 def require_session(conn: Connection, run_id: str, session: str, rank: int, tenant: str) -> int:
-    """The attempt of a registered session.
+    """Attempt of a registered session.
 
     Raises:
         Unknown: the run or the session.

@@ -1,4 +1,4 @@
-"""Retention: detail per rank goes after a day, blocks by the policy of their run; incidents keep theirs for good.
+"""Retention: detail per rank is deleted after a day, blocks by the run's policy; incidents keep theirs.
 
 Upstream:   fp8watch_server.store.rollup    Downstream: fp8watch_server.store.compactor
 Shapes:     a policy -> cells of which less is left: the roll-up, or the summary and the scalars
@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CrashPoint, Raced, no_crash, touch
+from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CellChanged, CrashPoint, no_crash, touch
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64
@@ -26,14 +26,14 @@ KEEP_AROUND_INCIDENT_STEPS = 64
 class Policy:
     """What is kept of a run; None keeps everything."""
 
-    detail_hours: float | None = 24.0  # of each rank, where there is a roll-up
+    detail_hours: float | None = 24.0  # of each rank, once there is a roll-up
     keep_days: float | None = None  # since the steps were compacted
     keep_steps: int | None = None  # newest ones
     keep_bytes: int | None = None  # of blocks
 
 
 class _Limits(Protocol):
-    """What the settings say of retention; 0: no limit."""
+    """Limits from the settings; 0: no limit."""
 
     @property
     def detail_hours(self) -> float: ...
@@ -57,7 +57,7 @@ def policy_of(settings: _Limits) -> Policy:
 
 @dataclass
 class Pruned:
-    """What went."""
+    """What was deleted."""
 
     num_cells_to_rollup: int = 0
     num_cells_to_summary: int = 0
@@ -74,7 +74,7 @@ def prune(
     stop: Callable[[], bool] = lambda: False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Apply the policy to one run or to all. Idempotent, and resumed where it was broken off."""
+    """Apply the policy to one run or to all. Idempotent and resumable."""
     done = Pruned()
     with engine.connect() as conn:
         r = t.run.c
@@ -122,7 +122,7 @@ def _cells(conn: Connection, run: Any) -> Sequence[Any]:
 
 
 def _incidents(conn: Connection, run: Any) -> tuple[list[tuple[int, int]], set[int]]:
-    """Steps whose detail stays for good, and ranks whose detail does, because an incident names them."""
+    """Steps and ranks whose detail is kept because an incident names them."""
     i = t.incident.c
     rows = conn.execute(
         sa.select(i.first_step, i.last_step, i.place).where(i.run_id == run.run_id, i.tenant == run.tenant)
@@ -138,7 +138,7 @@ def _near(cell: Any, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def _too_old(cells: Sequence[Any], policy: Policy, last_step: int | None, now: float) -> set[int]:
-    """First steps of the cells that the policy lets go; `cells` come newest first."""
+    """First steps of the cells that the policy deletes; `cells` come newest first."""
     out, num_bytes = set(), 0
     for cell in cells:
         num_bytes += 0 if cell.kept == t.KEPT_SUMMARY else cell.num_bytes
@@ -150,13 +150,13 @@ def _too_old(cells: Sequence[Any], policy: Policy, last_step: int | None, now: f
 
 
 def _detail_goes(cell: Any, policy: Policy, now: float) -> bool:
-    """Only where a roll-up holds what is left."""
+    """Delete per-rank detail, only where a roll-up exists."""
     rolled = (cell.shown_attempt, cell.shown_rank) == ROLLED
     return policy.detail_hours is not None and rolled and cell.compacted_at < now - policy.detail_hours * 3600
 
 
 def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash: CrashPoint) -> None:
-    """First the cell says what is left of it, so that nobody reads the rest; then the rest goes, a source at a time."""
+    """First mark in the cell what is left of it, so that nobody reads the rest; then delete, one source at a time."""
     left = [list(source) for source in cell.sources]
     try:
         with writing(engine) as conn:
@@ -178,8 +178,8 @@ def _drop(engine: Engine, cell: Any, kept: int, goes: Sequence[list[int]], crash
             revision += 1
         if kept == t.KEPT_SUMMARY:
             with writing(engine) as conn:
-                touch(conn, _At(cell, revision), num_bytes=0)  # the work is done
-    except Raced:  # a late batch: the next time
+                touch(conn, _At(cell, revision), num_bytes=0)  # nothing is left to delete
+    except CellChanged:  # a late batch: next round
         return
     crash("prune.done")
 
@@ -192,7 +192,7 @@ class _At:
 
 
 def _delete_blocks(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
-    """By whole keys, which are found one by one: the run's other blocks are not gone through."""
+    """Delete by complete keys, looked up one by one, to avoid scanning the run's other blocks."""
     b, s = t.block.c, t.site.c
     of_run = (b.run_id == cell.run_id, b.tenant == cell.tenant)
     sites = list(conn.execute(sa.select(s.site).where(s.run_id == cell.run_id, s.tenant == cell.tenant)).scalars())

@@ -1,11 +1,11 @@
-"""Roll-up: what the ranks of a cell say together, with the rank of each maximum; and the cell's summary.
+"""Roll-up of a cell over its ranks, with the rank of each maximum; and the cell's summary.
 
 Upstream:   fp8watch_server.store.compact    Downstream: fp8watch_server.store.compactor
 Shapes:     blocks of all (attempt, rank) of a cell -> blocks of (0, −1), a part of the sites at a time
 Thread:     compactor
 
-Until the last part is written, queries put the cell together from its detail; a crash on the way leaves blocks that
-nobody reads, and the work is done again.
+Until the last part is written, queries merge the cell from its detail; a crash on the way leaves blocks that nobody
+reads, and the work is done again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fp8watch_server.store import blocks
 from fp8watch_server.store.block_codec import short_mantissa
 from fp8watch_server.store.compact import (
     ROLLED,
+    CellChanged,
     CrashPoint,
-    Raced,
     cell_row,
     no_crash,
     put_blocks,
@@ -40,11 +40,11 @@ from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import SUMMARY, summarize
 
 RECORDS_AT_ONCE = 1 << 17
-"""How many records one part may have: what one transaction writes stays short, and what is in memory small."""
+"""Maximum number of records per part, to keep transactions short and memory small."""
 
 
 def behind(conn: Connection, run_id: str, tenant: str) -> list[int]:
-    """First steps of the cells whose roll-up is to be made."""
+    """First steps of the cells without a roll-up."""
     c = t.cell.c
     return list(
         conn.execute(
@@ -54,10 +54,10 @@ def behind(conn: Connection, run_id: str, tenant: str) -> list[int]:
 
 
 def roll_up(engine: Engine, run_id: str, tenant: str, step0: int, now: float, *, crash: CrashPoint = no_crash) -> bool:
-    """Make the roll-up of a cell and show it. False: it is shown already, or has gone.
+    """Make the roll-up of a cell and publish it. False: it exists already, or the cell is deleted.
 
     Raises:
-        Raced: the cell has changed meanwhile; nothing of what is read was written.
+        CellChanged: the cell has changed meanwhile; nothing of what is read was written.
     """
     with engine.connect() as conn:
         cell = cell_row(conn, run_id, tenant, step0)
@@ -113,7 +113,7 @@ def _merged(parts: Parts, owner: dict[tuple[int, int], int] | None) -> Parts:
 
 
 def _still(conn: Connection, cell: Any) -> None:
-    """Take the cell for this transaction, so that a later part cannot lie over a newer roll-up."""
+    """Lock the cell for this transaction, so that a later part cannot overwrite a newer roll-up."""
     touch_nothing = sa.update(t.cell).where(
         t.cell.c.run_id == cell.run_id,
         t.cell.c.tenant == cell.tenant,
@@ -121,11 +121,11 @@ def _still(conn: Connection, cell: Any) -> None:
         t.cell.c.revision == cell.revision,
     )
     if conn.execute(touch_nothing.values(compacted_at=cell.compacted_at)).rowcount != 1:
-        raise Raced
+        raise CellChanged
 
 
 def _drop_others(conn: Connection, cell: Any, sites: Sequence[int], encoded: Sequence[dict[str, Any]]) -> None:
-    """A newer attempt may have left a site out: what an earlier roll-up said of it goes."""
+    """Delete sites of an earlier roll-up that a newer attempt no longer has."""
     b = t.block.c
     gone = sorted(set(sites) - {int(row["site"]) for row in encoded})
     if gone:

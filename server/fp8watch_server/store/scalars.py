@@ -1,4 +1,4 @@
-"""Loss, grad norm, lr and what else was logged: one number a step, over ranks.
+"""Scalars per step (loss, grad norm, lr, logged values), merged over ranks, and their blocks.
 
 Upstream:   fp8watch_server.store.registrations, fp8watch_server.store.reading    Downstream: fp8watch_server.store.series
 Shapes:     rows of `scalar` -> steps [N], values [N], present [N]; 256 steps of them in one scalar_block
@@ -41,7 +41,7 @@ TABLE: dict[str, Column] = {
 
 
 def _merged(rows: Array) -> Scalars:
-    """[N] of _FETCHED -> one of each step."""
+    """Merge [N] of _FETCHED to one row per step."""
     if not len(rows):
         return np.zeros(0, np.int64), np.zeros(0), np.zeros(0, bool)
     rows = rows[np.lexsort((rows["seq"], rows["attempt"], rows["rank"], rows["step"]))]
@@ -67,7 +67,7 @@ def _fetch(conn: Connection, table: sa.Table, value: str, kind: str, where: list
 
 
 def _fetch_several(conn: Connection, names: Sequence[str], where: list[Any]) -> dict[str, Array]:
-    """Several in one statement: between two of them another batch may be committed."""
+    """Fetch several sources in one statement, for one snapshot."""
     c = t.scalar.c
     wanted = [c[column] for name in names for column in (name, f"{name}_class")]
     rows = conn.execute(sa.select(c.rank, c.step, c.attempt, c.seq, *wanted).where(*where)).all()
@@ -83,7 +83,7 @@ def read_scalars(conn: Connection, found: Extent, name: str, rank: int | None) -
 
 
 def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: int | None) -> dict[str, Scalars]:
-    """Some of the four scalars, what lies in blocks unpacked once for all of them."""
+    """Several of the four scalars, unpacking each block once."""
     c = t.scalar.c
     where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step >= found.from_step, c.step <= found.to_step]
     if rank is not None:
@@ -107,7 +107,7 @@ def read_several(conn: Connection, found: Extent, names: Sequence[str], rank: in
 
 
 def _end_of_prefix(done: npt.NDArray[np.int64]) -> int:
-    """The step up to which cells follow each other without a gap."""
+    """Step up to which cells are contiguous."""
     breaks = np.flatnonzero(np.diff(done) != t.BLOCK_STEPS)
     return int(done[breaks[0] if len(breaks) else -1]) + t.BLOCK_STEPS
 
@@ -171,7 +171,7 @@ def read_logged(
     *,
     tenant: str = t.DEFAULT_TENANT,
 ) -> Scalars:
-    """What watch.log was given under a name.
+    """Values of watch.log under a name.
 
     Raises:
         FieldError: a name that this run has not logged; the text lists those that it has.

@@ -1,10 +1,10 @@
-"""What was put together of hot batches, remembered: of a run that goes on, only its last steps are put together anew.
+"""LRU cache of merged segments of hot batches: while a run goes on, only its last steps are merged again.
 
 Upstream:   fp8watch_server.store.hot_batches    Downstream: fp8watch_server.store.reading
 Shapes:     (what was asked, the batches that it rests on) -> Parts, merged over ranks
 Thread:     query pool
 
-A piece is known by every batch that has a step in it, so a batch that comes, or becomes a block, makes it another.
+The key of a segment contains every batch with a step in it, so a new or compacted batch gives a new key.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fp8watch_server.store.records import Parts
 
 PIECE_STEPS = 64
 MAX_SPAN_STEPS = 1 << 16
-"""Batches whose steps lie further apart than that are not cut into pieces."""
+"""Batches whose steps are further apart are not cut into segments."""
 CACHE_BYTES = 64 << 20
 
 
-class Pieces:
-    """Parts by key; the least recently used leave first."""
+class SegmentCache:
+    """LRU cache of Parts."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -31,7 +31,7 @@ class Pieces:
         self._kept: OrderedDict[Hashable, tuple[Parts, int]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Parts]) -> Parts:
-        """A piece, made where it is not known."""
+        """Return a segment, computed if missing."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -49,11 +49,11 @@ class Pieces:
         return parts
 
 
-PIECES = Pieces()
+SEGMENTS = SegmentCache()
 
 
-def pieces_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, list[Any]] | None:
-    """First step of each piece -> the hot batches that may have a step in it; None where steps lie too far apart."""
+def segments_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, list[Any]] | None:
+    """First step of each segment -> hot batches that may have a step in it; None when steps are too far apart."""
     out: dict[int, list[Any]] = {}
     for row in rows:
         first, last = max(row.step_min, from_step), min(row.step_max, to_step)
@@ -64,6 +64,6 @@ def pieces_of(rows: Sequence[Any], from_step: int, to_step: int) -> dict[int, li
     return out
 
 
-def rests_on(rows: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """What makes a batch the one that it is."""
+def batch_keys(rows: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Identity of a hot batch in a cache key."""
     return tuple((row.arrival, row.step_min, row.received_at) for row in rows)

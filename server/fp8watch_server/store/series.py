@@ -1,4 +1,4 @@
-"""Charts of one site, or of a scalar, over steps; and its histograms over steps.
+"""Chart data over steps: one site's field, scalars, histograms; and down-sampling.
 
 Upstream:   fp8watch_server.store.reading, fp8watch_server.store.scalars    Downstream: fp8watch_server.store.queries
 Shapes:     Records -> lists that JSON can hold, with non-finite values as data
@@ -26,7 +26,7 @@ from fp8watch_server.store.summary import worst_of_each
 
 MAX_POINTS = 10_000
 HISTOGRAMS_AT_ONCE = 1 << 15
-"""Longer runs are added up in parts of so many: a histogram is 64 numbers a step."""
+"""Longer runs are summed in chunks of this many: a histogram has 64 numbers per step."""
 AMAX_BUCKET_OFFSET = 48
 """Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; bucket 0 holds the zero tiles."""
 
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 
 def thin(values: Array, present: npt.NDArray[np.bool_], points: int) -> tuple[Array, int]:
-    """Indices of at most `points` of the values, ascending, and how many values a bucket held.
+    """Indices of at most `points` values, ascending, and the number of values per bucket.
 
     Of every bucket: the smallest, the largest and the first NaN. An absent value is kept only where its whole
     bucket is absent, so that gaps stay gaps.
@@ -57,7 +57,7 @@ def thin(values: Array, present: npt.NDArray[np.bool_], points: int) -> tuple[Ar
 
 
 def clamp_points(points: int) -> int:
-    """A number of points that can be drawn."""
+    """Limit a number of points to what can be drawn."""
     return min(max(points, 3), MAX_POINTS)
 
 
@@ -123,7 +123,7 @@ def several_scalars(
     to_step: int | None = None,
     points: int = 1000,
 ) -> dict[str, dict[str, Any]]:
-    """Some of loss, grad_norm, lr, loss_scale over steps and ranks: what `scalars` gives, by name, from one reading."""
+    """Several scalars over steps and ranks: what `scalars` gives, by name, in one read."""
     found = read_several(conn, extent(conn, run_id, from_step, to_step), names, None)
     return {name: {"site": None, "field": name, "unit": "", **_chart(*found[name], points)} for name in names}
 
@@ -137,7 +137,7 @@ def several_series(
     to_step: int | None = None,
     points: int = 1000,
 ) -> dict[str, dict[str, Any]]:
-    """Some fields of one site over steps and ranks: what `series` gives, by name, from one reading.
+    """Several fields of one site over steps and ranks: what `series` gives, by name, in one read.
 
     Raises:
         FieldError: a field that nobody knows.
@@ -220,7 +220,7 @@ def histogram(
         of_part, columns = (steps, columns) if at_once else read([field], int(part[0]), int(part[-1]))
         column = np.searchsorted(firsts, of_part, "right") - 1
         begin = np.flatnonzero(np.diff(column, prepend=-1))
-        counts[column[begin]] += np.add.reduceat(columns[field], begin, axis=0)  # whole numbers: in any order
+        counts[column[begin]] += np.add.reduceat(columns[field], begin, axis=0)  # integers: exact in any order
     return {
         "site": site,
         "field": field,

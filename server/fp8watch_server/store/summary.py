@@ -1,4 +1,4 @@
-"""Summaries: of each site of a cell the worst values, in bins of 32 steps, and the sums of all 256.
+"""Cell summaries: worst values of each site in bins of 32 steps, and the sums of all 256.
 
 Upstream:   fp8watch_server.store.records    Downstream: fp8watch_server.store.charts, fp8watch_server.store.compact
 Shapes:     Parts sorted by site and step -> [S] of SUMMARY -> bytes; and back
@@ -84,7 +84,7 @@ def summarize(parts: Parts, step0: int) -> npt.NDArray[np.void]:
 
 
 def worst_of_each(rank_of: npt.NDArray[np.float64], starts: Array) -> Array:
-    """Index of the first largest of each group."""
+    """Index of the first largest value of each group."""
     top = np.maximum.reduceat(rank_of, starts)
     group = np.zeros(len(rank_of), dtype=np.int64)
     group[starts[1:]] = 1
@@ -96,13 +96,13 @@ def worst_of_each(rank_of: npt.NDArray[np.float64], starts: Array) -> Array:
 
 
 def pack_summary(rows: npt.NDArray[np.void]) -> bytes:
-    """Byte k of all sites, then byte k+1: what lies together is alike."""
+    """Shuffle bytes: byte k of all sites, then byte k+1, because adjacent ones are alike."""
     planes = rows.view(np.uint8).reshape(len(rows), SUMMARY.itemsize).T
     return _FORMAT + zstandard.ZstdCompressor(level=3, write_checksum=True).compress(planes.tobytes())
 
 
 def unpack_summary(body: bytes) -> npt.NDArray[np.void]:
-    """The way back.
+    """Inverse of `pack_summary`.
 
     Raises:
         DamagedBlock: bytes that are not what was written.

@@ -1,4 +1,4 @@
-"""Full tile maps: written once, read by the page, let go when nothing points at them any more.
+"""Full tile maps: written once, read by the page, pruned when outside the newest 256 steps and not near an incident.
 
 Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.queries
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
@@ -65,14 +65,14 @@ def commit_tile_maps(
     conn.execute(
         sa.insert(t.tile_map_batch), [{**key, "body_sha256": sha256, "step_max": step_max, "received_at": now}]
     )
-    r = t.run.c  # open pages hear of the map: what they watch is the run
+    r = t.run.c  # notifies open pages, which watch the run's row
     heard = (r.run_id == maps.run, r.tenant == tenant, r.last_seen_at < now)
     conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))
     return True
 
 
 def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> int:
-    """Let go of the maps that nothing points at. Returns how many went."""
+    """Delete tile maps outside both ranges. Returns how many."""
     m = t.tile_map.c
     of_run = (m.run_id == run_id, m.tenant == tenant)
     oldest_kept = conn.execute(
@@ -98,7 +98,7 @@ def prune(conn: Connection, run_id: str, *, tenant: str = t.DEFAULT_TENANT) -> i
 
 
 def steps_available(conn: Connection, run_id: str, site: int, rank: int | None = None) -> list[int]:
-    """Steps of which a site has a map, ascending."""
+    """Steps of a site with a map, ascending."""
     m = t.tile_map.c
     where = [m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.site == site]
     if rank is not None:

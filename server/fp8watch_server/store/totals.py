@@ -1,4 +1,4 @@
-"""Running totals and newest values of every site: what /metrics reads, so that it never opens a body.
+"""Running totals and newest values of every site, so that /metrics never opens a body.
 
 Upstream:   fp8watch_server.pipeline.detect_worker    Downstream: fp8watch_server.observability.metrics
 Shapes:     batches of one run -> one site_total row per site
@@ -48,7 +48,7 @@ def add_totals(conn: Connection, run_id: str, tenant: str, batches: Sequence[tup
         values, present = evaluate(SERIES_FIELDS[name], columns)
         sums = np.add.reduceat(np.where(present, values, 0)[order], starts)
         for row, total in zip(rows, sums.tolist(), strict=True):
-            row[name] = max(int(total), 0)  # a total never goes back
+            row[name] = max(int(total), 0)  # a total never decreases
     for name in NEWEST_FIELDS:
         values, present = evaluate(SERIES_FIELDS[name], columns)
         kept = np.flatnonzero(present[order])
@@ -56,7 +56,7 @@ def add_totals(conn: Connection, run_id: str, tenant: str, batches: Sequence[tup
             continue
         here = np.stack([at[kept], attempt[kept], step[kept]])  # not every field is measured in every step
         first = np.flatnonzero(np.r_[True, (here[:, 1:] != here[:, :-1]).any(axis=0)])
-        worst = np.minimum if SERIES_FIELDS[name].worst == "min" else np.maximum  # of the ranks; a NaN wins
+        worst = np.minimum if SERIES_FIELDS[name].worst == "min" else np.maximum  # over ranks; NaN wins
         with np.errstate(invalid="ignore"):
             of_step = worst.reduceat(values[order][kept].astype(np.float64), first)
         of_site = here[0, first]
@@ -89,14 +89,14 @@ def _add(conn: Connection, run_id: str, tenant: str, rows: list[dict[str, Any]])
             row["newest"] = worse(old.newest, row["newest"])
         elif here > newest:
             row["newest"] = {**old.newest, **row["newest"]}
-        else:  # it came late
+        else:  # a late step
             row["attempt"], row["last_step"] = newest
             row["newest"] = {**row["newest"], **old.newest}
     upsert(conn, t.site_total, rows)
 
 
 def worse(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Of two ranks' values the one that is worse: NaN, else the larger, or the smaller where small is bad."""
+    """The worse of two ranks' values: NaN, else the larger, or the smaller where small is bad."""
     out = dict(a)
     for name, value in b.items():
         pair = [float(v) for v in (out.get(name, value), value)]

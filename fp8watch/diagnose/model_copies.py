@@ -1,4 +1,4 @@
-"""Two copies of a model, one on the FP8 path and one off it, that share nothing with the original.
+"""Two isolated copies of a model and its optimizer: one on the FP8 path, one in high precision.
 
 Upstream:   fp8watch.session.attach, fp8watch.layers.custom_ops     Downstream: fp8watch.diagnose.compare
 Shapes:     a model and its optimizer -> a copy of both; outputs of Linears, at most 64 rows of each
@@ -43,7 +43,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check(model: nn.Module) -> None:
-    """Refuse what cannot be copied onto one rank.
+    """Refuse models that cannot be copied onto one rank.
 
     Raises:
         TypeError: not a module.
@@ -62,8 +62,8 @@ def check(model: nn.Module) -> None:
 
 
 @dataclass
-class Twin:
-    """One copy, its optimizer, and what its Linears returned in the step that runs."""
+class ModelCopy:
+    """One copy, its optimizer, and the outputs of its Linears in the current step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -72,7 +72,7 @@ class Twin:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def watch_outputs(self) -> None:
-        """Keep sampled rows of what each Linear returns at its first call of a step, in the order of execution."""
+        """Keep sampled output rows of each Linear's first call in a step, in execution order."""
         for name, module in self.linears.items():
             module.register_forward_hook(self._keeper(name))
 
@@ -85,13 +85,13 @@ class Twin:
         return keep
 
     def close(self) -> None:
-        """Forget the plan."""
+        """Unregister the plan."""
         if self.plan is not None:
             custom_ops.remove_plan(self.plan)
 
 
 def recipe_of(model: nn.Module, recipe: object) -> Recipe:
-    """The recipe of an attached model, else the one that is asked for.
+    """The recipe of an attached model, else the requested one.
 
     Raises:
         ValueError: the recipe computes nothing in FP8.
@@ -111,13 +111,13 @@ def _plan_of(model: nn.Module) -> Plan | None:
     return None
 
 
-def make_twins(
+def make_copies(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     recipe: Recipe,
     filter_fn: FilterFn | None,
     backend: str | None,
-) -> tuple[Twin, Twin]:
+) -> tuple[ModelCopy, ModelCopy]:
     """(on the FP8 path, in high precision). Weights, buffers, delayed scales and the optimizer's state are copies.
 
     Raises:
@@ -154,22 +154,22 @@ def make_twins(
     names = [name for name, _ in linears]
     plain = dict(high.named_modules())
     try:
-        twins = (
-            Twin(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
-            Twin(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
+        copies = (
+            ModelCopy(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
+            ModelCopy(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
         )
     except BaseException:
         custom_ops.remove_plan(made)
         raise
-    for twin in twins:
-        twin.watch_outputs()
-    return twins
+    for copied in copies:
+        copied.watch_outputs()
+    return copies
 
 
-def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Delayed scales and histories go on in the copy where the original stands: a pass that is over is rolled in."""
+def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
+    """Copy delayed scales and histories; a finished pass of the original is rolled in."""
     over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
-    copies = dict(twin.named_modules())
+    copies = dict(copied.named_modules())
     for name, module in model.named_modules():
         for operand, state in attach._states.get(module, {}).items():
             made = DelayedScale(state.format, state.history, state.scale.device)
@@ -180,7 +180,7 @@ def _copy_states(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
 
 
 def _optimizer_of(
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, twin: nn.Module
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, copied: nn.Module
 ) -> torch.optim.Optimizer | None:
     if optimizer is None:
         return None
@@ -189,10 +189,10 @@ def _optimizer_of(
             raise TypeError(
                 f"optimizer={type(optimizer).__name__}: must be a torch optimizer, or a function parameters -> optimizer"
             )
-        return optimizer(twin.parameters())
-    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), twin.parameters(), strict=True)}
+        return optimizer(copied.parameters())
+    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), copied.parameters(), strict=True)}
     try:
-        # state, groups and defaults only: a scheduler's patch on the original's step() would step the original
+        # state, groups and defaults only: a scheduler's patch of step() is bound to the original
         made: torch.optim.Optimizer = copy.deepcopy(optimizer, memo)
     except Exception as e:
         raise TypeError(
