@@ -16,7 +16,7 @@ from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.numerics.tile_stats import TileStats
-from fp8watch.observer.plan import INPUT, WEIGHT
+from fp8watch.observer.site_rows import INPUT, WEIGHT
 from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.recipe import delayed
 
@@ -112,9 +112,9 @@ class _Stale(SiteQuantizer):
 
 def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantizer]) -> None:
     plan, first = custom_ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
-    row = plan.row(first, operand, False)
-    old = plan.quantizers[row]
-    plan.quantizers[row] = kind(old.spec, old.columnwise, old.backend)
+    row = plan.sites.row(first, operand, False)
+    old = plan.sites.quantizers[row]
+    plan.sites.replace(row, kind(old.spec, old.columnwise, old.backend))
 
 
 def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:

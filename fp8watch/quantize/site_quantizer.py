@@ -6,14 +6,16 @@ Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8watch.kernels.registry import Backend, measure, measure_both, quantize_dequantize_both
-from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from fp8watch.quantize.per_tensor import DelayedScale
@@ -76,7 +78,7 @@ class SiteQuantizer:
         s = self.spec
         tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
         out, _, measured = self.backend.quantize_dequantize(
-            x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=stats, heavy=heavy
+            x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, stats=stats, heavy=heavy
         )
         return out, measured
 
@@ -84,14 +86,14 @@ class SiteQuantizer:
         """The statistics alone, of an operand that is not multiplied in FP8."""
         s = self.spec
         tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        return measure(self.backend, x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, heavy=heavy)
+        return measure(self.backend, x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, heavy=heavy)
 
     def codes(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[tuple[Tensor, Tensor], TileStats | None]:
         """(codes [M, K], scale_inv [Mt, Kt]) and the statistics, for GEMMs that multiply codes."""
         s = self.spec
         tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
         data, scale_inv, measured = self.backend.quantize(
-            x_MK, tile, fp8_format(s.format), s.power_2_scale, s.eps, stats=stats, heavy=heavy
+            x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, stats=stats, heavy=heavy
         )
         return (data, scale_inv), measured
 
@@ -102,7 +104,7 @@ class MxQuantizer(SiteQuantizer):
 
     def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
         """As SiteQuantizer."""
-        fmt = fp8_format(self.spec.format)
+        fmt = FORMATS[self.spec.format]
         scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
         tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
         out, _, measured = self.backend.quantize_dequantize(
@@ -112,7 +114,7 @@ class MxQuantizer(SiteQuantizer):
 
     def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
         """As SiteQuantizer."""
-        fmt = fp8_format(self.spec.format)
+        fmt = FORMATS[self.spec.format]
         scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
         tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
         return measure(self.backend, x_MK, tile, fmt, True, 0.0, scale=scale, heavy=heavy)
@@ -161,38 +163,40 @@ class DelayedQuantizer(SiteQuantizer):
 
 
 def run_quantizers(
-    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool, codes: bool = False
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, stats: bool, heavy: bool, codes: bool = False
 ) -> list[tuple[Any, TileStats | None]]:
-    """Run one quantiser, or both directions of an operand: from one read where the backend can do that and both are as
-    the recipe made them. With `codes` the results are (codes, scale_inv), else what they stand for."""
+    """Run one quantiser, or both directions of an operand: from one read where `read_together` says so. With `codes` the
+    results are (codes, scale_inv), else what they stand for."""
     if codes:
         return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
-    if not _alike(used):
+    if not together:
         return [q(x_MK, stats=stats, heavy=heavy) for q in used]
-    first, s, fmt = used[0], used[0].spec, fp8_format(used[0].spec.format)
+    first, s = used[0], used[0].spec
     assert s.tile is not None
-    scale = _scales(first, x_MK)
-    both = quantize_dequantize_both(
-        first.backend, x_MK, fmt, s.power_2_scale, s.eps, length=s.tile[1], scale=scale, stats=stats, heavy=heavy
-    )
-    return [(out, measured) for out, _, measured in both]
+    both = getattr(first.backend, "quantize_dequantize_both", None) or partial(quantize_dequantize_both, first.backend)
+    (row, _, of_row), (column, _, of_column) = both(
+        x_MK, FORMATS[s.format], s.power_2_scale, s.eps,
+        length=s.tile[1], scale=_scales(first, x_MK), stats=stats, heavy=heavy,
+    )  # fmt: skip
+    return [(row, of_row), (column, of_column)]
 
 
-def measure_operand(used: list[SiteQuantizer], x_MK: Tensor, *, heavy: bool) -> list[TileStats]:
+def measure_operand(used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, heavy: bool) -> list[TileStats]:
     """As `run_quantizers` with statistics, where nobody wants what is quantised: nothing of the operand's size is written."""
-    if not _alike(used):
+    if not together:
         return [q.measure(x_MK, heavy=heavy) for q in used]
     first, s = used[0], used[0].spec
     assert s.tile is not None
+    both = getattr(first.backend, "measure_both", None) or partial(measure_both, first.backend)
     return [
-        *measure_both(
-            first.backend, x_MK, fp8_format(s.format), s.power_2_scale, s.eps,
+        *both(
+            x_MK, FORMATS[s.format], s.power_2_scale, s.eps,
             length=s.tile[1], scale=_scales(first, x_MK), heavy=heavy,
         )
     ]  # fmt: skip
 
 
-def _alike(used: list[SiteQuantizer]) -> bool:
+def read_together(used: Sequence[SiteQuantizer]) -> bool:
     """Whether these are both directions of one operand, as the recipe made them, so that one read may serve both."""
     if len(used) != 2:
         return False
@@ -212,19 +216,19 @@ def _scales(first: SiteQuantizer, x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scales to use in both directions where the backend does not compute them."""
     if type(first) is not MxQuantizer:
         return None
-    fmt = fp8_format(first.spec.format)
+    fmt = FORMATS[first.spec.format]
     rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
     return rowwise, columnwise
 
 
 def _run_for_codes(
-    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
 ) -> list[tuple[Any, TileStats | None]]:
     first = used[0]
     both = getattr(first.backend, "quantize_both", None)  # one read, and columnwise codes as wgrad wants them
     if len(used) == 2 and both is not None and type(first) is SiteQuantizer and type(used[1]) is SiteQuantizer:
         s = first.spec
-        got = both(x_MK, fp8_format(s.format), s.power_2_scale, s.eps, transposed=True, stats=stats, heavy=heavy)
+        got = both(x_MK, FORMATS[s.format], s.power_2_scale, s.eps, transposed=True, stats=stats, heavy=heavy)
         return [((data, scale_inv), measured) for data, scale_inv, measured in got]
     return [q.codes(x_MK, stats=stats, heavy=heavy) for q in used]
 
@@ -246,7 +250,7 @@ def site_quantizer(
         return MxQuantizer(spec, columnwise, backend)
     if spec.scaling != "delayed":
         return SiteQuantizer(spec, columnwise, backend)
-    fmt, history = fp8_format(spec.format), recipe.history or AmaxHistory()
+    fmt, history = FORMATS[spec.format], recipe.history or AmaxHistory()
     if state is None or state.format is not fmt or state.history != history:
         state = DelayedScale(fmt, history, device if device.type != "meta" else "cpu")
     return DelayedQuantizer(spec, columnwise, backend, state)

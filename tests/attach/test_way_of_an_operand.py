@@ -1,0 +1,71 @@
+"""How far an operand travels: calls that change the product file, and the files that they change between.
+
+A reader follows the path of one Linear file by file. Counted are Python calls only, on the cpu backend, in a step with
+full statistics.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8watch
+import fp8watch_agent
+from fp8watch.session import step_boundary
+
+ROOMS = tuple(f"{Path(package.__file__).parent}/" for package in (fp8watch, fp8watch_agent))
+MOST = {"forward": (40, 12), "backward": (18, 13), "optimizer.step": (52, 20)}
+"""Moves between files, and files."""
+
+
+def files_of(action: Callable[[], object]) -> list[str]:
+    """Product files in the order in which calls enter them."""
+    found: list[str] = []
+
+    def enter(frame, event, _arg) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOMS):
+            found.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_an_operand_crosses_few_files(tmp_path, monkeypatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
+    monkeypatch.setattr(step_boundary, "_watches", weakref.WeakSet())  # those of other tests would be told too
+    model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    try:
+        watch = fp8watch.attach(model, backend="cpu", overhead_budget=None)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    with watch:
+        for _ in range(6):  # past what is looked up once
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        outputs: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        ways = {"forward": files_of(lambda: outputs.append(model(x)))}
+        loss = outputs[0].sum()
+        ways |= {"backward": files_of(loss.backward), "optimizer.step": files_of(optimizer.step)}
+        assert not watch.guard.errors
+    took = {name: (sum(a != b for a, b in pairwise(way)), len(set(way))) for name, way in ways.items()}
+    print(took)
+    for name, (moves, files) in took.items():
+        assert moves, f"{name} was not seen"
+        most_moves, most_files = MOST[name]
+        assert moves <= most_moves, f"{name}: {moves} moves between files, at most {most_moves}"
+        assert files <= most_files, f"{name}: {files} files, at most {most_files}"
