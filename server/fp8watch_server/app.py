@@ -112,7 +112,7 @@ def create_app(
         pages: whether to serve HTML.
 
     Raises:
-        DatabaseUrlError, TooNew, Exposed: each says what to do.
+        DatabaseUrlError, UnknownRevision, Exposed: each says what to do.
         sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
     engine = make_engine(settings.database_url)

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.app import create_app
 from fp8watch_server.db.dialect import parse_url
-from fp8watch_server.db.migrations import TooNew
+from fp8watch_server.db.migrations import UnknownRevision
 from fp8watch_server.http import logs
 from fp8watch_server.http.connections import LIMITS
 from fp8watch_server.http.server import Server, limits_within, raise_descriptor_limit
@@ -102,7 +102,7 @@ def build(settings: Settings) -> FastAPI:
     """
     try:
         return create_app(settings)
-    except (TooNew, ValueError) as e:  # of settings, targets of messages, or both together
+    except (UnknownRevision, ValueError) as e:  # of settings, targets of messages, or both together
         raise CannotServe(str(e)) from e
     except DBAPIError as e:
         shown = parse_url(settings.database_url).render_as_string(hide_password=True)

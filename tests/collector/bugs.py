@@ -230,10 +230,10 @@ STORE = [
     ),
     Bug(
         "migrations keep data",
-        "0002_blocks:upgrade",
+        "0004_first_release:upgrade",
         "def upgrade() -> None:\n",
         'def upgrade() -> None:\n    op.execute("DELETE FROM scalar")\n',
-        f"{T}/test_migrations.py::test_a_filled_database_of_the_first_release_keeps_its_data",
+        f"{T}/test_migrations.py::test_a_database_of_a_release_keeps_its_data",
     ),
     Bug(
         "NaN is data",

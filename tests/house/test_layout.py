@@ -81,7 +81,12 @@ def test_the_way_of_the_data_is_whole():
 
 
 def test_files_are_rooms_not_halls():
-    halls = {name: n for name, p in modules().items() if (n := len(p.read_text().splitlines())) > 400}
+    halls = {
+        name: n
+        for name, p in modules().items()
+        if ".versions." not in name  # a migration is one act, however many tables it makes
+        and (n := len(p.read_text().splitlines())) > 400
+    }
     assert halls == {}
 
 

@@ -22,8 +22,9 @@ _TRY = """
 import json, logging, sys, torch
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
 from fp8watch.kernels import resolve, cpu_library
+from fp8watch.numerics.formats import E4M3
 a, b = resolve(None, "cpu"), resolve(None, "cpu")
-out = b.quantize_dequantize(torch.ones(2, 128), (1, 128), __import__("fp8watch").formats.E4M3, True, 0.0)[0]
+out = b.quantize_dequantize(torch.ones(2, 128), (1, 128), E4M3, True, 0.0)[0]
 print(json.dumps({"backend": a.NAME, "ones": bool((out == 1).all()), "reason": cpu_library._reason and str(cpu_library._reason)}))
 """
 
@@ -39,7 +40,7 @@ def start(cache: Path, **environ: str | None) -> subprocess.Popen[str]:
     for name in [k for k, v in environ.items() if v is None]:
         env.pop(name, None)
     return subprocess.Popen(
-        [sys.executable, "-c", _TRY.replace('__import__("fp8watch").formats', '__import__("fp8watch.numerics.formats").formats')],
+        [sys.executable, "-c", _TRY],
         env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_it_starts_where_the_locale_is_missing_and_keeps_its_data() -> None:
-    code = "import sys; from fp8watch_server.store import embedded; print(embedded.start(sys.argv[1]))"
+    code = "import sys; from fp8watch_server.db import embedded; print(embedded.start(sys.argv[1]))"
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "xx_XX.UTF-8", "HOME": tempfile.gettempdir()}
     env["PYTHONPATH"] = f"{ROOT / 'server'}:{ROOT / 'agent'}"
     with tempfile.TemporaryDirectory(prefix="fp8pg-", dir=fast_folder() or "/tmp") as folder:

@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 count = revoke(engine, args.which)
                 print(f"revoked {count}; a collector that runs notices within {RELOAD_AFTER_S:.0f} s")
-    except (Unusable, SettingError, DatabaseUrlError, migrations.TooNew) as e:
+    except (Unusable, SettingError, DatabaseUrlError, migrations.UnknownRevision) as e:
         print(f"fp8watch token: {e}", file=sys.stderr)
         return EXIT_USAGE
     except SQLAlchemyError as e:

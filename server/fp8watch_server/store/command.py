@@ -54,7 +54,7 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
         settings = Settings.from_environ(**{k: v for k, v in args.items() if k in known})
         url = settings.database_url
         return work(argparse.Namespace(**args), settings)
-    except (BackupError, DatabaseUrlError, RoleError, SettingError, Unusable, migrations.TooNew) as e:
+    except (BackupError, DatabaseUrlError, RoleError, SettingError, Unusable, migrations.UnknownRevision) as e:
         print(f"fp8watch {name}: {e}", file=sys.stderr)
     except SQLAlchemyError as e:
         shown = parse_url(url).render_as_string(hide_password=True) if url else "?"

@@ -18,8 +18,8 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db.dialect import for_writing
 
 
-class TooNew(RuntimeError):
-    """The database was written by a newer collector."""
+class UnknownRevision(RuntimeError):
+    """The database was written by a newer collector, or by one from before the first release."""
 
 
 def config() -> Config:
@@ -49,7 +49,7 @@ def upgrade(engine: Engine) -> str | None:
         The revision it came from, or None.
 
     Raises:
-        TooNew: its revision is not one that this collector knows.
+        UnknownRevision: its revision is not one that this collector knows.
     """
     with engine.connect() as conn:
         before = current(conn)
@@ -57,7 +57,10 @@ def upgrade(engine: Engine) -> str | None:
         return before
     known = {script.revision for script in ScriptDirectory.from_config(config()).walk_revisions()}
     if before is not None and before not in known:
-        raise TooNew(f"the database is at revision {before}, which this collector does not know; upgrade the collector")
+        raise UnknownRevision(
+            f"the database is at revision {before}, which this collector does not know; upgrade the collector, or give it "
+            "a new database where this one is from before the first release"
+        )
     made = config()
     with for_writing(engine).begin() as conn:
         made.attributes["connection"] = conn
