@@ -191,7 +191,9 @@ def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: b
     return x.new_empty((0,))
 
 
-def _observe_now(plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool) -> None:
+def _observe_now(
+    plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool, source: Tensor | None = None
+) -> None:
     began = plan.stopwatch.mark() if plan.stopwatch is not None else None
     number = _number(plan, operand, True)
     if not x.numel() or plan.idle(first):
@@ -201,7 +203,7 @@ def _observe_now(plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool,
         _keep_books(plan, asked, x, number)
     if number is not None and asked.rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
         try:
-            plan.observe(asked, x, number=number)
+            plan.observe(asked, x, number=number, source=source)
         except Exception as error:  # noqa: BLE001 - what observes fails alone, and the guard counts
             plan.guard.swallow("observe", error)
     if plan.stopwatch is not None:
@@ -228,7 +230,7 @@ def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
         _number(plan, INPUT, True)  # steps end all the same
     else:
         with torch.no_grad():
-            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad)
+            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad, source=x)
             _observe_now(plan, first, weight.detach(), WEIGHT, True, False)
             _look_at_output(y.detach(), site, INPUT, False)
     if y.requires_grad:

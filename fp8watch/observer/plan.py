@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from fp8watch.observer.checkpoint_consistency import Recomputed
 from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import Passes
 from fp8watch.observer.probes import probe_numbers, probe_stats
+from fp8watch.observer.shared_input import SharedInput
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows, SiteRows
 from fp8watch.observer.step_state import StepState
 from fp8watch.observer.stopwatch import LIGHT, SAMPLING, Stopwatch
@@ -47,6 +49,7 @@ class Plan:
     step: StepState
     passes: Passes = field(default_factory=Passes)
     recomputed: Recomputed = field(default_factory=Recomputed)
+    shared_input: SharedInput = field(default_factory=SharedInput)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     handle: int = 0
@@ -55,6 +58,7 @@ class Plan:
     def begin_step(self, *, sampled: bool) -> None:
         """Forget the step that has just been copied out."""
         self.tiles.take()
+        self.shared_input = SharedInput()
         self.step.begin(sampled=sampled)
 
     @property
@@ -97,9 +101,16 @@ class Plan:
             stopwatch.add(LIGHT, began, stopwatch.mark())
         return outs
 
-    def observe(self, asked: OperandRows, x_MK: Tensor, *, number: int) -> None:
+    def observe(self, asked: OperandRows, x_MK: Tensor, *, number: int, source: Tensor | None = None) -> None:
         """Measure an operand that no GEMM reads quantised: nothing of its size is made. Rows that are not observed are
-        left out, but for scales with a history, which must see each pass."""
+        left out, but for scales with a history, which must see each pass.
+
+        Args:
+            asked: one or both directions of one operand.
+            x_MK: the operand.
+            number: of the pass.
+            source: the tensor that the Linear was called with, where other Linears may be called with it too.
+        """
         observing = self.observing
         if not observing:
             if not asked.stateful:
@@ -112,10 +123,19 @@ class Plan:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
         heavy = self.step.sampled and observing and asked.observed
+        if source is not None and (not source.is_cpu or source.is_inference()):
+            source = None
+        if source is not None and asked.kind is not None:
+            known = self.shared_input.find(source, asked.kind, heavy=heavy)
+            if known is not None:
+                self._merge(asked, x_MK, known, observing=observing)
+                return
         if self.stopwatch is not None:
             results = timed_measure(self.stopwatch, asked, x_MK, heavy=heavy)
         else:
             results = measure_operand(asked.quantizers, x_MK, together=asked.together, heavy=heavy)
+        if source is not None and asked.kind is not None:
+            self.shared_input.keep(source, asked.kind, tuple(results), heavy=heavy)
         self._merge(asked, x_MK, results, observing=observing)
 
     def idle(self, first: int) -> bool:
@@ -143,7 +163,7 @@ class Plan:
         if self.slab is not None and self.observing and row not in self.sites.unobserved:
             self._accumulate(self.slab, row, shape, stats)
 
-    def _merge(self, asked: OperandRows, x_MK: Tensor, measured: list[TileStats], *, observing: bool) -> None:
+    def _merge(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], *, observing: bool) -> None:
         """What was measured of an operand, one a row: to the scales with a history, and to the rows that are observed.
         Whatever fails in the latter is counted and costs its row alone."""
         step, unobserved = self.step, self.sites.unobserved

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fp8watch.quantize.site_quantizer import SiteQuantizer, places, read_together
+from fp8watch.quantize.site_quantizer import MxQuantizer, SiteQuantizer, places, read_together
 from fp8watch.recipe import OPERANDS, Recipe
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -29,6 +29,7 @@ class OperandRows:
     rows: tuple[int, ...]
     quantizers: tuple[SiteQuantizer, ...]  # one a row
     together: bool  # both directions from one read
+    kind: int | None  # equal where the same values give the same statistics; None: they depend on more than that
     stateful: bool  # a scale with a history, which must see each pass
     observed: bool  # any of the rows
     looked_at: tuple[int, ...]  # rows to measure where no GEMM reads the operand quantised
@@ -53,6 +54,7 @@ class SiteRows:
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
     known: dict[tuple[int, int, bool, bool], OperandRows] = field(default_factory=dict)
     """What `asked` has given before, by its arguments."""
+    _kinds: dict[tuple[object, ...], int] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], OperandRows] = field(default_factory=dict)
 
     def row(self, first: int, operand: int, columnwise: bool) -> int:
@@ -85,6 +87,7 @@ class SiteRows:
             rows,
             quantizers,
             together=read_together(quantizers),
+            kind=self._kind_of(quantizers),
             stateful=any(q.stateful for q in quantizers),
             observed=any(row not in left for row in rows),
             looked_at=tuple(row for row in rows if row not in left or self.quantizers[row].stateful),
@@ -92,6 +95,12 @@ class SiteRows:
             asks_column=column if columnwise else None,
             leaves_column=None if columnwise else column,
         )
+
+    def _kind_of(self, quantizers: tuple[SiteQuantizer, ...]) -> int | None:
+        if not all(type(q) in (SiteQuantizer, MxQuantizer) for q in quantizers):
+            return None
+        how = tuple((type(q), q.spec, q.columnwise, q.backend.NAME) for q in quantizers)
+        return self._kinds.setdefault(how, len(self._kinds))
 
     def is_weight(self, row: int) -> bool:
         """Whether a row is a Linear's weight, rowwise."""

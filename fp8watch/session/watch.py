@@ -20,7 +20,7 @@ from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY, release, switch_shadow
 from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
-from fp8watch.observer.pass_counter import in_backward
+from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.stopwatch import LIGHT
 from fp8watch.session import step_boundary
@@ -160,7 +160,7 @@ class Watch:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_boundary.is_capturing():
             return
-        if in_backward():  # inside backward, one parameter after the other
+        if graph_task() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
                 self._facts.update(step_boundary.optimizer_facts(optimizer))
                 self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
