@@ -80,7 +80,7 @@ class Plan:
         if number is not None and asked.stateful:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
-        observe = counts and asked.observed and self.slab is not None and not step.paused and not step.outside
+        observe = counts and asked.observed and self.observing
         if observe and stopwatch is not None:
             results = timed_quantize(stopwatch, asked, x_MK, codes=codes)
         else:
