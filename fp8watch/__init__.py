@@ -18,24 +18,6 @@ if TYPE_CHECKING:
     from fp8watch.session.attach import attach
     from fp8watch.session.watch import Watch
 
-_PUBLIC = {
-    "attach": "session.attach",
-    "Watch": "session.watch",
-    "quantize_blockwise": "quantize",
-    "BlockwiseQuantized": "quantize",
-    "TileStats": "quantize",
-    "Recipe": "recipe",
-    "OperandRecipe": "recipe",
-    "AmaxHistory": "recipe",
-    "blockwise": "recipe",
-    "current": "recipe",
-    "delayed": "recipe",
-    "mxfp8": "recipe",
-    "observe": "recipe",
-    "quantize_mxfp8": "quantize",
-    "quantize_per_tensor": "quantize",
-}
-
 __all__ = [
     "AmaxHistory",
     "BlockwiseQuantized",
@@ -55,12 +37,24 @@ __all__ = [
     "quantize_per_tensor",
 ]
 
+_PUBLIC = {
+    **dict.fromkeys((name for name in __all__ if name != "__version__"), "recipe"),
+    "attach": "session.attach",
+    "Watch": "session.watch",
+    **dict.fromkeys((name for name in __all__ if "uantize" in name or name == "TileStats"), "quantize"),
+}
+"""Name -> the room that it is imported from when it is first used."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "diagnose":
         return importlib.import_module(".diagnose", __name__)
     module = _PUBLIC.get(name)
     if module is None:
+        from fp8watch.recipe import RECIPES
+
+        if name in RECIPES:
+            return RECIPES[name].build
         raise AttributeError(f"module 'fp8watch' has no attribute {name!r}; public are {', '.join(sorted(_PUBLIC))}")
     try:
         loaded = importlib.import_module(f".{module}", __name__)

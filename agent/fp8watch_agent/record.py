@@ -4,9 +4,9 @@ Upstream:   fp8watch.sketch.slab              Downstream: fp8watch_agent.ring
 Shapes:     one slab row = one ROW item, a packed little-endian structured dtype
 Thread:     any; only data and pure functions
 
-Every other place that knows a field (device slab, ring, wire, store, API, docs) derives it from `FIELDS`, so a
-field is added here and nowhere else. Fields of one dtype and one way of merging lie side by side: a device
-kernel merges a section with one operation.
+Slab layout, ring, wire, store and API derive from `FIELDS`. A later field has a group of its own (`EVERY_CALL`): where no
+backend computes it, it is absent everywhere, and what a backend fills is added to that backend. docs/how-to/
+add-a-sketch-field.md has the steps; tests/house/test_sketch_fields.py names what a field still lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ NUM_DEPTH_BUCKETS = 32
 
 
 class Measured(IntFlag):
-    """Groups of fields, one bit each: what was measured for this record. What is not, is absent, never 0."""
+    """Groups of fields, one bit each: what was measured for this record. What is not, is absent, never 0.
+
+    A bit up to GEMM is set if any call of a record measured the group, one above CAST only if every call did
+    (`EVERY_CALL`). A later field has a bit above CAST, alone or with the fields that are always filled together with it.
+    """
 
     COUNTS = 1
     AMAX = 2
@@ -41,6 +45,11 @@ class Measured(IntFlag):
     CAST = 1024  # is never set: a field that has it needs a record without CODES
 
 
+EVERY_CALL = Measured(sum(group for group in Measured if group > Measured.CAST))
+"""Groups that a merged record holds only if every call and every rank in it measured them: a backend that does not know
+a group makes it absent, not smaller."""
+
+
 class StepStatus(IntEnum):
     """How a step ended."""
 
@@ -53,7 +62,9 @@ class StepStatus(IntEnum):
 class Field:
     """One field of the sketch.
 
-    `default` is the value before anything was merged; on the wire a column of defaults is left out.
+    `default` is the value before anything was merged; on the wire a column of defaults is left out. `code` is the number
+    of its column in stored blocks, 0 … 255, and never changes; 0, 1 and 33 … 36 are the store's own, histograms are
+    numbered apart. `label` is what pages call it; without one they show its name.
     """
 
     name: str
@@ -63,7 +74,9 @@ class Field:
     default: float
     unit: str
     doc: str
+    code: int
     size: int = 1  # elements per record: 1 for scalars, 2–3 for coordinates, 64 or 32 for histograms
+    label: str = ""
 
 
 _INF = float("inf")
@@ -74,64 +87,58 @@ _G = Measured.GEMM
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
-    Field("signal_energy", "<f8", "sum", _E, 0, "x²", "Σ x² over finite elements"),
-    Field("noise_energy", "<f8", "sum", _E, 0, "x²", "Σ (x − dequantised x)² over finite elements"),
-    Field("tile_noise_ratio_sum", "<f8", "sum", _E, 0, "ratio", "Σ over tiles of noise energy / signal energy"),
-    Field("moment2", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)² over finite elements"),
-    Field("moment4", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)⁴ over finite elements"),
+    Field("signal_energy", "<f8", "sum", _E, 0, "x²", "Σ x² over finite elements", 16),
+    Field("noise_energy", "<f8", "sum", _E, 0, "x²", "Σ (x − dequantised x)² over finite elements", 17),
+    Field("tile_noise_ratio_sum", "<f8", "sum", _E, 0, "ratio", "Σ over tiles of noise energy / signal energy", 6),
+    Field("moment2", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)² over finite elements", 24),
+    Field("moment4", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)⁴ over finite elements", 25),
     # float64 maximum
-    Field("tile_noise_ratio_max", "<f8", "max", _E, 0, "ratio", "largest noise energy / signal energy of a tile"),
+    Field("tile_noise_ratio_max", "<f8", "max", _E, 0, "ratio", "largest noise energy / signal energy of a tile", 18),
     # int64 sums
-    Field("num_elements", "<i8", "sum", _C, 0, "elements", "elements seen, padding left out"),
-    Field("num_nonzero", "<i8", "sum", _C, 0, "elements", "x ≠ 0 (NaN and Inf count as non-zero)"),
-    Field("num_saturated", "<i8", "sum", _CK, 0, "elements", "finite x with |x·scale| ≥ the midpoint above FP8_MAX"),
-    Field("num_underflow", "<i8", "sum", _CK, 0, "elements", "x ≠ 0 that became 0"),
-    Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast"),
-    Field("num_inf", "<i8", "sum", _CK, 0, "elements", "±Inf before the cast"),
-    Field("depth_hist", "<i8", "sum", _D, 0, "elements", "octave buckets of log2(tile amax / |x|)", NUM_DEPTH_BUCKETS),
-    Field(
-        "output_num_nonfinite", "<i8", "sum", _G, 0, "elements", "NaN and ±Inf in the sampled output of the site's GEMM"
-    ),
+    Field("num_elements", "<i8", "sum", _C, 0, "elements", "elements seen, padding left out", 11),
+    Field("num_nonzero", "<i8", "sum", _C, 0, "elements", "x ≠ 0 (NaN and Inf count as non-zero)", 9),
+    Field("num_saturated", "<i8", "sum", _CK, 0, "elements",
+          "finite x with |x·scale| ≥ the midpoint above FP8_MAX", 12),
+    Field("num_underflow", "<i8", "sum", _CK, 0, "elements", "x ≠ 0 that became 0", 10),
+    Field("num_nan", "<i8", "sum", _C, 0, "elements", "NaN before the cast", 13),
+    Field("num_inf", "<i8", "sum", _CK, 0, "elements", "±Inf before the cast", 14),
+    Field("depth_hist", "<i8", "sum", _D, 0, "elements",
+          "octave buckets of log2(tile amax / |x|)", 1, NUM_DEPTH_BUCKETS),
+    Field("output_num_nonfinite", "<i8", "sum", _G, 0, "elements",
+          "NaN and ±Inf in the sampled output of the site's GEMM", 37),
     # a hash is compared across replicas, never merged
-    Field("weight_hash", "<i8", "keep", _H, 0, "bits", "Σ bits(element i)·odd(i) mod 2^64, read as two's complement"),
+    Field("weight_hash", "<i8", "keep", _H, 0, "bits",
+          "Σ bits(element i)·odd(i) mod 2^64, read as two's complement", 28),
     # int32 sums
-    Field("num_tiles", "<i4", "sum", _C, 0, "tiles", "tiles seen"),
-    Field("num_zero_tiles", "<i4", "sum", _A, 0, "tiles", "amax 0: all zero, or NaN only"),
-    Field("num_eps_tiles", "<i4", "sum", _A, 0, "tiles", "0 < amax < eps: clamped"),
-    Field("num_sentinel_tiles", "<i4", "sum", _AK, 0, "tiles", "amax Inf: the scale was forced to 1"),
-    Field(
-        "num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles", "scale invariant broken, or scale not finite and positive"
-    ),
-    Field("num_calls", "<i4", "sum", _C, 0, "calls", "quantisations merged into this record (micro-batches)"),
-    Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", NUM_AMAX_BUCKETS),
+    Field("num_tiles", "<i4", "sum", _C, 0, "tiles", "tiles seen", 7),
+    Field("num_zero_tiles", "<i4", "sum", _A, 0, "tiles", "amax 0: all zero, or NaN only", 8),
+    Field("num_eps_tiles", "<i4", "sum", _A, 0, "tiles", "0 < amax < eps: clamped", 21),
+    Field("num_sentinel_tiles", "<i4", "sum", _AK, 0, "tiles", "amax Inf: the scale was forced to 1", 19),
+    Field("num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles",
+          "scale invariant broken, or scale not finite and positive", 20),
+    Field("num_calls", "<i4", "sum", _C, 0, "calls", "quantisations merged into this record (micro-batches)", 27),
+    Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", 0, NUM_AMAX_BUCKETS),
     # float32 maxima and minima
-    Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is"),
-    Field("scale_inv_max", "<f4", "max", _S, 0, "1", "largest scale_inv of a tile"),
-    Field("scale_ratio_max", "<f4", "max", _R, 0, "ratio", "largest amax·scale/FP8_MAX of a tile: the clip depth"),
-    Field("gemm_error", "<f4", "max", _G, 0, "ratio", "RMS of (output − shadow) / RMS of shadow, on sampled rows"),
-    Field("gemm_gain_max", "<f4", "max", _G, 0, "ratio", "largest Σ output·shadow / Σ shadow², on sampled rows"),
-    Field("amax_min_nonzero", "<f4", "min", _A, _INF, "x", "smallest tile amax above 0"),
-    Field("scale_inv_min", "<f4", "min", _S, _INF, "1", "smallest scale_inv of a tile"),
-    Field("scale_ratio_min", "<f4", "min", _R, _INF, "ratio", "smallest amax·scale/FP8_MAX of a tile"),
-    Field("gemm_gain_min", "<f4", "min", _G, _INF, "ratio", "smallest Σ output·shadow / Σ shadow²"),
+    Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is", 3),
+    Field("scale_inv_max", "<f4", "max", _S, 0, "1", "largest scale_inv of a tile", 4),
+    Field("scale_ratio_max", "<f4", "max", _R, 0, "ratio", "largest amax·scale/FP8_MAX of a tile: the clip depth", 15),
+    Field("gemm_error", "<f4", "max", _G, 0, "ratio", "RMS of (output − shadow) / RMS of shadow, on sampled rows", 38),
+    Field("gemm_gain_max", "<f4", "max", _G, 0, "ratio", "largest Σ output·shadow / Σ shadow², on sampled rows", 39),
+    Field("amax_min_nonzero", "<f4", "min", _A, _INF, "x", "smallest tile amax above 0", 23),
+    Field("scale_inv_min", "<f4", "min", _S, _INF, "1", "smallest scale_inv of a tile", 5),
+    Field("scale_ratio_min", "<f4", "min", _R, _INF, "ratio", "smallest amax·scale/FP8_MAX of a tile", 22),
+    Field("gemm_gain_min", "<f4", "min", _G, _INF, "ratio", "smallest Σ output·shadow / Σ shadow²", 40),
     # coordinates, −1 where there is none
-    Field("worst_tile", "<i4", "of_amax_max", _A, -1, "tile", "(row, column) of the tile of amax_max", 2),
-    Field("noise_tile", "<i4", "of_noise_max", _E, -1, "tile", "(row, column) of the tile of tile_noise_ratio_max", 2),
-    Field(
-        "off_scale_tile",
-        "<i4",
-        "first",
-        _R,
-        -1,
-        "tile",
-        "(row, column) of the worst off-scale tile of the first call that had one",
-        2,
-    ),
-    Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 3),
+    Field("worst_tile", "<i4", "of_amax_max", _A, -1, "tile", "(row, column) of the tile of amax_max", 29, 2),
+    Field("noise_tile", "<i4", "of_noise_max", _E, -1, "tile",
+          "(row, column) of the tile of tile_noise_ratio_max", 30, 2),
+    Field("off_scale_tile", "<i4", "first", _R, -1, "tile",
+          "(row, column) of the worst off-scale tile of the first call that had one", 31, 2),
+    Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 32, 3),
     # bookkeeping
-    Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call"),
-    Field("measured", "<i4", "or", _C, 0, "bits", "Measured: groups of fields that this record holds"),
-)
+    Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call", 26),
+    Field("measured", "<i4", "or", _C, 0, "bits", "Measured: groups of fields that this record holds", 2),
+)  # fmt: skip
 
 FIELD_BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
 HISTOGRAMS = ("amax_hist", "depth_hist")
@@ -147,18 +154,23 @@ def holds(measured: npt.NDArray[np.int32], groups: Measured) -> npt.NDArray[np.b
 _BASE: dict[str, Any] = {"<f8": np.float64, "<i8": np.int64, "<i4": np.int32, "<f4": np.float32}
 
 
-def _row_dtype() -> np.dtype[np.void]:
-    dtype = np.dtype([(f.name, f.dtype) if f.size == 1 else (f.name, f.dtype, (f.size,)) for f in FIELDS])
-    padded = -(-dtype.itemsize // 8) * 8  # rows stay aligned to 8 bytes, so that typed device views exist
-    return np.dtype(
-        {
-            "names": list(dtype.names or ()),
-            "formats": [dtype[n] for n in dtype.names or ()],
-            "offsets": [dtype.fields[n][1] for n in dtype.names or ()] if dtype.fields else [],
-            "itemsize": padded,
-        }
-    )
+def _layout() -> tuple[Field, ...]:
+    """Fields that every backend fills lie first: kernels write them section by section, a section of one dtype and one
+    way of merging with one operation. Later ones lie behind them, the wide before the narrow."""
+    later = [f for f in FIELDS if f.group & EVERY_CALL]
+    return (*(f for f in FIELDS if f not in later), *sorted(later, key=lambda f: -np.dtype(f.dtype).itemsize))
 
+
+def _row_dtype() -> np.dtype[np.void]:
+    members: list[Any] = [(f.name, f.dtype) if f.size == 1 else (f.name, f.dtype, (f.size,)) for f in LAYOUT]
+    odd = np.dtype(members).itemsize % 8
+    if odd:  # rows stay aligned to 8 bytes, so that typed views exist; named, or numpy drops it when it joins arrays
+        members.append(("padding", f"V{8 - odd}"))
+    return np.dtype(members)
+
+
+LAYOUT: tuple[Field, ...] = _layout()
+"""FIELDS in the order in which they lie in a row."""
 
 ROW: np.dtype[np.void] = _row_dtype()
 """One record as it lies in the slab and in the ring: packed, little-endian, 8-byte aligned."""
@@ -171,6 +183,19 @@ def empty_rows(num_rows: int) -> npt.NDArray[np.void]:
         if f.default != 0:
             rows[f.name] = f.default
     return rows
+
+
+def lacking(measured: Any) -> Any:
+    """Groups of EVERY_CALL that a record with calls does not hold: they are taken from whatever it is merged with.
+
+    Works bit by bit, so `measured` may be an int, a numpy array or a tensor: a record has calls where COUNTS, bit 0, is set.
+    """
+    return ~measured & -(measured & int(Measured.COUNTS)) & int(EVERY_CALL)
+
+
+def merge_measured(into: Any, other: Any) -> Any:
+    """`measured` of two records merged. The way of merging that FIELDS calls "or"."""
+    return (into | other) & ~(lacking(into) | lacking(other)) if EVERY_CALL else into | other
 
 
 def merge_rows(into: npt.NDArray[np.void], other: npt.NDArray[np.void]) -> None:
@@ -191,7 +216,7 @@ def merge_rows(into: npt.NDArray[np.void], other: npt.NDArray[np.void]) -> None:
         elif f.merge == "min":
             np.minimum(a, b, out=a)
         elif f.merge == "or":
-            np.bitwise_or(a, b, out=a)
+            a[:] = merge_measured(a, b)
         else:
             if f.merge == "of_amax_max":
                 take = later_amax

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY
-from fp8watch.numerics.formats import fp8_format
-from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.site_rows import INPUT, WEIGHT
 from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.recipe import delayed
@@ -65,19 +63,7 @@ def _outlier(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> 
 class _Unguarded(SiteQuantizer):
     """A kernel that computes 448/amax without looking at amax."""
 
-    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
-        s = self.spec
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK,
-            self.tile_for((x_MK.shape[0], x_MK.shape[1])),
-            fp8_format(s.format),
-            s.power_2_scale,
-            s.eps,
-            guard=False,
-            stats=stats,
-            heavy=heavy,
-        )
-        return out, measured
+    zero_guard = False
 
 
 class _Stale(SiteQuantizer):
@@ -85,29 +71,11 @@ class _Stale(SiteQuantizer):
 
     cached: Tensor | None = None
 
-    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
-        s = self.spec
+    def scale(self, x_MK: Tensor) -> Tensor:
         if self.cached is None:
-            _, scale_inv, _ = self.backend.quantize(
-                x_MK,
-                self.tile_for((x_MK.shape[0], x_MK.shape[1])),
-                fp8_format(s.format),
-                s.power_2_scale,
-                s.eps,
-                stats=False,
-            )
+            _, scale_inv, _ = self.backend.quantize(x_MK, self.job(x_MK, stats=False, heavy=False))
             self.cached = 1.0 / scale_inv
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK,
-            self.tile_for((x_MK.shape[0], x_MK.shape[1])),
-            fp8_format(s.format),
-            s.power_2_scale,
-            s.eps,
-            scale=self.cached,
-            stats=stats,
-            heavy=heavy,
-        )
-        return out, measured
+        return self.cached
 
 
 def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantizer]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from fp8watch.integrations.te_tensors import QuantizedView
 from fp8watch.kernels import reference, reference_stats
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import Measured
 
@@ -85,7 +86,8 @@ def _measure(
     x_t, codes_t = reference.tiled(x, view.tile), _tile_codes(view)
     magnitude_t = x_t.abs()
     amax = magnitude_t.nan_to_num(0.0, posinf=float("inf")).amax((1, 3))
-    _, quotient = reference.tile_scale(amax, view.fmt, power_2, eps, dtype)
+    job = QuantizeJob(view.tile, view.fmt, power_2, eps, invariant=bound)
+    _, quotient = reference.tile_scale(amax, job, dtype)
     scale = torch.ones_like(view.scale_inv).div_(view.scale_inv)
     y_t = magnitude_t * reference.spread(scale)
     operand = reference_stats.Operand(
@@ -100,4 +102,4 @@ def _measure(
         quotient,
         reference_stats.saturated(y_t, magnitude_t, view.fmt),
     )
-    return reference_stats.measure(operand, view.shape, view.tile, view.fmt, power_2, eps, bound)
+    return reference_stats.measure(operand, view.shape, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from fp8watch.kernels.registry import BACKEND_NAMES, Backend, available, resolve
+from fp8watch.kernels.backend import Backend
+from fp8watch.kernels.registry import BACKEND_NAMES, available, resolve
 
 __all__ = ["BACKEND_NAMES", "Backend", "available", "resolve"]

@@ -10,7 +10,6 @@ depend on how many.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from typing import NamedTuple
 import torch
 
 from fp8watch.kernels import cpu_library, reference
-from fp8watch.kernels.cpu_compiler import Unavailable
-from fp8watch.numerics.formats import Fp8Format
+from fp8watch.kernels.backend import Quantized, Scales
+from fp8watch.kernels.cpu_compiler import FILLS, FILLS_SAMPLED, Unavailable
 from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale, check_tile_shape
-from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
+from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import ROW
 
 NAME = "cpu"
@@ -36,7 +36,6 @@ _empty = functools.partial(torch.empty, device="cpu")  # torch's default device 
 _new_f32 = _empty(0, dtype=torch.float32).new_empty
 _new_u8 = _empty(0, dtype=torch.uint8).new_empty
 _no_output = _empty(0, dtype=torch.float32)
-_LIGHT, _ALL = int(LIGHT), int(LIGHT | HEAVY)
 
 
 def probe(device: torch.device) -> str | None:
@@ -98,113 +97,50 @@ class _Call(NamedTuple):
     keep: tuple[torch.Tensor, ...]  # alive until the library is done
 
 
-def quantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `fp8watch.kernels.reference.quantize`."""
-    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, _CODES)
+    call = _prepare(_readable(x), job, scale, _CODES)
     _checked(cpu_library.load().fp8watch_quantize(call.job))
-    return call.out.view(fmt.dtype), call.scale_inv, call.stats
+    return call.out.view(job.fmt.dtype), call.scale_inv, call.stats
 
 
-def quantize_dequantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `fp8watch.kernels.reference.quantize_dequantize`."""
-    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, _VALUES)
+    call = _prepare(_readable(x), job, scale, _VALUES)
     _checked(cpu_library.load().fp8watch_quantize(call.job))
     return call.out, call.scale_inv, call.stats
 
 
 def quantize_dequantize_both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    length: int = 128,
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-    stats: bool = True,
-    heavy: bool = True,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, TileStats | None], tuple[torch.Tensor, torch.Tensor, TileStats | None]]:
-    """As `fp8watch.kernels.registry.quantize_dequantize_both`, from one read of the operand."""
-    row, column = _both(x, fmt, power_2_scale, eps, length, scale, stats, heavy, _VALUES)
+    x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
+) -> tuple[Quantized, Quantized]:
+    """As `fp8watch.kernels.backend.quantize_dequantize_both`, from one read of the operand."""
+    row, column = _both(x, job, scales, _VALUES)
     return row[1:4], column[1:4]
 
 
-def _both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    length: int,
-    scale: tuple[torch.Tensor, torch.Tensor] | None,
-    stats: bool,
-    heavy: bool,
-    kind: int,
-) -> tuple[_Call, _Call]:
-    check_operand(x)
-    x = _readable(x)
-    given = scale or (None, None)
-    row = _prepare(x, (1, length), fmt, power_2_scale, eps, given[0], True, True, stats, heavy, kind)
-    column = _prepare(x, (length, 1), fmt, power_2_scale, eps, given[1], True, True, stats, heavy, kind)
-    _checked(cpu_library.load().fp8watch_quantize_both(row.job, column.job))
-    return row, column
-
-
-def measure(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    invariant: bool = True,
-    heavy: bool = True,
-) -> TileStats:
-    """As `fp8watch.kernels.registry.measure`: reads the operand, and writes nothing of its size."""
-    call = _prepare(x, tile_shape, fmt, power_2_scale, eps, scale, True, invariant, True, heavy, _NOTHING)
+def measure(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> TileStats:
+    """As `fp8watch.kernels.backend.measure`: reads the operand, and writes nothing of its size."""
+    call = _prepare(_readable(x), job, scale, _NOTHING)
     _checked(cpu_library.load().fp8watch_quantize(call.job))
     assert call.stats is not None
     return call.stats
 
 
-def measure_both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    length: int = 128,
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-    heavy: bool = True,
-) -> tuple[TileStats, TileStats]:
-    """As `fp8watch.kernels.registry.measure_both`, from one read of the operand."""
-    row, column = _both(x, fmt, power_2_scale, eps, length, scale, True, heavy, _NOTHING)
+def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None) -> tuple[TileStats, TileStats]:
+    """As `fp8watch.kernels.backend.measure_both`, from one read of the operand."""
+    row, column = _both(x, job, scales, _NOTHING)
     assert row.stats is not None
     assert column.stats is not None
     return row.stats, column.stats
+
+
+def _both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None, kind: int) -> tuple[_Call, _Call]:
+    x = _readable(x)
+    rowwise, columnwise = scales or (None, None)
+    row, column = _prepare(x, job, rowwise, kind), _prepare(x, job._transposed or job.transposed(), columnwise, kind)
+    _checked(cpu_library.load().fp8watch_quantize_both(row.job, column.job))
+    return row, column
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
@@ -230,7 +166,12 @@ def _checked(status: int) -> None:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """The operand with its rows in one piece each; a copy where it is not so."""
+    """The operand, checked, with its rows in one piece each; a copy where it is not so."""
+    check_operand(x)
+    if not x.is_cpu:
+        raise ValueError(f"x is on {x.device}: the cpu backend serves cpu tensors; use backend=None or move x")
+    check_denormals(x)
+    reference.keep_freed_memory()
     x = x.detach()
     if type(x) is not torch.Tensor:  # a subclass may hold its values elsewhere: its own pointer is null
         x = _empty(x.shape, dtype=x.dtype).copy_(x)
@@ -244,27 +185,9 @@ def _wide(size: int) -> torch.dtype:
     return torch.int16 if size < 1 << 15 else torch.int32 if size < 1 << 31 else torch.int64
 
 
-def _prepare(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    given: torch.Tensor | None,
-    guard: bool,
-    invariant: bool,
-    stats: bool,
-    heavy: bool,
-    kind: int,
-) -> _Call:
-    """Check what is asked for and make the tensors for the answer."""
-    bm, bk = check_tile_shape(tile_shape)
-    check_operand(x)
-    if not x.is_cpu:
-        raise ValueError(f"x is on {x.device}: the cpu backend serves cpu tensors; use backend=None or move x")
-    check_denormals(x)
-    reference.keep_freed_memory()
-    x = _readable(x)
+def _prepare(x: torch.Tensor, job: QuantizeJob, given: torch.Tensor | None, kind: int) -> _Call:
+    """Make the tensors for the answer, and the job in the library's words."""
+    bm, bk = job.tile
     rows, columns = x.shape
     mt, kt = -(-rows // bm), -(-columns // bk)
     if given is not None:
@@ -273,22 +196,22 @@ def _prepare(
     scale_inv = _new_f32((mt, kt))
     measured: TileStats | None = None
     amax_at = marks_at = row_at = mark_bytes = 0
-    if stats:
+    if job.stats:
         size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
         mark_type = torch.uint8 if size <= 255 else _wide(size)
-        mark_bytes, bits = mark_type.itemsize, _ALL if heavy else _LIGHT
+        mark_bytes, bits = mark_type.itemsize, FILLS_SAMPLED if job.heavy else FILLS
         num_bytes = ROW.itemsize + (8 * mark_bytes + 4) * mt * kt
         piece = _new_u8(num_bytes)
         row_at = piece.data_ptr()
         marks_at = row_at + ROW.itemsize
         amax_at = marks_at + 8 * mark_bytes * mt * kt
         folded = _Folded(piece, row_at, num_bytes, (mt, kt), mark_type)
-        measured = TileStats((rows, columns), (bm, bk), power_2_scale, eps, scale_inv, bits, folded=folded)
+        measured = TileStats((rows, columns), job.tile, job.power_2_scale, job.eps, scale_inv, bits, folded=folded)
     threads = torch.get_num_threads() if rows * columns >= _THREADED_ELEMENTS else 1
-    job = _JOB.pack(
+    packed = _JOB.pack(
         x.data_ptr(), x.stride(0), rows, columns, bm, bk,
         0 if given is None else given.data_ptr(), out.data_ptr(), scale_inv.data_ptr(), amax_at, marks_at, row_at,
-        mark_bytes, _DTYPES[x.dtype], _FORMATS[fmt.name], power_2_scale, guard, invariant,
-        (2 if heavy else 1) if stats else 0, kind, threads, ctypes.c_float(eps).value,
+        mark_bytes, _DTYPES[x.dtype], _FORMATS[job.fmt.name], job.power_2_scale, job.zero_guard, job.invariant,
+        job.stats + job.heavy, kind, threads, job.eps,
     )  # fmt: skip
-    return _Call(job, out, scale_inv, measured, (x,) if given is None else (x, given))
+    return _Call(packed, out, scale_inv, measured, (x,) if given is None else (x, given))

@@ -16,14 +16,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
-from fp8watch_agent.record import FIELDS, ROW, Measured
+from fp8watch.numerics.per_tile import HEAVY, LIGHT
+from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")
 COMPILE_TIMEOUT_S = 90.0
 VERSION_TIMEOUT_S = 15.0
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
-_LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
-_HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+
+FILLS = int(LIGHT)
+"""Groups that the sources fill in every call; a later field's group is added here once fold.h counts it."""
+FILLS_SAMPLED = FILLS | int(HEAVY)
+"""The same with energies, moments and depth."""
+
+_MERGES = {  # of b into a
+    "sum": "{a} += {b};",
+    "max": "if ({b} > {a}) {a} = {b};",
+    "min": "if ({b} < {a}) {a} = {b};",
+    "or": "{a} = merged_bits({a}, {b});",
+}
+_MERGES_F4 = {**_MERGES, "max": "{a} = max_or_nan({a}, {b});", "min": "{a} = min_or_nan({a}, {b});"}  # a NaN stays
 
 
 class Unavailable(Exception):
@@ -35,16 +47,21 @@ class CompilerHangs(Unavailable):
 
 
 def row_header() -> str:
-    """The record as a C struct, from the one table of its fields."""
+    """The record as a C struct, and how its sums and extremes are merged, from the one table of its fields."""
     ctype = {"<f8": "double", "<i8": "int64_t", "<i4": "int32_t", "<f4": "float"}
-    members, checks, defaults = [], [], []
+    members, checks, defaults, merges = [], [], [], []
     assert ROW.fields is not None
-    for f in FIELDS:
+    for f in LAYOUT:
         members.append(f"    {ctype[f.dtype]} {f.name}{f'[{f.size}]' if f.size > 1 else ''};")
         checks.append(f'_Static_assert(offsetof(struct row, {f.name}) == {ROW.fields[f.name][1]}, "{f.name}");')
         if f.default:
             value = "INFINITY" if f.default == float("inf") else str(int(f.default))
             defaults.append(f".{f.name} = " + (f"{{{', '.join([value] * f.size)}}}" if f.size > 1 else value))
+        if f.merge in _MERGES:
+            at = f"{f.name}[i]" if f.size > 1 else f.name
+            loop = f"for (int i = 0; i < {f.size}; i++) " if f.size > 1 else ""
+            how = (_MERGES_F4 if f.dtype == "<f4" else _MERGES)[f.merge]
+            merges.append(loop + how.format(a=f"(a)->{at}", b=f"(b)->{at}"))
     return "\n".join(
         [
             "/* made from the table of fields: fp8watch_agent.record.FIELDS */",
@@ -55,8 +72,11 @@ def row_header() -> str:
             *checks,
             f'_Static_assert(sizeof(struct row) == {ROW.itemsize}, "size of a row");',
             f"static const struct row EMPTY_ROW = {{{', '.join(defaults)}}};",
-            f"#define MEASURED_LIGHT {int(_LIGHT)}",
-            f"#define MEASURED_ALL {int(_LIGHT | _HEAVY)}",
+            "#define MERGE_FIELDS(a, b) \\\n    " + " \\\n    ".join(merges),
+            f"#define MEASURED_CALLS {int(Measured.COUNTS)}",
+            f"#define MEASURED_BY_EVERY_CALL {int(EVERY_CALL)}",
+            f"#define MEASURED_LIGHT {FILLS}",
+            f"#define MEASURED_ALL {FILLS_SAMPLED}",
             f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.AMAX)}",
             f"#define MEASURED_ENERGIES {int(Measured.ENERGIES)}",
             f"#define AMAX_BUCKET_SHIFT {128 - AMAX_BUCKET_OFFSET}",

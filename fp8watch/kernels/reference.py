@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from fp8watch.kernels import reference_stats
+from fp8watch.kernels.backend import Quantized
 from fp8watch.kernels.reference_stats import Kind
 from fp8watch.numerics.formats import Fp8Format
 from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale, check_tile_shape
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import INF, TileStats
 
 NAME = "reference"
@@ -34,74 +36,40 @@ def probe(device: torch.device) -> str | None:
     return "tensors on device meta have no values" if device.type == "meta" else None
 
 
-class _Quantized(NamedTuple):
+class _Parts(NamedTuple):
     values_t: torch.Tensor  # float32, on the format's grid, before scale_inv
     scale_inv: torch.Tensor
     dequantized_t: torch.Tensor | None
     stats: TileStats | None
 
 
-def quantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """Quantise a 2-D operand tile by tile.
 
     Args:
         x: [M, K] float32, bfloat16 or float16; any strides. Not differentiated.
-        tile_shape: (1, 128), (128, 1) for columnwise data in untransposed coordinates, (128, 128), or any other.
-            Cells of the last tiles that lie beyond the edge count as 0 and enter no statistic.
-        fmt: E4M3 or E5M2.
-        power_2_scale: round each scale down to a power of two.
-        eps: smallest amax a scale is computed from; 0 switches it off.
+        job: tile, format, scale rule, and what to measure.
         scale: float32 [Mt, Kt] to use in place of the computed one (a cached or delayed scale). The scale ratio is
             then that of this tensor's amax to the given scale.
-        guard: False leaves out the rule that a zero or infinite amax has scale 1, as kernels do that lack it: an
-            all-zero tile then has scale Inf and NaN codes.
-        invariant: False for a given scale that is not bound to this tensor's amax (delayed scaling): the only
-            off-scale tiles are then those whose scale is not finite and positive.
-        stats: whether to measure.
-        heavy: whether to measure energies, moments and the depth histogram too.
 
     Returns:
-        Codes [M, K] of fmt.dtype, scale_inv float32 [Mt, Kt], and the statistics or None.
+        Codes [M, K] of the format's dtype, scale_inv float32 [Mt, Kt], and the statistics or None.
 
     Raises:
-        TypeError, ValueError: x, tile_shape or scale is not as said above.
+        TypeError, ValueError: x or scale is not as said above.
         RuntimeError: subnormal numbers are flushed to zero in this thread (CPU).
     """
-    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, dequantized=False)
-    return _untile(got.values_t.to(fmt.dtype), x), got.scale_inv, got.stats
+    got = _quantize(x, job, scale, dequantized=False)
+    return _untile(got.values_t.to(job.fmt.dtype), x), got.scale_inv, got.stats
 
 
-def quantize_dequantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, TileStats | None]:
+def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `quantize`, with the dequantised operand (float32 [M, K]) in place of the codes.
 
     Equal to `dequantize` of what `quantize` returns bit by bit; the codes themselves are never made, because the
     values are rounded to the format's grid in float32 anyway and the cast to FP8 and back would change nothing.
     """
-    got = _quantize(x, tile_shape, fmt, power_2_scale, eps, scale, guard, invariant, stats, heavy, dequantized=True)
+    got = _quantize(x, job, scale, dequantized=True)
     assert got.dequantized_t is not None
     return _untile(got.dequantized_t, x), got.scale_inv, got.stats
 
@@ -125,31 +93,25 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
 
 
 def tile_scale(
-    amax: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    dtype: torch.dtype,
-    guard: bool = True,
-    ordinary: bool = False,
+    amax: torch.Tensor, job: QuantizeJob, dtype: torch.dtype, *, ordinary: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale of each tile, and FP8_MAX/amax as it came out of the division.
 
     Args:
         amax: float32, 0 or more, Inf where an element is.
-        fmt, power_2_scale, eps, guard: as for `quantize`.
+        job: format, power_2_scale, eps and zero_guard.
         dtype: of the operand; its largest finite value stands in for a scale that overflows.
         ordinary: the caller knows that no tile needs the guard or that stand-in.
     """
-    if eps > 0:
-        amax = amax.clamp_min(eps)
+    if job.eps > 0:
+        amax = amax.clamp_min(job.eps)
     # torch.div of two tensors: a Python number over a tensor is a reciprocal and a product, other codes
-    quotient = torch.full_like(amax, fmt.max_finite).div_(amax)
+    quotient = torch.full_like(amax, job.fmt.max_finite).div_(amax)
     scale = quotient
-    if guard and not ordinary:
+    if job.zero_guard and not ordinary:
         scale = quotient.masked_fill(quotient == INF, torch.finfo(dtype).max)
         scale.masked_fill_((amax == 0).logical_or_(amax == INF), 1.0)
-    if power_2_scale:
+    if job.power_2_scale:
         scale = scale.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
     return scale, quotient
 
@@ -209,31 +171,19 @@ def _look(amax: torch.Tensor, eps: float) -> Kind:
     return Kind.ORDINARY if low > _SMALLEST_ORDINARY_AMAX and low > eps * (1 + 1e-6) else Kind.FINITE
 
 
-def _quantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    given: torch.Tensor | None,
-    guard: bool,
-    invariant: bool,
-    stats: bool,
-    heavy: bool,
-    dequantized: bool,
-) -> _Quantized:
-    tile_shape = check_tile_shape(tile_shape)
+def _quantize(x: torch.Tensor, job: QuantizeJob, given: torch.Tensor | None, *, dequantized: bool) -> _Parts:
     check_operand(x)
     check_denormals(x)
     if x.is_cpu:
         keep_freed_memory()
-    x_t = tiled(x.detach().to(torch.float32), tile_shape)
+    fmt, stats, heavy = job.fmt, job.stats, job.heavy
+    x_t = tiled(x.detach().to(torch.float32), job.tile)
     magnitude_t = x_t.abs()
     amax = magnitude_t.amax((1, 3))
-    kind = _look(amax, eps) if given is None and guard else Kind.ANY
+    kind = _look(amax, job.eps) if given is None and job.zero_guard else Kind.ANY
     if kind is Kind.ANY:
         amax = magnitude_t.nan_to_num(0.0, posinf=INF).amax((1, 3))
-    scale, quotient = tile_scale(amax, fmt, power_2_scale, eps, x.dtype, guard, ordinary=kind is Kind.ORDINARY)
+    scale, quotient = tile_scale(amax, job, x.dtype, ordinary=kind is Kind.ORDINARY)
     if given is not None:
         scale = check_scale(given, (amax.shape[0], amax.shape[1]), x)
     scale_inv = torch.ones_like(scale).div_(scale)
@@ -244,27 +194,20 @@ def _quantize(
     values_t = torch.copysign(rounded_t, x_t)
     if kind is Kind.ANY:
         values_t.masked_fill_(rounded_t.isnan(), float("nan"))  # one NaN code, whatever sign came in
-    dequantized_t = values_t * spread(scale_inv) if dequantized or (stats and heavy) else None
+    dequantized_t = values_t * spread(scale_inv) if dequantized or heavy else None
     if not stats:
-        return _Quantized(values_t, scale_inv, dequantized_t, None)
-    measured = reference_stats.measure(
-        reference_stats.Operand(
-            kind,
-            x_t,
-            magnitude_t,
-            rounded_t,
-            dequantized_t if heavy else None,
-            amax,
-            scale,
-            scale_inv,
-            quotient,
-            saturated,
-        ),
-        (x.shape[0], x.shape[1]),
-        tile_shape,
-        fmt,
-        power_2_scale,
-        eps,
-        invariant,
+        return _Parts(values_t, scale_inv, dequantized_t, None)
+    operand = reference_stats.Operand(
+        kind,
+        x_t,
+        magnitude_t,
+        rounded_t,
+        dequantized_t if heavy else None,
+        amax,
+        scale,
+        scale_inv,
+        quotient,
+        saturated,
     )
-    return _Quantized(values_t, scale_inv, dequantized_t, measured)
+    measured = reference_stats.measure(operand, (x.shape[0], x.shape[1]), job)
+    return _Parts(values_t, scale_inv, dequantized_t, measured)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fp8watch.numerics.formats import Fp8Format
-from fp8watch.numerics.row_fold import histogram
+from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.numerics.row_fold import groups_of, histogram
 from fp8watch.numerics.tile_stats import HEAVY, INF, LIGHT, Heavy, Invariant, PerTile, TileStats
 from fp8watch_agent.record import NUM_DEPTH_BUCKETS
 
@@ -53,16 +54,8 @@ def saturated(y_t: torch.Tensor, magnitude_t: torch.Tensor, fmt: Fp8Format) -> t
     return ((y_t >= fmt.saturation_midpoint) & (magnitude_t < INF)).sum((1, 3))
 
 
-def measure(
-    operand: Operand,
-    shape: tuple[int, int],
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    bound: bool,
-) -> TileStats:
-    """Collect the statistics of one operand."""
+def measure(operand: Operand, shape: tuple[int, int], job: QuantizeJob) -> TileStats:
+    """Collect the statistics of one operand [M, K] of that shape, as the job quantised it."""
     magnitude_t, amax = operand.magnitude_t, operand.amax
     first: torch.Tensor | None = None
     if operand.saturated is None:
@@ -74,20 +67,21 @@ def measure(
         finite_amax = magnitude_t.amax((1, 3))
         counts = _careful_counts(operand, operand.saturated, finite_t)
         first = _first_nonfinite(finite_t)
-    ratio = (amax * operand.scale).div_(torch.full_like(amax, fmt.max_finite))
+    ratio = (amax * operand.scale).div_(torch.full_like(amax, job.fmt.max_finite))
     # For scales computed just now from ordinary tiles the invariant is trivially true.
-    invariant = None if operand.kind is Kind.ORDINARY else _invariant(operand, ratio, power_2_scale, eps, bound)
+    invariant = None if operand.kind is Kind.ORDINARY else _invariant(operand, ratio, job)
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
+    tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy)
     return TileStats(
         shape,
-        tile_shape,
-        power_2_scale,
-        eps,
+        job.tile,
+        job.power_2_scale,
+        job.eps,
         operand.scale_inv,
-        int(LIGHT if heavy is None else LIGHT | HEAVY),
-        PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy),
+        int(LIGHT if heavy is None else LIGHT | HEAVY) | groups_of(tiles.later),
+        tiles,
     )
 
 
@@ -125,20 +119,20 @@ def _first_nonfinite(finite_t: torch.Tensor) -> torch.Tensor:
     return place.masked_fill_(nonfinite.amax() == 0, -1).to(torch.int32)
 
 
-def _invariant(operand: Operand, ratio: torch.Tensor, power_2_scale: bool, eps: float, bound: bool) -> Invariant:
+def _invariant(operand: Operand, ratio: torch.Tensor, job: QuantizeJob) -> Invariant:
     """The tiles that the scale invariant is meant for, those that break it, and how badly."""
     amax, quotient, scale_inv = operand.amax, operand.quotient, operand.scale_inv
     # 1/scale is positive and finite exactly where scale is positive, finite and has a usable reciprocal
     usable = (scale_inv > 0) & (scale_inv < INF)
     # quotient Inf: a zero tile, or the scale was clamped to the input type; 0: a sentinel tile
     included = usable & (quotient < INF) & (quotient > 0)
-    if eps > 0:
-        included &= amax >= eps
-    if power_2_scale:
+    if job.eps > 0:
+        included &= amax >= job.eps
+    if job.power_2_scale:
         within, low = (ratio > 0.5) & (ratio <= 1.0), 0.5
     else:
         within, low = (ratio >= 1 - _FP32_SCALE_SLACK) & (ratio <= 1 + _FP32_SCALE_SLACK), 1.0
-    off_scale = ~usable | (included & ~within) if bound else ~usable
+    off_scale = ~usable | (included & ~within) if job.invariant else ~usable
     distance = torch.maximum(ratio, low / ratio).masked_fill_(~usable, INF)
     return Invariant(included, off_scale, distance.where(off_scale, 0.0))
 

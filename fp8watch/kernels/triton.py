@@ -13,20 +13,17 @@ run on a GPU yet. `make test-gpu` is what shows the rest.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fp8watch.kernels import reference
-from fp8watch.kernels.registry import Quantized
-from fp8watch.numerics.formats import Fp8Format
-from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_tile_shape
-
-if TYPE_CHECKING:
-    from fp8watch.kernels.triton_launch import How
-    from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.kernels.backend import Quantized, Scales
+from fp8watch.kernels.triton_job import How, Output
+from fp8watch.numerics.operand_checks import check_denormals, check_operand
+from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.numerics.tile_stats import TileStats
 
 NAME = "triton"
 
@@ -85,114 +82,48 @@ def probe(device: torch.device) -> str | None:
     return None
 
 
-def quantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> Quantized:
+def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `fp8watch.kernels.reference.quantize`, whose bits it gives.
 
     Tiles of powers of two up to 128 × 128 and tiles as large as the operand have kernels; other shapes are computed
     by the reference, on the same device.
     """
-    how = _how(fmt, power_2_scale, eps, guard, invariant, stats, heavy, dequantize=False)
-    return _quantize(x, tile_shape, scale, how)
+    return _quantize(x, _how(job, Output.CODES), scale)
 
 
-def quantize_dequantize(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    guard: bool = True,
-    invariant: bool = True,
-    stats: bool = True,
-    heavy: bool = True,
-) -> Quantized:
+def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `quantize`, with what the codes stand for (float32) in place of the codes."""
-    how = _how(fmt, power_2_scale, eps, guard, invariant, stats, heavy, dequantize=True)
-    return _quantize(x, tile_shape, scale, how)
+    return _quantize(x, _how(job, Output.VALUES), scale)
 
 
 def quantize_both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    length: int = 128,
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-    stats: bool = True,
-    heavy: bool = True,
-    transposed: bool = False,
+    x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None, *, transposed: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Both directions of one operand from one read: as `quantize` with tiles (1, length) and (length, 1).
+    """Both directions of one operand from one read: as `quantize` with the tiles of the job, (1, length), and (length, 1).
 
     With `transposed` the columnwise codes lie in memory as [K, M], as a GEMM over M reads them; the tensor that is
     returned is [M, K] all the same, with strides (1, M).
     """
-    how = _how(fmt, power_2_scale, eps, True, True, stats, heavy, dequantize=False)
-    return _both(x, length, scale, how, transposed)
+    return _both(x, _how(job, Output.CODES), scales, transposed=transposed)
 
 
 def quantize_dequantize_both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    length: int = 128,
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-    stats: bool = True,
-    heavy: bool = True,
+    x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
 ) -> tuple[Quantized, Quantized]:
     """As `quantize_both`, with what the codes stand for (float32) in place of the codes."""
-    how = _how(fmt, power_2_scale, eps, True, True, stats, heavy, dequantize=True)
-    return _both(x, length, scale, how, transposed=False)
+    return _both(x, _how(job, Output.VALUES), scales)
 
 
-def measure(
-    x: torch.Tensor,
-    tile_shape: tuple[int, int],
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    scale: torch.Tensor | None = None,
-    invariant: bool = True,
-    heavy: bool = True,
-) -> TileStats:
-    """As `fp8watch.kernels.registry.measure`: reads the operand, and writes nothing of its size."""
-    how = replace(_how(fmt, power_2_scale, eps, True, invariant, True, heavy, dequantize=False), alone=True)
-    stats = _quantize(x, tile_shape, scale, how)[2]
+def measure(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> TileStats:
+    """As `fp8watch.kernels.backend.measure`: reads the operand, and writes nothing of its size."""
+    stats = _quantize(x, _how(job, Output.NOTHING), scale)[2]
     assert stats is not None
     return stats
 
 
-def measure_both(
-    x: torch.Tensor,
-    fmt: Fp8Format,
-    power_2_scale: bool,
-    eps: float,
-    *,
-    length: int = 128,
-    scale: tuple[torch.Tensor, torch.Tensor] | None = None,
-    heavy: bool = True,
-) -> tuple[TileStats, TileStats]:
-    """As `fp8watch.kernels.registry.measure_both`, from one read of the operand."""
-    how = replace(_how(fmt, power_2_scale, eps, True, True, True, heavy, dequantize=False), alone=True)
-    rowwise, columnwise = (stats for *_, stats in _both(x, length, scale, how, transposed=False))
+def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None) -> tuple[TileStats, TileStats]:
+    """As `fp8watch.kernels.backend.measure_both`, from one read of the operand."""
+    rowwise, columnwise = (stats for *_, stats in _both(x, _how(job, Output.NOTHING), scales))
     assert rowwise is not None
     assert columnwise is not None
     return rowwise, columnwise
@@ -201,11 +132,8 @@ def measure_both(
 dequantize = reference.dequantize
 
 
-def _how(
-    fmt: Fp8Format, power_2: bool, eps: float, guard: bool, invariant: bool, stats: bool, heavy: bool, *, dequantize: bool
-) -> How:  # fmt: skip
-    hardware = HARDWARE_CAST and not interpreted()
-    return _launch().How(fmt, bool(power_2), float(eps), guard, invariant, stats, heavy, dequantize, hardware)  # type: ignore[no-any-return]
+def _how(job: QuantizeJob, output: Output) -> How:
+    return How(job, output, HARDWARE_CAST and not interpreted())
 
 
 def _check(x: torch.Tensor) -> torch.Tensor:
@@ -214,22 +142,16 @@ def _check(x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
-def _quantize(x: torch.Tensor, tile_shape: tuple[int, int], scale: torch.Tensor | None, how: How) -> Quantized:
-    tile = check_tile_shape(tile_shape)
-    x = _check(x)
+def _quantize(x: torch.Tensor, how: How, scale: torch.Tensor | None) -> Quantized:
+    x, tile = _check(x), how.job.tile
     whole = not _launch().has_kernel(tile)
     if whole and (tile[0] < x.shape[0] or tile[1] < x.shape[1]):
-        plain = reference.quantize_dequantize if how.dequantize else reference.quantize
-        return plain(
-            x, tile, how.fmt, how.power_2, how.eps,
-            scale=scale, guard=how.guard, invariant=how.invariant, stats=how.stats, heavy=how.heavy,
-        )  # fmt: skip
-    got: Quantized = _launch().quantize(x, tile, scale, how, whole=whole)
+        plain = reference.quantize_dequantize if how.output is Output.VALUES else reference.quantize
+        return plain(x, how.job, scale)
+    got: Quantized = _launch().quantize(x, how, scale, whole=whole)
     return got
 
 
-def _both(
-    x: torch.Tensor, length: int, scale: tuple[torch.Tensor, torch.Tensor] | None, how: How, transposed: bool
-) -> tuple[Quantized, Quantized]:
-    got: tuple[Quantized, Quantized] = _launch().both(_check(x), length, scale, how, transposed=transposed)
+def _both(x: torch.Tensor, how: How, scales: Scales | None, *, transposed: bool = False) -> tuple[Quantized, Quantized]:
+    got: tuple[Quantized, Quantized] = _launch().both(_check(x), how, scales, transposed=transposed)
     return got

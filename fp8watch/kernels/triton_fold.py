@@ -41,7 +41,7 @@ from fp8watch.kernels.triton_line import (
     WORST_TILE,
     ZERO_TILES,
 )
-from fp8watch_agent.record import FIELDS, ROW
+from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, Measured
 
 _SECTIONS = (  # fields that one program writes as a vector: they must lie side by side
     ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"),
@@ -59,7 +59,7 @@ def _place(name: str, size: int) -> tl.constexpr:
 
 
 def _side_by_side() -> bool:
-    names = [f.name for f in FIELDS]
+    names = [f.name for f in LAYOUT]
     return all(names[(i := names.index(s[0])) : i + len(s)] == list(s) for s in _SECTIONS)
 
 
@@ -75,6 +75,7 @@ WORST_I4, NOISE_I4 = _place("worst_tile", 4), _place("noise_tile", 4)
 OFF_I4, FIRST_I4 = _place("off_scale_tile", 4), _place("first_nonfinite", 4)
 ORDER_I4, MEASURED_I4 = _place("order", 4), _place("measured", 4)
 NUM_ENERGIES = tl.constexpr(5)
+CALLS, BY_EVERY_CALL = tl.constexpr(int(Measured.COUNTS)), tl.constexpr(int(EVERY_CALL))
 
 NUM_WORDS = int(WORDS.value)
 """Of one line."""
@@ -93,6 +94,12 @@ def _better(best, place, value, other):
     """The larger, and of two equals the earlier tile."""
     take = (value > best) | ((value == best) & (other < place))
     return tl.where(take, value, best), tl.where(take, other, place)
+
+
+@triton.jit
+def _lacking(bits):
+    """What fp8watch_agent.record.lacking says of `measured`."""
+    return tl.where((bits & CALLS) != 0, ~bits & BY_EVERY_CALL, 0)
 
 
 @triton.jit
@@ -179,7 +186,8 @@ def _fold_scalars(
 
     order = tl.load(row4 + ORDER_I4)
     tl.store(row4 + ORDER_I4, tl.where(order < 0, call_order, order))
-    tl.store(row4 + MEASURED_I4, tl.load(row4 + MEASURED_I4) | measured)
+    before = tl.load(row4 + MEASURED_I4)
+    tl.store(row4 + MEASURED_I4, (before | measured) & ~(_lacking(before) | _lacking(measured)))
 
     if HEAVY:
         _fold_energies(lines, row8, row4, num_lines, tile_columns, WHOLE, CHUNK)

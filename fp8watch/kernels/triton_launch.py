@@ -8,15 +8,15 @@ Imported only where Triton is there. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fp8watch.kernels import triton_fold, triton_strip, triton_tiles
-from fp8watch.kernels.registry import Quantized
-from fp8watch.numerics.formats import Fp8Format
+from fp8watch.kernels.backend import Quantized, Scales
+from fp8watch.kernels.triton_job import How, Output
 from fp8watch.numerics.operand_checks import check_scale
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
 
 REGION = 128
@@ -37,65 +37,40 @@ interpreted_region, interpreted_strip = 512, 512
 _SMALLEST_TILE = 16  # elements; below it a region has too many tiles for one program
 
 
-@dataclass(frozen=True)
-class How:
-    """What a call asks for."""
-
-    fmt: Fp8Format
-    power_2: bool
-    eps: float
-    guard: bool
-    invariant: bool
-    stats: bool
-    heavy: bool
-    dequantize: bool
-    hardware_cast: bool
-    alone: bool = False  # the statistics alone: nothing is written of the operand's size
-
-    def constants(self, x: torch.Tensor, given: bool, region: tuple[int, int]) -> dict[str, Any]:
-        """The constants that kernels are compiled for. Fused multiply-add would round once where the rule rounds twice."""
-        return {
-            "BM": region[0], "BK": region[1], "SUB": strip_of(region, self.heavy and self.stats), "E4M3": self.fmt.name == "E4M3",
-            "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": self.power_2, "GUARD": self.guard, "GIVEN": given,
-            "INVARIANT": self.invariant, "STATS": self.stats, "HEAVY": self.heavy and self.stats,
-            "OUTPUT": 2 if self.alone else int(self.dequantize), "HARDWARE": self.hardware_cast,
-            "num_warps": NUM_WARPS, "enable_fp_fusion": False,
-        }  # fmt: skip
-
-
 class _Side:
     """What one direction of a call writes."""
 
     def __init__(
-        self, x: torch.Tensor, tile: tuple[int, int], how: How, num_programs: int, *, whole: bool = False, transposed: bool = False
+        self, x: torch.Tensor, job: QuantizeJob, output: Output, num_programs: int, *, whole: bool = False, transposed: bool = False
     ) -> None:  # fmt: skip
-        self.shape, self.tile, self.how, self.whole = (x.shape[0], x.shape[1]), tile, how, whole
-        self.num_tiles = (-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1]))
-        shape = (0, 0) if how.alone else self.shape[::-1] if transposed else self.shape
-        out = torch.empty(shape, dtype=torch.float32 if how.dequantize else torch.uint8, device=x.device)
+        self.shape, self.job, self.output = (x.shape[0], x.shape[1]), job, output
+        self.num_tiles = (-(-x.shape[0] // job.tile[0]), -(-x.shape[1] // job.tile[1]))
+        shape = (0, 0) if output is Output.NOTHING else self.shape[::-1] if transposed else self.shape
+        dtype = torch.float32 if output is Output.VALUES else torch.uint8
+        out = torch.empty(shape, dtype=dtype, device=x.device)
         self.out = out.t() if transposed else out
         self.scale_inv = torch.empty(self.num_tiles, dtype=torch.float32, device=x.device)
         self.amax: torch.Tensor | None = None
         self.marks: torch.Tensor | None = None
         self.lines: torch.Tensor | None = None
-        if how.stats:
+        if job.stats:
             self.lines = torch.empty((num_programs, triton_fold.NUM_WORDS), dtype=torch.int32, device=x.device)
-        if how.stats and not whole:
-            marks = torch.uint8 if tile[0] * tile[1] < 256 else torch.int16
+        if job.stats and not whole:
+            marks = torch.uint8 if job.tile[0] * job.tile[1] < 256 else torch.int16
             self.amax = torch.empty_like(self.scale_inv)
             self.marks = torch.empty((*self.num_tiles, 8), dtype=marks, device=x.device)
 
     def result(self) -> Quantized:
-        how = self.how
-        out = self.out if how.dequantize else self.out.view(how.fmt.dtype)
+        job = self.job
+        out = self.out if self.output is Output.VALUES else self.out.view(job.fmt.dtype)
         if self.lines is None or self.amax is None:
             return out, self.scale_inv, None
-        measured = int(LIGHT | HEAVY) if how.heavy else int(LIGHT)
+        measured = int(LIGHT | HEAVY) if job.heavy else int(LIGHT)
         (rows, columns), (mt, kt) = self.shape, self.num_tiles
         folded = triton_fold.FoldedLines(
-            self.lines, self.amax, self.marks, rows * columns, mt * kt, columns, kt, measured, how.heavy
+            self.lines, self.amax, self.marks, rows * columns, mt * kt, columns, kt, measured, job.heavy
         )
-        stats = TileStats(self.shape, self.tile, how.power_2, how.eps, self.scale_inv, measured, folded=folded)
+        stats = TileStats(self.shape, job.tile, job.power_2_scale, job.eps, self.scale_inv, measured, folded=folded)
         return out, self.scale_inv, stats
 
 
@@ -104,17 +79,18 @@ def has_kernel(tile: tuple[int, int]) -> bool:
     return all(n <= REGION and n & (n - 1) == 0 for n in tile) and tile[0] * tile[1] >= _SMALLEST_TILE
 
 
-def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None, how: How, *, whole: bool) -> Quantized:
+def quantize(x: torch.Tensor, how: How, scale: torch.Tensor | None, *, whole: bool) -> Quantized:
     """One direction. With `whole` the operand is one tile, and is read once more before for its amax."""
-    (rows, columns), (bm, bk) = x.shape, tile
-    region = rm, rk = _region(x, tile, whole)
+    job = how.job
+    (rows, columns), (bm, bk) = x.shape, job.tile
+    region = rm, rk = _region(x, job.tile, whole)
     mt, kt = -(-rows // bm), -(-columns // bk)
     if scale is not None:
         scale = check_scale(scale, (mt, kt), x).contiguous()
     regions_k = -(-columns // rk)
     num_programs = -(-rows // rm) * regions_k
     with triton_fold.on_device_of(x):
-        side = _Side(x, tile, how, num_programs, whole=whole)
+        side = _Side(x, job, how.output, num_programs, whole=whole)
         amax = None
         if whole:
             extremes = torch.empty((num_programs, 2), dtype=torch.int32, device=x.device)
@@ -125,44 +101,58 @@ def quantize(x: torch.Tensor, tile: tuple[int, int], scale: torch.Tensor | None,
             amax = extremes.amax(0).view(torch.float32)  # of the bits, which for magnitudes is of the values
         triton_tiles.quantize_kernel[(num_programs,)](
             x, side.out, side.scale_inv, side.amax, side.marks, scale, side.lines, amax,
-            rows, columns, *x.stride(), *side.out.stride(), mt, kt, regions_k, how.eps,
+            rows, columns, *x.stride(), *side.out.stride(), mt, kt, regions_k, job.eps,
             TM=rm if whole else bm, TK=rk if whole else bk, WHOLE=whole,
-            **how.constants(x, scale is not None, region),
+            **_constants(x, how, scale is not None, region),
         )  # fmt: skip
         if amax is not None:
             side.amax = amax[:1].view(1, 1)
     return side.result()
 
 
-def both(
-    x: torch.Tensor, length: int, scale: tuple[torch.Tensor, torch.Tensor] | None, how: How, *, transposed: bool
-) -> tuple[Quantized, Quantized]:
-    """Tiles (1, length) and (length, 1) from one read.
+def both(x: torch.Tensor, how: How, scales: Scales | None, *, transposed: bool) -> tuple[Quantized, Quantized]:
+    """Tiles (1, length), as the job has them, and (length, 1) from one read.
 
     Raises:
         ValueError: no kernel has tiles of that length.
     """
+    job, length = how.job, how.job.tile[1]
     if not has_kernel((1, length)):
         raise ValueError(f"length={length}: must be a power of two from {_SMALLEST_TILE} to {REGION}")
     rows, columns = x.shape
     region = rm, rk = _region(x, (length, length), whole=False)
     mt, kt = -(-rows // length), -(-columns // length)
     given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if scale is not None:
-        given = check_scale(scale[0], (rows, kt), x).contiguous(), check_scale(scale[1], (mt, columns), x).contiguous()
+    if scales is not None:
+        given = (
+            check_scale(scales[0], (rows, kt), x).contiguous(),
+            check_scale(scales[1], (mt, columns), x).contiguous(),
+        )
     regions_k = -(-columns // rk)
     num_programs = -(-rows // rm) * regions_k
     with triton_fold.on_device_of(x):
-        a = _Side(x, (1, length), how, num_programs)
-        b = _Side(x, (length, 1), how, num_programs, transposed=transposed)
+        a = _Side(x, job, how.output, num_programs)
+        b = _Side(x, job.transposed(), how.output, num_programs, transposed=transposed)
         triton_tiles.both_kernel[(num_programs,)](
             x,
             a.out, a.scale_inv, a.amax, a.marks, given[0], a.lines,
             b.out, b.scale_inv, b.amax, b.marks, given[1], b.lines,
-            rows, columns, *x.stride(), *a.out.stride(), *b.out.stride(), mt, kt, regions_k, how.eps,
-            **how.constants(x, scale is not None, region),
+            rows, columns, *x.stride(), *a.out.stride(), *b.out.stride(), mt, kt, regions_k, job.eps,
+            **_constants(x, how, scales is not None, region),
         )  # fmt: skip
     return a.result(), b.result()
+
+
+def _constants(x: torch.Tensor, how: How, given: bool, region: tuple[int, int]) -> dict[str, Any]:
+    """The constants that kernels are compiled for. Fused multiply-add would round once where the rule rounds twice."""
+    job = how.job
+    return {
+        "BM": region[0], "BK": region[1], "SUB": strip_of(region, job.heavy), "E4M3": job.fmt.name == "E4M3",
+        "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": job.power_2_scale, "GUARD": job.zero_guard, "GIVEN": given,
+        "INVARIANT": job.invariant, "STATS": job.stats, "HEAVY": job.heavy,
+        "OUTPUT": int(how.output), "HARDWARE": how.hardware_cast,
+        "num_warps": NUM_WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
 def _region(x: torch.Tensor, tile: tuple[int, int], whole: bool) -> tuple[int, int]:

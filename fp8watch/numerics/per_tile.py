@@ -10,6 +10,7 @@ reads a value back to the host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ class PerTile(NamedTuple):
     counts: torch.Tensor  # int64 [5, Mt, Kt]: non-zero, saturated, underflow, NaN, Inf
     first_nonfinite: torch.Tensor | None  # int32 [2]: row, column of the first NaN or Inf, else −1; None: all finite
     heavy: Heavy | None
+    later: Mapping[str, torch.Tensor] = {}  # of the whole call, 0-d or [size]: fields with a group of their own
 
 
 class Folded(Protocol):

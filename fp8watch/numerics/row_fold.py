@@ -8,6 +8,7 @@ The way of backends that do not fold by themselves; nothing here reads a value b
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,14 +17,22 @@ import torch
 
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.per_tile import INF, Call, Invariant, PerTile
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, NUM_AMAX_BUCKETS, ROW, empty_rows
+from fp8watch_agent.record import (
+    EVERY_CALL,
+    FIELD_BY_NAME,
+    LAYOUT,
+    NUM_AMAX_BUCKETS,
+    ROW,
+    empty_rows,
+    merge_measured,
+)
 
 _AMAX_BUCKET_SHIFT = 128 - AMAX_BUCKET_OFFSET  # exponent field of amax/1.75, rounded down, minus this = bucket
 _TORCH_DTYPES = {"<f8": torch.float64, "<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
 
 class Sections(NamedTuple):
-    """One call as the sections of a slab row: consecutive FIELDS of one dtype and one way of merging."""
+    """One call as the sections of a slab row: fields side by side, of one dtype and one way of merging."""
 
     sums: torch.Tensor | None  # float64 [5]: signal_energy … moment4
     noise_max: torch.Tensor | None  # float64 [1]
@@ -35,12 +44,13 @@ class Sections(NamedTuple):
     noise_tile: torch.Tensor | None  # int32 [2], of the largest noise ratio even if that is 0
     firsts: torch.Tensor | None  # int32 [4]: off_scale_tile, first_nonfinite without its call; None: nowhere
     measured: int
+    later: Mapping[str, torch.Tensor]  # fields with a group of their own, of those that were measured
 
 
 def row_span(row: torch.Tensor, first: str, last: str | None = None) -> torch.Tensor:
     """Typed view [num elements] of consecutive fields of a row (uint8 [ROW.itemsize]), `last` included."""
-    names = [f.name for f in FIELDS]
-    fields = FIELDS[names.index(first) : names.index(last or first) + 1]
+    names = [f.name for f in LAYOUT]
+    fields = LAYOUT[names.index(first) : names.index(last or first) + 1]
     if len({(f.dtype, f.merge) for f in fields}) != 1:
         raise ValueError(f"fields {first} … {last} differ in dtype or in merging: they are not one section")
     assert ROW.fields is not None
@@ -83,7 +93,16 @@ def sections(stats: Call) -> Sections:
         noise_tile,
         firsts,
         stats.measured,
+        tiles.later and {name: tiles.later[name] for name in tiles.later if groups_of((name,)) & ~stats.measured == 0},
     )
+
+
+def groups_of(later: Iterable[str]) -> int:
+    """Bits of the groups that these fields have for themselves."""
+    bits = 0
+    for name in later:
+        bits |= int(FIELD_BY_NAME[name].group & EVERY_CALL)
+    return bits
 
 
 def _unusual(
@@ -152,6 +171,7 @@ class RowViews(NamedTuple):
     first_call: torch.Tensor  # call of first_nonfinite
     order: torch.Tensor
     measured: torch.Tensor
+    later: Mapping[str, torch.Tensor]
 
 
 @torch.inference_mode(False)  # views made in inference mode could never be written outside of it
@@ -172,7 +192,11 @@ def row_views(row: torch.Tensor) -> RowViews:
         first_call=row_span(row, "first_nonfinite")[2:],
         order=row_span(row, "order"),
         measured=row_span(row, "measured"),
+        later={f.name: row_span(row, f.name) for f in LAYOUT if f.group & EVERY_CALL},
     )
+
+
+_MERGE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def merge_sections(into: RowViews, call: Sections, call_order: int) -> None:
@@ -195,7 +219,13 @@ def merge_sections(into: RowViews, call: Sections, call_order: int) -> None:
         torch.where(fresh, call.firsts, into.firsts, out=into.firsts)
         into.first_call.masked_fill_((fresh[3:] & (call.firsts[3:] >= 0)), call_order)
     into.order.masked_fill_(into.order < 0, call_order)
-    into.measured.bitwise_or_(call.measured)
+    for name, value in call.later.items():
+        mine = into.later[name]
+        _MERGE[FIELD_BY_NAME[name].merge](mine, value.to(mine.dtype), out=mine)
+    if EVERY_CALL:
+        into.measured.copy_(merge_measured(into.measured, call.measured))
+    else:
+        into.measured.bitwise_or_(call.measured)
 
 
 def new_rows(capacity: int, device: torch.device) -> torch.Tensor:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.numerics import formats
+from fp8watch.kernels.backend import Backend
+from fp8watch.kernels.registry import resolve
 from fp8watch.numerics.formats import Fp8Format
-from fp8watch.numerics.operand_checks import check_block_shape, check_denormals, check_eps, check_operand
+from fp8watch.numerics.operand_checks import check_block_shape, check_denormals, check_operand
+from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
 
 
@@ -50,7 +51,7 @@ def quantize_blockwise(
         fp8_format: "E4M3" or "E5M2".
         power_2_scale: scales are powers of two, rounded down; else float32.
         amax_epsilon: an amax below is raised to it.
-        backend: "reference", "cpu", "triton", or None for the fastest that can serve x's device.
+        backend: a name of `fp8watch.kernels.BACKEND_NAMES`, or None for the fastest that can serve x's device.
 
     Returns:
         Codes, scale_inv, statistics per block, and `dequantize()`.
@@ -62,10 +63,8 @@ def quantize_blockwise(
     """
     check_operand(x)
     check_denormals(x)
-    block = check_block_shape(block_shape)
-    fmt = formats.fp8_format(fp8_format)
-    eps = check_eps(amax_epsilon)
+    job = quantize_jobs(check_block_shape(block_shape), fp8_format, bool(power_2_scale), float(amax_epsilon))[-1]
     chosen = resolve(backend, x.device)
-    data, scale_inv, stats = chosen.quantize(x, block, fmt, bool(power_2_scale), eps)
+    data, scale_inv, stats = chosen.quantize(x, job)
     assert stats is not None
-    return BlockwiseQuantized(data, scale_inv, stats, block, fmt, chosen.NAME, chosen)
+    return BlockwiseQuantized(data, scale_inv, stats, job.tile, job.fmt, chosen.NAME, chosen)

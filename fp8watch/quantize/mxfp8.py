@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.numerics import formats
+from fp8watch.kernels.backend import Backend
+from fp8watch.kernels.registry import resolve
 from fp8watch.numerics.formats import Fp8Format
 from fp8watch.numerics.operand_checks import check_denormals, check_operand
+from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
 
 TILE = 32
@@ -61,7 +62,7 @@ def quantize_mxfp8(
         x: [M, K] float32, bfloat16 or float16; any strides. Not differentiated.
         fp8_format: "E4M3" or "E5M2".
         columnwise: tiles run along the rows, 32×1, for a GEMM that contracts over M.
-        backend: "reference", "cpu", "triton", or None for the fastest that can serve x's device.
+        backend: a name of `fp8watch.kernels.BACKEND_NAMES`, or None for the fastest that can serve x's device.
 
     Returns:
         Codes, E8M0 scales, statistics per tile, and `dequantize()`.
@@ -73,12 +74,12 @@ def quantize_mxfp8(
     """
     check_operand(x)
     check_denormals(x)
-    fmt, chosen = formats.fp8_format(fp8_format), resolve(backend, x.device)
-    codes = e8m0_scale_inv(mx_amax(x, columnwise), fmt)
-    tile = (TILE, 1) if columnwise else (1, TILE)
-    data, _, stats = chosen.quantize(x, tile, fmt, True, 0.0, scale=e8m0_scale(codes))
+    job = quantize_jobs((TILE, 1) if columnwise else (1, TILE), fp8_format)[-1]
+    chosen = resolve(backend, x.device)
+    codes = e8m0_scale_inv(mx_amax(x, columnwise), job.fmt)
+    data, _, stats = chosen.quantize(x, job, e8m0_scale(codes))
     assert stats is not None
-    return MxQuantized(data, codes.view(torch.float8_e8m0fnu), stats, columnwise, fmt, chosen.NAME, chosen)
+    return MxQuantized(data, codes.view(torch.float8_e8m0fnu), stats, columnwise, job.fmt, chosen.NAME, chosen)
 
 
 def mx_amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8watch.kernels.registry import Backend, resolve
-from fp8watch.numerics import formats
+from fp8watch.kernels.backend import Backend
+from fp8watch.kernels.registry import resolve
 from fp8watch.numerics.formats import Fp8Format
-from fp8watch.numerics.operand_checks import check_denormals, check_eps, check_operand, check_scale
+from fp8watch.numerics.operand_checks import check_denormals, check_operand, check_scale
+from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.recipe.spec import AmaxHistory
 
@@ -57,7 +58,7 @@ def quantize_per_tensor(
         power_2_scale: the scale is a power of two, rounded down; else float32.
         amax_epsilon: an amax below is raised to it.
         scale: float32 [1, 1] to use in place of FP8_MAX/amax; what lies above FP8_MAX/scale is clipped.
-        backend: "reference", "cpu", "triton", or None for the fastest that can serve x's device.
+        backend: a name of `fp8watch.kernels.BACKEND_NAMES`, or None for the fastest that can serve x's device.
 
     Returns:
         Codes, scale_inv, statistics of the one tile, and `dequantize()`.
@@ -69,16 +70,14 @@ def quantize_per_tensor(
     """
     check_operand(x)
     check_denormals(x)
-    fmt, eps = formats.fp8_format(fp8_format), check_eps(amax_epsilon)
+    tile, eps = (x.shape[0], x.shape[1]), float(amax_epsilon)
+    job = quantize_jobs(tile, fp8_format, bool(power_2_scale), eps, invariant=scale is None)[-1]
     if scale is not None:
         check_scale(scale, (1, 1), x)
     chosen = resolve(backend, x.device)
-    tile = (x.shape[0], x.shape[1])
-    data, scale_inv, stats = chosen.quantize(
-        x, tile, fmt, bool(power_2_scale), eps, scale=scale, invariant=scale is None
-    )
+    data, scale_inv, stats = chosen.quantize(x, job, scale)
     assert stats is not None
-    return TensorQuantized(data, scale_inv, stats, fmt, chosen.NAME, chosen)
+    return TensorQuantized(data, scale_inv, stats, job.fmt, chosen.NAME, chosen)
 
 
 class DelayedScale:

@@ -1,6 +1,6 @@
 """The quantiser of one site, by recipe: from the operand of a GEMM to what its codes stand for.
 
-Upstream:   fp8watch.layers.custom_ops     Downstream: fp8watch.quantize, fp8watch.kernels.registry
+Upstream:   fp8watch.layers.custom_ops     Downstream: fp8watch.quantize, fp8watch.kernels.backend
 Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: training, and autograd's
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8watch.kernels.registry import Backend, measure, measure_both, quantize_dequantize_both
-from fp8watch.numerics.formats import FORMATS
+from fp8watch.kernels.backend import Backend, measure, measure_both, quantize_dequantize_both
+from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.quantize_job import QuantizeJob, quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from fp8watch.quantize.per_tensor import DelayedScale
@@ -54,8 +55,17 @@ class SiteQuantizer:
     columnwise: bool
     backend: Backend
 
-    stateful = False
+    stateful: ClassVar[bool] = False
     """Whether a call leaves something behind that later calls need: then it must see the statistics of each."""
+
+    zero_guard: ClassVar[bool] = True
+    """Whether a tile whose amax is zero or infinite has scale 1."""
+
+    invariant: ClassVar[bool] = True
+    """Whether scales are bound to the amax of the tensor that they quantise."""
+
+    def __post_init__(self) -> None:
+        self._jobs = self._jobs_for(self.tile_for((0, 0))) if self.spec.tile is not None else None
 
     def tile_for(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
@@ -73,28 +83,33 @@ class SiteQuantizer:
     def settle(self, number: int) -> None:
         """Hear that passes with another number are over."""
 
+    def scale(self, x_MK: Tensor) -> Tensor | None:
+        """The scales [Mt, Kt] to use, or None: those that the backend computes."""
+        return None
+
+    def job(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> QuantizeJob:
+        """What the backend is asked for."""
+        jobs = self._jobs or self._jobs_for((x_MK.shape[0], x_MK.shape[1]))
+        return jobs[stats + (stats and heavy)]
+
+    def _jobs_for(self, tile: tuple[int, int]) -> tuple[QuantizeJob, QuantizeJob, QuantizeJob]:
+        s = self.spec
+        return quantize_jobs(tile, s.format, s.power_2_scale, s.eps, self.zero_guard, self.invariant)
+
     def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
         """Dequantised [M, K] float32 and, when asked for, the statistics of its tiles."""
-        s = self.spec
-        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, stats=stats, heavy=heavy
-        )
+        job = self.job(x_MK, stats=stats, heavy=heavy)
+        out, _, measured = self.backend.quantize_dequantize(x_MK, job, self.scale(x_MK))
         return out, measured
 
     def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
         """The statistics alone, of an operand that is not multiplied in FP8."""
-        s = self.spec
-        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        return measure(self.backend, x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, heavy=heavy)
+        return measure(self.backend, x_MK, self.job(x_MK, stats=True, heavy=heavy), self.scale(x_MK))
 
     def codes(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[tuple[Tensor, Tensor], TileStats | None]:
         """(codes [M, K], scale_inv [Mt, Kt]) and the statistics, for GEMMs that multiply codes."""
-        s = self.spec
-        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        data, scale_inv, measured = self.backend.quantize(
-            x_MK, tile, FORMATS[s.format], s.power_2_scale, s.eps, stats=stats, heavy=heavy
-        )
+        job = self.job(x_MK, stats=stats, heavy=heavy)
+        data, scale_inv, measured = self.backend.quantize(x_MK, job, self.scale(x_MK))
         return (data, scale_inv), measured
 
 
@@ -102,22 +117,9 @@ class SiteQuantizer:
 class MxQuantizer(SiteQuantizer):
     """Tiles of 32 with E8M0 scales."""
 
-    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
-        """As SiteQuantizer."""
-        fmt = FORMATS[self.spec.format]
-        scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
-        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK, tile, fmt, True, 0.0, scale=scale, stats=stats, heavy=heavy
-        )
-        return out, measured
-
-    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
-        """As SiteQuantizer."""
-        fmt = FORMATS[self.spec.format]
-        scale = e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fmt))
-        tile = self.tile_for((x_MK.shape[0], x_MK.shape[1]))
-        return measure(self.backend, x_MK, tile, fmt, True, 0.0, scale=scale, heavy=heavy)
+    def scale(self, x_MK: Tensor) -> Tensor:
+        """The amax of each tile over FP8_MAX, rounded up to a power of two."""
+        return e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fp8_format(self.spec.format)))
 
 
 @dataclass
@@ -129,6 +131,7 @@ class DelayedQuantizer(SiteQuantizer):
     number: int | None = None  # of the pass that the history's entry 0 belongs to
 
     stateful = True
+    invariant = False
 
     def begin(self, number: int) -> None:
         """Roll the scale once where the pass is a new one."""
@@ -146,20 +149,10 @@ class DelayedQuantizer(SiteQuantizer):
         """Note the amax of this call."""
         self.state.record(stats.amax, stats.num_nan)
 
-    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
-        """As SiteQuantizer."""
+    def scale(self, x_MK: Tensor) -> Tensor:
+        """The scale [1, 1] of this pass, on the operand's device."""
         self.state.to(x_MK.device)
-        tile, fmt = self.tile_for((x_MK.shape[0], x_MK.shape[1])), self.state.format
-        out, _, measured = self.backend.quantize_dequantize(
-            x_MK, tile, fmt, False, 0.0, scale=self.state.scale, invariant=False, stats=stats, heavy=heavy
-        )
-        return out, measured
-
-    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
-        """As SiteQuantizer."""
-        self.state.to(x_MK.device)
-        tile, fmt = self.tile_for((x_MK.shape[0], x_MK.shape[1])), self.state.format
-        return measure(self.backend, x_MK, tile, fmt, False, 0.0, scale=self.state.scale, invariant=False, heavy=heavy)
+        return self.state.scale
 
 
 def run_quantizers(
@@ -171,13 +164,10 @@ def run_quantizers(
         return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
     if not together:
         return [q(x_MK, stats=stats, heavy=heavy) for q in used]
-    first, s = used[0], used[0].spec
-    assert s.tile is not None
+    first = used[0]
+    job = first.job(x_MK, stats=stats, heavy=heavy)
     both = getattr(first.backend, "quantize_dequantize_both", None) or partial(quantize_dequantize_both, first.backend)
-    (row, _, of_row), (column, _, of_column) = both(
-        x_MK, FORMATS[s.format], s.power_2_scale, s.eps,
-        length=s.tile[1], scale=_scales(first, x_MK), stats=stats, heavy=heavy,
-    )  # fmt: skip
+    (row, _, of_row), (column, _, of_column) = both(x_MK, job, _scales(used, x_MK))
     return [(row, of_row), (column, of_column)]
 
 
@@ -185,15 +175,10 @@ def measure_operand(used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bo
     """As `run_quantizers` with statistics, where nobody wants what is quantised: nothing of the operand's size is written."""
     if not together:
         return [q.measure(x_MK, heavy=heavy) for q in used]
-    first, s = used[0], used[0].spec
-    assert s.tile is not None
+    first = used[0]
+    job = first.job(x_MK, stats=True, heavy=heavy)
     both = getattr(first.backend, "measure_both", None) or partial(measure_both, first.backend)
-    return [
-        *both(
-            x_MK, FORMATS[s.format], s.power_2_scale, s.eps,
-            length=s.tile[1], scale=_scales(first, x_MK), heavy=heavy,
-        )
-    ]  # fmt: skip
+    return [*both(x_MK, job, _scales(used, x_MK))]
 
 
 def read_together(used: Sequence[SiteQuantizer]) -> bool:
@@ -208,17 +193,14 @@ def read_together(used: Sequence[SiteQuantizer]) -> bool:
         and not first.columnwise
         and not first.spec.shared
         and first.backend is second.backend
-        and first.spec == second.spec
+        and (first.spec is second.spec or first.spec == second.spec)
     )
 
 
-def _scales(first: SiteQuantizer, x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
+def _scales(used: Sequence[SiteQuantizer], x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scales to use in both directions where the backend does not compute them."""
-    if type(first) is not MxQuantizer:
-        return None
-    fmt = FORMATS[first.spec.format]
-    rowwise, columnwise = (e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, c), fmt)) for c in (False, True))
-    return rowwise, columnwise
+    rowwise, columnwise = (q.scale(x_MK) for q in used)
+    return None if rowwise is None or columnwise is None else (rowwise, columnwise)
 
 
 def _run_for_codes(
@@ -227,8 +209,7 @@ def _run_for_codes(
     first = used[0]
     both = getattr(first.backend, "quantize_both", None)  # one read, and columnwise codes as wgrad wants them
     if len(used) == 2 and both is not None and type(first) is SiteQuantizer and type(used[1]) is SiteQuantizer:
-        s = first.spec
-        got = both(x_MK, FORMATS[s.format], s.power_2_scale, s.eps, transposed=True, stats=stats, heavy=heavy)
+        got = both(x_MK, first.job(x_MK, stats=stats, heavy=heavy), transposed=True)
         return [((data, scale_inv), measured) for data, scale_inv, measured in got]
     return [q.codes(x_MK, stats=stats, heavy=heavy) for q in used]
 
@@ -250,7 +231,7 @@ def site_quantizer(
         return MxQuantizer(spec, columnwise, backend)
     if spec.scaling != "delayed":
         return SiteQuantizer(spec, columnwise, backend)
-    fmt, history = FORMATS[spec.format], recipe.history or AmaxHistory()
+    fmt, history = fp8_format(spec.format), recipe.history or AmaxHistory()
     if state is None or state.format is not fmt or state.history != history:
         state = DelayedScale(fmt, history, device if device.type != "meta" else "cpu")
     return DelayedQuantizer(spec, columnwise, backend, state)

@@ -15,6 +15,9 @@ from dataclasses import replace
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
+    EPS_VARIABLES,
+    FP32_SCALES_VARIABLE,
+    POWER_2_VARIABLES,
     block_scaling,
     capability,
     environment,
@@ -22,6 +25,7 @@ from fp8watch.recipe.environment import (
     set_too_late,
     switch,
 )
+from fp8watch.recipe.registry import register_recipe
 from fp8watch.recipe.spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe, in_order
 
 FORMAT_NAMES = (*FORMATS, "HYBRID")
@@ -41,6 +45,11 @@ def operand_formats(fp8_format: str) -> dict[str, str]:
     return {"input": "E4M3", "weight": "E4M3", "grad_output": "E5M2"}
 
 
+@register_recipe(
+    variables=(*EPS_VARIABLES.values(), *POWER_2_VARIABLES.values(), FP32_SCALES_VARIABLE),
+    transformer_engine="Float8BlockScaling",
+    megatron="blockwise",
+)
 def blockwise(
     *,
     fp8_format: str = "E4M3",
@@ -103,6 +112,9 @@ def _overruled(environ: Mapping[str, str], variable: str, argument: str, value: 
     return f"{variable}={environ[variable]} has no effect: the argument {argument}={value} wins"
 
 
+@register_recipe(
+    variables=(CURRENT_POWER_2_VARIABLE,), transformer_engine="Float8CurrentScaling", megatron="tensorwise"
+)
 def current(
     *,
     fp8_format: str = "HYBRID",
@@ -135,6 +147,7 @@ def current(
     )
 
 
+@register_recipe(transformer_engine="DelayedScaling", megatron="delayed")
 def delayed(
     *,
     fp8_format: str = "HYBRID",
@@ -162,6 +175,7 @@ def delayed(
     return Recipe("delayed", *in_order(made), history=history, observe_only=observe_only, warmup_steps=warmup_steps)
 
 
+@register_recipe(transformer_engine="MXFP8BlockScaling", megatron="mxfp8")
 def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool = False) -> Recipe:
     """Transformer Engine's `MXFP8BlockScaling`, emulated: 1×32 tiles with an E8M0 scale for all three operands.
 
@@ -177,6 +191,7 @@ def mxfp8(*, fp8_format: str = "E4M3", warmup_steps: int = 0, observe_only: bool
     return Recipe("mxfp8", *in_order(made), observe_only=observe_only, warmup_steps=warmup_steps)
 
 
+@register_recipe()
 def observe(recipe: Recipe | None = None, *, environ: Mapping[str, str] | None = None) -> Recipe:
     """Leave the GEMMs as they are and quantise their operands on the side, for statistics.
 

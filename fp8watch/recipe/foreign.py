@@ -12,7 +12,7 @@ says so. A constructor argument that was ignored leaves no trace in the object: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8watch.recipe.build import BLOCK_TILES, delayed, mxfp8, operand_formats
@@ -28,10 +28,11 @@ from fp8watch.recipe.environment import (
     switch,
 )
 from fp8watch.recipe.framework import assignment
+from fp8watch.recipe.registry import RECIPES
 from fp8watch.recipe.spec import OPERANDS, OperandRecipe, Recipe, in_order
 
-READ = ("Float8BlockScaling", "Float8CurrentScaling", "DelayedScaling", "MXFP8BlockScaling")
-"""Classes that are read, with their subclasses."""
+READ: dict[str, str] = {r.transformer_engine: r.name for r in RECIPES.values() if r.transformer_engine is not None}
+"""Classes that are read, with their subclasses -> our recipe."""
 
 REFUSED: dict[str, str] = {
     "MXFP4QATMXFP8BlockScaling": "projects weights to FP4 first",
@@ -66,24 +67,18 @@ def read_foreign(recipe: Any, environ: Mapping[str, str] | None = None) -> Recip
             raise ValueError(
                 f"recipe={names[0]}: {REFUSED[name]}, which is not computed here; use one of {', '.join(READ)}"
             )
-    kind = next(name for name in names if name in READ)
+    kind = next(READ[name] for name in names if name in READ)
     override = getattr(recipe, "backward_override", None)
     if override is not None:
         raise ValueError(
             f"{names[0]}(backward_override={override!r}): only None is computed here; unset NVTE_BACKWARD_OVERRIDE"
         )
-    reader = {
-        "Float8BlockScaling": _block,
-        "Float8CurrentScaling": _current,
-        "DelayedScaling": _delayed,
-        "MXFP8BlockScaling": _mx,
-    }[kind]
     notes = [
         f"{names[0]}.{name}=True is declared; attention stays in high precision here"
         for name in ("fp8_dpa", "fp8_mha")
         if getattr(recipe, name, False)
     ]
-    made = reader(recipe, environment(environ), names[0], notes)
+    made = _READERS[kind](recipe, environment(environ), names[0], notes)
     fields = {o: made.operand(o) for o in OPERANDS}
     return Recipe(
         made.name, *in_order(fields), history=made.history, declared_not_effective=tuple(dict.fromkeys(notes))
@@ -186,6 +181,15 @@ def _mx(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> 
     if getattr(recipe, "margin", 0):
         notes.append(f"{cls}.margin={recipe.margin} is declared; MX quantisers ignore it")
     return mxfp8(fp8_format=_format(recipe))
+
+
+_READERS: dict[str, Callable[[Any, Mapping[str, str], str, list[str]], Recipe]] = {
+    "blockwise": _block,
+    "current": _current,
+    "delayed": _delayed,
+    "mxfp8": _mx,
+}
+"""Our recipe -> how its counterpart in Transformer Engine is read."""
 
 
 def _world_size() -> int:

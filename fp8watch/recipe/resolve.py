@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe
 from fp8watch.recipe.environment import capability, environment, refuse_fp32_scales_on_blackwell
 from fp8watch.recipe.foreign import READ, is_foreign, read_foreign
-from fp8watch.recipe.spec import OPERANDS, RECIPES, Recipe
+from fp8watch.recipe.registry import RECIPES
+from fp8watch.recipe.spec import OPERANDS, Recipe
 from fp8watch.recipe.trainer import misfits, trainer_flags
 
 
@@ -35,7 +35,9 @@ def resolve_recipe(
     if recipe is None:
         recipe = env.get("FP8WATCH_RECIPE") or "blockwise"
     if isinstance(recipe, str):
-        made = _by_name(recipe, env)
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe={recipe!r} is unknown; use one of {', '.join(map(repr, RECIPES))}")
+        made = RECIPES[recipe].from_environment(env)
     elif isinstance(recipe, Recipe):
         made = recipe
         for operand in OPERANDS:
@@ -57,17 +59,3 @@ def resolve_recipe(
         warnings=tuple(dict.fromkeys((*made.warnings, *warnings))),
         declared_not_effective=tuple(dict.fromkeys((*made.declared_not_effective, *notes))),
     )
-
-
-def _by_name(name: str, environ: Mapping[str, str]) -> Recipe:
-    if name == "blockwise":
-        return blockwise(environ=environ)
-    if name == "current":
-        return current(environ=environ)
-    if name == "delayed":
-        return delayed()
-    if name == "mxfp8":
-        return mxfp8()
-    if name == "observe":
-        return observe(environ=environ)
-    raise ValueError(f"recipe={name!r} is unknown; use one of {', '.join(map(repr, RECIPES))}")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from fp8watch.numerics.formats import fp8_format
 
 OPERANDS = ("input", "weight", "grad_output")
-RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")
-"""Names that `attach(recipe=...)` and FP8WATCH_RECIPE take."""
 
 TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), None)
 SCALINGS = ("current", "delayed", "mx")

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8watch.recipe.registry import RECIPES
+
 FLAGS: dict[str, str] = {
     "fp8_format": "--fp8-format",
     "fp8_recipe": "--fp8-recipe",
@@ -26,7 +28,8 @@ _ATTRIBUTES = {  # Megatron stores --fp8-format as args.fp8
     "fp8_param_gather": ("fp8_param_gather", "fp8_param"),
 }
 MEGATRON_DEFAULT_RECIPE = "delayed"
-_SAME = {"tensorwise": "current"}  # Megatron's name -> ours
+_OURS = {r.megatron: r.name for r in RECIPES.values() if r.megatron is not None}
+"""Megatron's name -> ours."""
 
 
 def trainer_flags(
@@ -100,7 +103,7 @@ def misfits(flags: Sequence[tuple[str, str]], kind: str) -> tuple[tuple[str, ...
             f"{form} with {said}: e4m3 and blockwise belong together; give --fp8-format e4m3 --fp8-recipe blockwise, or neither"
         )
     notes: list[str] = []
-    if recipe is not None and _SAME.get(recipe, recipe) != kind:
+    if recipe is not None and _OURS.get(recipe, recipe) != kind:
         notes.append(f"--fp8-recipe {recipe} is declared, the Linears taken over here use {kind}")
     if "fp8_param_gather" in got:
         notes.append("--fp8-param-gather is declared, the Linears taken over here quantise high-precision weights")

@@ -23,7 +23,8 @@ from fp8watch.integrations import te_modules
 from fp8watch.integrations.te_modules import TeModule
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.kernels import scaled_mm
-from fp8watch.kernels.registry import Backend, resolve
+from fp8watch.kernels.backend import Backend
+from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import take_over
 from fp8watch.layers.module_hooks import ForwardEnd, LogitHook, ProbeHook
@@ -87,8 +88,8 @@ def attach(
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
         run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
-            "blockwise", "current", "delayed", "mxfp8", "observe" (leave the GEMMs as they are), a Recipe, or a recipe
-            object of Transformer Engine.
+            one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, or
+            a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
@@ -100,7 +101,8 @@ def attach(
             those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
-        backend: "reference", "cpu" or "triton" quantises, or an error says why it cannot; None: the fastest that can.
+        backend: which of `fp8watch.kernels.BACKEND_NAMES` quantises, or an error says why it cannot; None: the fastest
+            that can.
         gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
             torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
         probes: whose outputs are looked at: "norms", "attention", names and shell patterns of modules; None: the first

@@ -21,7 +21,7 @@ from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
-from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured
+from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, merge_measured
 
 
 class Slab:
@@ -99,7 +99,7 @@ class Slab:
         if mine["order"] < 0:
             mine["order"] = call_order
         energies = 0 if seen.energy is None else int(Measured.ENERGIES)
-        mine["measured"] |= int(Measured.COUNTS | Measured.AMAX) | energies
+        mine["measured"] = merge_measured(int(mine["measured"]), int(Measured.COUNTS | Measured.AMAX) | energies)
 
     def look(self, row: int, y: torch.Tensor, call_order: int, *, energy: bool) -> bool:
         """`accumulate_probe` of a look at an output in one pass, where that can be done and all of it is finite; else

@@ -12,10 +12,11 @@ from torch import nn
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 
 def qdq(x, tile):
-    return reference.quantize_dequantize(x, tile, E4M3, True, 0.0, stats=False)[0]
+    return reference.quantize_dequantize(x, QuantizeJob(tile, E4M3, True, 0.0, stats=False))[0]
 
 
 def fp8_product(x, w):

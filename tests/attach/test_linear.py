@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 
 def qdq(x, tile):
-    return reference.quantize_dequantize(x, tile, E4M3, True, 0.0, stats=False)[0]
+    return reference.quantize_dequantize(x, QuantizeJob(tile, E4M3, True, 0.0, stats=False))[0]
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -22,7 +22,7 @@ from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.session import step_boundary
 
 ROOMS = tuple(f"{Path(package.__file__).parent}/" for package in (fp8watch, fp8watch_agent))
-MOST = {"forward": (40, 12), "backward": (18, 13), "optimizer.step": (51, 19)}
+MOST = {"forward": (38, 12), "backward": (18, 13), "optimizer.step": (51, 19)}
 """Moves between files, and files."""
 
 

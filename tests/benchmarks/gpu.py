@@ -21,6 +21,7 @@ from torch import nn
 from fp8watch.kernels import scaled_mm, triton
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.sketch.slab import Slab
 
 Case = Callable[[int], object]
@@ -76,7 +77,7 @@ def quantise(clock: Clock, size: int) -> str:
     def run(tile: tuple[int, int], *, hardware: bool = False, merge: bool = False, **how: bool) -> Case:
         def case(i: int) -> None:
             triton.HARDWARE_CAST = hardware
-            stats = triton.quantize(xs[i % COPIES], tile, E4M3, True, 0.0, **how)[2]
+            stats = triton.quantize(xs[i % COPIES], QuantizeJob(tile, E4M3, True, 0.0, **how))[2]
             if merge and stats is not None:
                 slab.accumulate(0, stats, 0)
 
@@ -84,13 +85,13 @@ def quantise(clock: Clock, size: int) -> str:
 
     def both(stats: bool) -> Case:
         return lambda i: triton.quantize_both(
-            xs[i % COPIES], E4M3, True, 0.0, transposed=True, stats=stats, heavy=False
+            xs[i % COPIES], QuantizeJob((1, 128), E4M3, True, 0.0, stats=stats, heavy=False), transposed=True
         )
 
     def two(i: int) -> None:
         triton.HARDWARE_CAST = False
         for tile in ((1, 128), (128, 1)):
-            triton.quantize(xs[i % COPIES], tile, E4M3, True, 0.0, stats=False)
+            triton.quantize(xs[i % COPIES], QuantizeJob(tile, E4M3, True, 0.0, stats=False))
 
     none, light, heavy = {"stats": False}, {"heavy": False}, {"heavy": True}
     got = clock.interleaved(
@@ -128,18 +129,18 @@ def linear(clock: Clock, size: int) -> str:
     if reason is not None:
         return f"## GPU: FP8 Linear\n\nNot measured: {reason}.\n"
     x, w, g = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    wq = Codes(*triton.quantize(w, (128, 128), E4M3, True, 0.0, stats=False)[:2])
-    xr = Codes(*triton.quantize(x, (1, 128), E4M3, True, 0.0, stats=False)[:2])
+    wq = Codes(*triton.quantize(w, QuantizeJob((128, 128), E4M3, True, 0.0, stats=False))[:2])
+    xr = Codes(*triton.quantize(x, QuantizeJob((1, 128), E4M3, True, 0.0, stats=False))[:2])
     bf16 = torch.bfloat16
 
     def step(stats: bool) -> Case:
-        how = {"transposed": True, "stats": stats, "heavy": False}
+        job = QuantizeJob((1, 128), E4M3, stats=stats, heavy=False)
 
         def case(i: int) -> None:
-            (a, sa, _), (ac, sac, _) = triton.quantize_both(x, E4M3, True, 0.0, **how)
-            q = Codes(*triton.quantize(w, (128, 128), E4M3, True, 0.0, stats=stats, heavy=False)[:2])
+            (a, sa, _), (ac, sac, _) = triton.quantize_both(x, job, transposed=True)
+            q = Codes(*triton.quantize(w, QuantizeJob((128, 128), E4M3, True, 0.0, stats=stats, heavy=False))[:2])
             scaled_mm.fprop(Codes(a, sa), q, None, bf16)
-            (b, sb, _), (bc, sbc, _) = triton.quantize_both(g, E4M3, True, 0.0, **how)
+            (b, sb, _), (bc, sbc, _) = triton.quantize_both(g, job, transposed=True)
             scaled_mm.dgrad(Codes(b, sb), q, bf16)
             scaled_mm.wgrad(Codes(bc, sbc), Codes(ac, sac), bf16)
 

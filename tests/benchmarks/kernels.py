@@ -15,6 +15,7 @@ from benchmarks import table
 from fp8watch.kernels import cpu, cpu_compiler, cpu_library, cpu_width
 from fp8watch.kernels.registry import available, resolve
 from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 TILES = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 ROW, BLOCK = (1, 128), (128, 128)
@@ -107,7 +108,7 @@ def quantise(size: int, repetitions: int) -> str:
             ("quantise + counts, extremes, histogram", {"heavy": False}),
             ("quantise + all statistics", {"heavy": True}),
         ):
-            cases[f"**{name}**: {what}"] = lambda b=backend, how=how: b.quantize(x, ROW, E4M3, True, 0.0, **how)  # type: ignore[misc]
+            cases[f"**{name}**: {what}"] = lambda b=backend, job=QuantizeJob(ROW, E4M3, **how): b.quantize(x, job)  # type: ignore[misc]
     got = table.interleaved(cases, repetitions)
     base = got[next(iter(cases))]
     rows = [(name, f"{t * 1e3:.1f}", f"{base / t:.3f}") for name, t in got.items()]
@@ -122,7 +123,7 @@ def widths(size: int, repetitions: int) -> str:
         return "Not measured."
     x = torch.randn(size, size)
     bare, counted, full = (
-        cpu._prepare(x, ROW, E4M3, True, 0.0, None, True, True, stats, heavy, 0)
+        cpu._prepare(x, QuantizeJob(ROW, E4M3, stats=stats, heavy=heavy), None, 0)
         for stats, heavy in ((False, False), (True, False), (True, True))
     )
     cases: dict[tuple[int, str], Callable[[], object]] = {(0, "roof"): roof(4 * x.numel(), x.numel())}
@@ -163,12 +164,9 @@ def kinds(size: int, repetitions: int) -> str:
         cases: dict[str, Callable[[], object]] = {"codes": roof(read * n, n), "float32": roof(read * m, 4 * m)}
         for name, tile in TILES.items():
             for stats in (False, True):
-                cases[f"codes {name} {stats}"] = lambda t=tile, s=stats, x=x: native.quantize(  # type: ignore[misc]
-                    x, t, E4M3, True, 0.0, stats=s, heavy=False
-                )
-                cases[f"float32 {name} {stats}"] = lambda t=tile, s=stats, x=small: native.quantize_dequantize(  # type: ignore[misc]
-                    x, t, E4M3, True, 0.0, stats=s, heavy=False
-                )
+                job = QuantizeJob(tile, E4M3, stats=stats, heavy=False)
+                cases[f"codes {name} {stats}"] = lambda job=job, x=x: native.quantize(x, job)  # type: ignore[misc]
+                cases[f"float32 {name} {stats}"] = lambda job=job, x=small: native.quantize_dequantize(x, job)  # type: ignore[misc]
         got = table.interleaved(cases, repetitions)
         for name in TILES:
             for out in ("codes", "float32"):
@@ -194,7 +192,9 @@ def parts(size: int, repetitions: int) -> str:
         took: dict[int, list[float]] = {}
         for side in (size // 4, size):
             x, times = torch.randn(side, side).to(dtype), max(1, (size // side) ** 2)
-            jobs = [cpu._prepare(x, ROW, E4M3, True, 0.0, None, True, True, stats, False, 0) for stats in (False, True)]
+            jobs = [
+                cpu._prepare(x, QuantizeJob(ROW, E4M3, stats=stats, heavy=False), None, 0) for stats in (False, True)
+            ]
 
             def many(f: Callable[[], object], times: int = times) -> Callable[[], None]:
                 return lambda: [f() for _ in range(times)] and None

@@ -12,9 +12,9 @@ from detect.scenarios import DOWN, GATE, OUT, STEPS, Case, K, Q, _replicas, _sha
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured, Site, site_id
+from fp8watch_server.detect.families.unobserved import _items
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.sessions import SessionFacts, left_out
-from fp8watch_server.detect.unobserved import _items
 from fp8watch_server.incidents.explain import Explanation, explain
 
 NAN = float("nan")

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8watch.kernels import triton
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.sketch.host_copy import HostCopies
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import ROW
@@ -26,7 +27,7 @@ def no_synchronisation() -> Iterator[None]:
 
 def accumulate(slab: Slab, x: torch.Tensor, order: int) -> None:
     for row, tile in enumerate(((1, 128), (128, 1), (128, 128), (x.shape[0], x.shape[1]))):
-        slab.accumulate(row, triton.quantize(x, tile, FORMATS["E4M3"], True, 0.0)[2], order)
+        slab.accumulate(row, triton.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], True, 0.0))[2], order)
 
 
 def test_quantising_and_accumulating_do_not_wait(no_synchronisation: None) -> None:
@@ -36,7 +37,7 @@ def test_quantising_and_accumulating_do_not_wait(no_synchronisation: None) -> No
     copies.begin(slab.buffer).tensors()
     torch.cuda.set_sync_debug_mode("error")
     accumulate(slab, x, 1)
-    triton.quantize_dequantize_both(x, FORMATS["E4M3"], True, 0.0)
+    triton.quantize_dequantize_both(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))
     copy = copies.begin(slab.buffer)
     slab.clear()
     torch.cuda.set_sync_debug_mode("default")

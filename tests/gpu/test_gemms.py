@@ -8,6 +8,7 @@ import torch
 from fp8watch.kernels import reference, scaled_mm, triton
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 SHAPES = [(256, 512, 1024), (512, 11008, 4096), (256, 640, 384), (40, 128, 16), (7, 1536, 144), (1, 256, 256)]
 
@@ -35,9 +36,13 @@ def test_equal_float64_on_dequantised_operands(
     w = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16) * 0.02
     g = torch.randn(tokens, out_features, device="cuda", dtype=torch.bfloat16) * 1e-4
     e4m3, grad = FORMATS["E4M3"], FORMATS[grad_format]
-    (xr, xs, _), (xc, xcs, _) = triton.quantize_both(x, e4m3, power_2, 0.0, transposed=True, stats=False)
-    (gr, gs, _), (gc, gcs, _) = triton.quantize_both(g, grad, power_2, 0.0, transposed=True, stats=False)
-    weight = Codes(*triton.quantize(w, (128, 128), e4m3, power_2, 0.0, stats=False)[:2])
+    (xr, xs, _), (xc, xcs, _) = triton.quantize_both(
+        x, QuantizeJob((1, 128), e4m3, power_2, 0.0, stats=False), transposed=True
+    )
+    (gr, gs, _), (gc, gcs, _) = triton.quantize_both(
+        g, QuantizeJob((1, 128), grad, power_2, 0.0, stats=False), transposed=True
+    )
+    weight = Codes(*triton.quantize(w, QuantizeJob((128, 128), e4m3, power_2, 0.0, stats=False))[:2])
     bias = torch.randn(out_features, device="cuda")
     xw, gw, ww = wide(Codes(xr, xs), (1, 128)), wide(Codes(gr, gs), (1, 128)), wide(weight, (128, 128))
     close(scaled_mm.fprop(Codes(xr, xs), weight, None, dtype), xw @ ww.t())

@@ -9,7 +9,7 @@ import pytest
 from detect.healthy_run import Run
 
 from fp8watch_server.detect.finding import Finding, Verdict
-from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.incidents.explain import explain
 
 CLAIMS = (

@@ -6,9 +6,9 @@ from importlib import resources
 
 import pytest
 
-from fp8watch_server.detect.playbook import MODE_BY_SLUG, MODES, SLUGS
-from fp8watch_server.incidents.fixes import EPS_VARIABLE, fixes
-from fp8watch_server.incidents.fixes_statistical import QPARAMS
+from fp8watch_server.detect.modes import MODE_BY_SLUG, MODES, SLUGS, folder_of
+from fp8watch_server.detect.remedies import EPS_VARIABLE, QPARAMS
+from fp8watch_server.incidents.fixes import fixes
 
 FROZEN = [
     "nan-in-loss",
@@ -97,9 +97,14 @@ def test_a_stale_weight_scale_starts_with_param_gather_and_a_divergence_with_the
     assert "0.002" in fixes("optimizer-divergence", lr=6e-2, usual_lr=2e-3)[0].text
 
 
+def runbook_of(slug: str) -> str:
+    page = resources.files("fp8watch_server.detect.modes").joinpath(folder_of(slug), "runbook.md")
+    return page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("slug", FROZEN)
 def test_every_mode_has_a_runbook_of_its_own(slug: str) -> None:
-    text = resources.files("fp8watch_server.incidents").joinpath("runbooks", f"{slug}.md").read_text(encoding="utf-8")
+    text = runbook_of(slug)
     assert text.startswith("# ")
     assert slug in text
     for heading in ("## What it is", "## How to confirm", "## What to change", "## How to prove it is fixed"):
@@ -108,5 +113,4 @@ def test_every_mode_has_a_runbook_of_its_own(slug: str) -> None:
 
 def test_the_runbook_names_the_number_of_its_mode() -> None:
     for mode in MODES:
-        page = resources.files("fp8watch_server.incidents").joinpath("runbooks", f"{mode.slug}.md")
-        assert f"Mode {mode.number}, `{mode.slug}`" in page.read_text(encoding="utf-8")
+        assert f"Mode {mode.number}, `{mode.slug}`" in runbook_of(mode.slug)

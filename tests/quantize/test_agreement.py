@@ -14,8 +14,9 @@ from quantize.operands import DTYPES, KINDS, operand
 from quantize.test_slab import assert_rows_equal, row_of
 
 from fp8watch.kernels import reference, resolve
-from fp8watch.kernels.registry import quantize_dequantize_both
+from fp8watch.kernels.backend import quantize_dequantize_both
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 
 OTHERS = [name for name in USABLE if name != "reference"]
@@ -100,7 +101,7 @@ def equally_noisy(stats: TileStats) -> int:
 @pytest.mark.parametrize("name", OTHERS)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    data=st.data(), tile=TILES, fmt=st.sampled_from(sorted(FORMATS)), power_2=st.booleans(), guard=st.booleans(),
+    data=st.data(), tile=TILES, fmt=st.sampled_from(sorted(FORMATS)), power_2=st.booleans(), zero_guard=st.booleans(),
     eps=st.sampled_from([0.0, 1e-30, 1e-12, 0.25, 1e30]), stats=st.booleans(), heavy=st.booleans(), values=st.booleans(),
 )  # fmt: skip
 def test_computed_scales(name: str, data: st.DataObject, tile: Any, fmt: str, values: bool, **how: Any) -> None:
@@ -108,8 +109,10 @@ def test_computed_scales(name: str, data: st.DataObject, tile: Any, fmt: str, va
     function = "quantize_dequantize" if values else "quantize"
     note(f"{tuple(x.shape)} {x.stride()} {x.dtype} tile={tile} {fmt} {function} {how}")
     power_2, eps = how.pop("power_2"), how.pop("eps")
-    expected = getattr(reference, function)(x, tile, FORMATS[fmt], power_2, eps, **how)
-    assert_same(getattr(resolve(name, "cpu"), function)(x, tile, FORMATS[fmt], power_2, eps, **how), expected)
+    expected = getattr(reference, function)(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, **how))
+    assert_same(
+        getattr(resolve(name, "cpu"), function)(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, **how)), expected
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -138,9 +141,10 @@ def test_given_scales(
     if special is not None:
         scale[-1, -1] = special
     function = "quantize_dequantize" if values else "quantize"
-    expected = getattr(reference, function)(x, tile, FORMATS[fmt], power_2, 0.0, scale=scale, **how)
+    expected = getattr(reference, function)(x, QuantizeJob(tile, FORMATS[fmt], power_2, 0.0, **how), scale)
     assert_same(
-        getattr(resolve(name, "cpu"), function)(x, tile, FORMATS[fmt], power_2, 0.0, scale=scale, **how), expected
+        getattr(resolve(name, "cpu"), function)(x, QuantizeJob(tile, FORMATS[fmt], power_2, 0.0, **how), scale),
+        expected,
     )
 
 
@@ -149,10 +153,10 @@ def test_given_scales(
 def test_a_product_that_vanishes_under_an_infinite_scale_inv_adds_no_noise(name: str, tile: tuple[int, int]) -> None:
     x, fmt = torch.full((128, 128), 1.7e32), FORMATS["E4M3"]
     scale = torch.full((128 // tile[0], 128 // tile[1]), 1e-44)  # its reciprocal is Inf in float32
-    expected = reference.quantize(x, tile, fmt, False, 0.0, scale=scale)
+    expected = reference.quantize(x, QuantizeJob(tile, fmt, False, 0.0), scale)
     assert expected[2] is not None
     assert expected[2].summary()["noise_energy"] == 0
-    assert_same(resolve(name, "cpu").quantize(x, tile, fmt, False, 0.0, scale=scale), expected)
+    assert_same(resolve(name, "cpu").quantize(x, QuantizeJob(tile, fmt, False, 0.0), scale), expected)
 
 
 @pytest.mark.parametrize("name", USABLE)
@@ -173,10 +177,12 @@ def test_both_directions_are_the_two_directions(
     if given_scales:
         scales = tuple(torch.full((-(-x.shape[0] // m), -(-x.shape[1] // k)), 2.0 + m) for m, k in tiles)
     both = quantize_dequantize_both(
-        resolve(name, "cpu"), x, FORMATS["E4M3"], power_2, 0.0, length=length, scale=scales, heavy=heavy
+        resolve(name, "cpu"), x, QuantizeJob((1, length), FORMATS["E4M3"], power_2, 0.0, heavy=heavy), scales
     )
     for tile, got, scale in zip(tiles, both, scales or (None, None), strict=True):
-        expected = reference.quantize_dequantize(x, tile, FORMATS["E4M3"], power_2, 0.0, scale=scale, heavy=heavy)
+        expected = reference.quantize_dequantize(
+            x, QuantizeJob(tile, FORMATS["E4M3"], power_2, 0.0, heavy=heavy), scale
+        )
         assert_same(got, expected)
 
 
@@ -196,9 +202,9 @@ def test_large_operands(kind: str, tile: tuple[int, int], shape: tuple[int, int]
     dtype = sorted(DTYPES)[(len(kind) + tile[0]) % 3]
     x = operand(kind, dtype, shape)
     for power_2 in (True, False):
-        expected = reference.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0)
+        expected = reference.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], power_2, 0.0))
         for backend in backends():
-            assert_same(backend.quantize(x, tile, FORMATS["E4M3"], power_2, 0.0), expected)
+            assert_same(backend.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], power_2, 0.0)), expected)
 
 
 def test_every_element_of_two_byte_types_and_every_rounding() -> None:
@@ -207,9 +213,9 @@ def test_every_element_of_two_byte_types_and_every_rounding() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x = bits.view(dtype)
         for tile in ((1, 128), (1, 16), (64, 1)):
-            expected = reference.quantize(x, tile, FORMATS["E5M2"], True, 0.0)
+            expected = reference.quantize(x, QuantizeJob(tile, FORMATS["E5M2"], True, 0.0))
             for backend in backends():
-                assert_same(backend.quantize(x, tile, FORMATS["E5M2"], True, 0.0), expected)
+                assert_same(backend.quantize(x, QuantizeJob(tile, FORMATS["E5M2"], True, 0.0)), expected)
 
 
 @pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128), (3, 50), (700, 1200)])
@@ -224,7 +230,7 @@ def test_the_number_of_threads_changes_no_bit(tile: tuple[int, int], values: boo
         try:
             for backend in (b for b in backends() if b.NAME == "cpu"):
                 function = backend.quantize_dequantize if values else backend.quantize
-                out, scale_inv, stats = function(x, tile, FORMATS["E4M3"], False, 0.0)
+                out, scale_inv, stats = function(x, QuantizeJob(tile, FORMATS["E4M3"], False, 0.0))
                 assert stats is not None
                 found.append(
                     [

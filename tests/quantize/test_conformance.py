@@ -14,6 +14,7 @@ from quantize.operands import DTYPES, KINDS, SHAPES, TILES, operand
 
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 EPS = (0.0, 1e-12, 0.25)
 CASES = list(itertools.product(KINDS, DTYPES, TILES, FORMATS, (True, False), EPS))
@@ -49,7 +50,7 @@ def check_backend(
     guard: bool,
 ) -> None:
     """Compare what one backend makes of an operand: codes, values, and dequantised codes."""
-    data, scale_inv, stats = backend.quantize(x, tile, FORMATS[fmt], power_2, eps, scale=scale, guard=guard)
+    data, scale_inv, stats = backend.quantize(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, zero_guard=guard), scale)
     codes = data.view(torch.uint8).numpy()
     where = np.argwhere(codes != expected.codes)
     assert where.size == 0, (
@@ -61,7 +62,7 @@ def check_backend(
     if stats.tiles is not None:
         same_bits(stats.tiles.scale, expected.scale)
     values, again, none = backend.quantize_dequantize(
-        x, tile, FORMATS[fmt], power_2, eps, scale=scale, guard=guard, stats=False
+        x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, zero_guard=guard, stats=False), scale
     )
     same_bits(values, expected.dequantized)
     same_bits(again, expected.scale_inv)
@@ -124,8 +125,8 @@ def test_strides_do_not_matter(dtype: str) -> None:
 @each_backend
 def test_columnwise_is_rowwise_of_the_transpose(backend: Backend) -> None:
     x = operand("wide", "float32", (300, 140))
-    data, scale_inv, _ = backend.quantize(x, (128, 1), FORMATS["E4M3"], True, 0.0)
-    data_t, scale_inv_t, _ = backend.quantize(x.t(), (1, 128), FORMATS["E4M3"], True, 0.0)
+    data, scale_inv, _ = backend.quantize(x, QuantizeJob((128, 1), FORMATS["E4M3"], True, 0.0))
+    data_t, scale_inv_t, _ = backend.quantize(x.t(), QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))
     assert torch.equal(data.view(torch.uint8), data_t.view(torch.uint8).t())
     assert torch.equal(scale_inv, scale_inv_t.t())
 
@@ -133,8 +134,8 @@ def test_columnwise_is_rowwise_of_the_transpose(backend: Backend) -> None:
 @each_backend
 def test_a_transposed_weight_has_the_same_codes_and_scales(backend: Backend) -> None:
     w = operand("normal", "bfloat16", (300, 140))
-    data, scale_inv, _ = backend.quantize(w, (128, 128), FORMATS["E4M3"], True, 0.0)
-    data_t, scale_inv_t, _ = backend.quantize(w.t(), (128, 128), FORMATS["E4M3"], True, 0.0)
+    data, scale_inv, _ = backend.quantize(w, QuantizeJob((128, 128), FORMATS["E4M3"], True, 0.0))
+    data_t, scale_inv_t, _ = backend.quantize(w.t(), QuantizeJob((128, 128), FORMATS["E4M3"], True, 0.0))
     assert torch.equal(data.view(torch.uint8), data_t.view(torch.uint8).t())
     assert torch.equal(scale_inv, scale_inv_t.t())
 
@@ -143,7 +144,7 @@ def test_a_transposed_weight_has_the_same_codes_and_scales(backend: Backend) -> 
 def test_the_operand_is_left_alone(backend: Backend) -> None:
     x = operand("nan-and-inf", "float32", (128, 128)).requires_grad_()
     before = x.detach().clone()
-    out = backend.quantize_dequantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[0]
+    out = backend.quantize_dequantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[0]
     assert torch.equal(x.detach().view(torch.int32), before.view(torch.int32))
     assert not out.requires_grad
 

@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 from quantize.backends import USABLE
 
-from fp8watch.kernels import available, cpu_compiler, cpu_library, reference, registry, resolve
+from fp8watch.kernels import available, cpu_compiler, cpu_library, registry, resolve
 
 pytestmark = pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC")
+NEXT = USABLE[-1] if "cpu" not in USABLE else USABLE[USABLE.index("cpu") + 1]  # what AUTO takes without a compiler
 
 _TRY = """
 import json, logging, sys, torch
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
 from fp8watch.kernels import resolve, cpu_library
 from fp8watch.numerics.formats import E4M3
+from fp8watch.numerics.quantize_job import QuantizeJob
 a, b = resolve(None, "cpu"), resolve(None, "cpu")
-out = b.quantize_dequantize(torch.ones(2, 128), (1, 128), E4M3, True, 0.0)[0]
+out = b.quantize_dequantize(torch.ones(2, 128), QuantizeJob((1, 128), E4M3))[0]
 print(json.dumps({"backend": a.NAME, "ones": bool((out == 1).all()), "reason": cpu_library._reason and str(cpu_library._reason)}))
 """
 
@@ -141,9 +143,9 @@ def test_the_key_knows_source_compiler_flags_and_processor(monkeypatch: pytest.M
     assert "flags" in cpu_compiler.processor() or "Features" in cpu_compiler.processor()
 
 
-def test_a_missing_compiler_is_told_once_and_the_reference_serves(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_told_once_and_the_next_backend_serves(tmp_path: Path) -> None:
     got, err = result(start(tmp_path, CC=None, PATH=str(tmp_path)))
-    assert (got["backend"], got["ones"]) == ("reference", True)
+    assert (got["backend"], got["ones"]) == (NEXT, True)
     assert err.splitlines() == [
         "backend 'cpu' passed over for cpu tensors: no C compiler (cc, gcc or clang) on PATH; install one, or set CC"
     ]
@@ -195,7 +197,7 @@ def test_an_explicit_choice_raises_with_the_reason(monkeypatch: pytest.MonkeyPat
         resolve("cpu", "cpu")
     assert "CC=" in str(available("cpu")["cpu"])
     monkeypatch.setattr(registry, "_said", {("cpu", "cpu")})
-    assert resolve(None, "cpu") is reference
+    assert resolve(None, "cpu") is resolve(NEXT, "cpu")
 
 
 @pytest.mark.parametrize("how", ["read-only", "a file", "nobody's", "loose"])

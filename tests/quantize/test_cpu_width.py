@@ -15,6 +15,7 @@ from quantize.test_agreement import assert_same
 
 from fp8watch.kernels import cpu_compiler, cpu_library, cpu_width, reference, resolve
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 pytestmark = pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC")
 _QUICK = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
@@ -68,11 +69,11 @@ def test_every_width_of_this_machine_gives_the_same_bits(
         for tile, shape in zip(TILES, ((19, 650), (300, 70), (140, 200)), strict=True):
             x = operand(kind, sorted(DTYPES)[number % 3], shape)
             for name, power_2, function in (("E4M3", True, "quantize"), ("E5M2", False, "quantize_dequantize")):
-                how = x, tile, FORMATS[name], power_2, 0.0
+                how = x, QuantizeJob(tile, FORMATS[name], power_2)
                 assert_same(getattr(cpu, function)(*how), getattr(reference, function)(*how))
     # a code that no neighbour has, in each lane of a vector
     x = torch.cat([torch.arange(-448, 449, 7).float().roll(k) for k in range(129)]).view(-1, 129)
-    how = x, (1, 129), FORMATS["E4M3"], True, 0.0
+    how = x, QuantizeJob((1, 129), FORMATS["E4M3"])
     assert_same(cpu.quantize(*how), reference.quantize(*how))
 
 

@@ -9,6 +9,7 @@ from quantize.backends import backends, each_backend
 from fp8watch.kernels import Backend
 from fp8watch.kernels.cpu_compiler import Unavailable, find_compiler
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -17,9 +18,9 @@ from fp8watch.numerics.formats import FORMATS
 def test_a_value_that_rounds_up_past_float32_is_measured_alike_everywhere(fmt, tile, dtype) -> None:
     x = torch.ones(64, 64, dtype=dtype)
     x[-1, -1] = 3.38e38
-    alone = [backend.quantize(x, tile, fmt, True, 0.0)[2].summary() for backend in backends()]
+    alone = [backend.quantize(x, QuantizeJob(tile, fmt, True, 0.0))[2].summary() for backend in backends()]
     x[0, 0] = torch.nan  # another tile's trouble changes nothing here
-    beside = [backend.quantize(x, tile, fmt, True, 0.0)[2].summary() for backend in backends()]
+    beside = [backend.quantize(x, QuantizeJob(tile, fmt, True, 0.0))[2].summary() for backend in backends()]
     for name in ("noise_energy", "tile_noise_ratio_max"):
         values = [float(summary[name]) for summary in alone]
         assert values == pytest.approx([values[-1]] * len(values), rel=1e-6)
@@ -31,11 +32,11 @@ def test_a_value_that_rounds_up_past_float32_is_measured_alike_everywhere(fmt, t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_defaults_are_of_no_concern(backend: Backend, dtype: torch.dtype) -> None:
     x, fmt, before = torch.randn(64, 512), FORMATS["E4M3"], torch.get_default_dtype()
-    data, scale_inv, _ = backend.quantize(x, (1, 128), fmt, False, 0.0)
+    data, scale_inv, _ = backend.quantize(x, QuantizeJob((1, 128), fmt, False, 0.0))
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            got, got_scale_inv, stats = backend.quantize(x, (1, 128), fmt, False, 0.0)
+            got, got_scale_inv, stats = backend.quantize(x, QuantizeJob((1, 128), fmt, False, 0.0))
             values = backend.dequantize(got, got_scale_inv, (1, 128))
     finally:
         torch.set_default_dtype(before)

@@ -11,6 +11,7 @@ from quantize.operands import operand
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.sketch.slab import Slab
 from fp8watch.sketch.tile_map import tile_map_of
@@ -29,7 +30,7 @@ class Recorded(NamedTuple):
 def pair(kind: str) -> tuple[TileStats, TileStats]:
     """The statistics of one operand as torch leaves them, and as a kernel does: in bytes."""
     x = operand(kind, "float32", (4, 200))
-    plain = reference.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-30)[2]
+    plain = reference.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 1e-30))[2]
     assert plain is not None
     shared = (plain.shape, plain.tile_shape, True, 1e-30, plain.scale_inv, plain.measured)
     return plain, TileStats(*shared, folded=Recorded(plain.amax, plain.counts.to(torch.uint8), plain.flags(), []))

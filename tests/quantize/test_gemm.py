@@ -7,6 +7,7 @@ import torch
 
 from fp8watch.kernels import emulated_gemm, reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 M, K, N = 192, 512, 320
 E4M3 = FORMATS["E4M3"]
@@ -17,7 +18,7 @@ def operands(seed: int = 0) -> dict[str, torch.Tensor]:
     x, w, dy = torch.randn(M, K, generator=g), torch.randn(N, K, generator=g) / 20, torch.randn(M, N, generator=g) / 1e6
 
     def q(t: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-        return reference.quantize_dequantize(t, tile, E4M3, True, 0.0, stats=False)[0]
+        return reference.quantize_dequantize(t, QuantizeJob(tile, E4M3, True, 0.0, stats=False))[0]
 
     return {
         "x": q(x, (1, 128)), "x_columnwise": q(x, (128, 1)), "w": q(w, (128, 128)),

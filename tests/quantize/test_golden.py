@@ -9,6 +9,7 @@ from quantize.backends import USABLE, backends, each_backend
 import fp8watch.quantize
 from fp8watch.kernels import Backend
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 INF, NAN = float("inf"), float("nan")
 
@@ -18,9 +19,9 @@ def codes_of(values: list[float], fmt: str = "E4M3", power_2: bool = True, eps: 
     found = []
     for backend in backends():
         x = torch.tensor([values])
-        data, scale_inv, _ = backend.quantize(x, (1, 128), FORMATS[fmt], power_2, eps)
+        data, scale_inv, _ = backend.quantize(x, QuantizeJob((1, 128), FORMATS[fmt], power_2, eps))
         found.append((data.view(torch.uint8)[0].tolist(), float(scale_inv[0, 0])))
-        data, scale_inv, _ = backend.quantize(x.t(), (128, 1), FORMATS[fmt], power_2, eps)
+        data, scale_inv, _ = backend.quantize(x.t(), QuantizeJob((128, 1), FORMATS[fmt], power_2, eps))
         found.append((data.view(torch.uint8)[:, 0].tolist(), float(scale_inv[0, 0])))
     assert all(one == found[0] for one in found)
     return found[0]
@@ -86,9 +87,9 @@ def test_an_overflowing_scale_is_the_largest_number_of_the_input_type(
     backend: Backend, dtype: torch.dtype, largest: float
 ) -> None:
     x = torch.zeros(1, 128, dtype=dtype)
-    scale_inv = backend.quantize(x, (1, 128), FORMATS["E4M3"], False, 1e-40)[1]  # 448/1e-40 overflows
+    scale_inv = backend.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], False, 1e-40))[1]  # 448/1e-40 overflows
     assert float(scale_inv) == float(torch.tensor(1.0) / torch.tensor(largest))
-    rounded = backend.quantize(x, (1, 128), FORMATS["E4M3"], True, 1e-40)[1]
+    rounded = backend.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 1e-40))[1]
     assert float(rounded) == (2.0**-15 if dtype == torch.float16 else 2.0**-127)
 
 

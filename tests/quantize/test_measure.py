@@ -6,8 +6,10 @@ import pytest
 import torch
 from quantize.backends import backends
 
-from fp8watch.kernels import Backend, reference, registry
+from fp8watch.kernels import Backend, reference
+from fp8watch.kernels import backend as kernel_backend
 from fp8watch.numerics.formats import E4M3, E5M2
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 KINDS = ("ordinary", "wide", "zeros", "broken", "tiny")
 
@@ -46,12 +48,16 @@ def test_statistics_alone_are_those_of_quantising(backend: Backend, kind: str, s
             given = torch.rand(-(-shape[0] // tile[0]), -(-shape[1] // tile[1])) * 100
             for heavy in (False, True):
                 for scale in (None, given):
-                    how = {"scale": scale, "heavy": heavy, "invariant": scale is None}
-                    want = backend.quantize(x, tile, fmt, True, 0.0, **how)[2]
-                    same(registry.measure(backend, x, tile, fmt, True, 0.0, **how), want)
+                    job = QuantizeJob(tile, fmt, True, 0.0, invariant=scale is None, heavy=heavy)
+                    want = backend.quantize(x, job, scale)[2]
+                    same(kernel_backend.measure(backend, x, job, scale), want)
         for heavy in (False, True):
-            both = registry.quantize_dequantize_both(backend, x, fmt, True, 0.0, heavy=heavy)
+            both = kernel_backend.quantize_dequantize_both(
+                backend, x, QuantizeJob((1, 128), fmt, True, 0.0, heavy=heavy)
+            )
             for alone, (_, _, want) in zip(
-                registry.measure_both(backend, x, fmt, True, 0.0, heavy=heavy), both, strict=True
+                kernel_backend.measure_both(backend, x, QuantizeJob((1, 128), fmt, True, 0.0, heavy=heavy)),
+                both,
+                strict=True,
             ):
                 same(alone, want)

@@ -54,9 +54,9 @@ def test_the_table_of_arguments_is_the_code():
     listed = [(name, argument, ast.literal_eval(default)) for name, argument, default in table("| recipe | argument |")]
     wanted = [
         (name, argument, parameter.default)
-        for name in ("blockwise", "current", "delayed", "mxfp8")
-        for argument, parameter in inspect.signature(getattr(recipes, name)).parameters.items()
-        if argument not in shared
+        for name, registered in recipes.RECIPES.items()
+        for argument, parameter in inspect.signature(registered.build).parameters.items()
+        if name != "observe" and argument not in shared
     ]
     assert listed == wanted
     assert "`warmup_steps` (0) and `observe_only` (False)" in PAGE
@@ -65,9 +65,8 @@ def test_the_table_of_arguments_is_the_code():
 def test_every_variable_and_flag_is_on_the_page():
     blockwise = {*EPS_VARIABLES.values(), *POWER_2_VARIABLES.values(), FP32_SCALES_VARIABLE}
     listed = {variable: of for variable, of, _ in table("| variable | of |")}
-    assert {v for v, of in listed.items() if of == "blockwise"} == blockwise
-    assert {v for v, of in listed.items() if of == "current"} == {CURRENT_POWER_2_VARIABLE}
-    assert len(listed) == len(blockwise) + 1
+    assert listed == {v: name for name, registered in recipes.RECIPES.items() for v in registered.variables}
+    assert set(listed) == {*blockwise, CURRENT_POWER_2_VARIABLE}
     for flag in FLAGS.values():
         assert f"`{flag}`" in PAGE
 

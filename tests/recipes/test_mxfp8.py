@@ -13,6 +13,7 @@ from recipes.oracles import e8m0_byte, mxfp8
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.quantize import quantize_mxfp8
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, e8m0_value
 
@@ -88,7 +89,7 @@ def test_a_zero_tile_has_byte_0_and_an_inf_stays_one() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_on_ordinary_data_it_is_blockwise_scaling_with_tiles_of_32(fmt: str) -> None:
     x = operand("wide", "float32", (40, 96))
-    want, scale_inv, _ = reference.quantize(x, (1, 32), FORMATS[fmt], True, 0.0)
+    want, scale_inv, _ = reference.quantize(x, QuantizeJob((1, 32), FORMATS[fmt], True, 0.0))
     got = quantize_mxfp8(x, fmt)
     assert torch.equal(got.data.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(got.scale_inv.float(), scale_inv)

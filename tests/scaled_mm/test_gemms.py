@@ -9,6 +9,7 @@ from scaled_mm.strict import scaled_mm as strict
 from fp8watch.kernels import emulated_gemm, reference, scaled_mm
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 SHAPES = [(256, 512, 1024), (256, 256, 128), (16, 128, 16), (40, 384, 640), (1, 16, 48), (7, 1536, 144), (300, 528, 96)]
 
@@ -23,7 +24,7 @@ def codes(
     x: torch.Tensor, tile: tuple[int, int], fmt: str = "E4M3", power_2: bool = True
 ) -> tuple[Codes, torch.Tensor]:
     """An operand, and what it stands for."""
-    data, scale_inv, _ = reference.quantize(x, tile, FORMATS[fmt], power_2, 0.0, stats=False)
+    data, scale_inv, _ = reference.quantize(x, QuantizeJob(tile, FORMATS[fmt], power_2, 0.0, stats=False))
     return Codes(data, scale_inv), reference.dequantize(data, scale_inv, tile)
 
 

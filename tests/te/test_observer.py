@@ -14,6 +14,7 @@ from fp8watch.integrations import te_modules
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import FIELDS, Measured, TileFlag, holds
@@ -101,9 +102,9 @@ def test_a_seen_operand_is_measured_as_if_it_were_quantised_here(te: ModuleType,
     step(linear, x)
     flat = x.detach().reshape(-1, 256)
     for direction, tile in (("rowwise", (1, 128)), ("columnwise", (128, 1))):
-        expected = reference.quantize(flat, tile, FORMATS["E4M3"], True, 0.0)[2]
+        expected = reference.quantize(flat, QuantizeJob(tile, FORMATS["E4M3"], True, 0.0))[2]
         assert_same(watched.seen["0", "input", direction][0], expected)
-    expected = reference.quantize(linear.weight.detach(), (128, 128), FORMATS["E4M3"], True, 0.0)[2]
+    expected = reference.quantize(linear.weight.detach(), QuantizeJob((128, 128), FORMATS["E4M3"], True, 0.0))[2]
     assert_same(watched.seen["0", "weight", "rowwise"][0], expected)
     if kind == "inf":
         assert watched.seen["0", "input", "rowwise"][0].summary()["first_nonfinite"].tolist() == [54, 5, 0]
@@ -285,7 +286,7 @@ def test_an_expert_without_tokens_costs_its_own_sites_alone(te: ModuleType) -> N
     assert dict(watched.guard.errors) == {}
     unseen = {(s.fqn, s.operand) for s in watched.sites if (s.fqn, s.operand, s.direction) not in watched.seen}
     assert unseen == {("0.1", "input"), ("0.1", "grad_output")}
-    expected = reference.quantize(x.detach()[24:], (1, 128), FORMATS["E4M3"], True, 0.0)[2]
+    expected = reference.quantize(x.detach()[24:], QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2]
     assert_same(watched.seen["0.2", "input", "rowwise"][0], expected)  # with its own rows, not its neighbour's
 
 

@@ -218,36 +218,12 @@ static void fold_energies(const struct job *job, struct fold *f, const struct ti
     }
 }
 
-/* Sums and extremes of two records; coordinates are the callers' business. */
-static void merge_values(struct row *a, const struct row *b) {
-    a->signal_energy += b->signal_energy;
-    a->noise_energy += b->noise_energy;
-    a->tile_noise_ratio_sum += b->tile_noise_ratio_sum;
-    a->moment2 += b->moment2;
-    a->moment4 += b->moment4;
-    if (b->tile_noise_ratio_max > a->tile_noise_ratio_max) a->tile_noise_ratio_max = b->tile_noise_ratio_max;
-    a->num_elements += b->num_elements;
-    a->num_nonzero += b->num_nonzero;
-    a->num_saturated += b->num_saturated;
-    a->num_underflow += b->num_underflow;
-    a->num_nan += b->num_nan;
-    a->num_inf += b->num_inf;
-    for (int i = 0; i < 32; i++) a->depth_hist[i] += b->depth_hist[i];
-    a->num_tiles += b->num_tiles;
-    a->num_zero_tiles += b->num_zero_tiles;
-    a->num_eps_tiles += b->num_eps_tiles;
-    a->num_sentinel_tiles += b->num_sentinel_tiles;
-    a->num_off_scale_tiles += b->num_off_scale_tiles;
-    a->num_calls += b->num_calls;
-    for (int i = 0; i < 64; i++) a->amax_hist[i] += b->amax_hist[i];
-    a->amax_max = max_or_nan(a->amax_max, b->amax_max);
-    a->scale_inv_max = max_or_nan(a->scale_inv_max, b->scale_inv_max);
-    a->scale_ratio_max = max_or_nan(a->scale_ratio_max, b->scale_ratio_max);
-    a->amax_min_nonzero = min_or_nan(a->amax_min_nonzero, b->amax_min_nonzero);
-    a->scale_inv_min = min_or_nan(a->scale_inv_min, b->scale_inv_min);
-    a->scale_ratio_min = min_or_nan(a->scale_ratio_min, b->scale_ratio_min);
-    a->measured |= b->measured;
-}
+/* Bits of `measured` of two records: a group of MEASURED_BY_EVERY_CALL is lost where a record with calls lacks it. */
+INLINE int32_t lacking(int32_t bits) { return bits & MEASURED_CALLS ? ~bits & MEASURED_BY_EVERY_CALL : 0; }
+INLINE int32_t merged_bits(int32_t a, int32_t b) { return (a | b) & ~(lacking(a) | lacking(b)); }
+
+/* Sums, extremes and `measured` of two records; coordinates are the callers' business. */
+static void merge_values(struct row *a, const struct row *b) { MERGE_FIELDS(a, b) }
 
 /* Merge the record of another part of the same operand. */
 static void fold_merge(struct fold *a, const struct fold *b) {

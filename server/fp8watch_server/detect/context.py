@@ -1,6 +1,6 @@
 """What every statistical detector may look at besides the step itself: baselines, history, schedule, thresholds.
 
-Upstream:   fp8watch_server.detect.cross_rank_step, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.statistics
+Upstream:   fp8watch_server.detect.cross_rank_step, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.detector
 Shapes:     columns [S]
 Thread:     detect worker
 """
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.cross_rank_step import Now
-from fp8watch_server.detect.finding import Finding, Verdict
+from fp8watch_server.detect.finding import Evidence, Verdict
+from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.schedule import Schedule
-from fp8watch_server.detect.thresholds import Thresholds
 from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +60,7 @@ class Context:
     now: Now
     base: Baselines
     schedule: Schedule
-    limit: Thresholds
+    limit: Limits
     num_steps: int  # observed since the attempt began
     warm: bool  # statistical tests may judge
     clean: bool  # no other fault is known that would explain what is seen
@@ -133,22 +132,21 @@ class Context:
         return np.asarray(self.now.table.role == GRAD_OUTPUT)
 
 
-class Detector(Protocol):
-    """One family of detectors over the roll-up."""
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """What it can find."""
-        ...
-
-    def grow(self, num_sites: int) -> None:
-        """More sites were registered."""
-        ...
-
-    def observe(self, ctx: Context) -> list[Finding]:
-        """Judge one step."""
-        ...
-
-    def frozen(self) -> Any:
-        """Sites whose baselines must not learn: a mask [S], or None."""
-        ...
+def damage(ctx: Context, row: int) -> list[Evidence]:
+    """SQNR, saturation and underflow of a site against what is usual there."""
+    now, evidence = ctx.now, []
+    sqnr = float(now.sqnr_db[row])
+    if np.isfinite(sqnr):
+        usual = float(ctx.base.sqnr.median()[row])
+        evidence.append(
+            Evidence("tile_sqnr_db", round(sqnr, 2), round(usual, 2) if np.isfinite(usual) else None, "dB", None)
+        )
+    saturated = now.column("num_saturated")[row]
+    if saturated > 0:
+        evidence.append(Evidence("num_saturated", int(saturated), 0, "elements", None))
+    share = float(now.underflow[row])
+    usual = float(ctx.base.underflow.median()[row])
+    if np.isfinite(share) and share > 0.01:
+        baseline = round(usual, 4) if np.isfinite(usual) else None
+        evidence.append(Evidence("underflow_ratio", round(share, 4), baseline, "share", None))
+    return evidence

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, Measured, StepStatus, holds
+from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, Measured, StepStatus, holds, lacking
 from fp8watch_server.detect.finding import Evidence, Finding, Severity, SiteFacts, Verdict
 from fp8watch_server.detect.view import Mask, SiteTable, StepView
 
@@ -78,7 +78,12 @@ class Now:
     def _measured(self, group: Measured) -> Mask:
         got = self._groups.get(group)
         if got is None:
-            got = self._groups[group] = holds(self._records[0], group)
+            measured, row, _ = self._records
+            got = self._groups[group] = holds(measured, group)
+            if group & EVERY_CALL:  # as merge_measured: what one rank lacks is not known of all
+                partly = np.zeros(len(self), dtype=bool)
+                partly[row[(lacking(measured) & int(group)) != 0]] = True
+                got &= ~partly[row]
         return got
 
     def scalar(self, name: str) -> float | None:

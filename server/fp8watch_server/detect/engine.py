@@ -20,11 +20,15 @@ import numpy as np
 
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
-from fp8watch_server.detect import degenerate, invariant, kernel_output, nonfinite, state, unobserved
-from fp8watch_server.detect.agreement import Agreement
+from fp8watch_server.detect import state
 from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.families import degenerate, invariant, kernel_output, nonfinite, unobserved
+from fp8watch_server.detect.families.agreement import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
-from fp8watch_server.detect.registry import Registry, ScaleHistory, merge
+from fp8watch_server.detect.modes import STEP_CHECKS
+from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
+from fp8watch_server.detect.precedence import SPREADING
+from fp8watch_server.detect.registry import Registry, merge
 from fp8watch_server.detect.session_state import Stream
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.statistics import Statistics
@@ -297,7 +301,7 @@ class Engine:
             off = invariant.examine(view, below, above, ~bad_scale)
             found += off
             stream.invariant_seen = stream.num_steps if off else stream.invariant_seen
-        found += kernel_output.wrong_outputs(view, self.thresholds)
+        found += [f for check in STEP_CHECKS for f in check(view, self.thresholds)]
         if (poisoned_checkpoint := stream.poisoned_checkpoint(view)) is not None:
             found.append(poisoned_checkpoint)
         poisoned = broken or stream.poisoned
@@ -330,7 +334,7 @@ class Engine:
         found = [f for f in found if f.mode not in self.thresholds.disabled]
         streams = [s for s in self._streams.values() if s.rank in now.ranks]
         for f in found:
-            if f.mode == "optimizer-divergence":
+            if f.mode in SPREADING:
                 for stream in streams:
                     stream.note_cause(f)
         apart = [self._apart(FULL if f.extra.get("sampled") else LIGHT) for f in found]

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from fp8watch_server.detect.precedence import EXACT_MODES, LEAP
+
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
 
@@ -22,17 +24,6 @@ MAX_SITES_IN_FINDING = 256
 
 LOSS_FLOW = 1 << 40
 """The place of the loss in the order of execution: after every forward operand."""
-
-NONFINITE_MODES = frozenset(
-    {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
-)
-"""Modes whose consequence may be NaN everywhere."""
-
-EXACT_MODES = NONFINITE_MODES | {"bad-batch", "recipe-mismatch"}
-"""Modes whose first step is known to the step. Of the others it is what crossed a limit first."""
-
-LEAP = "outlier-leap"
-"""The kind of an `outlier-growth` that leaped in one step. Only precedence knows it: it is no mode."""
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,59 @@
-"""Which mode explains which: a root cause mutes what follows from it.
+"""What each mode is to the others: which explains which, who is asked first, how far a cause reaches.
 
-Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.statistics, fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.detect.modes     Downstream: fp8watch_server.detect.statistics, fp8watch_server.incidents.match
 Shapes:     slug -> slugs
 Thread:     any; only data
 
 Muted are findings of the same step, and those that come while the root's incident is open. What is muted is counted in
 the root's history and sends no message. A cause comes before its consequence: what began earlier is explained by
-nothing that began later (`latest`), whatever their modes.
+nothing that began later (`latest`), whatever their modes. A mode that stands in none of these tables explains nothing,
+is explained by nothing, and is asked last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+ASKED = (
+    "optimizer-divergence",
+    "silent-data-corruption",
+    "delayed-clip",
+    "frozen-scale",
+    "scale-collapse",
+    "attention-logit-growth",
+    "outlier-growth",
+    "gradient-underflow",
+    "dying-tile",
+    "dead-layer",
+    "chronic-quantization-noise",
+    "bad-batch",
+)
+"""Modes that detectors over the roll-up find, in the order in which a step is judged: the first is told first."""
 
-from fp8watch_server.detect.finding import EXACT_MODES, LEAP, Finding
+LEAP = "outlier-leap"
+"""The kind of an `outlier-growth` that leaped in one step. Only precedence knows it: it is no mode."""
 
-_NONFINITE = {"nan-in-loss", "nan-in-activation", "inf-laundering", "zero-tile-eps", "kernel-output-fault"}
+NONFINITE_MODES = frozenset(
+    {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
+)
+"""Modes whose consequence may be NaN everywhere."""
+
+EXACT_MODES = NONFINITE_MODES | {"bad-batch", "recipe-mismatch"}
+"""Modes whose first step is known to the step. Of the others it is what crossed a limit first."""
+
+SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
+"""Causes after which values break in other places, or in the same step on other ranks."""
+
+GLOBAL_ROOTS = SPREADING | {"silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding"}
+"""Causes whose consequences show anywhere; of the others, in the same module."""
+
+SAME_PARENT = frozenset({"attention-logit-growth"})
+"""Causes whose consequences show in modules under one parent."""
+
+PRECURSORS = {"zero-tile-eps": "dying-tile"}
+"""What comes first and is the same failure: in one module, the incident goes on under the new name."""
+
+SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
+"""Causes after which the baselines around them need longer to settle."""
+
 _STATISTICAL = {
     "outlier-growth",
     "gradient-underflow",
@@ -29,7 +67,7 @@ _STATISTICAL = {
 }
 
 EXPLAINS: dict[str, frozenset[str]] = {
-    **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in _NONFINITE},
+    **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in NONFINITE_MODES},
     "stale-weight-scale": frozenset(
         {"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}
     ),
@@ -78,14 +116,6 @@ def latest(kind: str, onset: int, window: int) -> int:
     return onset + (0 if kind in EXACT_MODES else window)
 
 
-def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -> list[Finding]:
-    """Findings of one step that no other of them explains."""
-    found = list(found)
-    return [
-        f
-        for f in found
-        if not any(
-            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= latest(f.kind, f.onset, window)
-            for root in found
-        )
-    ]
+def asked_at(slug: str) -> int:
+    """Place of a mode in the order of asking."""
+    return ASKED.index(slug) if slug in ASKED else len(ASKED)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.detect.thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds
 
 MAX_FILE_BYTES = 1 << 20

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
-from fp8watch_server.detect import degenerate
-from fp8watch_server.detect.finding import NONFINITE_MODES, Evidence, Finding
+from fp8watch_server.detect.families import degenerate
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.precedence import NONFINITE_MODES
 from fp8watch_server.detect.view import StepView
 
 CONSEQUENCE_STEPS = 6

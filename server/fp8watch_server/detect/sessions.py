@@ -1,7 +1,7 @@
-"""What the sessions of a run say of themselves, compared: mode 10, recipe-mismatch, and mode 18, static.
+"""What the sessions of a run say of themselves, compared.
 
 Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.engine
-Shapes:     SessionFacts, SiteFacts -> findings and notices
+Shapes:     SessionFacts, SiteFacts -> changes
 Thread:     detect worker
 
 Compared are: a session with the one before it on the same rank (a restart with other flags), ranks of one attempt with
@@ -23,15 +23,12 @@ from fp8watch_agent.roles import (
     OUTPUT_HEAD,
     ROLES_FACT,
     ROUTER,
-    TIED,
-    decode_roles,
-    pattern,
-    role_of,
 )
-from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
-from fp8watch_server.detect.unobserved import NOT_TAKEN_FACT
+from fp8watch_server.detect.finding import SiteFacts
 
 MAX_NAMED = 8
+NOT_TAKEN_FACT = "not_taken"
+"""Fact of a session: weights that it does not watch, with the reason of each."""
 _IGNORED = frozenset(
     {
         # told as coverage, by name
@@ -44,9 +41,6 @@ _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")
 _END_OF_ITEM = re.compile(r"\)\s*(?:;|$)")
 EXPECTED_LEFT_OUT = (OUTPUT_HEAD, EMBEDDING, ROUTER, NORM, "tied", "not multiples", "shape")
 """Reasons of the default filter: these are meant."""
-
-SENSITIVE = {OUTPUT_HEAD: "the output head", EMBEDDING: "an embedding", ROUTER: "a router", NORM: "a norm"}
-SENSITIVE[TIED] = SENSITIVE[OUTPUT_HEAD]
 
 
 @dataclass(frozen=True)
@@ -191,76 +185,3 @@ def site_changes(new: SiteFacts, old: SiteFacts) -> list[Change]:
 
 def _plain(value: Any) -> Any:
     return "x".join(map(str, value)) if isinstance(value, tuple) else value
-
-
-def mismatch(
-    changes: list[Change], step: int, rank: int, sites: list[SiteFacts] | None = None, resumed: bool = False
-) -> Finding:
-    """The finding for facts that differ."""
-    sites = sorted(sites or [], key=lambda f: f.order)
-    first = sites[0] if sites else None
-    return Finding(
-        mode="recipe-mismatch",
-        severity="warning",
-        step=step,
-        rank=rank,
-        site=None if first is None else first.id,
-        tile=None,
-        element=None,
-        evidence=tuple(Evidence(c.fact, _text(c.value), _text(c.baseline), "", step) for c in changes[:12]),
-        verdict="fp8",
-        rank_in_flow=0,
-        extra={
-            "sites": [f.id for f in sites[:256]],
-            "num_sites": len(sites),
-            "operands": sorted({f.operand for f in sites}),
-            "changes": [(c.fact, _text(c.value), _text(c.baseline), c.against) for c in changes[:12]],
-            "resumed": resumed,
-        },
-    )
-
-
-def _text(value: Any) -> float | int | str | None:
-    return value if isinstance(value, int | float | str) or value is None else str(value)
-
-
-def sensitive(
-    sites: Iterable[SiteFacts], step: int, rank: int, facts: Mapping[str, Any] | None = None
-) -> Finding | None:
-    """Mode 18: a head, embedding, router or norm among the modules that compute in FP8; by what the session says of the
-    module, else by its name."""
-    hit: list[tuple[SiteFacts, str]] = []
-    told = decode_roles((facts or {}).get(ROLES_FACT))
-    for site in sites:
-        if site.recipe == "observe" or site.operand not in ("input", "weight"):
-            continue
-        what = SENSITIVE.get(told.get(pattern(site.module)) or role_of(site.module) or "")
-        if what is not None:
-            hit.append((site, what))
-    if not hit:
-        return None
-    hit.sort(key=lambda h: (h[0].order, h[0].operand))
-    modules = list(dict.fromkeys(f.module for f, _ in hit))
-    first, what = hit[0]
-    return Finding(
-        mode="sensitive-layer-quantized",
-        severity="warning",
-        step=step,
-        rank=rank,
-        site=first.id,
-        tile=None,
-        element=None,
-        evidence=(
-            Evidence("module", first.module, "high precision", "", step),
-            Evidence("sensitive_modules", len(modules), 0, "modules", step),
-        ),
-        verdict="fp8",
-        rank_in_flow=first.order,
-        extra={
-            "sites": [f.id for f, _ in hit][:256],
-            "num_sites": len(hit),
-            "operands": sorted({f.operand for f, _ in hit}),
-            "what": what,
-            "modules": modules[:MAX_NAMED],
-        },
-    )

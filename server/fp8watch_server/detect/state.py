@@ -5,7 +5,7 @@ Shapes:     Engine -> zstd of msgpack
 Thread:     detect worker
 
 Replaying batches cannot rebuild everything: a baseline is frozen while its alarm is on, however long that is. The walk
-is generic and its classes are a fixed list, so reading a state makes nothing but plain data. What refers to batches
+is generic and its classes are those of the engine and of the modes, so reading a state makes nothing but plain data. What refers to batches
 (steps that wait for a rank) is left out: those come again from the batches behind the state.
 """
 
@@ -21,72 +21,49 @@ import zstandard
 
 from fp8watch_agent.wire import WireError, decompress
 from fp8watch_server.detect import (
-    agreement,
-    attention,
     baseline,
-    collapse,
     context,
-    corruption,
-    dead,
-    degenerate,
-    delayed,
-    divergence,
-    dying,
     finding,
     hysteresis,
-    loss,
-    noise,
-    outlier,
     registry,
     schedule,
     session_state,
     sessions,
     statistics,
     step_alignment,
-    underflow,
 )
+from fp8watch_server.detect.families import agreement, degenerate
+from fp8watch_server.detect.modes import DETECTORS
+from fp8watch_server.detect.modes.recipe_mismatch import scale_history
 
 VERSION = 3
 MAX_STATE_BYTES = 256 << 20
 
-_CLASSES: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        agreement.Agreement,
-        step_alignment.Assembly,
-        step_alignment._Rank,
-        attention.AttentionLogits,
-        baseline.Baseline,
-        collapse.Collapse,
-        context.Baselines,
-        corruption.Corruption,
-        dead.DeadLayers,
-        degenerate.ZeroTiles,
-        delayed.Delayed,
-        divergence.Divergence,
-        dying.Dying,
-        finding.Evidence,
-        finding.Finding,
-        finding.Notice,
-        finding.SiteFacts,
-        hysteresis.Latch,
-        loss.LossJumps,
-        loss._Inputs,
-        loss._Jump,
-        noise.Noise,
-        outlier.Outliers,
-        registry.Registry,
-        registry.ScaleHistory,
-        schedule.Schedule,
-        sessions.Change,
-        sessions.SessionFacts,
-        statistics.Statistics,
-        session_state.Stream,
-        underflow.Underflow,
-    )
-}
-_SKIPPED = {"limit", "_pending", "_of_scalars"}
-"""Made anew: thresholds come from the rules, pending steps from the batches, lists of parts from the parts."""
+_ENGINE = (
+    agreement.Agreement,
+    step_alignment.Assembly,
+    step_alignment._Rank,
+    baseline.Baseline,
+    context.Baselines,
+    degenerate.ZeroTiles,
+    finding.Evidence,
+    finding.Finding,
+    finding.Notice,
+    finding.SiteFacts,
+    hysteresis.Latch,
+    registry.Registry,
+    scale_history.ScaleHistory,
+    schedule.Schedule,
+    sessions.Change,
+    sessions.SessionFacts,
+    statistics.Statistics,
+    session_state.Stream,
+)
+_DETECTORS = (part for kind in DETECTORS for part in (kind, *kind.parts))
+_CLASSES: dict[str, type] = {kind.__name__: kind for kind in (*_ENGINE, *_DETECTORS)}
+"""Every class of a state, by the name under which it is saved: a name that changes is a state that is not read."""
+_SKIPPED = {"limit", "_pending"}
+"""Made anew: thresholds come from the rules, pending steps from the batches."""
 _DTYPES = frozenset({"<f8", "<f4", "<i8", "<i4", "<u8", "<u4", "|b1", "|i1", "|u1"})
 
 

@@ -1,6 +1,6 @@
 """The statistical detectors of one run: baselines, what may be learned, and who is asked in which order.
 
-Upstream:   fp8watch_server.detect.context, fp8watch_server.detect.precedence    Downstream: fp8watch_server.detect.engine
+Upstream:   fp8watch_server.detect.modes, fp8watch_server.detect.precedence    Downstream: fp8watch_server.detect.engine
 Shapes:     Now -> findings of one step
 Thread:     detect worker
 
@@ -11,63 +11,35 @@ cause is known that would explain what is seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_server.detect.attention import AttentionLogits
-from fp8watch_server.detect.collapse import Collapse
-from fp8watch_server.detect.context import Baselines, Context, Detector
-from fp8watch_server.detect.corruption import Corruption
+from fp8watch_server.detect.context import Baselines, Context
 from fp8watch_server.detect.cross_rank_step import Now
-from fp8watch_server.detect.dead import DeadLayers
-from fp8watch_server.detect.delayed import Delayed
-from fp8watch_server.detect.divergence import Divergence
-from fp8watch_server.detect.dying import Dying
-from fp8watch_server.detect.finding import EXACT_MODES, Finding
-from fp8watch_server.detect.loss import LossJumps
-from fp8watch_server.detect.noise import Noise
-from fp8watch_server.detect.outlier import Outliers
-from fp8watch_server.detect.precedence import WINDOW_STEPS, explains, latest, without_consequences
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.limits import Limits
+from fp8watch_server.detect.modes import DETECTORS
+from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, explains, latest
 from fp8watch_server.detect.schedule import Schedule
-from fp8watch_server.detect.thresholds import Thresholds
-from fp8watch_server.detect.underflow import Underflow
 from fp8watch_server.detect.view import Mask
 
 MUTED_STEPS = 20
 """Observed steps for which a cause that was found answers for what it explains."""
 LONG_MUTED_STEPS = 60
 """Of a loss that jumped, a tensor that was corrupted: the baselines around it need longer to settle."""
-SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
-_OF_SCALARS = (LossJumps, AttentionLogits, Collapse)
-"""Detectors that also look at steps without a full sample."""
 
 
 class Statistics:
     """Baselines and detectors of one attempt of a run."""
 
-    def __init__(self, num_sites: int, limit: Thresholds) -> None:
+    def __init__(self, num_sites: int, limit: Limits) -> None:
         self.limit = limit
         self.num_steps = 0
         self._base = Baselines.of(num_sites)
         self._schedule = Schedule(limit.warmup_steps, limit.after_lr_warmup_steps)
-        self._loss = LossJumps()
-        self._divergence = Divergence(num_sites)
-        self._detectors: list[Detector] = [
-            self._divergence,
-            Corruption(num_sites),
-            Delayed(num_sites),
-            Collapse(num_sites, limit.collapse_window_steps),
-            AttentionLogits(),
-            Outliers(num_sites),
-            Underflow(num_sites),
-            Dying(num_sites),
-            DeadLayers(num_sites),
-            Noise(num_sites),
-            self._loss,
-        ]
-        self._of_scalars: list[Detector] = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
+        self._detectors = [kind.make(num_sites, limit) for kind in DETECTORS]
         self._roots: dict[str, tuple[int, int]] = {}  # kind -> (num_steps when found last, earliest step of its onset)
 
     def grow(self, num_sites: int) -> None:
@@ -77,12 +49,14 @@ class Statistics:
         for detector in self._detectors:
             detector.grow(num_sites)
 
-    def adopt(self, limit: Thresholds) -> None:
-        """Read back from a state: what is not kept in it."""
+    def adopt(self, limit: Limits) -> None:
+        """Read back from a state: what is not kept in it. A detector that is not in it begins anew."""
         self.limit = limit
-        self._of_scalars = [d for d in self._detectors if isinstance(d, _OF_SCALARS)]
-        self._loss = next(d for d in self._detectors if isinstance(d, LossJumps))
-        self._divergence = next(d for d in self._detectors if isinstance(d, Divergence))
+        for name in ("_loss", "_divergence"):  # states of before held these two detectors twice
+            self.__dict__.pop(name, None)
+        kept = {type(detector): detector for detector in self._detectors}
+        num_sites = self._base.amax.num_series
+        self._detectors = [kept.get(kind) or kind.make(num_sites, limit) for kind in DETECTORS]
 
     def forget(self, rows: npt.NDArray[np.int64]) -> None:
         """Sites whose quantiser became another one: what was usual before says nothing."""
@@ -107,11 +81,11 @@ class Statistics:
             self._note_root(mode, now.step - (0 if mode in EXACT_MODES else window))
         base = self._base
         if poisoned:
-            self._divergence.forget()
             base.recent_amax.forget()
             base.steps = []
-            return self._told(self._loss.cut_off(now, self.limit), window)
-        self._schedule.observe(now.step, now.scalar("lr"), learn=clean and not self._divergence.in_alarm)
+            return self._told([f for d in self._detectors for f in d.cut_off(now, self.limit)], window)
+        ordinary_lr = not any(d.holds_lr for d in self._detectors)
+        self._schedule.observe(now.step, now.scalar("lr"), learn=clean and ordinary_lr)
         sampled = self._is_sampled(now)
         if sampled:
             base.recent_amax.push(now.log2_amax)
@@ -119,8 +93,10 @@ class Statistics:
         warm = self._schedule.warm(now.step)
         ctx = Context(now, base, self._schedule, self.limit, self.num_steps, warm, clean)
         found: list[Finding] = []
-        for detector in self._detectors if sampled else self._of_scalars:
-            if any(mode not in self.limit.disabled for mode in detector.modes):
+        for detector in self._detectors:
+            if (sampled or detector.between_samples) and any(
+                mode not in self.limit.disabled for mode in detector.modes
+            ):
                 found += detector.observe(ctx)
         found = self._told(found, window)
         self._learn(ctx, sampled=sampled)
@@ -157,7 +133,7 @@ class Statistics:
             return
         if sampled:
             self._learn_sites(ctx)
-        if self._loss.holds_loss or self._divergence.in_alarm:
+        if any(d.holds_loss for d in self._detectors):
             return
         for baseline, name in ((self._base.loss, "loss"), (self._base.grad_norm, "grad_norm")):
             value = ctx.now.scalar(name)
@@ -176,3 +152,16 @@ class Statistics:
         base.sqnr.push(now.sqnr_db, take)
         base.underflow.push(now.underflow, take)
         base.kurtosis.push(now.log2_kurtosis, take)
+
+
+def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -> list[Finding]:
+    """Findings of one step that no other of them explains."""
+    found = list(found)
+    return [
+        f
+        for f in found
+        if not any(
+            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= latest(f.kind, f.onset, window)
+            for root in found
+        )
+    ]

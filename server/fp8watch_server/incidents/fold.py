@@ -20,10 +20,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
-from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.precedence import NONFINITE_MODES, PRECURSORS
 from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.explain import Explanation, explain
-from fp8watch_server.incidents.match import PRECURSORS, Open, covering, explained_by, root_of, target_of
+from fp8watch_server.incidents.match import Open, covering, explained_by, root_of, target_of
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, write_event
 

@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fp8watch_server.detect.finding import NONFINITE_MODES, Finding, SiteFacts
-from fp8watch_server.detect.precedence import explains, latest
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.precedence import (
+    GLOBAL_ROOTS,
+    NONFINITE_MODES,
+    PRECURSORS,
+    SAME_PARENT,
+    SPREADING,
+    explains,
+    latest,
+)
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
-
-SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
-GLOBAL_ROOTS = SPREADING | {"silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding"}
-"""Causes whose consequences show anywhere; of the others, in the same module."""
-
-PRECURSORS = {"zero-tile-eps": "dying-tile"}
-"""What comes first and is the same failure: in one module, the incident goes on under the new name."""
 
 
 @dataclass
@@ -143,6 +144,6 @@ def _related(i: Open, finding: Finding, sites: Mapping[int, SiteFacts], root: st
         return True
     modules = {sites[s].module for s in i.row["sites"] if s in sites}
     mine = {sites[s].module for s in finding.extra.get("sites", ()) if s in sites}
-    if root == "attention-logit-growth":
+    if root in SAME_PARENT:
         return bool({m.rpartition(".")[0] for m in modules} & {m.rpartition(".")[0] for m in mine}) or not modules
     return bool(modules & mine) or not modules or not mine

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8watch_server.detect.playbook import SLUGS
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.notify.apprise_channel import AppriseChannel
 from fp8watch_server.notify.channels import AlertmanagerChannel, Channel, Pace, SlackChannel, WebhookChannel
 from fp8watch_server.notify.fields import NAMES, Fields, near

@@ -18,11 +18,13 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
 
+from fp8watch_agent.record import FIELDS
+
 ABSENT = "–"
 NONFINITE = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "−Inf", "infinity": "+Inf", "-infinity": "−Inf"}
 MAX_NAME_CHARS = 240  # more is cut in the text itself; less is cut by the style sheet, with the whole name as title
 
-FIELD_LABELS = {
+FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
     "loss": "loss",
     "grad_norm": "gradient norm",
     "lr": "learning rate",

@@ -22,24 +22,12 @@ from fp8watch_server.store.records import RANK_OF, Parts, counted, default_of, d
 
 Array = npt.NDArray[Any]
 
-# Numbers of the columns in a block, for good: a new field takes the next one. They are also the order of the directory:
-# what charts ask for stands first, because a reader goes only as far as it must.
-CODES: dict[str, int] = {
-    name: code
-    for code, name in enumerate(
-        (
-            *("first", "gap", "measured", "amax_max", "scale_inv_max", "scale_inv_min"),
-            *("tile_noise_ratio_sum", "num_tiles", "num_zero_tiles", "num_nonzero", "num_underflow", "num_elements"),
-            *("num_saturated", "num_nan", "num_inf", "scale_ratio_max", "signal_energy", "noise_energy"),
-            *("tile_noise_ratio_max", "num_sentinel_tiles", "num_off_scale_tiles", "num_eps_tiles", "scale_ratio_min"),
-            *("amax_min_nonzero", "moment2", "moment4", "order", "num_calls", "weight_hash", "worst_tile"),
-            *("noise_tile", "off_scale_tile", "first_nonfinite", "worst_rank", "noise_rank"),
-            *("seq0", "seq"),
-            *("output_num_nonfinite", "gemm_error", "gemm_gain_max", "gemm_gain_min"),
-        )
-    )
-}
-HISTOGRAM_CODES = {"amax_hist": 0, "depth_hist": 1}
+OWN_CODES = {"first": 0, "gap": 1, "worst_rank": 33, "noise_rank": 34, "seq0": 35, "seq": 36}
+"""Columns of a block that are no fields of the sketch."""
+CODES: dict[str, int] = {**OWN_CODES, **{f.name: f.code for f in FIELDS if f.name not in HISTOGRAMS}}
+"""Numbers of the columns in a block, for good. They are also the order of the directory: what charts ask for has the
+lowest, because a reader goes only as far as it must."""
+HISTOGRAM_CODES = {name: FIELD_BY_NAME[name].code for name in HISTOGRAMS}
 _KEYS = {"first": "<i8", "gap": "<i8", "seq0": "<i8", "seq": "<i8"}
 """How steps and batches are told: the first, and what each adds to the one before it."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS
+from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, HISTOGRAMS, lacking
 from fp8watch_agent.wire import encode_histogram
 from fp8watch_server.store.block_codec import short_mantissa
 
@@ -165,6 +165,8 @@ def over_ranks(parts: Parts) -> Parts:
                 merged[name] = np.minimum.reduceat(values, starts)
         elif merge == "or":
             merged[name] = np.bitwise_or.reduceat(values, starts)
+            if EVERY_CALL:  # as merge_measured: what one rank lacks is not known of all
+                merged[name] &= ~np.bitwise_or.reduceat(lacking(values), starts)
         elif name in WORST_OF or name in RANK_OF:
             leader = parts.columns.get(WORST_OF.get(name) or RANK_OF[name])
             merged[name] = values[starts if leader is None else _first_worst(leader, starts, group)]

@@ -13,6 +13,7 @@ from benchmarks.detection.public_rules import RULES
 from benchmarks.detection.scoring import Healthy, Outcome, upper_bound
 from detect.scenarios import BY_NAME
 
+from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.detect.thresholds import TABLE
 
 LEVELS = ("mild", "medium", "severe")
@@ -69,7 +70,7 @@ Made by `make bench-detect` ({where}; {took_s:.0f} s). Two sources:
 
 - **made up**: traces after a calibration on a real training of the demo's model (`tests/detect/calibration.json`: level, spread
   and memory of amax, smallest tile, SQNR, underflow and kurtosis of each kind of site), with faults put into their columns
-  (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover the 23 modes, each mild, medium and severe, with {num_seeds} seeds of the
+  (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover the {len(SLUGS)} modes, each mild, medium and severe, with {num_seeds} seeds of the
   *{split}* split; thresholds were chosen on other seeds of this part. Each faulty run has its healthy twin: what the twin says too does not count.
 - **recorded**: real trainings in FP8 on the CPU, 184 steps each, faults put into the model itself
   (`tests/benchmarks/detection/record.py`). **Not held out**: thresholds were changed after looking at these runs (see the end).

@@ -26,8 +26,8 @@ from detect.play import play
 from detect.scenarios import SCENARIOS, Case, Expected, Scenario, twin
 from detect.trace import Trace, healthy
 
-from fp8watch_server.detect import degenerate, invariant
 from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.families import degenerate, invariant
 from fp8watch_server.detect.view import BatchColumns
 
 SPLITS = {"tune": 0, "test": 1000}

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from quantize import oracle
+from quantize.backends import compared, shared
 from quantize.test_statistics import SUMS
 
 from fp8watch.kernels import reference, triton
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import FIELDS
 
@@ -42,7 +44,11 @@ def same_stats(got: TileStats, expected: TileStats) -> None:
     assert torch.equal(got.flags(), expected.flags()), "flags"
     a, b = got.summary(), expected.summary()
     for f in FIELDS:
-        if f.name in SUMS:
+        if not compared(f, a["measured"], b["measured"]):
+            continue
+        if f.name == "measured":
+            assert shared(a[f.name]) == shared(b[f.name])
+        elif f.name in SUMS:
             np.testing.assert_allclose(a[f.name], b[f.name], rtol=1e-6, atol=1e-300, err_msg=f.name)
         elif f.name == "noise_tile" and b["tile_noise_ratio_max"] > 0:
             # two tiles may be equally bad but for the last bits of a sum
@@ -55,12 +61,20 @@ def same_stats(got: TileStats, expected: TileStats) -> None:
 
 
 def check(
-    x: torch.Tensor, tile: tuple[int, int], fmt: str, power_2: bool, eps: float, *, heavy: bool = True, **options: Any
+    x: torch.Tensor,
+    tile: tuple[int, int],
+    fmt: str,
+    power_2: bool,
+    eps: float,
+    *,
+    heavy: bool = True,
+    scale: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
     """Codes, scales, values and statistics equal the reference's."""
     how = (tile, FORMATS[fmt], power_2, eps)
-    expected = reference.quantize(x, *how, heavy=heavy, **options)
-    codes, scale_inv, stats = triton.quantize(x, *how, heavy=heavy, **options)
+    expected = reference.quantize(x, QuantizeJob(*how, heavy=heavy, **options), scale)
+    codes, scale_inv, stats = triton.quantize(x, QuantizeJob(*how, heavy=heavy, **options), scale)
     same(codes, expected[0], "codes")
     same(scale_inv, expected[1], "scale_inv")
     assert codes.dtype == FORMATS[fmt].dtype
@@ -68,8 +82,8 @@ def check(
     assert stats is not None
     assert expected[2] is not None
     same_stats(stats, expected[2])
-    values, scale_inv, none = triton.quantize_dequantize(x, *how, stats=False, **options)
-    same(values, reference.quantize_dequantize(x, *how, stats=False, **options)[0], "values")
+    values, scale_inv, none = triton.quantize_dequantize(x, QuantizeJob(*how, stats=False, **options), scale)
+    same(values, reference.quantize_dequantize(x, QuantizeJob(*how, stats=False, **options), scale)[0], "values")
     same(scale_inv, expected[1], "scale_inv beside values")
     assert none is None
     same(triton.dequantize(codes, scale_inv, tile), values, "values of the codes")
@@ -80,9 +94,9 @@ def check_with_the_oracle(
 ) -> None:
     """Codes, scales and values equal those found by searching a table, one tile after the other."""
     expected = oracle.quantize(x.float().numpy(), tile, fmt, power_2, eps, dtype)
-    codes, scale_inv, none = triton.quantize(x, tile, FORMATS[fmt], power_2, eps, stats=False)
+    codes, scale_inv, none = triton.quantize(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, stats=False))
     assert none is None
     same(codes, expected.codes, "codes")
     same(scale_inv, expected.scale_inv, "scale_inv")
-    values = triton.quantize_dequantize(x, tile, FORMATS[fmt], power_2, eps, stats=False)[0]
+    values = triton.quantize_dequantize(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, stats=False))[0]
     same(values, expected.dequantized, "values")

@@ -16,6 +16,7 @@ from quantize.test_conformance import EPS
 from fp8watch.kernels import reference, triton
 from fp8watch.kernels.triton_fold import EXTREMES, FoldedLines
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 COMBINATIONS = list(itertools.product(DTYPES, TILES, FORMATS, (True, False), EPS))
 PANELS = {(1, 128): (3, 256), (128, 1): (128, 5), (128, 128): (128, 128)}
@@ -62,7 +63,7 @@ def test_many_programs_make_one_record(tile: tuple[int, int], kind: str, small_g
 def test_a_given_scale_is_used_as_it_is(factor: float, fmt: str) -> None:
     x = torch.cat([operand(kind, "float32", (2, 300)) for kind in ("normal", "nan-and-inf", "zeros")])
     for tile in ((1, 128), (6, 300), (128, 128)):
-        scale = reference.quantize(x, tile, FORMATS[fmt], True, 0.0)[2].tiles.scale * factor
+        scale = reference.quantize(x, QuantizeJob(tile, FORMATS[fmt], True, 0.0))[2].tiles.scale * factor
         check(x, tile, fmt, True, 0.0, scale=scale, invariant=tile != (128, 128))
 
 
@@ -70,8 +71,8 @@ def test_a_given_scale_is_used_as_it_is(factor: float, fmt: str) -> None:
 def test_without_the_guard_zero_tiles_become_nan(tile: tuple[int, int]) -> None:
     kinds = ("normal", "zeros", "inf", "nan", "subnormal")
     x = torch.cat([operand(kind, "float32", (15, 300)) for kind in kinds])
-    check(x, tile, "E4M3", True, 0.0, guard=False)
-    check(torch.zeros(75, 300), tile, "E5M2", False, 0.0, guard=False)
+    check(x, tile, "E4M3", True, 0.0, zero_guard=False)
+    check(torch.zeros(75, 300), tile, "E5M2", False, 0.0, zero_guard=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,9 +105,9 @@ def test_both_directions_from_one_read_are_those_of_two(kind: str, length: int, 
     x = operand(kind, "bfloat16", (130, 150))
     tiles = ((1, length), (length, 1))
     how = (FORMATS["E4M3"], True, 0.0)
-    got = triton.quantize_dequantize_both(x, *how, length=length)
+    got = triton.quantize_dequantize_both(x, QuantizeJob((1, length), *how))
     for (values, scale_inv, stats), tile in zip(got, tiles, strict=True):
-        expected = reference.quantize_dequantize(x, tile, *how)
+        expected = reference.quantize_dequantize(x, QuantizeJob(tile, *how))
         same(values, expected[0], "values")
         same(scale_inv, expected[1], "scale_inv")
         same_stats(stats, expected[2])
@@ -114,11 +115,11 @@ def test_both_directions_from_one_read_are_those_of_two(kind: str, length: int, 
 
 def test_both_directions_with_given_scales() -> None:
     x = operand("outliers", "float32", (140, 150))
-    expected = [reference.quantize(x, tile, FORMATS["E5M2"], False, 0.0) for tile in ((1, 128), (128, 1))]
+    expected = [reference.quantize(x, QuantizeJob(tile, FORMATS["E5M2"], False, 0.0)) for tile in ((1, 128), (128, 1))]
     scales = tuple(e[2].tiles.scale * 2 for e in expected)
-    got = triton.quantize_both(x, FORMATS["E5M2"], False, 0.0, scale=scales)
+    got = triton.quantize_both(x, QuantizeJob((1, 128), FORMATS["E5M2"], False, 0.0), scales)
     for (codes, scale_inv, stats), tile, scale in zip(got, ((1, 128), (128, 1)), scales, strict=True):
-        again = reference.quantize(x, tile, FORMATS["E5M2"], False, 0.0, scale=scale)
+        again = reference.quantize(x, QuantizeJob(tile, FORMATS["E5M2"], False, 0.0), scale)
         same(codes, again[0], "codes")
         same(scale_inv, again[1], "scale_inv")
         same_stats(stats, again[2])
@@ -126,11 +127,17 @@ def test_both_directions_with_given_scales() -> None:
 
 def test_columnwise_codes_may_lie_as_a_gemm_reads_them() -> None:
     x = operand("wide", "bfloat16", (200, 300))
-    _, (codes, _, _) = triton.quantize_both(x, FORMATS["E4M3"], True, 0.0, transposed=True, stats=False)
+    _, (codes, _, _) = triton.quantize_both(
+        x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0, stats=False), transposed=True
+    )
     assert codes.stride() == (1, 200)
-    same(codes.contiguous(), reference.quantize(x, (128, 1), FORMATS["E4M3"], True, 0.0, stats=False)[0], "codes")
+    same(
+        codes.contiguous(),
+        reference.quantize(x, QuantizeJob((128, 1), FORMATS["E4M3"], True, 0.0, stats=False))[0],
+        "codes",
+    )
     with pytest.raises(ValueError, match="length=48"):
-        triton.quantize_both(x, FORMATS["E4M3"], True, 0.0, length=48)
+        triton.quantize_both(x, QuantizeJob((1, 48), FORMATS["E4M3"], True, 0.0))
 
 
 def test_rounding_is_right_at_every_midpoint_and_beside_it() -> None:
@@ -143,14 +150,17 @@ def test_rounding_is_right_at_every_midpoint_and_beside_it() -> None:
         points = np.concatenate([points, -points])
         x = torch.from_numpy(points).view(1, -1)
         scale = torch.ones(1, -(-x.shape[1] // 128))
-        codes = triton.quantize(x, (1, 128), FORMATS[fmt], True, 0.0, scale=scale, stats=False)[0]
+        codes = triton.quantize(x, QuantizeJob((1, 128), FORMATS[fmt], True, 0.0, stats=False), scale)[0]
         same(codes, oracle.encode(points, fmt).reshape(1, -1), fmt)
 
 
 def test_words_that_nobody_wrote_are_not_read(small_geometry: None) -> None:
     x = operand("wide", "bfloat16", (130, 150))
     how = ((1, 128), FORMATS["E4M3"], True, 0.0)
-    stats, expected = triton.quantize_dequantize(x, *how)[2], reference.quantize_dequantize(x, *how)[2]
+    stats, expected = (
+        triton.quantize_dequantize(x, QuantizeJob(*how))[2],
+        reference.quantize_dequantize(x, QuantizeJob(*how))[2],
+    )
     assert stats is not None
     assert isinstance(stats.folded, FoldedLines)
     assert stats.folded.lines is not None

@@ -10,6 +10,7 @@ from quantize.test_slab import assert_rows_equal
 
 from fp8watch.kernels import reference, triton
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import empty_rows, merge_rows
 
@@ -27,9 +28,9 @@ def test_accumulating_is_merging_records(tile: tuple[int, int]) -> None:
         x = operand(kind, "float32", (4, 200), order)
         scale = None
         if factor != 1.0:
-            scale = reference.quantize(x, tile, FORMATS["E4M3"], True, 0.0)[2].tiles.scale * factor
-        stats = triton.quantize(x, tile, FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
-        same = reference.quantize(x, tile, FORMATS["E4M3"], True, 1e-30, scale=scale, heavy=heavy)[2]
+            scale = reference.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], True, 0.0))[2].tiles.scale * factor
+        stats = triton.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], True, 1e-30, heavy=heavy), scale)[2]
+        same = reference.quantize(x, QuantizeJob(tile, FORMATS["E4M3"], True, 1e-30, heavy=heavy), scale)[2]
         slab.accumulate(1, stats, order + 10)
         other.accumulate(1, same, order + 10)
         alone = Slab(1)
@@ -48,7 +49,7 @@ def test_the_same_operand_gives_the_same_bytes() -> None:
     rows = []
     for _ in range(2):
         slab = Slab(1)
-        slab.accumulate(0, triton.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2], 0)
+        slab.accumulate(0, triton.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2], 0)
         rows.append(slab.copy_rows().tobytes())
     assert rows[0] == rows[1]
 
@@ -57,6 +58,6 @@ def test_coordinates_are_those_of_the_first_of_equals() -> None:
     x = torch.ones(300, 300)
     x[1, 128:256] = 2.0
     x[200, :128] = -2.0
-    summary = triton.quantize(x, (1, 128), FORMATS["E4M3"], True, 0.0)[2].summary()
+    summary = triton.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 0.0))[2].summary()
     assert summary["worst_tile"].tolist() == [1, 1]
     assert np.array_equal(summary["first_nonfinite"], [-1, -1, -1])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import FORMATS
+from fp8watch.numerics.quantize_job import QuantizeJob
 
 
 class DType(IntEnum):
@@ -126,16 +127,16 @@ class Float8BlockwiseQTensorStorage(_Storage):
             self._columnwise_data, self._columnwise_scale_inv = x.to(torch.uint8).t(), torch.empty(0, columns)
             return
         if self._is_2D_scaled:
-            codes, scale_inv, _ = reference.quantize(x, (128, 128), *how, stats=False)
+            codes, scale_inv, _ = reference.quantize(x, QuantizeJob((128, 128), *how, stats=False))
             self._rowwise_data, self._rowwise_scale_inv = codes.view(torch.uint8), _padded(scale_inv)
             self._columnwise_data = codes.view(torch.uint8).t().contiguous()
             self._columnwise_scale_inv = _padded(scale_inv.t())
             return
         if quantizer.rowwise_usage:
-            codes, scale_inv, _ = reference.quantize(x, (1, 128), *how, stats=False)
+            codes, scale_inv, _ = reference.quantize(x, QuantizeJob((1, 128), *how, stats=False))
             self._rowwise_data, self._rowwise_scale_inv = codes.view(torch.uint8), _padded(scale_inv.t())
         if quantizer.columnwise_usage:
-            codes, scale_inv, _ = reference.quantize(x, (128, 1), *how, stats=False)
+            codes, scale_inv, _ = reference.quantize(x, QuantizeJob((128, 1), *how, stats=False))
             self._columnwise_data = codes.view(torch.uint8).t().contiguous()
             self._columnwise_scale_inv = _padded(scale_inv)
 

@@ -1,0 +1,162 @@
+"""What a GEMM made of healthy operands: modes 16 (accumulator-precision) and 19 (kernel-output-fault).
+
+Upstream:   fp8watch_server.detect.view      Downstream: fp8watch_server.detect.engine, fp8watch_server.detect.families.nonfinite
+Shapes:     StepView -> records whose GEMM is at fault; at most one finding a mode
+Thread:     detect worker
+
+The evidence is sampled: the output of a site's GEMM on some rows against a shadow in high precision (`gemm_error`,
+`gemm_gain_*`), and its non-finite values (`output_num_nonfinite`); or a probe on what a Linear returned. It counts for
+its module only: fprop reads input and weight, dgrad grad_output and weight, wgrad grad_output and input.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_agent.record import Measured
+from fp8watch_server.detect.families.invariant import tile_sqnr_db
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
+from fp8watch_server.detect.limits import Limits
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
+
+READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
+PROBE = "probe"
+"""`gemm` of a probe on a module that is no Linear."""
+
+
+def faulty_outputs(view: StepView) -> Mask:
+    """Records whose GEMM returned a NaN or an Inf although its operands are finite. [n]"""
+    sampled = view.has(Measured.GEMM) & (view.raw("output_num_nonfinite") > 0)
+    probes = (view.role == OUTPUT) & view.nonfinite
+    out = np.zeros(len(view), dtype=np.bool_)
+    for i in np.flatnonzero(sampled | probes):
+        out[i] = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[view.nonfinite].any()
+    return out
+
+
+def _operands(view: StepView, i: int) -> Mask:
+    """Records of the operands that the GEMM of record i reads. [n]"""
+    facts = view.facts(i)
+    table = view.columns.table
+    same = table.module[view.row] == table.module[view.row[i]]
+    return np.asarray(same & np.isin(view.role, READS[facts.gemm]))
+
+
+def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.int64]) -> Finding:
+    """Mode 19 for records `at`, and `broken` behind them, in the order of execution."""
+    first = int(at[0])
+    facts = view.facts(first)
+    probe = facts.operand == "output"
+    count = int(view.raw("num_nan")[first] + view.raw("num_inf")[first]) if probe else 0
+    count = count or int(view.raw("output_num_nonfinite")[first])
+    operands = np.flatnonzero(_operands(view, first))
+    evidence = [
+        Evidence("output_num_nonfinite", count, 0, "elements", view.step),
+        Evidence("nonfinite_operands", 0, 0, f"of {len(operands)} operands", view.step),
+    ]
+    tokens = _tokens(view, operands)
+    if tokens is not None:
+        evidence.append(Evidence("tokens", tokens, None, "tokens", None))
+    loss = view.scalar("loss")
+    if loss is not None:
+        evidence.append(Evidence("loss", loss, None, "", view.step))
+    if len(broken):
+        evidence.append(Evidence("nonfinite_sites", len(broken), 0, "sites", view.step))
+    element, tile = view.element(first) if probe else (None, None)
+    return Finding(
+        mode="kernel-output-fault",
+        severity="critical",
+        step=view.step,
+        rank=view.rank,
+        site=facts.id,
+        tile=tile,
+        element=element,
+        evidence=tuple(evidence),
+        verdict="shared" if _all_counted(view, first, operands) else "unknown",
+        rank_in_flow=int(view.flow[first]),
+        extra={
+            "sites": view.site_ids(np.concatenate([at, broken])),
+            "num_sites": len(at) + len(broken),
+            "operands": [],
+            "tokens": tokens,
+            "gain": None,
+            "operands_seen": _all_counted(view, first, operands),
+        },
+    )
+
+
+def _all_counted(view: StepView, i: int, operands: npt.NDArray[np.int64]) -> bool:
+    """Whether both roles that the GEMM of record i reads were counted for what is not finite."""
+    counted = operands[view.has(Measured.COUNTS)[operands]]
+    return set(READS[view.facts(i).gemm]) <= {int(r) for r in view.role[counted]}
+
+
+def _tokens(view: StepView, operands: npt.NDArray[np.int64]) -> int | None:
+    """Rows that went into the GEMM: elements over columns of its input or gradient."""
+    for i in operands:
+        facts = view.facts(int(i))
+        if facts.operand != "weight" and facts.direction == "rowwise" and view.has(Measured.COUNTS)[i]:
+            return int(view.raw("num_elements")[i]) // max(facts.shape[1], 1)
+    return None
+
+
+def wrong_outputs(view: StepView, limit: Limits) -> list[Finding]:
+    """Modes 16 and 19 by the shadow: outputs that are finite, and not what the operands give."""
+    has = view.has(Measured.GEMM)
+    if not has.any():
+        return []
+    error, low, high = (view.values(name) for name in ("gemm_error", "gemm_gain_min", "gemm_gain_max"))
+    with np.errstate(invalid="ignore"):
+        scaled = has & ((np.abs(high - 1) > limit.gemm_gain) | (np.abs(low - 1) > limit.gemm_gain)) & (high != 0)
+        scaled &= np.isfinite(low) & np.isfinite(high)
+        noisy = has & ~scaled & (error > limit.gemm_error)
+    found = []
+    if scaled.any():
+        found.append(_wrong(view, view.in_flow(scaled), "kernel-output-fault", "critical"))
+    if noisy.any():
+        found.append(_wrong(view, view.in_flow(noisy), "accumulator-precision", "warning"))
+    return found
+
+
+def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Severity) -> Finding:
+    first = int(at[0])
+    facts = view.facts(first)
+    gain = float(view.raw("gemm_gain_min")[first])
+    other = float(view.raw("gemm_gain_max")[first])
+    gain = gain if abs(np.log2(max(gain, 1e-30))) >= abs(np.log2(max(other, 1e-30))) else other
+    evidence = [
+        Evidence("gemm_error", float(f"{view.raw('gemm_error')[first]:.4g}"), "0.002 or less", "ratio", view.step)
+    ]
+    if mode == "kernel-output-fault":
+        evidence.insert(0, Evidence("gemm_gain", float(f"{gain:.6g}"), 1, "ratio", view.step))
+    if mode == "accumulator-precision":
+        db = tile_sqnr_db(view)[_operands(view, first)]
+        if np.isfinite(db).any():
+            evidence.append(Evidence("operand_sqnr_db", round(float(np.nanmin(db)), 2), "28 or more", "dB", view.step))
+    contraction = {"fprop": facts.shape[1], "dgrad": facts.shape[1], "wgrad": facts.shape[0]}.get(facts.gemm, 0)
+    evidence.append(Evidence("contraction", contraction, None, "elements", None))
+    if len(at) > 1:
+        evidence.append(Evidence("wrong_gemms", len(at), 0, "GEMMs", view.step))
+    healthy = [g for g in ("fprop", "dgrad", "wgrad") if g not in {view.facts(int(i)).gemm for i in at}]
+    return Finding(
+        mode=mode,
+        severity=severity,
+        step=view.step,
+        rank=view.rank,
+        site=facts.id,
+        tile=None,
+        element=None,
+        evidence=tuple(evidence),
+        verdict="fp8",
+        rank_in_flow=int(view.flow[first]),
+        extra={
+            "sites": view.site_ids(at),
+            "num_sites": len(at),
+            "operands": [],
+            "gain": gain if mode == "kernel-output-fault" else None,
+            "gemms": list(dict.fromkeys(view.facts(int(i)).gemm for i in at)),
+            "right_gemms": healthy,
+            "tokens": None,
+        },
+    )

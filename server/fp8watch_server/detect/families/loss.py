@@ -1,0 +1,223 @@
+"""A loss that jumps: mode 14, bad-batch, when it comes back; a shift of the data, when it stays. Or the learning rate.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     loss and grad norm per step -> at most one finding
+Thread:     detect worker
+
+Told when it is over: until then a bad batch and the beginning of a divergence look alike. The jump is measured against
+a median that the jump does not move, and the gradient norm must jump as well. What the data did is said of inputs that
+were measured, each with its step; an input that leaped is another cause, which `outlier` tells. A learning rate that
+leaped at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
+from fp8watch_server.detect.limits import Limits
+
+SIGMA_FLOOR_SHARE = 0.01
+"""Of the loss: the smallest spread that is believed."""
+INPUT_SIGMA = 4.0
+LR_BEFORE = 6
+"""Observed steps before the jump of the loss in which a leap of the LR is its cause."""
+BRIEF_STEPS = 1
+BRIEF_RATIO = 2.0
+"""A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
+LR_STEPS = 2
+"""Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
+
+
+@dataclass
+class _Inputs:
+    """What the inputs looked like in the first step since the jump in which they were measured."""
+
+    step: int
+    amax: float  # of the site that stands highest over its own baseline
+    usual: float
+    site: int
+    octaves: float
+    ordinary: bool
+    moved: bool  # most of them, or one that leaped: no matter of the data
+    healthy: bool | None  # the quantisers; None where they were not measured
+
+
+@dataclass
+class _Jump:
+    step: int
+    num: int  # observed steps since
+    loss: float
+    peak: int  # step of `loss`
+    usual: float
+    spread: float
+    grad_norm: float | None
+    usual_grad_norm: float | None
+    batch_id: str | None
+    lr: tuple[int, float, float] | None  # step, usual, LR of the leap that came right before
+    inputs: _Inputs | None
+
+
+class LossJumps(Detector):
+    """The loss against its own recent past."""
+
+    modes = ("bad-batch", "optimizer-divergence")
+    between_samples = True
+    parts = (_Inputs, _Jump)
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._jump: _Jump | None = None
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """The loss's own baseline only: `holds_loss`."""
+
+    @property
+    def holds_loss(self) -> bool:
+        """A jump is open: its losses are not learned."""
+        return self._jump is not None
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        loss, grad_norm = ctx.now.scalar("loss"), ctx.now.scalar("grad_norm")
+        if not ctx.clean or (loss is not None and not math.isfinite(loss)):
+            return self.cut_off(ctx.now, ctx.limit)
+        if loss is None:
+            return []
+        if self._jump is None:
+            self._jump = self._begins(ctx, loss, grad_norm)
+            return []
+        jump = self._jump
+        jump.num += 1
+        if grad_norm is not None and math.isfinite(grad_norm) and jump.grad_norm is not None:
+            jump.grad_norm = max(jump.grad_norm, grad_norm) if jump.num == 1 else jump.grad_norm
+        if loss > jump.loss:
+            jump.loss, jump.peak = loss, ctx.now.step
+        jump.inputs = jump.inputs or _look(ctx)
+        back = loss < jump.usual + max(3 * jump.spread, 0.25 * (jump.loss - jump.usual))
+        patience = ctx.limit.recover_steps if jump.lr is None else min(LR_STEPS, ctx.limit.recover_steps)
+        if not back and jump.num < patience:
+            return []
+        self._jump = None
+        if back and not _norm_jumped(jump, ctx.limit):
+            return []
+        return _finding(ctx.now, jump, back=back)
+
+    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+        """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
+        jump, self._jump = self._jump, None
+        if jump is None or jump.step >= now.step or not _norm_jumped(jump, limit):
+            return []
+        return _finding(now, jump, back=False, cut=True)
+
+    def _begins(self, ctx: Context, loss: float, grad_norm: float | None) -> _Jump | None:
+        if not ctx.warm or int(ctx.base.loss.count[0]) < ctx.limit.min_baseline_steps:
+            return None
+        usual = float(ctx.base.loss.median()[0])
+        spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
+        if loss - usual <= max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual)):
+            return None
+        usual_norm = float(ctx.base.grad_norm.median()[0])
+        step, leap = ctx.now.step, ctx.schedule.last_leap
+        return _Jump(
+            step=step,
+            num=0,
+            loss=loss,
+            peak=step,
+            usual=usual,
+            spread=spread,
+            grad_norm=grad_norm if grad_norm is not None and math.isfinite(grad_norm) else None,
+            usual_grad_norm=usual_norm if math.isfinite(usual_norm) else None,
+            batch_id=ctx.now.batch_id,
+            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,
+            inputs=_look(ctx),
+        )
+
+
+def _look(ctx: Context) -> _Inputs | None:
+    """The inputs of this step against their own baselines; None where none was measured."""
+    inputs = ctx.inputs()
+    up = np.where(inputs, ctx.above_usual, np.nan)
+    known = np.isfinite(up)
+    if not known.any():
+        return None
+    row = int(np.nanargmax(up))
+    moved = np.abs(up[known]) / ctx.base.amax.spread(ctx.floor)[known]
+    common = float(np.median(moved)) > INPUT_SIGMA
+    octaves = float(up[row])
+    looked_at = (inputs | ctx.weights()) & ctx.health_known
+    return _Inputs(
+        step=ctx.now.step,
+        amax=float(f"{2.0 ** ctx.now.log2_amax[row]:.4g}"),
+        usual=float(f"{2.0 ** ctx.base.amax.median()[row]:.4g}"),
+        site=int(ctx.now.table.ids[row]),
+        octaves=round(octaves, 2),
+        ordinary=not common and octaves <= ctx.limit.outlier_input_octaves,
+        moved=common or octaves >= ctx.limit.outlier_leap_octaves,
+        healthy=not np.any(ctx.unhealthy[looked_at]) if looked_at.any() else None,
+    )
+
+
+def _norm_jumped(jump: _Jump, limit: Limits) -> bool:
+    """The gradient norm jumped as well, as far as it is known."""
+    if jump.grad_norm is None or jump.usual_grad_norm is None:
+        return True
+    return jump.grad_norm > limit.grad_norm_jump * (jump.usual_grad_norm or math.inf)
+
+
+def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Finding]:
+    inputs, lr = jump.inputs, jump.lr
+    if lr is None and inputs is not None and inputs.moved:
+        return []
+    after = now.step - jump.step
+    evidence = [Evidence("loss", round(jump.loss, 4), round(jump.usual, 4), "", jump.peak)]
+    if jump.grad_norm is not None:
+        usual = None if jump.usual_grad_norm is None else float(f"{jump.usual_grad_norm:.4g}")
+        evidence.append(Evidence("grad_norm", float(f"{jump.grad_norm:.4g}"), usual, "", jump.step))
+    if back:
+        evidence.append(Evidence("recovered_after", after, "5 or less", "steps", jump.step))
+    else:
+        evidence.append(Evidence("steps_above", after, 0, "steps", jump.step))
+    if inputs is not None and back and inputs.step != jump.step:
+        inputs = None  # of another batch than the one that did it
+    if inputs is not None:
+        evidence.append(Evidence("input_amax", inputs.amax, inputs.usual, "x", inputs.step))
+        if inputs.healthy is not None:
+            said = "yes" if inputs.healthy else "no"
+            evidence.append(Evidence("quantiser_healthy", said, "yes", "", inputs.step))
+    healthy = inputs is not None and inputs.healthy is True
+    about: dict[str, Any] = {
+        "began": jump.step,
+        "jump_batch_id": jump.batch_id,
+        "shift": not back and not cut,
+        "cut": now.step if cut else None,
+        "inputs": None
+        if inputs is None
+        else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site},
+    }
+    if lr is not None:
+        at, usual_lr, value = lr
+        evidence.insert(0, Evidence("lr", value, usual_lr, "", at))
+        about |= {"began": at, "not_before": at, "lr_jump": (usual_lr, value), "by_loss": True}
+        verdict: Verdict = "shared" if healthy else "unknown"
+        return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
+    verdict = "shared" if healthy and inputs is not None and inputs.ordinary and not cut else "unknown"
+    notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)
+    return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
+
+
+def _of_run(
+    now: Now, mode: str, severity: Severity, evidence: list[Evidence], verdict: Verdict, about: dict[str, Any]
+) -> Finding:
+    none = np.zeros(0, dtype=np.int64)
+    found = now.finding(mode, severity, none, evidence, verdict, **about)
+    return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

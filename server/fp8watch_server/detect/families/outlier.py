@@ -1,0 +1,286 @@
+"""Outliers that grow, or leap, in one layer: mode 11, outlier-growth; and as a bound, mode 12 in q and k.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     log2 amax and kurtosis [S] -> at most one finding a mode
+Thread:     detect worker
+
+amax is risk: this is a warning that comes before the damage. Weights: growth over the last 16 observations and over a
+longer horizon, less what the median weight grew (that part is the optimizer's), monotone and in few layers. Inputs:
+above their own baseline, with a kurtosis that says outliers and not a change of level; where a step has no moments,
+far above it. A leap of six octaves in one step needs no kurtosis, and is told at once: moments are taken against the
+amax of each tile, so a channel that owns its tile leaves the kurtosis of the site where it was. Growth of the q and the k
+projection of one attention together is reported as attention-logit growth: the logits grow with their product, and
+fused attention lets nobody see them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context, damage
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import Mask
+
+Floats = npt.NDArray[np.float64]
+
+LONG_EACH = 4
+"""Every fourth observation goes into the long horizon: 32 of them see 128."""
+MONOTONE = 0.7
+"""Share of the steps that must go up: a jump is not growth."""
+SIGMA_INPUT = 6.0
+SIGMA_LAYERS = 6.0
+WITHOUT_MOMENTS = 2.0
+"""Times the limit of inputs, in a step whose moments were not measured."""
+AFTER_LR_STEPS = 10
+"""Observed steps after a leap of the LR in which inputs that leap are its consequence."""
+_QK = re.compile(r"(?:^|[._])(?:q|k|query|key)(?:_?proj|_?lin|_?b_proj)?$|(?:^|[._])(?:to_q|to_k|wq|wk)$")
+_IS_Q = re.compile(r"(?:^|[._])(?:q|query|to_q|wq)")
+
+
+class Outliers(Detector):
+    """Growth of single layers."""
+
+    modes = ("outlier-growth", "attention-logit-growth")
+
+    def __init__(self, num_sites: int) -> None:
+        self._long = Baseline(num_sites)
+        self._long_steps: list[int] = []
+        self._long_growth: tuple[Floats, int, Floats] | None = None
+        self._num = 0
+        self._weights = Latch(num_sites, 3, 5)
+        self._inputs = Latch(num_sites, 3, 5)
+        self._between = Latch(num_sites, 3, 5)  # inputs, in steps without moments: a window of their own
+        self._leaps = Latch(num_sites, 3, 5)
+        self._ordinary = np.full(num_sites, -1, dtype=np.int64)  # last step in which an input was below every limit
+        self._before = np.full(num_sites, -1, dtype=np.int64)  # the same, when its alarm began
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        for part in (self._long, self._weights, self._inputs, self._between, self._leaps):
+            part.grow(num_sites)
+        more = np.full(max(0, num_sites - len(self._ordinary)), -1, dtype=np.int64)
+        self._ordinary, self._before = (np.concatenate([a, more]) for a in (self._ordinary, self._before))
+
+    def frozen(self) -> Mask:
+        """Sites in alarm. [S]"""
+        return self._weights.open | self._inputs.open | self._between.open | self._leaps.open
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        self._remember(ctx)
+        weights, growth = self._growing_weights(ctx)
+        leaps = self._leaping_inputs(ctx)
+        inputs = self._growing_inputs(ctx) & ~leaps
+        found = []
+        if leaps.any():
+            found.append(self._leap(ctx, leaps))
+        if weights.any():
+            attention = self._q_and_k(ctx, weights)
+            if attention.any():
+                found.append(self._attention(ctx, attention, growth))
+                weights = weights & ~attention
+        hit = weights | inputs
+        if hit.any():
+            found.append(self._finding(ctx, weights, inputs, growth))
+        return found
+
+    def _remember(self, ctx: Context) -> None:
+        if not ctx.warm:  # growth from scratch is no growth to be measured against
+            self._long.forget()
+            self._long_steps, self._long_growth, self._num = [], None, 0
+            return
+        self._num += 1
+        if self._num % LONG_EACH == 1:
+            self._long.push(ctx.now.log2_amax)
+            self._long_steps = [*self._long_steps, ctx.now.step][-self._long.window :]
+            self._long_growth = _growth(self._long, self._long_steps, ctx.weights())
+
+    def _growing_weights(self, ctx: Context) -> tuple[Mask, Floats]:
+        """(sites in alarm, their growth in octaves over what the median weight grew)."""
+        limit, is_weight = ctx.limit, ctx.weights()
+        if not ctx.warm or not ctx.clean:
+            return np.zeros(len(ctx.now), dtype=np.bool_), np.zeros(len(ctx.now))
+        short = _growth(ctx.base.recent_amax, ctx.base.steps, is_weight)
+        hit = np.zeros(len(ctx.now), dtype=np.bool_)
+        growth = np.zeros(len(ctx.now))
+        for total, steps, monotone in (short, self._long_growth or short):
+            if steps <= 0 or len(total) != len(ctx.now):
+                continue
+            known = is_weight & ~np.isnan(total)
+            if np.count_nonzero(known) < 2:
+                continue
+            over = total - np.median(total[known])
+            spread = 1.4826 * float(np.median(np.abs(over[known])))
+            need = max(limit.outlier_weight_octaves, SIGMA_LAYERS * spread)
+            grown = known & (over > need) & (monotone >= MONOTONE)
+            hit |= grown
+            growth = np.where(known, np.fmax(growth, over), growth)
+        num = max(int(np.count_nonzero(is_weight & ctx.now.seen)), 1)
+        few = np.count_nonzero(hit) <= max(1, limit.outlier_layers * num)
+        seen = is_weight & ~np.isnan(ctx.now.log2_amax)
+        return self._weights.update(hit & few, seen, ctx.now.step), growth
+
+    def _growing_inputs(self, ctx: Context) -> Mask:
+        limit, inputs = ctx.limit, ctx.inputs()
+        up = ctx.above_usual
+        if not ctx.warm or not ctx.clean:
+            return np.zeros(len(ctx.now), dtype=np.bool_)
+        known = inputs & ~np.isnan(up)
+        common = float(np.median(up[known])) if np.any(known) else 0.0
+        need = np.maximum(limit.outlier_input_octaves, SIGMA_INPUT * ctx.base.amax.spread(ctx.floor))
+        over = up - max(common, 0.0)
+        kurtosis = ctx.now.log2_kurtosis - ctx.base.kurtosis.median()
+        with np.errstate(invalid="ignore"):
+            heavy = ~ctx.known(ctx.base.kurtosis) | (kurtosis > limit.outlier_kurtosis_octaves)
+            # Between full samples of a run that has moments, amax must say it alone.
+            far = over > np.maximum(WITHOUT_MOMENTS * limit.outlier_input_octaves, need)
+            between = (ctx.base.kurtosis.count > 0) & np.isnan(ctx.now.log2_kurtosis)
+            hit = known & (over > need) & heavy
+        hit = self._inputs.update(hit, known & ~between, ctx.now.step)
+        return hit | self._between.update(far, known & between, ctx.now.step)
+
+    def _leaping_inputs(self, ctx: Context) -> Mask:
+        """Inputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
+        now, known = ctx.now, ctx.inputs() & ~np.isnan(ctx.above_usual)
+        jump = ctx.schedule.jump_step
+        if not ctx.warm or not ctx.clean or (jump is not None and now.step - jump <= AFTER_LR_STEPS):
+            return np.zeros(len(now), dtype=np.bool_)
+        with np.errstate(invalid="ignore"):
+            over = ctx.above_usual - SIGMA_INPUT * (ctx.base.amax.spread(ctx.floor) - ctx.floor)
+            far = known & (over >= ctx.limit.outlier_leap_octaves)
+            calm = known & (ctx.above_usual <= ctx.limit.outlier_input_octaves)
+        fresh = far & ~self._leaps.open
+        self._before[fresh] = self._ordinary[fresh]
+        self._ordinary[calm] = now.step
+        # One that climbed there is growth, which the other test tells with its slope.
+        climbed = (self._inputs.open | self._between.open) & ~self._leaps.open
+        return self._leaps.update(far & ~climbed, known, now.step, certain=far & ~climbed)
+
+    def _leap(self, ctx: Context, hit: Mask) -> Finding:
+        now, rows = ctx.now, ctx.now.in_flow(hit)
+        row = int(rows[0])
+        since, before = int(self._leaps.since[row]), int(self._before[row])
+        evidence = _growth_evidence(ctx, rows, np.nan_to_num(ctx.above_usual), self._leaps)
+        loss, usual = now.scalar("loss"), float(ctx.base.loss.median()[0])
+        if loss is not None and math.isfinite(usual):
+            evidence.append(Evidence("loss", round(loss, 4), round(usual, 4), "", now.step))
+        evidence += damage(ctx, row)
+        return now.finding(
+            "outlier-growth",
+            "warning",
+            rows,
+            evidence,
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            growth=float(ctx.above_usual[row]),
+            leap=True,
+            began=since,
+            not_before=before + 1 if 0 <= before < since else since,
+        )
+
+    @staticmethod
+    def _q_and_k(ctx: Context, hit: Mask) -> Mask:
+        """Weights of a q and a k projection under one parent, both in alarm. [S]"""
+        parents: dict[str, set[bool]] = {}
+        named: list[tuple[int, str]] = []
+        for row in np.flatnonzero(hit):
+            module = ctx.now.table.facts[row].module
+            parent, _, name = module.rpartition(".")
+            if _QK.search(name):
+                parents.setdefault(parent, set()).add(bool(_IS_Q.search(name)))
+                named.append((int(row), parent))
+        out = np.zeros(len(hit), dtype=np.bool_)
+        out[[row for row, parent in named if len(parents[parent]) == 2]] = True
+        return out
+
+    def _attention(self, ctx: Context, hit: Mask, growth: Floats) -> Finding:
+        rows = ctx.now.in_flow(hit)
+        bound = float(np.sum(growth[rows[:2]]))
+        return ctx.now.finding(
+            "attention-logit-growth",
+            "warning",
+            rows,
+            [
+                Evidence("logit_bound_growth", round(bound, 2), 0, "octaves", int(self._weights.since[rows[0]])),
+                *_growth_evidence(ctx, rows, growth, self._weights),
+            ],
+            "shared",
+            tile="worst_tile",
+            bound=True,
+            growth=bound,
+            began=int(self._weights.since[rows[0]]),
+        )
+
+    def _finding(self, ctx: Context, weights: Mask, inputs: Mask, growth: Floats) -> Finding:
+        rows = ctx.now.in_flow(inputs) if inputs.any() and not weights.any() else ctx.now.in_flow(weights)
+        others = ctx.now.in_flow((weights | inputs) & ~np.isin(np.arange(len(ctx.now)), rows))
+        inputs_latch = self._inputs if self._inputs.open[rows[0]] else self._between
+        latch = inputs_latch if inputs[rows[0]] else self._weights
+        grown = growth if latch is self._weights else np.nan_to_num(ctx.above_usual)
+        evidence = _growth_evidence(ctx, rows, grown, latch)
+        row = int(rows[0])
+        kurtosis, usual = ctx.now.log2_kurtosis[row], ctx.base.kurtosis.median()[row]
+        if np.isfinite(kurtosis) and np.isfinite(usual):
+            evidence.append(
+                Evidence(
+                    "kurtosis",
+                    round(2.0 ** float(kurtosis), 1),
+                    round(2.0 ** float(usual), 1),
+                    "1",
+                    int(latch.since[row]),
+                )
+            )
+        if np.isfinite(ctx.now.sqnr_db[row]):
+            usual_db = ctx.base.sqnr.median()[row]
+            baseline = round(float(usual_db), 2) if np.isfinite(usual_db) else None
+            evidence.append(Evidence("tile_sqnr_db", round(float(ctx.now.sqnr_db[row]), 2), baseline, "dB", None))
+        # amax is risk, SQNR is damage: an input whose quantiser was seen to bear it is a notice. What a scale of the past
+        # cannot carry is told as delayed-clip, in the step that it happens in.
+        late = ~ctx.now.table.current_scaling[rows]
+        borne = latch is not self._weights and bool(np.all((ctx.health_known[rows] & ~ctx.unhealthy[rows]) | late))
+        rows = np.concatenate([rows, others])
+        return ctx.now.finding(
+            "outlier-growth",
+            "info" if borne else "warning",
+            rows,
+            evidence,
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            growth=float(grown[row]),
+            began=int(latch.since[row]),
+        )
+
+
+def _growth(ring: Baseline, steps: list[int], which: Mask) -> tuple[Floats, int, Floats]:
+    """(octaves gained over the ring [S], steps that took, share of its steps that went up [S])."""
+    total, monotone = np.full(ring.num_series, np.nan), np.zeros(ring.num_series)
+    if len(steps) < ring.window // 2:
+        return total, 0, monotone
+    history = ring.ordered(which).astype(np.float64)[:, -len(steps) :]
+    # ends are medians of three: one odd step at either end is no growth
+    total[which] = np.sort(history[:, -3:], axis=1)[:, 1] - np.sort(history[:, :3], axis=1)[:, 1]
+    up = np.nan_to_num(np.diff(history, axis=1))
+    moving = np.maximum(np.count_nonzero(np.abs(up) > 1e-6, axis=1), 1)
+    share = np.count_nonzero(up > 1e-6, axis=1) / moving
+    leap = np.abs(up).max(axis=1) >= 0.5 * np.abs(np.nan_to_num(total[which]))
+    monotone[which] = np.where(leap, 0.0, share)
+    return total, steps[-1] - steps[0], monotone
+
+
+def _growth_evidence(ctx: Context, rows: npt.NDArray[np.int64], growth: Floats, latch: Latch) -> list[Evidence]:
+    row = int(rows[0])
+    usual, value = ctx.base.amax.median()[row], ctx.now.log2_amax[row]
+    evidence = [Evidence("amax_growth", round(float(growth[row]), 2), 0, "octaves", int(latch.since[row]))]
+    if np.isfinite(value):
+        baseline = float(f"{2.0**usual:.4g}") if np.isfinite(usual) else None
+        evidence.append(Evidence("amax_max", float(f"{2.0**value:.4g}"), baseline, "x", int(latch.since[row])))
+    if len(rows) > 1:
+        evidence.append(Evidence("growing_sites", len(rows), 0, "sites", None))
+    return evidence

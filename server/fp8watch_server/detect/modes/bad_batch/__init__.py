@@ -1,0 +1,37 @@
+"""Bad batch or data shift: mode 14, bad-batch.
+
+`families.loss` finds it.
+"""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.families.loss import LossJumps
+from fp8watch_server.detect.limits import SPEC, TUNED, threshold
+from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.bad_batch.words import fixes, words
+
+MODE = Mode(
+    number=14,
+    slug="bad-batch",
+    alternatives=(
+        ("optimizer-divergence", "the weights of most layers grow, the loss does not come back"),
+        ("nan-in-loss", "the loss was not finite"),
+        ("silent-data-corruption", "the loss stays high, and one weight leaped in the step before"),
+    ),
+    words=words,
+    fixes=fixes,
+    thresholds=(
+        threshold(
+            "loss_jump_sigma",
+            6,
+            "ratio",
+            1,
+            1000,
+            "the public spike rule's 6σ, over a median that a spike does not move",
+        ),
+        threshold("loss_jump_min", 0.2, "share", 0.001, 100, TUNED),
+        threshold("grad_norm_jump", 2.5, "ratio", 1.1, 1e6, TUNED),
+        threshold("recover_steps", 5, "steps", 1, 100, SPEC),
+    ),
+    detectors=(LossJumps,),
+)

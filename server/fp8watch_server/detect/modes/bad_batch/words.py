@@ -1,0 +1,85 @@
+"""What is said of bad-batch: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import baseline, evidence, number
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def _inputs_words(f: Finding) -> str:
+    """What was measured of the inputs, with its step; or that nothing was."""
+    measured = next((e for e in f.evidence if e.field == "input_amax"), None)
+    about = f.extra.get("inputs")
+    if measured is None or not about:
+        return "No input was measured in these steps, so whether the data or the model did it is not known"
+    at, usual = f"at step {measured.since_step}", number(measured.baseline)
+    if about["ordinary"]:
+        return f"Inputs are of ordinary size (largest against its own past: amax {number(measured.value)} {at}, {usual} before)"
+    return (
+        f"An input is larger than it was (amax {number(measured.value)} {at}, {usual} before: "
+        f"{number(about['octaves'])} octaves)"
+    )
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    loss, usual = number(evidence(f, "loss")), number(baseline(f, "loss"))
+    known = bool((f.extra.get("inputs") or {}).get("ordinary"))
+    at, inputs = f.onset, _inputs_words(f)
+    norm = "Loss and gradient norm" if evidence(f, "grad_norm") is not None else "The loss"
+    if f.extra.get("cut") is not None:
+        return (
+            f"Loss jumped at step {at}: {usual} → {loss}, before values broke at step {f.extra['cut']}",
+            f"{norm} jumped at step {at}, {f.extra['cut'] - at} steps before values were no longer finite, or a scale no longer "
+            f"right: it did not come from there. {inputs}.",
+        )
+    if f.extra.get("shift"):
+        if not known:
+            return (
+                f"The loss jumped at step {at} and stays: {usual} → {loss}",
+                f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}.",
+            )
+        return (
+            f"The data changed at step {at}: loss {usual} → {loss}",
+            f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: another mixture or source "
+            "of data, or a change of batch or sequence.",
+        )
+    took = evidence(f, "recovered_after")
+    back = f"came back within {took} steps" if took is not None else "came back"
+    unlike = ": one batch was unlike the others" if known else ""
+    return (
+        f"Bad batch at step {at}: loss {usual} → {loss}, and back"
+        if known
+        else f"Loss jumped at step {at}: {usual} → {loss}, and back",
+        f"{norm} jumped at step {at} and {back}. {inputs}{unlike}.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    about = p.extra.get("inputs")
+    if not about or not about.get("ordinary"):
+        return [
+            Fix(
+                "code",
+                "Measure these steps: attach(..., overhead_budget=None), from the checkpoint before, on the same batches.",
+            ),
+            p.batch,
+        ]
+    if p.extra.get("shift"):
+        return [
+            p.batch,
+            Fix(
+                "data",
+                "If the mixture was changed on purpose: nothing. Else compare source and tokenizer before and after.",
+            ),
+        ]
+    return [
+        p.batch,
+        Fix(
+            "data",
+            "Skip it: keep the ids of bad batches, and go back to the checkpoint before when the loss did not come back whole.",
+        ),
+        Fix("code", "Clip the gradient norm at 1.0, so that one batch cannot do more."),
+    ]

@@ -1,0 +1,103 @@
+"""Quantisation noise: mode 21, chronic-quantization-noise.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     tile SQNR and underflow [S] -> at most one finding
+Thread:     detect worker
+
+Two tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
+the band of its format was never healthy, and no baseline shows that. Relative: a lasting drop of the SQNR under the
+site's own baseline, which other detectors explain where they can; what nothing explains is reported here with its
+onset.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8watch_server.detect.context import SQNR_FLOOR_DB, Context, damage
+from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+
+SIGMA = 6.0
+
+
+class Noise(Detector):
+    """Sites whose quantiser loses too much."""
+
+    modes = ("chronic-quantization-noise",)
+
+    def __init__(self, num_sites: int) -> None:
+        self._chronic = Latch(num_sites, 8, 10)
+        self._flushed = Latch(num_sites, 8, 10)  # counts come more often than the SQNR: each has its own window
+        self._drop = Latch(num_sites, 4, 6)
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        for latch in (self._chronic, self._flushed, self._drop):
+            latch.grow(num_sites)
+
+    def frozen(self) -> Mask:
+        """Sites whose SQNR dropped. A chronic one has no other baseline to keep."""
+        return self._drop.open
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        now, limit = ctx.now, ctx.limit
+        band = np.where(now.table.e5m2, limit.chronic_sqnr_e5m2_db, limit.chronic_sqnr_e4m3_db)
+        forward = (now.table.role == INPUT) | (now.table.role == WEIGHT)
+        with np.errstate(invalid="ignore"):
+            noisy = self._lasting(now.sqnr_db < band, now)
+            flushed = forward & (now.underflow > limit.chronic_underflow)
+        if not ctx.clean:
+            return []
+        chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
+        rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
+        drop = np.zeros(len(now), dtype=np.bool_)
+        if ctx.warm:
+            need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
+            with np.errstate(invalid="ignore"):
+                drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
+        hit = chronic | rounded | drop
+        if not hit.any():
+            return []
+        rows = now.in_flow(hit)
+        row = int(rows[0])
+        onset = bool(drop[row])
+        latch = self._drop if onset else self._chronic if chronic[row] else self._flushed
+        since = int(latch.since[row])
+        evidence = []
+        sqnr, usual = float(now.sqnr_db[row]), float(ctx.base.sqnr.median()[row])
+        if np.isfinite(sqnr):
+            wanted = round(usual, 2) if onset else f"{band[row]:g} or more"
+            evidence.append(Evidence("tile_sqnr_db", round(sqnr, 2), wanted, "dB", since))
+        share = float(now.underflow[row])
+        if np.isfinite(share):
+            evidence.append(Evidence("underflow_ratio", round(share, 4), "0.1 or less", "share", since))
+        clamped = now.column("num_eps_tiles")[row]
+        if clamped > 0:
+            evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))
+        evidence += [e for e in damage(ctx, row) if e.field == "num_saturated"]
+        evidence.append(Evidence("noisy_sites", len(rows), 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
+        return [
+            now.finding(
+                "chronic-quantization-noise",
+                "warning",
+                rows,
+                evidence,
+                "fp8",
+                tile="noise_tile",
+                field="tile_noise_ratio_max",
+                onset=since if onset else None,
+                began=since,
+                sampled=latch is not self._flushed,
+                sqnr_db=sqnr,
+            )
+        ]
+
+    @staticmethod
+    def _lasting(noisy: Mask, now: Now) -> Mask:
+        """Gradients whose single tokens fade below what the format can hold are no noise that anybody hears."""
+        return np.asarray(np.where(now.table.role == GRAD_OUTPUT, now.table.of_channels(noisy), noisy))

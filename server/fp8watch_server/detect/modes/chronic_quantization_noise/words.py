@@ -1,0 +1,41 @@
+"""What is said of chronic-quantization-noise: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import baseline, evidence, number, since, site_words
+from fp8watch_server.detect.remedies import FP32_SCALES, OPERANDS, Fix, Place, set_to
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    if f.extra.get("onset") is not None:
+        return (
+            f"Quantisation noise rose in {site_words(s)}: {number(f.extra.get('sqnr_db'))} dB",
+            f"The tile SQNR of {site_words(s)} fell from {number(baseline(f, 'tile_sqnr_db'))} to {number(f.extra.get('sqnr_db'))} dB at step "
+            f"{f.extra['onset']}, and nothing else explains it.",
+        )
+    said = []
+    if (db := evidence(f, "tile_sqnr_db")) is not None:
+        said.append(f"the tile SQNR is {number(db)} dB")
+    if (share := evidence(f, "underflow_ratio")) is not None:
+        said.append(f"{number(share)} of the elements become 0")
+    what = " and ".join(said)
+    return (
+        f"Too much quantisation noise in {site_words(s)}{': ' + said[0] if said else ''}",
+        f"In most of the measured steps of {site_words(s)}{since(f)}{' ' + what if what else ' too much is lost'}. "
+        "No chart shows an onset: it was so from the first of them.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    kind, text = set_to(p.backend, [p.operand if p.operand in OPERANDS else "input"], 1e-12, p.power_2_scale)
+    eps = [Fix(kind, f"{text}: {p.eps:g} is in use, and may clamp whole tiles.")] if p.eps > 1e-12 else []
+    return [
+        *eps,
+        Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32)."),
+        Fix("flag", "Less margin under delayed scaling: --fp8-margin 0."),
+        Fix("env", FP32_SCALES),
+        p.keep_out,
+    ]

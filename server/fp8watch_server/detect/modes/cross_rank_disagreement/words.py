@@ -1,0 +1,39 @@
+"""What is said of cross-rank-disagreement: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import site_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    odd, blamed, axes = f.extra.get("odd_ranks", []), f.extra.get("blamed", []), f.extra.get("axes", [])
+    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd[:8]))}"
+    group = f" It differs along {', '.join(blamed)}" if blamed else ""
+    if blamed and axes:
+        group += f"; the recipe reduces amax over {', '.join(axes)}"
+    return (
+        f"Ranks disagree on the scale of {site_words(s)}: {ranks}",
+        f"The scale of {site_words(s)} must be the same on {f.extra.get('num_ranks')} ranks, and is not on {ranks}: amax was taken over a "
+        f"shard or over the wrong group.{group}{'.' if group else ''}",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    axes, blamed = ", ".join(p.extra.get("axes", [])), ", ".join(p.extra.get("blamed", []))
+    over = f" over {axes}" if axes else ""
+    missing = f"; now it is not reduced over {blamed}" if blamed else ""
+    return [
+        Fix(
+            "code",
+            f"Reduce amax{over}{missing}: fp8_autocast(fp8_group=...) must be the group of every rank that holds a part.",
+        ),
+        Fix(
+            "code",
+            "With tensor parallelism take amax of the whole tensor, not of the shard: all_reduce(amax, MAX) over tp before the scale.",
+        ),
+        Fix("flag", "Or a recipe without reduction: --fp8-recipe blockwise."),
+    ]

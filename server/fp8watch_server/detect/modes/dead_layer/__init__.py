@@ -1,0 +1,22 @@
+"""Dead layer or expert: mode 4, dead-layer."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.limits import SPEC, threshold
+from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.dead_layer.detector import DeadLayers
+from fp8watch_server.detect.modes.dead_layer.words import fixes, words
+
+MODE = Mode(
+    number=4,
+    slug="dead-layer",
+    alternatives=(
+        ("dying-tile", "one tile falls, the largest stands"),
+        ("gradient-underflow", "the input is as it was, only gradients vanish"),
+        ("bad-batch", "it lasts a step or two, with a masked batch"),
+    ),
+    words=words,
+    fixes=fixes,
+    thresholds=(threshold("dead_octaves", 3, "octaves", 0.5, 64, SPEC),),
+    detectors=(DeadLayers,),
+)

@@ -1,0 +1,103 @@
+"""Tiles on their way to zero: mode 3, dying-tile.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     smallest non-zero tile amax [S] -> at most one finding
+Thread:     detect worker
+
+The step before zero-tile-eps, thirty steps and more ahead of it: one group of channels fades, its scale runs towards
+Inf. Below 2^-90 there is nothing to wait for; above, a fall that lasts, while the largest tile of the site stands.
+
+A tile of one token is another matter. Where attention grows sharp, what reaches a single token's value, query or key
+fades to the last denormal in healthy training, in another token each step, and nobody needs it. So a tile along the
+channels of one token counts only where the tiles across tokens fade as well: that is what a group of channels does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.view import Mask
+
+WINDOW = 17
+MONOTONE = 0.85
+"""Share of the steps that go down: the smallest tile of a gradient jumps by ten octaves either way, and comes back."""
+DEATH_LOG2 = -120.0
+"""448/amax overflows float32 a little below: 2^-119.2."""
+
+
+class Dying(Detector):
+    """The smallest tile of each site."""
+
+    modes = ("dying-tile",)
+
+    def __init__(self, num_sites: int) -> None:
+        self._recent = Baseline(num_sites, WINDOW)
+        self._steps: list[int] = []
+        self._latch = Latch(num_sites, 2, 3)
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        self._recent.grow(num_sites)
+        self._latch.grow(num_sites)
+
+    def frozen(self) -> Mask:
+        """Sites in alarm. [S]"""
+        return self._latch.open
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        now, limit = ctx.now, ctx.limit
+        amin = now.log2_amin
+        self._recent.push(amin)
+        self._steps = [*self._steps, now.step][-WINDOW:]
+        if not ctx.clean:
+            return []
+        oldest = self._recent.oldest()
+        with np.errstate(invalid="ignore"):
+            fallen = oldest - amin
+            rate = -fallen / max(self._steps[-1] - self._steps[0], 1)
+            slow = ctx.warm & (fallen > limit.dying_fall_octaves)
+            if slow.any():
+                change = np.diff(self._recent.ordered(slow).astype(np.float64), axis=1)
+                slow[slow] = np.count_nonzero(change < 0, axis=1) >= MONOTONE * (WINDOW - 1)
+                slow &= ~(np.nan_to_num(ctx.above_usual) < -limit.dead_octaves)  # the largest tile stands
+            hit = now.table.of_channels((amin < limit.dying_log2_amax) | slow)
+        hit = self._latch.update(hit, ~np.isnan(amin), now.step)
+        if not hit.any():
+            return []
+        rows = now.in_flow(hit)
+        row = int(rows[0])
+        since = int(self._latch.since[row])
+        evidence = [
+            Evidence("amax_min_nonzero", float(now.column("amax_min_nonzero")[row]), _amax(oldest[row]), "x", since),
+            Evidence("eps", now.table.facts[row].eps, "1e-12", "x"),
+        ]
+        if np.isfinite(fallen[row]):
+            evidence.insert(
+                1, Evidence("fallen", round(float(fallen[row]), 1), 0, f"octaves in {WINDOW - 1} samples", since)
+            )
+        if np.isfinite(rate[row]) and rate[row] < 0:
+            left = (float(amin[row]) - DEATH_LOG2) / -float(rate[row])
+            evidence.append(Evidence("steps_to_zero", max(0, int(left)), None, "steps"))
+        return [
+            now.finding(
+                "dying-tile",
+                "warning",
+                rows,
+                evidence,
+                "fp8",
+                tile="noise_tile",
+                field="amax_min_nonzero",
+                began=since,
+                stands=bool(np.isfinite(ctx.above_usual[row])),
+            )
+        ]
+
+
+def _amax(log2: float) -> float | None:
+    return float(f"{2.0**log2:.4g}") if np.isfinite(log2) else None

@@ -1,0 +1,31 @@
+"""What is said of frozen-scale: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import number, since, site_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    return (
+        f"Frozen scale of {site_words(s)}: unchanged while amax moves, clip depth {number(f.extra.get('depth'))}",
+        f"The delayed scale of {site_words(s)} no longer answers to its amax{since(f)}. A history that holds a NaN or an Inf keeps "
+        "its old scale for good; so does one that is never updated, or that is reduced over the wrong group.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    return [
+        Fix("code", "Reset the amax history of the module: a NaN or an Inf in it keeps the old scale for good."),
+        Fix(
+            "code",
+            "Check the group that amax is reduced over: fp8_autocast(fp8_group=...) must hold every rank that shares the tensor.",
+        ),
+        Fix(
+            "code",
+            "Check is_first_microbatch and that each forward runs inside fp8_autocast: outside, the history is not rolled.",
+        ),
+    ]

@@ -1,0 +1,31 @@
+"""What is said of inf-laundering: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import site_words, tile_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+_MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    where, limit = site_words(s), _MAX_FINITE.get(s.format if s else "E4M3", 448)
+    element = f" at element ({f.element[0]}, {f.element[1]})" if f.element else ""
+    return (
+        f"Inf laundered to {limit} in {where}{tile_words(f)}",
+        f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "
+        f"as {limit}, and its neighbours were quantised unscaled: what is small against 1 loses its bits. Nothing behind "
+        f"the cast sees the Inf.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    source = {
+        "input": f"Find what computes the input of {p.module}, and clip it before the cast: x.clamp(-3e4, 3e4).",
+        "weight": f"Reload {p.module} from the last checkpoint whose weights are finite; clip the gradient norm.",
+        "grad_output": f"Find what overflows behind {p.module} in the backward pass; lower the loss scale, clip.",
+    }[p.operand]
+    return [Fix("code", source), p.keep_out, p.batch]

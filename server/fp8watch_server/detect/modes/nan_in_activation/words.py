@@ -1,0 +1,47 @@
+"""What is said of nan-in-activation: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import site_words, tile_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    kind = "Inf" if f.extra.get("kind") == "inf" else "NaN"
+    where, at, unobserved = site_words(s), tile_words(f), f.extra.get("unobserved")
+    element = f" at element ({f.element[0]}, {f.element[1]})" if f.element else ""
+    if s is not None and s.operand == "weight":
+        return (
+            f"{kind} is already in the weights: {where}{at}",
+            f"{where} was not finite before it was quantised{element}. A weight changes between steps: an update wrote "
+            "it, or what loads or edits weights.",
+        )
+    if unobserved:
+        return (
+            f"{kind} reached {where}, perhaps out of a GEMM that is not observed{at}",
+            f"{where} is the first measured operand of the step that is not finite{element}, and no measured scale before it is "
+            "broken. "
+            f"Between it and the operand before it run GEMMs that are not observed: {', '.join(unobserved)}. "
+            "One of them made it, or what lies around them: a norm, attention, an elementwise operation.",
+        )
+    return (
+        f"{kind} reached {where} from outside the GEMMs{at}",
+        f"{where} is the first measured operand of the step that is not finite{element}, and no measured scale before "
+        "it is broken: it was made outside the GEMMs, by a norm, attention, an elementwise operation or an embedding.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    if p.operand == "weight":
+        return [
+            Fix("code", "Reload the last checkpoint whose weights are finite: this update wrote the NaN."),
+            Fix("code", "Skip updates with a non-finite gradient norm: torch.nn.utils.clip_grad_norm_ tells."),
+        ]
+    return [
+        Fix("code", f"Look at the module right before {p.module}: its eps, its mask, a softmax over masked rows."),
+        Fix("code", "Clip what it gets: x.clamp(-3e4, 3e4); a norm needs eps of 1e-6 or more in BF16."),
+        p.batch,
+    ]

@@ -1,0 +1,42 @@
+"""Optimizer diverging: mode 13, optimizer-divergence.
+
+Two find it: `detector` by weights, `families.loss` by a loss that jumps right after the LR did.
+"""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.families.loss import LossJumps
+from fp8watch_server.detect.limits import TUNED, threshold
+from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
+from fp8watch_server.detect.modes.optimizer_divergence.words import fixes, words
+
+MODE = Mode(
+    number=13,
+    slug="optimizer-divergence",
+    alternatives=(
+        ("outlier-growth", "one layer grows, the others do not"),
+        ("stale-weight-scale", "scale_ratio of a weight is outside its bounds"),
+        ("bad-batch", "loss and gradient norm jumped and came back within 5 steps"),
+    ),
+    words=words,
+    fixes=fixes,
+    thresholds=(
+        threshold(
+            "divergence_rate_octaves",
+            0.05,
+            "octaves/step",
+            0.001,
+            8,
+            "LR ×30 grows 0.2–0.5, a start from scratch 0.012",
+        ),
+        threshold("divergence_total_octaves", 0.20, "octaves", 0.01, 16, TUNED),
+        threshold(
+            "divergence_layers", 0.6, "share", 0.1, 1, "most layers: the optimizer moves all of them, a quantiser one"
+        ),
+    ),
+    detectors=(
+        Divergence,
+        LossJumps,
+    ),
+)

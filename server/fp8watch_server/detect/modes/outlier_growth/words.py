@@ -1,0 +1,43 @@
+"""What is said of outlier-growth: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import baseline, channels, evidence, number, since, site_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    where = channels(f, s)
+    named = f", worst in {where}" if where else ""
+    grown = evidence(f, "amax_growth")
+    if f.extra.get("leap"):
+        at = f"in {where}" if where else ""
+        amax, usual, loss = evidence(f, "amax_max"), baseline(f, "amax_max"), evidence(f, "loss")
+        told = f": {number(usual)} → {number(amax)}" if amax is not None and usual is not None else ""
+        gap = ""
+        if (first := f.extra.get("not_before")) is not None and first < f.onset:
+            gap = f" Its usual size was last seen before step {first}, so it may have begun in any step since."
+        jumped = f" The loss is {number(loss)}, and was {number(baseline(f, 'loss'))}." if loss is not None else ""
+        return (
+            f"Outlier in {site_words(s)}: amax leaped{f' by {number(grown)} octaves' if grown is not None else ''}",
+            f"amax of {site_words(s)} leaped at step {f.onset}{told}{f', {at}' if at else ''}. Under one scale a few giants take "
+            f"the range from the rest.{gap}{jumped}",
+        )
+    if grown is None:
+        return f"Outliers grow in {site_words(s)}", f"amax of {site_words(s)} grows{since(f)}{named}."
+    return (
+        f"Outliers grow in {site_words(s)}: amax +{number(evidence(f, 'amax_growth'))} octaves",
+        f"amax of {site_words(s)} grows away from the other layers{since(f)}{named}. Under one scale a few giants take the range "
+        "from the rest.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    return [
+        Fix("code", f"If {p.module} is behind a SwiGLU: smooth SwiGLU, which scales its channels apart."),
+        p.keep_out,
+        Fix("code", "Weight decay on this layer, a lower LR for it, or a clamp of its input."),
+    ]

@@ -1,0 +1,79 @@
+"""What is said of recipe-mismatch: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import evidence, number, site_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    changes = f.extra.get("changes", [])
+    fact, value, old, against = changes[0] if changes else ("recipe", None, None, "the step before")
+    kept = {c[0]: c for c in changes}
+    if "coverage" in kept:
+        covered, names = kept["coverage"], kept.get("left_out")
+        return (
+            f"FP8 coverage {covered[1]}: {names[1] if names else 'modules'} left out",
+            f"{covered[1]} Linears compute in FP8, {covered[2]} did according to {covered[3]}. "
+            f"Left in high precision: {names[1] if names else 'unknown'}.",
+        )
+    if fact == "scale" and f.extra.get("resumed"):
+        return (
+            f"Scales do not continue at the resume: {site_words(s)} {number(old)} → {number(value)}",
+            f"The delayed scales of most sites are not those of {against}: {number(evidence(f, 'median_move'))} octaves off in the "
+            "median. The checkpoint did not carry the FP8 state, or it was loaded into other modules.",
+        )
+    listed = "; ".join(f"{c[0]} {number(c[2])} → {number(c[1])} (against {c[3]})" for c in changes[:4])
+    if "recomputation" in against:
+        return (
+            "Forward and recomputation do not quantise alike",
+            f"The forward pass and its recomputation under activation checkpointing use other FP8 settings ({listed}): the "
+            "backward pass multiplies operands that the forward never saw.",
+        )
+    return (
+        f"FP8 configuration changed: {fact} {number(old)} → {number(value)}"
+        if old not in ("", None)
+        else f"FP8 configuration: {value}",
+        f"What decides how operands are quantised is not what it was: {listed}.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    changes = p.extra.get("changes", [])
+    names = {c[0] for c in changes}
+    if "coverage" in names:
+        left = next((c[1] for c in changes if c[0] == "left_out"), "them")
+        return [
+            Fix(
+                "code", f"Correct the filter so that it matches {left}, or leave them out on purpose and silence this."
+            ),
+            Fix(
+                "code",
+                "Print the coverage at start: watch.summary() and the line that attach prints name what is left out.",
+            ),
+        ]
+    if p.extra.get("resumed") and "scale" in names:
+        return [
+            Fix(
+                "code",
+                "Load the FP8 state with the checkpoint: scales and amax histories are in the modules' extra state.",
+            ),
+            Fix("flag", "Save and load with the same flags: --fp8-recipe, --fp8-param-gather, --fp8-amax-history-len."),
+        ]
+    fixes = [
+        Fix("flag", f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}.")
+        for name, value, old, _ in changes[:3]
+        if name != "fingerprint"
+    ]
+    if any("recomputation" in c[3] for c in changes):
+        fixes.insert(
+            0,
+            Fix(
+                "code",
+                "Run recomputation under the same fp8_autocast as the forward: te.checkpoint, not torch.utils.checkpoint.",
+            ),
+        )
+    return [*fixes, Fix("flag", "Start from the checkpoint with the FP8 flags and the eps with which it was saved.")]

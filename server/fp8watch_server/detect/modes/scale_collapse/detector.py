@@ -1,0 +1,163 @@
+"""Scales that fall and do not come back: mode 22, scale-collapse.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     scale_inv [S] of delayed sites; GradScaler's scale -> at most one finding
+Thread:     detect worker
+
+A delayed scale falls when amax rises: three octaves within a hundred steps, less what all gradients did together, is a
+run away. GradScaler halves its scale at each overflow and doubles it after many clean steps: halvings without growth
+between them mean that overflows are the rule. Its search for a scale at the start is no collapse.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_server.detect.baseline import Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.hysteresis import Latch
+from fp8watch_server.detect.limits import Limits
+from fp8watch_server.detect.view import Mask
+
+EACH = 4
+MIN_PUSHES = 8
+MONOTONE = 0.6
+SIGMA = 6.0
+FLOOR_LOG2_SCALE = -126
+"""The smallest normal scale: where a falling one ends."""
+
+
+class Collapse(Detector):
+    """Delayed scales, and GradScaler's."""
+
+    modes = ("scale-collapse",)
+    between_samples = True
+
+    @classmethod
+    def make(cls, num_sites: int, limit: Limits) -> Collapse:
+        """One that has seen nothing, with the window of the run."""
+        return cls(num_sites, limit.collapse_window_steps)
+
+    def __init__(self, num_sites: int, window_steps: float = 100) -> None:
+        self._scale = Baseline(num_sites, max(2, int(window_steps) // EACH))
+        self._num = 0
+        self._fallen = np.full(num_sites, np.nan)
+        self._latch = Latch(num_sites, 3, 4)
+        self._last_loss_scale: float | None = None
+        self._halvings: list[int] = []
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        self._scale.grow(num_sites)
+        self._latch.grow(num_sites)
+        more = num_sites - len(self._fallen)
+        if more > 0:
+            self._fallen = np.concatenate([self._fallen, np.full(more, np.nan)])
+
+    def frozen(self) -> Mask:
+        """Sites in alarm. [S]"""
+        return self._latch.open
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        found = self._loss_scale(ctx)
+        now = ctx.now
+        scale = np.where(~now.table.current_scaling, now.log2_scale_inv, np.nan)
+        if np.all(np.isnan(scale)):
+            return found
+        if not ctx.warm:
+            self._scale.forget()
+            self._num = 0
+            return found
+        if self._num % EACH == 0:
+            self._scale.push(scale)
+            self._fallen = self._fall(ctx)
+        self._num += 1
+        fallen = np.where(np.isnan(scale), np.nan, self._fallen)
+        with np.errstate(invalid="ignore"):
+            need = np.maximum(ctx.limit.collapse_octaves, SIGMA * np.nan_to_num(ctx.base.amax.spread(ctx.floor)))
+            hit = fallen >= np.where(ctx.gradients(), np.maximum(need, 2 * ctx.limit.collapse_octaves), need)
+        hit = self._latch.update(hit, ~np.isnan(fallen), now.step)
+        if hit.any():
+            found.append(self._finding(ctx, hit, fallen))
+        return found
+
+    def _fall(self, ctx: Context) -> npt.NDArray[np.float64]:
+        """Octaves that each scale fell over the window, less what all gradients did; NaN where it did not fall for good.
+
+        Its ends are medians of three, and most steps must go down: one outlier that takes the scale along is a clip.
+        """
+        history = self._scale.ordered().astype(np.float64)
+        begin = np.argmax(~np.isnan(history), axis=1)
+        enough = (self._scale.count >= MIN_PUSHES) & ~np.isnan(history[:, -3:]).any(axis=1)
+        rows = np.arange(len(history))[:, None]
+        first = np.sort(history[rows, np.minimum(begin[:, None] + np.arange(3), history.shape[1] - 1)], axis=1)[:, 1]
+        fallen = np.sort(history[:, -3:], axis=1)[:, 1] - first
+        gradients = ctx.gradients() & enough
+        if np.count_nonzero(gradients) >= 3:
+            fallen[gradients] -= max(0.0, float(np.median(fallen[gradients])))
+        move = np.diff(history, axis=1)
+        with np.errstate(invalid="ignore"):
+            moving = np.maximum(np.count_nonzero(np.abs(move) > 1e-6, axis=1), 1)
+            steady = np.count_nonzero(move > 1e-6, axis=1) >= MONOTONE * moving
+            leap = np.nan_to_num(np.abs(move)).max(axis=1, initial=0) > 0.5 * np.nan_to_num(fallen)
+        return np.where(enough & steady & ~leap, fallen, np.nan)
+
+    def _loss_scale(self, ctx: Context) -> list[Finding]:
+        scale, last = ctx.now.scalar("loss_scale"), self._last_loss_scale
+        if scale is None or not math.isfinite(scale) or scale <= 0:
+            return []
+        self._last_loss_scale = scale
+        if last is None or not ctx.warm or scale > last:
+            self._halvings = []
+            return []
+        window = 2 * ctx.limit.collapse_window_steps
+        self._halvings = [s for s in self._halvings if ctx.now.step - s <= window]
+        if scale >= last:
+            return []
+        self._halvings.append(ctx.now.step)
+        if len(self._halvings) < ctx.limit.collapse_halvings:
+            return []
+        to_floor = max(0.0, math.log2(scale))
+        evidence = [
+            Evidence("loss_scale", scale, scale * 2.0 ** len(self._halvings), "1", self._halvings[0]),
+            Evidence("halvings_without_growth", len(self._halvings), 0, "halvings", self._halvings[0]),
+            Evidence("halvings_to_one", round(to_floor, 1), None, "halvings", None),
+        ]
+        none = np.zeros(0, dtype=np.int64)
+        return [
+            ctx.now.finding(
+                "scale-collapse", "warning", none, evidence, "shared", grad_scaler=True, began=self._halvings[0]
+            )
+        ]
+
+    def _finding(self, ctx: Context, hit: Mask, fallen: npt.NDArray[np.float64]) -> Finding:
+        rows = ctx.now.in_flow(hit)
+        row = int(rows[0])
+        since = int(self._latch.since[row])
+        octaves = float(fallen[row])
+        log2_scale = -float(ctx.now.log2_scale_inv[row])
+        rate = octaves / max(ctx.limit.collapse_window_steps, 1)
+        to_floor = int((log2_scale - FLOOR_LOG2_SCALE) / rate)
+        evidence = [
+            Evidence(
+                "scale_fall", round(octaves, 2), 0, f"octaves in {ctx.limit.collapse_window_steps:g} steps", since
+            ),
+            Evidence("scale_inv_max", float(ctx.now.column("scale_inv_max")[row]), None, "1", None),
+            Evidence("steps_to_floor", to_floor, None, "steps", None),
+        ]
+        return ctx.now.finding(
+            "scale-collapse",
+            "warning",
+            rows,
+            evidence,
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            grad_scaler=False,
+            began=since,
+        )

@@ -1,0 +1,37 @@
+"""What is said of scale-collapse: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import evidence, number, since, site_words
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    if f.extra.get("grad_scaler"):
+        return (
+            f"GradScaler halved {evidence(f, 'halvings_without_growth')} times without growing: {number(evidence(f, 'loss_scale'))}",
+            "Each halving is an overflow and a step that was skipped. Without growth between them overflows are the rule, and small "
+            "gradients vanish at the other end.",
+        )
+    return (
+        f"Scale of {site_words(s)} fell by {number(evidence(f, 'scale_fall'))} octaves",
+        f"The delayed scale of {site_words(s)} follows an amax that runs away{since(f)}: "
+        f"{evidence(f, 'steps_to_floor')} steps to the floor at this rate.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    if p.extra.get("grad_scaler"):
+        return [
+            Fix("code", "Find what overflows: the first non-finite gradient of the skipped steps names the module."),
+            Fix("code", "Lower the LR, and clip the gradient norm at 1.0 after unscale_."),
+            Fix("code", "Train in BF16 instead of FP16 where the hardware has it: it needs no loss scale."),
+        ]
+    return [
+        Fix("code", f"Find what grows in {p.module}: outlier-growth and attention-logit-growth say where it begins."),
+        Fix("code", "Lower the LR by 10 to 20 %, and add weight decay there."),
+        Fix("flag", "Head room until then: --fp8-margin 1, or 2."),
+    ]

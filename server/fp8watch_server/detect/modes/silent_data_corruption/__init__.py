@@ -1,0 +1,34 @@
+"""Silent data corruption: mode 15, silent-data-corruption.
+
+Two find it: `detector` by a leap, `families.agreement` by hashes that differ between replicas.
+"""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.limits import threshold
+from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.silent_data_corruption.detector import Corruption
+from fp8watch_server.detect.modes.silent_data_corruption.words import fixes, words
+
+MODE = Mode(
+    number=15,
+    slug="silent-data-corruption",
+    alternatives=(
+        ("optimizer-divergence", "more than a tenth of the weights leaped, or the LR did"),
+        ("recipe-mismatch", "a checkpoint was loaded in that step: the timeline shows a restart"),
+        ("outlier-growth", "the weight grew over many steps"),
+    ),
+    words=words,
+    fixes=fixes,
+    thresholds=(
+        threshold(
+            "corruption_jump_octaves",
+            0.3,
+            "octaves",
+            0.01,
+            64,
+            "30 × the floor of weights; the largest healthy step is 0.04",
+        ),
+    ),
+    detectors=(Corruption,),
+)

@@ -1,0 +1,138 @@
+"""A weight that changes without a reason: mode 15, silent-data-corruption.
+
+Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
+Shapes:     log2 amax of weights [S], from one observation to the next -> at most one finding
+Thread:     detect worker
+
+An optimizer moves a weight by about its learning rate, and all layers alike. One tensor whose amax leaps alone, after a
+gradient of ordinary size, was written by something else: a flipped bit in the weight or in the optimizer's state. Flips
+that leave amax where it is are found by comparing hashes between replicas (`agreement`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.view import Mask
+
+SIGMA = 15.0
+MIN_KNOWN = 8
+MIN_OTHERS = 5
+"""Weights from which on their own scatter in a step says what is ordinary in it."""
+FEW = 0.1
+"""Share of the weights that may leap in one step; more is the optimizer, or a checkpoint that was loaded."""
+ORDINARY_GRADIENT = 3.0
+"""Octaves over its baseline up to which a layer's gradient is of ordinary size: 3 σ of gradients."""
+MAX_APART = 8
+
+
+class Corruption(Detector):
+    """Leaps of single weights."""
+
+    modes = ("silent-data-corruption",)
+
+    def __init__(self, num_sites: int) -> None:
+        self._last = np.full(num_sites, np.nan)
+        self._last_step: int | None = None
+        self._moves = Baseline(num_sites)
+        self._reason = np.zeros(num_sites, dtype=np.bool_)  # of the step before: its gradient wrote what is seen now
+        self._looked_at: tuple[int, Mask] | None = None  # step, sites whose gradient was measured in it
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        more = num_sites - len(self._last)
+        if more > 0:
+            self._last = np.concatenate([self._last, np.full(more, np.nan)])
+            self._reason = np.concatenate([self._reason, np.zeros(more, dtype=np.bool_)])
+        self._moves.grow(num_sites)
+
+    def frozen(self) -> None:
+        """A leap is over when it is seen."""
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        now, weights = ctx.now, ctx.weights()
+        reason, self._reason = self._reason, self._had_a_reason(ctx)
+        looked_at, self._looked_at = self._looked_at, (now.step, self._gradients_known(ctx))
+        amax = np.where(weights, now.log2_amax, np.nan)
+        if np.all(np.isnan(amax)):
+            return []
+        move = amax - self._last
+        apart = min(MAX_APART, now.step - self._last_step) if self._last_step is not None else 1
+        self._last = np.where(np.isnan(amax), self._last, amax)
+        self._last_step = now.step
+        known = ~np.isnan(move)
+        spread = self._moves.spread(ctx.limit.weight_floor_octaves)
+        need = np.maximum(ctx.limit.corruption_jump_octaves * max(apart, 1), SIGMA * spread)
+        usual = np.nan_to_num(self._moves.median())
+        common = float(np.median(move[known])) if known.any() else 0.0
+        own, apart_from_all = np.abs(move - usual), np.abs(move - usual - common)
+        if np.count_nonzero(known) >= MIN_OTHERS:  # after a jump of the LR all of them scatter more, and one the most
+            need = np.maximum(need, SIGMA * MAD_TO_SIGMA * float(np.median(apart_from_all[known])))
+        with np.errstate(invalid="ignore"):
+            leap = known & (own > need) & (apart_from_all > need) & (self._moves.count >= MIN_KNOWN)
+        self._moves.push(move, ~leap)
+        few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))
+        if not leap.any() or not few or not ctx.clean or ctx.schedule.jump_step == now.step:
+            return []
+        leap &= ~reason
+        if not leap.any():
+            return []
+        rows = now.in_flow(leap)
+        row = int(rows[0])
+        norm, usual_norm = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        evidence = [
+            Evidence("amax_move", round(float(move[row]), 3), round(float(usual[row]), 4), "octaves", now.step),
+            Evidence(
+                "amax_max",
+                float(f"{2.0 ** amax[row]:.4g}"),
+                float(f"{2.0 ** (amax[row] - move[row]):.4g}"),
+                "x",
+                now.step,
+            ),
+            Evidence("leaping_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", now.step),
+        ]
+        # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
+        before = looked_at is not None and looked_at[0] == now.step - 1 and row < len(looked_at[1])
+        ordinary = bool(before and looked_at is not None and looked_at[1][row])
+        if norm is not None and math.isfinite(usual_norm):
+            evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
+        return [
+            now.finding(
+                "silent-data-corruption",
+                "critical",
+                rows,
+                evidence,
+                "shared" if ordinary else "unknown",
+                tile="worst_tile",
+                octaves=float(move[row]),
+                by_hash=False,
+                gradient_seen=ordinary,
+            )
+        ]
+
+    @staticmethod
+    def _had_a_reason(ctx: Context) -> Mask:
+        """Sites of modules whose gradient was out of the ordinary, or all, where the norm of all gradients was. [S]"""
+        norm, usual = ctx.now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        table = ctx.now.table
+        if norm is not None and math.isfinite(usual) and (not math.isfinite(norm) or norm > 8 * usual):
+            return np.ones(len(table), dtype=np.bool_)
+        with np.errstate(invalid="ignore"):
+            large = ctx.gradients() & (ctx.above_usual > ORDINARY_GRADIENT)
+        return np.isin(table.module, table.module[large])
+
+    @staticmethod
+    def _gradients_known(ctx: Context) -> Mask:
+        """Sites of modules whose gradient was measured and has a baseline, or all, where the norm of all was. [S]"""
+        norm, usual = ctx.now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        table = ctx.now.table
+        if norm is not None and math.isfinite(usual):
+            return np.ones(len(table), dtype=np.bool_)
+        return np.isin(table.module, table.module[ctx.gradients() & np.isfinite(ctx.above_usual)])

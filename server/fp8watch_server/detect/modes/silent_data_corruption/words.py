@@ -1,0 +1,52 @@
+"""What is said of silent-data-corruption: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import evidence, number
+from fp8watch_server.detect.remedies import Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    module = s.module if s else "a tensor"
+    if f.extra.get("by_hash"):
+        odd, host = f.extra.get("odd_ranks", []), f.extra.get("host")
+        ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd[:8]))}"
+        on = f" on {host}" if host else ""
+        return (
+            f"Weights of {module} differ on {ranks}{on}",
+            f"The weight of {module} is not the same on all {f.extra.get('num_replicas')} replicas: {ranks}{on} alone has other bits. "
+            "Replicas get the same update, so memory, a link or a core changed it.",
+        )
+    gradient = (
+        "after a gradient of ordinary size: no optimizer does that. A flipped bit in the weight or in the optimizer's state does."
+        if f.extra.get("gradient_seen")
+        else "and the gradient before it was not measured. A flipped bit in the weight or in the optimizer's state does that; "
+        "so does a gradient that was as large."
+    )
+    alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
+    without = " without a gradient" if f.extra.get("gradient_seen") else ""
+    return (
+        f"Weight of {module} leaped by {number(f.extra.get('octaves'))} octaves{without}",
+        f"amax of the weight of {module} leaped by {number(f.extra.get('octaves'))} octaves in one step{alone}, {gradient}",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    host = p.extra.get("host")
+    return [
+        Fix(
+            "hardware",
+            f"Drain {host or 'the node of that rank'} and test its memory and links; keep it out until it passes.",
+        ),
+        Fix(
+            "code",
+            "Recompute the step from the checkpoint before on other hardware and compare the weights bit by bit.",
+        ),
+        Fix(
+            "code",
+            "Reload: take weights and optimizer state from a replica that agrees with the others, or from the checkpoint.",
+        ),
+    ]

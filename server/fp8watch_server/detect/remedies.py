@@ -1,0 +1,96 @@
+"""What a remedy is, the place that it is for, and the switches of the frameworks that quantise.
+
+Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.modes
+Shapes:     Place -> Fix
+Thread:     any; only data and pure functions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FixKind = Literal["env", "flag", "code", "data", "hardware"]
+
+EPS_VARIABLE = {
+    "input": "FP8_QUANT_FWD_INP_AMAX_EPS",
+    "weight": "FP8_QUANT_FWD_WEIGHT_AMAX_EPS",
+    "grad_output": "FP8_QUANT_BWD_GRAD_AMAX_EPS",
+}
+POWER_2_VARIABLE = {
+    "input": "NVTE_FP8_BLOCK_SCALING_FWD_INP_POWER2",
+    "weight": "NVTE_FP8_BLOCK_SCALING_FWD_WEIGHT_POWER2",
+    "grad_output": "NVTE_FP8_BLOCK_SCALING_BWD_GRAD_POWER2",
+}
+QPARAMS = {
+    "input": "fp8_quant_fwd_inp",
+    "weight": "fp8_quant_fwd_weight",
+    "grad_output": "fp8_quant_bwd_grad",
+}
+OPERANDS = ("input", "weight", "grad_output")
+STOCK = "transformer_engine"
+"""Backend of an operand that NVIDIA's own Transformer Engine quantises: it reads none of the variables above."""
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One thing to change, most likely first in a list of them."""
+
+    kind: FixKind
+    text: str
+
+    def as_json(self) -> dict[str, str]:
+        """As CONTRACT names it."""
+        return {"kind": self.kind, "text": self.text}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it is, and what else the finding knows."""
+
+    name: str | None  # qualified name of the module
+    operand: str
+    operands: tuple[str, ...]  # roles that are hit
+    eps: float
+    power_2_scale: bool
+    backend: str  # what quantises at the site: the switch is that of its framework
+    verdict: str
+    batch_id: str | None  # where the user gave one
+    lr: float | None  # of the step, and before
+    usual_lr: float | None
+    extra: Mapping[str, Any]
+
+    @property
+    def module(self) -> str:
+        """The module in a sentence."""
+        return self.name or "the module"
+
+    @property
+    def keep_out(self) -> Fix:
+        """The module in high precision for the time being."""
+        name = self.name
+        return Fix(
+            "code",
+            f"Until then keep it in BF16: attach(model, filter_fn=lambda module, fqn: False if fqn == {name!r} else None).",
+        )
+
+    @property
+    def batch(self) -> Fix:
+        """The batch of the step, by its name where that is known."""
+        named = f"Look at batch {self.batch_id!r}." if self.batch_id else None
+        return Fix("data", named or "Find the batch: give it to watch.log(batch_id=...).")
+
+
+def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_scale: bool) -> tuple[FixKind, str]:
+    """What sets eps (or, where that is None, the kind of scale) of operands, in the framework that quantises them.
+
+    fp8watch and LoongForge's Transformer Engine read a variable an operand; NVIDIA's own reads attributes of its recipe.
+    """
+    if backend == STOCK:
+        value = f"QParams(power_2_scale={power_2_scale}, amax_epsilon={eps or 0.0:g})"
+        return "code", "; ".join(f"`recipe.{QPARAMS[o]} = {value}`" for o in operands)
+    if eps is None:
+        return "env", " ".join(f"{POWER_2_VARIABLE[o]}={int(power_2_scale)}" for o in operands)
+    return "env", " ".join(f"{EPS_VARIABLE[o]}={eps:g}" for o in operands)

@@ -1,0 +1,52 @@
+"""The bugs that the tests of this room were seen to find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planted import Bug, all_fit, seen_to_fail
+from quantize.backends import USABLE
+
+F = "tests/house/test_sketch_fields.py"
+IN_BACKENDS = f"{F}::test_a_field_that_a_backend_does_not_know_is_absent"
+IN_THE_STORE = f"{F}::test_a_field_that_a_record_does_not_hold_is_absent_from_store_and_pages"
+BUGS = [
+    Bug("what one call of a record lacks is absent", "record:merge_measured",
+        " & ~(lacking(into) | lacking(other)) if EVERY_CALL", " if EVERY_CALL", IN_BACKENDS),
+    Bug("a record without calls takes nothing away", "record:lacking",
+        "~measured & -(measured & int(Measured.COUNTS)) & ", "~measured & ", IN_BACKENDS),
+    Bug("a later field lies behind what kernels write in one piece", "record:_layout",
+        "(f for f in FIELDS if f not in later), *sorted(later", "FIELDS, *sorted(later[:0]", IN_BACKENDS),
+    Bug("joined rows keep their padding", "record:_row_dtype",
+        'members.append(("padding", f"V{8 - odd}"))', "pass", IN_BACKENDS),
+    Bug("a field of a group that was not measured is not merged", "row_fold:sections",
+        " if groups_of((name,)) & ~stats.measured == 0", "", IN_BACKENDS),
+    Bug("what one rank lacks is absent from charts", "records:over_ranks",
+        "merged[name] &= ~np.bitwise_or.reduceat(lacking(values), starts)", "pass", IN_THE_STORE),
+    Bug("what one rank lacks is unknown to detectors", "cross_rank_step:Now._measured",
+        "got &= ~partly[row]", "pass", IN_THE_STORE),
+    Bug("the code of a stored column never changes", "record",
+        '"largest tile amax; Inf where an element is", 3)', '"largest tile amax; Inf where an element is", 42)',
+        f"{F}::test_no_field_lacks_anything"),
+]  # fmt: skip
+if "cpu" in USABLE:
+    BUGS.append(
+        Bug(
+            "what one call lacks is absent in the compiled backend",
+            "fp8watch/kernels/cpu_source/fold.h",
+            " & ~(lacking(a) | lacking(b))",
+            "",
+            f"{F}::test_a_field_that_the_compiled_backend_does_not_know_is_absent",
+        )
+    )
+
+
+def test_every_planted_bug_still_fits() -> None:
+    all_fit(BUGS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_every_planted_bug_is_seen(tree: Path, bug: Bug) -> None:
+    seen_to_fail(tree, bug)
