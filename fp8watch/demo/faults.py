@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY
-from fp8watch.observer.plan import INPUT, WEIGHT
+from fp8watch.observer.site_rows import INPUT, WEIGHT
 from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.recipe import delayed
 
@@ -80,9 +80,9 @@ class _Stale(SiteQuantizer):
 
 def _replace(model: nn.Module, module: str, operand: int, kind: type[SiteQuantizer]) -> None:
     plan, first = custom_ops.lookup(model.get_submodule(module).__dict__[SITE_KEY])
-    row = plan.row(first, operand, False)
-    old = plan.quantizers[row]
-    plan.quantizers[row] = kind(old.spec, old.columnwise, old.backend)
+    row = plan.sites.row(first, operand, False)
+    old = plan.sites.quantizers[row]
+    plan.sites.replace(row, kind(old.spec, old.columnwise, old.backend))
 
 
 def _zero_tile(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:

@@ -133,7 +133,11 @@ def make_copies(
     if not linears:
         raise ValueError("no Linear of this model computes in FP8; give filter_fn, or see what attach leaves out")
     device = attach._device(linears, left_out)
-    used = plan.quantizers[0].backend if attached and plan is not None and backend is None else resolve(backend, device)
+    used = (
+        plan.sites.quantizers[0].backend
+        if attached and plan is not None and backend is None
+        else resolve(backend, device)
+    )
     if attached and plan is not None:
         _copy_states(model, fp8, plan)
     made, _ = attach._plan(linears, [], recipe, used, Guard(), observe=False)
@@ -144,7 +148,7 @@ def make_copies(
         scaled = originals[name].__dict__.get(SCALED_KEY) if attached else None
         take_over(
             module,
-            custom_ops.site_tensor(made, i * len(made.rows)),
+            custom_ops.site_tensor(made, i * len(made.sites.rows)),
             observe_only=False,
             shared=recipe.shared,
             scaled=scaled,
@@ -168,7 +172,7 @@ def make_copies(
 
 def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
     """Copy delayed scales and histories; a finished pass of the original is rolled in."""
-    over = {id(q.state) for q in plan.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
+    over = {id(q.state) for q in plan.sites.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
     copies = dict(copied.named_modules())
     for name, module in model.named_modules():
         for operand, state in attach._states.get(module, {}).items():

@@ -37,6 +37,7 @@ from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_unread import Tell, Unread, silent
 from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.observer.pass_counter import in_backward
 from fp8watch.recipe.framework import STOCK, transformer_engine
 from fp8watch_agent.guard import Guard
 
@@ -215,7 +216,7 @@ class TeObserver:
         stack = self._stack()
         stack.append(None)  # whatever happens below: each call must leave what it entered
         if te.module.training and not torch.compiler.is_compiling():
-            again = torch._C._current_graph_task_id() != -1
+            again = in_backward()
             frame = stack[-1] = _Frame(te, again=again, trains=torch.is_grad_enabled())
             if not again:
                 self._entered(False)

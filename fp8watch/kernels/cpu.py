@@ -138,7 +138,7 @@ def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
 def _both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None, kind: int) -> tuple[_Call, _Call]:
     x = _readable(x)
     rowwise, columnwise = scales or (None, None)
-    row, column = _prepare(x, job, rowwise, kind), _prepare(x, job.transposed(), columnwise, kind)
+    row, column = _prepare(x, job, rowwise, kind), _prepare(x, job._transposed or job.transposed(), columnwise, kind)
     _checked(cpu_library.load().fp8watch_quantize_both(row.job, column.job))
     return row, column
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -55,14 +56,13 @@ class _Broken(Unavailable):
     """A compiled library that cannot be loaded or computes something else."""
 
 
+@functools.cache
 def load() -> ctypes.CDLL:
     """Return the library. The first call compiles it, or finds it in the cache; a failure is remembered.
 
     Raises:
         Unavailable: with the reason.
     """
-    if _library is not None:
-        return _library
     with _lock:
         return _load()
 

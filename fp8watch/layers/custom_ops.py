@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8watch.observer.pass_counter import first_tensor
-from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, MAX_LOSSES, WEIGHT, Plan
+from fp8watch.observer.pass_counter import first_tensor, graph_task
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
 from fp8watch.observer.stopwatch import LIGHT
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -64,31 +65,46 @@ def lookup(site: Tensor) -> tuple[Plan, int]:
     return plan, value & 0xFFFFFFFF
 
 
+def enter_forward(plan: Plan) -> None:
+    """A watched module is in its forward, and it counts."""
+    step = plan.step
+    if step.on_forward is not None:
+        plan.guard.run("on_forward", step.on_forward)
+    step.forward_seen = step.forward_since = True
+
+
 def _number(plan: Plan, operand: int, count: bool) -> int | None:
     """Number of the pass that a call belongs to, None where it does not count."""
     if operand == GRAD_OUTPUT:
-        plan.saw_backward()
+        plan.step.saw_backward()
         return plan.passes.in_backward() if count else None
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task() != -1:
         # inside a backward: activation checkpointing recomputes the forward, which was counted already
         plan.passes.recomputes()
         return None
     if not count:
         return None
-    if plan.on_forward is not None:
-        plan.guard.run("on_forward", plan.on_forward)
-    plan.saw_forward()
+    enter_forward(plan)
     return plan.passes.in_forward()
 
 
-def _late(plan: Plan, first: int, operand: int, columnwise: bool, number: int | None, count: bool) -> int | None:
-    """The row that counts although this is a recomputation; keeps the books of the first passes on the way."""
-    if operand == GRAD_OUTPUT or not count:
-        return None
-    if number is None:
-        return plan.count_unasked(first, operand, columnwise)
-    plan.note_unasked(first, operand, columnwise)
-    return None
+def _asked(plan: Plan, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
+    """Rows and quantisers of the directions that a call asks for."""
+    known = plan.sites.known.get((first, operand, rowwise, columnwise))
+    return plan.sites.asked(first, operand, rowwise, columnwise) if known is None else known
+
+
+def _keep_books(plan: Plan, asked: OperandRows, x: Tensor, number: int | None) -> None:
+    """Of a forward operand that counts: note the columnwise row that the first pass leaves out, and measure it where the
+    recomputation asks for it."""
+    if number is not None:
+        if asked.leaves_column is not None:
+            unasked = plan.step.unasked
+            unasked[asked.leaves_column] = unasked.get(asked.leaves_column, 0) + 1
+    elif plan.step.recount(asked.asks_column):
+        assert asked.asks_column is not None
+        late = plan.sites.part((asked.asks_column,))
+        plan.guard.run("recomputed", plan.observe, late, x, number=plan.passes.forward)
 
 
 def _run(
@@ -99,20 +115,23 @@ def _run(
     number = _number(plan, operand, count)
     if x.numel() == 0:
         return []
-    rows = plan.wanted(first, operand, rowwise, columnwise)
-    late = _late(plan, first, operand, columnwise, number, count)
-    if late is not None:
-        plan.guard.run("recomputed", plan.observe, (late,), x, number=plan.passes.forward)
-    if count and operand != GRAD_OUTPUT:
-        how = "codes" if codes else "high precision" if plan.warming else "fp8"
-        note = plan.recomputed.again if number is None else plan.recomputed.first_pass
-        plan.guard.run("recompute", note, plan.row(first, operand, False), x, how)
-    if not count and operand != GRAD_OUTPUT and torch._C._current_graph_task_id() == -1:
-        for row in rows:  # evaluation reads the scales that training has left
-            plan.quantizers[row].settle(plan.passes.settle())
-    if plan.warming and not codes:
-        return list(plan.pass_through(rows, x, number=number))
-    return plan.quantize(rows, x, number=number, codes=codes)
+    asked = _asked(plan, first, operand, rowwise, columnwise)
+    warming = plan.step.warming
+    if operand != GRAD_OUTPUT:
+        if count:
+            if number is None or asked.leaves_column is not None:
+                _keep_books(plan, asked, x, number)
+            how = "codes" if codes else "high precision" if warming else "fp8"
+            if number is not None:
+                plan.recomputed.first[asked.first] = x.dtype, x.shape[-1], how
+            else:
+                plan.guard.run("recompute", plan.recomputed.again, asked.first, x, how)
+        elif asked.stateful and graph_task() == -1:
+            for quantizer in asked.quantizers:  # evaluation reads the scales that training has left
+                quantizer.settle(plan.passes.settle())
+    if warming and not codes:
+        return list(plan.pass_through(asked, x, number=number))
+    return plan.quantize(asked, x, number=number, codes=codes)
 
 
 def _quantize_dequantize(
@@ -172,18 +191,21 @@ def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: b
     return x.new_empty((0,))
 
 
-def _observe_now(plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool) -> None:
+def _observe_now(
+    plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool, source: Tensor | None = None
+) -> None:
     began = plan.stopwatch.mark() if plan.stopwatch is not None else None
     number = _number(plan, operand, True)
     if not x.numel() or plan.idle(first):
         return
-    late = _late(plan, first, operand, columnwise, number, True)
-    if late is not None:
-        plan.guard.run("observe", plan.observe, (late,), x, number=plan.passes.forward)
-    if number is not None:
-        rows = plan.wanted(first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
-        if rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
-            plan.guard.run("observe", plan.observe, rows, x, number=number)
+    asked = _asked(plan, first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
+    if operand != GRAD_OUTPUT and (number is None or asked.leaves_column is not None):
+        _keep_books(plan, asked, x, number)
+    if number is not None and asked.rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
+        try:
+            plan.observe(asked, x, number=number, source=source)
+        except Exception as error:  # noqa: BLE001 - what observes fails alone, and the guard counts
+            plan.guard.swallow("observe", error)
     if plan.stopwatch is not None:
         plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
 
@@ -208,7 +230,7 @@ def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
         _number(plan, INPUT, True)  # steps end all the same
     else:
         with torch.no_grad():
-            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad)
+            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad, source=x)
             _observe_now(plan, first, weight.detach(), WEIGHT, True, False)
             _look_at_output(y.detach(), site, INPUT, False)
     if y.requires_grad:
@@ -242,10 +264,12 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
-    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
-    recomputed = operand == INPUT and torch._C._current_graph_task_id() != -1
-    if plan is not None and plan.checks_outputs and plan.observing and not recomputed:
-        plan.guard.run("output", plan.note_output, plan.row(first, operand, columnwise), y.detach())
+    value = int(site)
+    plan = _plans.get(value >> 32)
+    recomputed = operand == INPUT and graph_task() != -1
+    if plan is not None and not recomputed:
+        (row,) = _asked(plan, value & 0xFFFFFFFF, operand, not columnwise, columnwise).rows
+        plan.note_output(row, y.detach())
     return y.new_empty((0,))
 
 
@@ -267,7 +291,7 @@ def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> N
 
 def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
     plan, row = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
-    if plan is not None and plan.observing and torch._C._current_graph_task_id() == -1:
+    if plan is not None and plan.observing and graph_task() == -1:
         plan.guard.run("probe", plan.note_probe, row, y)
     return y.new_empty((0,))
 
@@ -291,10 +315,10 @@ def look_at_probe(y: Tensor, site: Tensor) -> None:
 def look_at_logits(x: Tensor, site: Tensor, fqn: str) -> None:
     """Keep the largest attention logit of a module in this step."""
     plan = _plans.get(int(site) >> 32)
-    if plan is None or not plan.observing or not plan.sampled or _is_virtual(x):
+    if plan is None or not plan.observing or not plan.step.sampled or _is_virtual(x):
         return
-    if torch._C._current_graph_task_id() == -1:
-        plan.guard.run("logits", plan.note_logits, fqn, x)
+    if graph_task() == -1:
+        plan.guard.run("logits", plan.step.note_logits, fqn, x)
 
 
 def _is_virtual(y: Tensor) -> bool:
@@ -304,11 +328,10 @@ def _is_virtual(y: Tensor) -> bool:
 
 def _note_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
-    if plan is not None and torch._C._current_graph_task_id() == -1:
-        plan.saw_root(grad=grad)
-        if plan.slab is not None and len(plan.losses) < MAX_LOSSES:
-            plan.losses.append(loss.detach().clone())
-            plan.losses_add_up |= adds_up
+    if plan is not None and graph_task() == -1:
+        plan.step.saw_root(grad=grad)
+        if plan.slab is not None:
+            plan.step.note_loss(loss, adds_up=adds_up)
     return loss.new_empty((0,))
 
 
@@ -322,9 +345,10 @@ def _(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
 
 def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
-    if plan is not None and torch._C._current_graph_task_id() == -1:
+    if plan is not None and graph_task() == -1:
         plan.passes.forward_ended(grad=grad)
-        plan.saw_root(grad=grad)
+        if not plan.step.forward_seen:
+            plan.step.saw_root(grad=grad)
     return after.new_empty((0,))
 
 

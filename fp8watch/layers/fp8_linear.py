@@ -38,7 +38,7 @@ from fp8watch.layers.double_backward import once_only
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
 from fp8watch.layers.shadow_gemm import shadow_gemm
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES
-from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
@@ -69,8 +69,12 @@ class _Fp8Linear(torch.autograd.Function):
         shared: Shared,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
-            xr, xc = quantize_dequantize(x_MK, site, INPUT, count, True, wgrad and not shared[INPUT])
-            wr, wc = quantize_dequantize(weight_NK, site, WEIGHT, count, True, dgrad and not shared[WEIGHT])
+            xr, xc = quantize_dequantize(
+                x_MK, site, INPUT, count=count, rowwise=True, columnwise=wgrad and not shared[INPUT]
+            )
+            wr, wc = quantize_dequantize(
+                weight_NK, site, WEIGHT, count=count, rowwise=True, columnwise=dgrad and not shared[WEIGHT]
+            )
             y = emulated_gemm.fprop(xr, wr, bias_N, x_MK.dtype)
             if count:
                 look_at_output(y, site, INPUT, False)
@@ -96,7 +100,9 @@ class _Fp8Linear(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
             if dgrad or wgrad:
                 rowwise, columnwise = dgrad or ctx.shared, wgrad and not ctx.shared
-                gr, gc = quantize_dequantize(grad_MN, site, GRAD_OUTPUT, ctx.count, rowwise, columnwise)
+                gr, gc = quantize_dequantize(
+                    grad_MN, site, GRAD_OUTPUT, count=ctx.count, rowwise=rowwise, columnwise=columnwise
+                )
                 gc = gr if ctx.shared else gc
                 if dgrad:
                     dx = emulated_gemm.dgrad(gr, wc, x_dtype)
@@ -196,7 +202,7 @@ def fp8_linear(
         x = x.to(torch.get_autocast_dtype(device))
     _check(x, weight, autocast)
     wgrad = weight.requires_grad and torch.is_grad_enabled()
-    rows = rows_by_columns(x)
+    rows = x if x.dim() == 2 else rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
         product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]

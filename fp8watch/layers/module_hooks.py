@@ -50,7 +50,10 @@ class LossHook:
 
     def __call__(self, module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if module.training:
-            self._watch.guard.run("loss", self._look, kwargs, output)
+            try:
+                self._look(kwargs, output)
+            except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+                self._watch.guard.swallow("loss", error)
 
     def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
         grad = torch.is_grad_enabled()

@@ -20,7 +20,7 @@ from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.custom_ops import look_at_output, quantize_codes
 from fp8watch.layers.double_backward import once_only
 from fp8watch.layers.shadow_gemm import shadow_gemm
-from fp8watch.observer.plan import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
 ROW, COLUMN, BLOCK = (1, 128), (128, 1), (128, 128)
 Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -42,8 +42,8 @@ class ScaledLinear(torch.autograd.Function):
         formats: Formats,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
-            xr, xr_scale, xc, xc_scale = quantize_codes(x_MK, site, INPUT, count, True, wgrad)
-            w, w_scale, _, _ = quantize_codes(weight_NK, site, WEIGHT, count, True, False)
+            xr, xr_scale, xc, xc_scale = quantize_codes(x_MK, site, INPUT, count=count, rowwise=True, columnwise=wgrad)
+            w, w_scale, _, _ = quantize_codes(weight_NK, site, WEIGHT, count=count, rowwise=True, columnwise=False)
             input, weight = _codes(xr, xr_scale, formats[INPUT]), _codes(w, w_scale, formats[WEIGHT])
             y = scaled_mm.fprop(input, weight, bias_N, x_MK.dtype)
             if count:
@@ -69,7 +69,9 @@ class ScaledLinear(torch.autograd.Function):
         dx = dw = db = None
         with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
             if dgrad or wgrad:
-                gr, gr_scale, gc, gc_scale = quantize_codes(grad_MN, site, GRAD_OUTPUT, ctx.count, dgrad, wgrad)
+                gr, gr_scale, gc, gc_scale = quantize_codes(
+                    grad_MN, site, GRAD_OUTPUT, count=ctx.count, rowwise=dgrad, columnwise=wgrad
+                )
                 if dgrad:
                     grad, weight = _codes(gr, gr_scale, of_grad), _codes(w, w_scale, of_weight)
                     dx = scaled_mm.dgrad(grad, weight, x_dtype)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers import custom_ops
-from fp8watch.observer.plan import INPUT
+from fp8watch.observer.pass_counter import graph_task
+from fp8watch.observer.site_rows import INPUT
 from fp8watch.quantize.output_checks import GemmCheck
 
 NUM_ROWS = 64
@@ -76,13 +77,20 @@ def _shadow_gemm(
     output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, operand: int, columnwise: bool
 ) -> Tensor:
     plan, first = custom_ops.lookup(site)
-    row = plan.row(first, operand, columnwise)
-    recomputed = operand == INPUT and torch._C._current_graph_task_id() != -1
+    row = plan.sites.row(first, operand, columnwise)
+    recomputed = operand == INPUT and graph_task() != -1
     slab = plan.slab
-    if slab is not None and plan.sampled and not plan.paused and not recomputed and output.numel() and a.numel():
+    if (
+        slab is not None
+        and plan.step.sampled
+        and not plan.step.paused
+        and not recomputed
+        and output.numel()
+        and a.numel()
+    ):
 
         def accumulate() -> None:
-            slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.calls))
+            slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.step.calls))
 
         plan.guard.run("shadow", accumulate)
     return output.new_empty((0,))

@@ -24,15 +24,12 @@ class Recomputed:
 
     differs: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Row -> how the first pass computed, how the recomputation did. Of the whole run, the first of each row."""
-    _first: dict[int, tuple[torch.dtype, int, str]] = field(default_factory=dict)
-
-    def first_pass(self, row: int, x: Tensor, how: str) -> None:
-        """A forward operand that counts."""
-        self._first[row] = x.dtype, x.shape[-1], how
+    first: dict[int, tuple[torch.dtype, int, str]] = field(default_factory=dict)
+    """Row -> dtype, columns and how the GEMM computes, of the forward operand that counted last."""
 
     def again(self, row: int, x: Tensor, how: str) -> None:
         """The same operand, recomputed."""
-        before, now = self._first.get(row), (x.dtype, x.shape[-1], how)
+        before, now = self.first.get(row), (x.dtype, x.shape[-1], how)
         if before is not None and before != now:
             self.differs.setdefault(row, (_words(before), _words(now)))
 

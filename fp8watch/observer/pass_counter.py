@@ -11,13 +11,22 @@ backward. Forwards without gradients and recomputations are no passes of their o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that runs now in this thread, -1 outside of one. A forward operand inside of a backward is a
+recomputation by activation checkpointing."""
+
+
+def in_backward() -> bool:
+    """Whether this runs inside of a backward."""
+    return graph_task() != -1
 
 
 class _Forward(Enum):
@@ -47,7 +56,7 @@ class Passes:
 
     def in_backward(self) -> int:
         """A gradient is quantised."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:
             self._task = task
             self.backward += 1

@@ -6,7 +6,9 @@ Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -154,30 +156,32 @@ class DelayedQuantizer(SiteQuantizer):
 
 
 def run_quantizers(
-    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool, codes: bool = False
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, stats: bool, heavy: bool, codes: bool = False
 ) -> list[tuple[Any, TileStats | None]]:
-    """Run one quantiser, or both directions of an operand: from one read where the backend can do that and both are as
-    the recipe made them. With `codes` the results are (codes, scale_inv), else what they stand for."""
+    """Run one quantiser, or both directions of an operand: from one read where `read_together` says so. With `codes` the
+    results are (codes, scale_inv), else what they stand for."""
     if codes:
         return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
-    if not _alike(used):
+    if not together:
         return [q(x_MK, stats=stats, heavy=heavy) for q in used]
     first = used[0]
     job = first.job(x_MK, stats=stats, heavy=heavy)
-    both = quantize_dequantize_both(first.backend, x_MK, job, _scales(used, x_MK))
-    return [(out, measured) for out, _, measured in both]
+    both = getattr(first.backend, "quantize_dequantize_both", None) or partial(quantize_dequantize_both, first.backend)
+    (row, _, of_row), (column, _, of_column) = both(x_MK, job, _scales(used, x_MK))
+    return [(row, of_row), (column, of_column)]
 
 
-def measure_operand(used: list[SiteQuantizer], x_MK: Tensor, *, heavy: bool) -> list[TileStats]:
+def measure_operand(used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, heavy: bool) -> list[TileStats]:
     """As `run_quantizers` with statistics, where nobody wants what is quantised: nothing of the operand's size is written."""
-    if not _alike(used):
+    if not together:
         return [q.measure(x_MK, heavy=heavy) for q in used]
     first = used[0]
     job = first.job(x_MK, stats=True, heavy=heavy)
-    return [*measure_both(first.backend, x_MK, job, _scales(used, x_MK))]
+    both = getattr(first.backend, "measure_both", None) or partial(measure_both, first.backend)
+    return [*both(x_MK, job, _scales(used, x_MK))]
 
 
-def _alike(used: list[SiteQuantizer]) -> bool:
+def read_together(used: Sequence[SiteQuantizer]) -> bool:
     """Whether these are both directions of one operand, as the recipe made them, so that one read may serve both."""
     if len(used) != 2:
         return False
@@ -193,14 +197,14 @@ def _alike(used: list[SiteQuantizer]) -> bool:
     )
 
 
-def _scales(used: list[SiteQuantizer], x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
+def _scales(used: Sequence[SiteQuantizer], x_MK: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scales to use in both directions where the backend does not compute them."""
     rowwise, columnwise = (q.scale(x_MK) for q in used)
     return None if rowwise is None or columnwise is None else (rowwise, columnwise)
 
 
 def _run_for_codes(
-    used: list[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
 ) -> list[tuple[Any, TileStats | None]]:
     first = used[0]
     both = getattr(first.backend, "quantize_both", None)  # one read, and columnwise codes as wgrad wants them

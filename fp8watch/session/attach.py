@@ -26,13 +26,15 @@ from fp8watch.kernels import scaled_mm
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
-from fp8watch.layers.fp8_linear import release, take_over
+from fp8watch.layers.fp8_linear import take_over
 from fp8watch.layers.module_hooks import ForwardEnd, LogitHook, ProbeHook
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
-from fp8watch.observer.plan import Plan, rows_of
+from fp8watch.observer.plan import Plan
 from fp8watch.observer.probes import Probe, softmaxes
 from fp8watch.observer.probes import select as select_probes
+from fp8watch.observer.site_rows import SiteRows, rows_of
+from fp8watch.observer.step_state import StepState
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import OPERANDS, Recipe, resolve_recipe
@@ -41,6 +43,7 @@ from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_i
 from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
 from fp8watch.selection.module_roles import role_facts
 from fp8watch.session.arguments import check_arguments, check_url
+from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
@@ -117,7 +120,6 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
     maps = check_arguments(every, tile_maps, overhead_budget, start_step, run)
-    optimizers = [] if optimizer is None else torch_optimizers(optimizer)
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
@@ -131,34 +133,13 @@ def attach(
         if identity.rank == 0:
             sys.stderr.write(f"fp8watch: {text}\n")
 
-    def watch(
-        plan: Plan | None,
-        table: list[SiteTable],
-        recorder: Recorder | None,
-        hooks: Sequence[RemovableHandle] = (),
-        te: TeObserver | None = None,
-    ) -> Watch:
-        url = None
-        if recorder is not None and settings.collector is not None:
-            url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
-        try:
-            return Watch(
-                model, plan, table, recorder, guard, chosen, identity, session, every=max(every, settings.every),
-                tile_maps=maps, schedule=schedule, overhead_budget=overhead_budget, optimizers=optimizers,
-                start_step=start_step, url=url, say=say, hooks=hooks, te=te,
-            )  # fmt: skip
-        except BaseException:  # nobody has a handle to detach
-            for hook in hooks:
-                hook.remove()
-            for module in plan.modules if plan is not None else ():
-                release(module)
-            if plan is not None:
-                custom_ops.remove_plan(plan)
-            raise
-
+    cadence = Cadence(
+        schedule, max(every, settings.every), maps, overhead_budget, [] if optimizer is None else torch_optimizers(optimizer),
+        start_step,
+    )  # fmt: skip
     if settings.disabled == "1":
         say("switched off by FP8WATCH_DISABLED=1; the model is untouched")
-        return watch(None, [], None)
+        return Watch(Attachment(model), Session(chosen, identity, session, guard, say), cadence)
 
     named = list(named_modules(model))
     linears, left_out = select_linears(model, filter_fn)
@@ -173,8 +154,7 @@ def attach(
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
     plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed, model=model)
-    plan.keep_tiles = plan.slab is not None
-    plan.unobserved = unobserved_rows(table, sites)
+    plan.sites.unobserved = unobserved_rows(table, sites)
     seen = [module for _, module in linears] + [m.module for m in te]
     covered = guard.call("coverage", lambda: coverage(named, seen), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
@@ -202,9 +182,9 @@ def attach(
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
-        site = custom_ops.site_tensor(plan, i * len(plan.rows))
+        site = custom_ops.site_tensor(plan, i * len(plan.sites.rows))
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
-    plan.warming = start_step < chosen.warmup_steps
+    plan.step.warming = start_step < chosen.warmup_steps
     backend_name = chosen_backend.NAME
     line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
     say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
@@ -214,7 +194,15 @@ def attach(
     handles = [model.register_forward_hook(hook)] if hook is not None else []
     if plan.slab is not None:
         handles += guard.call("probes", lambda: _place_probes(plan, table, probed), [])
-    return watch(plan, table, recorder, handles, observer)
+    url = None
+    if recorder is not None and settings.collector is not None:
+        url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
+    attachment = Attachment(model, plan, table, recorder, handles, observer)
+    try:
+        return Watch(attachment, Session(chosen, identity, session, guard, say, url), cadence)
+    except BaseException:
+        attachment.undo()
+        raise
 
 
 def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> torch.device:
@@ -279,11 +267,9 @@ def _observe_te(
 
     def entered(backward: bool) -> None:
         if backward:
-            plan.saw_backward()
-            return
-        if plan.on_forward is not None:
-            plan.on_forward()
-        plan.saw_forward()
+            plan.step.saw_backward()
+        else:
+            custom_ops.enter_forward(plan)
 
     def tell(line: str | None, facts: Mapping[str, str]) -> None:
         if line is not None:
@@ -291,7 +277,7 @@ def _observe_te(
         if recorder is not None:
             recorder.update_facts(facts)
 
-    observer = TeObserver(te, len(plan.quantizers), plan.record, guard, entered=entered, tell=tell)
+    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell)
     try:
         reason = observer.start()
     except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
@@ -309,7 +295,7 @@ def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe]) -> li
     first = len(table) - len(probed)
     handles: list[RemovableHandle] = []
     for row, probe in enumerate(probed, first):
-        if row not in plan.unobserved:
+        if row not in plan.sites.unobserved:
             handles.append(probe.module.register_forward_hook(ProbeHook(custom_ops.site_tensor(plan, row))))
     for fqn, module in softmaxes(probed):
         handles.append(module.register_forward_hook(LogitHook(custom_ops.site_tensor(plan, first), fqn)))
@@ -348,7 +334,7 @@ def _plan(
         first = linears[0][1] if linears else te[0].module if te else model
         devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
-    return Plan(quantizers, slab, guard, recipe, rows_of(recipe)), table
+    return Plan(SiteRows(quantizers, rows_of(recipe)), slab, guard, recipe, StepState(guard)), table
 
 
 def _line(

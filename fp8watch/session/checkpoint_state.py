@@ -45,7 +45,7 @@ def resume_facts(state: Mapping[str, Any]) -> dict[str, Fact]:
 def _states(plan: Plan | None, table: Sequence[SiteTable]) -> dict[str, DelayedScale]:
     if plan is None:
         return {}
-    pairs = zip(table, plan.quantizers, strict=False)  # behind them come sites that others quantise
+    pairs = zip(table, plan.sites.quantizers, strict=False)  # behind them come sites that others quantise
     return {f"{s.fqn}.{s.operand}": q.state for s, q in pairs if isinstance(q, DelayedQuantizer)}
 
 

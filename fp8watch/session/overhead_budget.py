@@ -95,7 +95,7 @@ class Overhead:
         self._next = FIRST_STEPS[self._due] if self._due < len(FIRST_STEPS) else num_closed + AGAIN_STEPS
         plan.stopwatch = Stopwatch(self._event)
         if plan.slab.device.type == "cpu":  # looked at in sampled steps: part of what those cost
-            plan.checks_outputs = True
+            plan.step.checks_outputs = True
 
     def step_closed(self, plan: Plan, recorder: Recorder) -> None:
         """The step is over, its end included. Judge what has been measured, once it can be read."""

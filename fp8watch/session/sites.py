@@ -1,6 +1,6 @@
 """What a row of the slab stands for, as the collector is told of it: once, when its operand was first seen.
 
-Upstream:   fp8watch.session.watch     Downstream: fp8watch_agent.recorder
+Upstream:   fp8watch.session.site_registration     Downstream: fp8watch_agent.recorder
 Shapes:     one row -> one Site     Thread: training
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8watch.integrations.transformer_engine import TeObserver
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.probes import PROBE
+from fp8watch.observer.site_rows import SiteRows
 from fp8watch.recipe import Recipe
 from fp8watch_agent.record import Site
 from fp8watch_agent.roles import layers_of
@@ -37,17 +37,17 @@ def operand_name(table: Sequence[SiteTable], row: int) -> str:
     return f"{table[row].fqn}.{table[row].operand}"
 
 
-def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | None, recipe: Recipe) -> Site:
+def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
     """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
     recipe is; a probe has no recipe: its tile is the output as it came first."""
-    shape = plan.shapes[row]
+    shape = rows.shapes[row]
     if s.operand == OUTPUT:
         return Site(
             id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=shape, format="", power_2_scale=False, eps=0.0, recipe=PROBE, backend="torch",
             evidence={"all": "exact"},
         )  # fmt: skip
-    if row >= len(plan.quantizers):
+    if row >= len(rows.quantizers):
         assert te is not None
         facts = te.facts[row]
         return Site(
@@ -55,7 +55,7 @@ def describe(row: int, s: SiteTable, order: int, plan: Plan, te: TeObserver | No
             tile=facts.tile, format=facts.format, power_2_scale=facts.power_2_scale, eps=facts.eps,
             recipe=facts.recipe, backend=te.backend, evidence=facts.evidence,
         )  # fmt: skip
-    quantizer = plan.quantizers[row]
+    quantizer = rows.quantizers[row]
     spec = quantizer.spec
     return Site(
         id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,

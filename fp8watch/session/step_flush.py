@@ -1,6 +1,6 @@
 """From the end of a step to the agent: what it left is copied out without waiting, and handed over when it has arrived.
 
-Upstream:   fp8watch.session.watch, fp8watch.sketch.host_copy    Downstream: fp8watch.sketch.tile_map, fp8watch_agent.recorder
+Upstream:   fp8watch.session.watch, fp8watch.sketch.host_copy    Downstream: fp8watch.session.site_registration, fp8watch.sketch.tile_map, fp8watch_agent.recorder
 Shapes:     slab rows [sites] of ROW and a few scalars, once a step
 Thread:     training
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, named_gradients
 from fp8watch.observer.plan import TILE_BYTES, Plan
 from fp8watch.session.jumps import Follow, RowJumps, ScalarJumps, most_telling
+from fp8watch.session.site_registration import Rows, SiteRegistration
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
 from fp8watch.sketch.tile_cache import Held, TileHistory
 from fp8watch.sketch.tile_map import tile_map_from, tile_tensors
@@ -42,7 +43,6 @@ MAX_BURST_BYTES = 16 << 20  # of the tile maps that follow a jump
 MAX_FOLLOWED = 8  # sites whose tile maps follow a jump
 FOUND_INF = "found_inf"
 PARAMETERS_EVERY = 64  # steps after which the list of parameters is made anew
-Rows = npt.NDArray[np.void]
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Closing:
     site_ids: Sequence[int]
     recorder: Recorder
     guard: Guard
-    register: Callable[[Rows], None]  # tells the agent of sites that were called for the first time
+    registration: SiteRegistration
     tile_maps: tuple[str, int]
     te: Any  # TeObserver | None
     model: nn.Module
@@ -120,12 +120,12 @@ class Closing:
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
         gradients: list[str] = []
-        if recorded and plan.checks_outputs and plan.observing:
+        if recorded and plan.step.checks_outputs and plan.observing:
             gradients, found = self._gradients(slab.device)
             if found:
                 parts["gradients"] = gradient_faults(found)
         suspects: list[int] = []
-        if self.te is not None and plan.sampled:
+        if self.te is not None and plan.step.sampled:
             self.te.end_step()
             suspects, counts = self.te.pop_suspects()
             if counts is not None:
@@ -133,7 +133,7 @@ class Closing:
         self._num_begun += 1
         self._newest = step
         left = Left(
-            step, status, time.time(), plan.sampled, recorded, batch_id, numbers, list(waiting), gradients, suspects,
+            step, status, time.time(), plan.step.sampled, recorded, batch_id, numbers, list(waiting), gradients, suspects,
             list(parts), *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
@@ -187,7 +187,7 @@ class Closing:
         left.handed_over = True
         parts = dict(zip(left.parts, left.copy.tensors(), strict=True))
         rows: Rows = parts["rows"].numpy().reshape(-1).view(ROW)[: len(self._ids)]
-        self.register(rows)
+        self.registration.see(rows)
         numbers = dict(left.numbers)
         if "numbers" in parts:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.layers.fp8_linear import SITE_KEY
-from fp8watch.observer.plan import STUCK_AFTER_PASSES
+from fp8watch.observer.step_state import STUCK_AFTER_PASSES
 
 Optimizer = torch.optim.Optimizer
 

@@ -8,35 +8,32 @@ Thread:     training
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY, release, switch_shadow
 from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
+from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.stopwatch import LIGHT
-from fp8watch.recipe import Recipe
 from fp8watch.session import step_boundary
+from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
-from fp8watch.session.identity import Identity
 from fp8watch.session.jumps import Follow
 from fp8watch.session.overhead_budget import Overhead
-from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.sites import SiteTable, and_more, describe, first_rows, not_called, operand_name
-from fp8watch.session.step_flush import FOUND_INF, Closing, Rows
+from fp8watch.session.site_registration import SiteRegistration
+from fp8watch.session.sites import first_rows
+from fp8watch.session.step_flush import FOUND_INF, Closing
 from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner
 from fp8watch.sketch.host_copy import HostCopies
-from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import StepStatus
-from fp8watch_agent.recorder import Recorder
 
 LOSS_MISSING_STEPS = 20
 
@@ -47,59 +44,42 @@ class Watch:
     None of its methods raises into training once attached: what goes wrong inside is counted, see `summary()`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan | None,
-        table: list[SiteTable],
-        recorder: Recorder | None,
-        guard: Guard,
-        recipe: Recipe,
-        identity: Identity,
-        session: str,
-        *,
-        every: int,
-        tile_maps: tuple[str, int],
-        schedule: Schedule,
-        overhead_budget: float | None,
-        optimizers: Sequence[torch.optim.Optimizer],
-        start_step: int,
-        url: str | None,
-        say: Callable[[str], None],
-        hooks: Sequence[RemovableHandle] = (),
-        te: TeObserver | None = None,
-    ) -> None:
-        self.te = te  # what observes Transformer Engine's modules
-        self._model, self._plan, self._table, self._recorder = model, plan, table, recorder
-        self.guard, self._recipe, self.identity, self.session = guard, recipe, identity, session
-        self._schedule, self._say = schedule, say
-        self._overhead = Overhead(every, overhead_budget, say)
-        self._step, self.url = start_step, url
-        self._owner = StepOwner(model, [m.module for m in te.modules] if te is not None else (), optimizers, say)
+    def __init__(self, attachment: Attachment, session: Session, cadence: Cadence) -> None:
+        self._attachment, self.te = attachment, attachment.te
+        self._model, self._plan, self._table = attachment.model, attachment.plan, attachment.table
+        self._recorder = attachment.recorder
+        self.guard, self._recipe, self.identity = session.guard, session.recipe, session.identity
+        self.session, self.url, self._say = session.id, session.url, session.say
+        self._schedule, self._step = cadence.schedule, cadence.start_step
+        self._overhead = Overhead(cadence.every, cadence.overhead_budget, session.say)
+        as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
+        self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
-        self._said_recompute = self._stuck = self._observed = self._told_silent = self._ending = self._paused = False
+        self._stuck = self._ending = self._paused = False
         self._steps_without_loss = self._num_closed = 0
-        self._registered: set[int] = set()  # rows of the table
-        self._hooks: list[RemovableHandle] = list(hooks)
+        self._hooks: list[RemovableHandle] = list(attachment.hooks)
+        plan, recorder = self._plan, self._recorder
         self._detached = plan is None
-        if plan is not None and (recorder is not None or plan.warming):
+        if plan is not None and (recorder is not None or plan.step.warming):
             self._hooks.append(
-                model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
+                self._model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
             )
             step_boundary.start(self)
         self._closing: Closing | None = None
         if plan is not None and plan.slab is not None and recorder is not None:
-            ids = [s.site_id for s in table]
-            plan.tiles.keeps_one = tile_maps[0] != "triggered"
+            ids = [s.site_id for s in self._table]
+            plan.tiles.keeps_one = cadence.tile_maps[0] != "triggered"
+            registration = SiteRegistration(attachment, plan, recorder, session.say)
             self._closing = Closing(
-                plan, ids, recorder, guard, self._register, tile_maps, te, model, HostCopies(plan.slab.device)
-            )
-            guard.run("begin_step", self._begin_step, plan)
-            plan.sampled = not plan.outside  # the first step shows what there is
-            plan.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
+                plan, ids, recorder, self.guard, registration, cadence.tile_maps, self.te, self._model,
+                HostCopies(plan.slab.device),
+            )  # fmt: skip
+            self.guard.run("begin_step", self._begin_step, plan)
+            plan.step.sampled = not plan.step.outside  # the first step shows what there is
+            plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -133,13 +113,13 @@ class Watch:
         """Observe nothing until `resume`; the compute path stays."""
         self._paused = True
         if self._plan is not None:
-            self._plan.paused = True
+            self._plan.step.paused = True
 
     def resume(self) -> None:
         """Observe again."""
         self._paused = False
         if self._plan is not None:
-            self._plan.paused = False
+            self._plan.step.paused = False
 
     def shadow(self, *modules: str) -> None:
         """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.
@@ -161,9 +141,9 @@ class Watch:
         """Whether there is a step to end."""
         plan = self._plan
         return plan is not None and (
-            plan.backward_seen
-            or (self._owner.frozen and plan.forward_seen)
-            or (plan.root_seen and not plan.forward_seen)
+            plan.step.backward_seen
+            or (self._owner.frozen and plan.step.forward_seen)
+            or (plan.step.root_seen and not plan.step.forward_seen)
         )
 
     def _on_stuck(self) -> None:
@@ -180,19 +160,19 @@ class Watch:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached or step_boundary.is_capturing():
             return
-        if torch._C._current_graph_task_id() != -1:  # inside backward, one parameter after the other
+        if graph_task() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
                 self._facts.update(step_boundary.optimizer_facts(optimizer))
-                self._plan.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
+                self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
-        if self._owner.closes(optimizer, self._ran(), self._plan.num_passes):
+        if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
             self._facts.update(step_boundary.optimizer_facts(optimizer))
             self._step += self._owner.take_late()
             self._close(StepStatus.OK)
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is not None and not self._detached:
-            self._owner.meets(optimizer, self._ran(), self._plan.num_passes)
+            self._owner.meets(optimizer, self._ran(), self._plan.step.num_passes)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):
@@ -207,8 +187,8 @@ class Watch:
         plan = self._plan
         if self._ending:  # a signal came while a step was being closed
             return
-        if plan is not None and not self._detached and (plan.forward_seen or plan.backward_seen or plan.root_seen):
-            self._close(StepStatus.ABORTED if plan.on_forward is None else StepStatus.OK)
+        if plan is not None and not self._detached and plan.step.ran:
+            self._close(StepStatus.ABORTED if plan.step.on_forward is None else StepStatus.OK)
 
     def _on_death(self) -> None:
         """Training is over, one way or another: what the slab holds, and what is on its way, goes out now."""
@@ -223,7 +203,7 @@ class Watch:
         if plan is None or self._detached:
             return
         if plan.slab is None or recorder is None or closing is None:
-            if plan.warming:  # nothing is sent, but the warm-up is part of what is computed
+            if plan.step.warming:  # nothing is sent, but the warm-up is part of what is computed
                 self._step = (self._step if step is None else int(step)) + 1
                 self._end_warmup(plan)
                 plan.begin_step(sampled=False)
@@ -232,7 +212,7 @@ class Watch:
         if step is not None:
             self._step = int(step)
         self._ending = True
-        self._observed |= plan.observing and (plan.forward_seen or plan.backward_seen or plan.root_seen)
+        closing.registration.observed |= plan.observing and plan.step.ran
         try:
             values = self._values(plan)
             closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
@@ -244,7 +224,7 @@ class Watch:
             self._facts.pop(FOUND_INF, None)
             self._batch_id = None
             plan.slab.clear()
-            plan.on_stuck = None
+            plan.step.on_stuck = None
             if self._stuck:
                 self._stuck = False
                 self._tell({STUCK_FACT: ""})
@@ -257,57 +237,34 @@ class Watch:
 
     def _begin_step(self, plan: Plan) -> None:
         """What the step that begins now will measure."""
-        plan.outside = not self._schedule.inside(self._step)
+        plan.step.outside = not self._schedule.inside(self._step)
         follow = self._closing.follow if self._closing is not None else Follow()
         full = self._step % self._overhead.every == 0 or self._step <= follow.full_until
-        plan.begin_step(sampled=not plan.outside and full)
-        plan.hashing = not plan.outside and self._schedule.hashes(self._step)
+        plan.begin_step(sampled=not plan.step.outside and full)
+        plan.step.hashing = not plan.step.outside and self._schedule.hashes(self._step)
         late = self._closing is not None and self._closing.copies.late
-        plan.checks_outputs = plan.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
-        plan.checks_outputs |= self._step <= follow.outputs_until
+        plan.step.checks_outputs = plan.step.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
+        plan.step.checks_outputs |= self._step <= follow.outputs_until
         if self.te is not None:
-            self.te.sampled = plan.sampled
+            self.te.sampled = plan.step.sampled
 
     def _end_warmup(self, plan: Plan) -> None:
         """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
-        if plan.warming and self._step >= self._recipe.warmup_steps:
-            plan.warming = False
+        if plan.step.warming and self._step >= self._recipe.warmup_steps:
+            plan.step.warming = False
             self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
 
     def _values(self, plan: Plan) -> dict[str, Any]:
         """Scalars of the step that ends, numbers or tensors: what training said wins over what was seen."""
         values = {name: value for name, value in self._facts.items() if value is not None}
-        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.logits.items()})
-        if plan.losses:
-            values["loss"] = plan.loss()
+        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.step.logits.items()})
+        if plan.step.losses:
+            values["loss"] = plan.step.loss()
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:
             self._say("loss not seen for 20 steps: call watch.log(loss=...)")
         return values
-
-    def _register(self, rows: Rows) -> None:
-        """Tell the agent of the sites that were called for the first time, and of what only running shows."""
-        assert self._plan is not None
-        assert self._recorder is not None
-        plan = self._plan
-        if plan.recomputed.differs and not self._said_recompute:
-            self._said_recompute = True
-            line, facts = plan.recomputed.told(partial(operand_name, self._table), self._recipe.fingerprint())
-            self._say(line)
-            self._tell(facts)
-        if len(self._registered) < len(plan.shapes):
-            new = sorted(r for r in plan.shapes if r not in self._registered and rows["order"][r] >= 0)
-            te, recipe = self.te, self._recipe
-            sites = [describe(r, self._table[r], int(rows["order"][r]), plan, te, recipe) for r in new]
-            self._recorder.register_sites(sites)
-            self._registered.update(new)
-        if self._observed and not self._told_silent:
-            self._told_silent = True
-            silent = not_called(self._table, self._registered, plan.unobserved)
-            if silent:
-                self._say(f"not called in the first step: {', '.join(silent[:5])}{and_more(len(silent) - 5)}")
-                self._tell({"not_called": "; ".join(silent)[:2000]})
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
@@ -358,7 +315,7 @@ class Watch:
         load_scale_state(self._plan, self._table, state)
         self._step = int(state.get("step", self._step))
         if self._plan is not None:
-            self._plan.warming = self._step < self._recipe.warmup_steps
+            self._plan.step.warming = self._step < self._recipe.warmup_steps
         if self._recorder is not None and self._plan is not None:
             self.guard.run("resume", self._recorder.update_facts, resume_facts(state))
             self._begin_step(self._plan)
@@ -371,7 +328,7 @@ class Watch:
 
     def _detach(self) -> None:
         assert self._plan is not None
-        if self._plan.backward_seen or (self._plan.root_seen and not self._plan.forward_seen):
+        if self._plan.step.backward_seen or (self._plan.step.root_seen and not self._plan.step.forward_seen):
             self.guard.run("detach", self._close_unfinished)
         if self._closing is not None:
             self.guard.run("detach", self._closing.settle, everything=True)

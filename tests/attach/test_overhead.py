@@ -11,7 +11,7 @@ import torch
 
 from fp8watch.kernels import cpu
 from fp8watch.numerics.tile_stats import HEAVY
-from fp8watch.observer import plan
+from fp8watch.observer import calibration, plan
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
 from fp8watch.session.overhead_budget import AGAIN_STEPS, FIRST_STEPS, MAX_EVERY, Cost, Overhead, choose_every
 
@@ -32,7 +32,9 @@ class Run:
         self.gauges, self.overhead = Gauges(), Overhead(every, budget, self.said.append)
         self.num_closed, self.measured = 0, []
         slab = SimpleNamespace(device=torch.device("cpu"))
-        self.plan = SimpleNamespace(slab=slab, observing=True, stopwatch=None, checks_outputs=False)
+        self.plan = SimpleNamespace(
+            slab=slab, observing=True, stopwatch=None, step=SimpleNamespace(checks_outputs=False)
+        )
 
     def steps(self, number: int, light: float, sampling: float) -> None:
         for _ in range(number):
@@ -205,7 +207,8 @@ def test_what_is_reported_is_all_that_observing_adds(attach, mlp, monkeypatch) -
         return real(*args, **kwargs)
 
     real = plan.measure_operand
-    monkeypatch.setattr("fp8watch.observer.plan.measure_operand", measured)
+    monkeypatch.setattr(plan, "measure_operand", measured)
+    monkeypatch.setattr(calibration, "measure_operand", measured)
     watch, x = attach(mlp, overhead_budget=0.5, recipe="observe", every=1 << 20, probes=[]), torch.randn(32, 64)
     run(watch, mlp, *[x] * (FIRST_STEPS[-1] + 1))
     assert watch._overhead.ratio > 0.5, "six operands of 5 ms each in a step of a few"

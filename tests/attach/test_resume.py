@@ -60,7 +60,7 @@ def test_a_scale_that_no_operand_can_have_is_not_loaded(attach, mlp, train, scal
         for n in want["amax_histories"]
         for k in ("scale", "amax_history")
     )
-    alone = DelayedScale(watch._plan.quantizers[0].state.format, AmaxHistory(4))
+    alone = DelayedScale(watch._plan.sites.quantizers[0].state.format, AmaxHistory(4))
     with pytest.raises(ValueError, match=str(scale)):
         alone.load_state_dict({"scale": torch.full((1, 1), scale), "amax_history": torch.ones(4)})
     assert not alone.amax_history.any()

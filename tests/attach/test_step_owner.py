@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8watch.observer.plan import STUCK_AFTER_PASSES
+from fp8watch.observer.step_state import STUCK_AFTER_PASSES
 from fp8watch_agent.record import StepStatus
 
 

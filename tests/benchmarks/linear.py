@@ -162,7 +162,7 @@ def parts(shape: dict[str, int], steps: int) -> str:
     undo = [
         timed(Plan, "quantize", "quantising"),
         timed(cpu, "_prepare", "memory for the results"),
-        timed(Plan, "_accumulate", "merging into the slab, keeping the tiles"),
+        timed(Plan, "_merge", "merging into the slab, keeping the tiles"),
         timed(Plan, "note_probe", "probes of norms and attention"),
         timed(Watch, "_close", "end of the step"),
     ]

@@ -32,7 +32,7 @@ def test_warm_up_is_high_precision_and_then_fp8(attach, mlp, train, capsys, make
     assert all(int(r["num_elements"]) > 0 for r in rows.values())
     assert watch._recorder.session.facts["warmup_steps"] == 3
     late = attach(twin, recipe=make(warmup_steps=3), start_step=3)
-    assert not late._plan.warming
+    assert not late._plan.step.warming
 
 
 def test_histories_fill_meanwhile(attach, mlp, train):
@@ -52,7 +52,7 @@ def test_it_ends_at_the_same_step_without_statistics(attach, mlp, train, monkeyp
     silent = attach(twin, recipe=make(warmup_steps=2))
     assert train(twin, steps=4) == want
     assert silent._recorder is None
-    assert not silent._plan.warming
+    assert not silent._plan.step.warming
 
 
 def test_a_watch_that_nobody_keeps_ends_its_warm_up_too(attach, mlp, train, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_step_number_given_by_hand_counts(attach, mlp):
     watch = attach(mlp, recipe=recipes.current(warmup_steps=10))
     mlp(torch.randn(8, 64)).backward()
     watch.step(4)
-    assert watch._plan.warming
+    assert watch._plan.step.warming
     mlp(torch.randn(8, 64)).backward()
     watch.step(9)
-    assert not watch._plan.warming
+    assert not watch._plan.step.warming

@@ -1,0 +1,48 @@
+"""Operands of a timed step, quantised or measured more than once, so that what observing adds can be told apart.
+
+Upstream:   fp8watch.observer.plan     Downstream: fp8watch.observer.stopwatch
+Thread:     training, and autograd's
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.observer.site_rows import OperandRows
+from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, Stopwatch
+from fp8watch.quantize.site_quantizer import measure_operand, run_quantizers
+
+
+def timed_quantize(
+    stopwatch: Stopwatch, asked: OperandRows, x_MK: Tensor, *, codes: bool
+) -> list[tuple[Any, TileStats | None]]:
+    """Quantise as training would without being observed, with the light statistics, and with all."""
+    marks = [stopwatch.mark()]
+    for stats, heavy in ((False, False), (False, False), (True, False), (True, True)):  # the first warms the caches
+        results = run_quantizers(asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, codes=codes)
+        marks.append(stopwatch.mark())
+    start, warm, bare, light, full = marks
+    stopwatch.add(EXTRA, start, light)
+    stopwatch.add(LIGHT, bare, light)
+    stopwatch.add(LIGHT, warm, bare, -1)
+    stopwatch.add(SAMPLING, light, full)
+    stopwatch.add(SAMPLING, bare, light, -1)
+    return results
+
+
+def timed_measure(stopwatch: Stopwatch, asked: OperandRows, x_MK: Tensor, *, heavy: bool) -> list[TileStats]:
+    """Measure with the light statistics, and with all: what the second take more is what sampling costs. Whoever
+    calls times all of it as light, so the second is taken off again."""
+    begin = stopwatch.mark()
+    light = measure_operand(asked.quantizers, x_MK, together=asked.together, heavy=False)
+    middle = stopwatch.mark()
+    full = measure_operand(asked.quantizers, x_MK, together=asked.together, heavy=True)
+    end = stopwatch.mark()
+    stopwatch.add(LIGHT, middle, end, -1)
+    stopwatch.add(SAMPLING, middle, end)
+    stopwatch.add(SAMPLING, begin, middle, -1)
+    stopwatch.add(EXTRA, begin, middle)
+    return full if heavy else light

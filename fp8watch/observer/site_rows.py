@@ -1,0 +1,117 @@
+"""Rows of the slab by site: which rows an operand has, which quantisers fill them, and which of them are observed.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.observer.plan, fp8watch.session.sites
+Shapes:     (Linear, operand, directions) -> rows of the slab     Thread: training, and autograd's
+
+Nothing here changes from call to call, so what a call needs is looked up once and remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fp8watch.quantize.site_quantizer import MxQuantizer, SiteQuantizer, places, read_together
+from fp8watch.recipe import OPERANDS, Recipe
+
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+
+
+def rows_of(recipe: Recipe) -> dict[tuple[int, bool], int]:
+    """Rows of a Linear in the slab, from its first: (operand, columnwise) -> row. See `site_quantizer.places`."""
+    return {(OPERANDS.index(p.operand), p.direction == "columnwise"): row for row, p in enumerate(places(recipe))}
+
+
+@dataclass(frozen=True, slots=True)
+class OperandRows:
+    """One operand of one Linear, in the directions that a call asks for."""
+
+    rows: tuple[int, ...]
+    quantizers: tuple[SiteQuantizer, ...]  # one a row
+    together: bool  # both directions from one read
+    kind: int | None  # equal where the same values give the same statistics; None: they depend on more than that
+    stateful: bool  # a scale with a history, which must see each pass
+    observed: bool  # any of the rows
+    looked_at: tuple[int, ...]  # rows to measure where no GEMM reads the operand quantised
+    first: int  # the rowwise row: how a forward computes is noted under it
+    asks_column: int | None  # columnwise row of a forward operand that this call asks for
+    leaves_column: int | None  # ... that it leaves out, and that a recomputation may ask for
+
+
+@dataclass
+class SiteRows:
+    """The sites of one attach.
+
+    Args:
+        quantizers: one a row, of all Linears.
+        rows: (operand, columnwise) -> row, from a Linear's first.
+        unobserved: rows that attach was told to leave alone.
+    """
+
+    quantizers: Sequence[SiteQuantizer]
+    rows: dict[tuple[int, bool], int]
+    unobserved: frozenset[int] = frozenset()
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
+    known: dict[tuple[int, int, bool, bool], OperandRows] = field(default_factory=dict)
+    """What `asked` has given before, by its arguments."""
+    _kinds: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], OperandRows] = field(default_factory=dict)
+
+    def row(self, first: int, operand: int, columnwise: bool) -> int:
+        """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
+        return first + self.rows.get((operand, columnwise), self.rows[operand, False])
+
+    def asked(self, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
+        """What a call needs that asks for these directions of an operand of the Linear with this first row."""
+        key = first, operand, rowwise, columnwise
+        found = self.known.get(key)
+        if found is None:
+            wanted = [c for c, asks in ((False, rowwise), (True, columnwise)) if asks]
+            rows = tuple(dict.fromkeys(self.row(first, operand, c) for c in wanted))
+            own = None if operand == GRAD_OUTPUT else self.rows.get((operand, True))
+            column = None if own is None else first + own
+            found = self.known[key] = self._made(rows, self.row(first, operand, False), column, columnwise)
+        return found
+
+    def part(self, rows: tuple[int, ...]) -> OperandRows:
+        """Some rows of one operand."""
+        found = self._parts.get(rows)
+        if found is None:
+            found = self._parts[rows] = self._made(rows, -1, None, False)
+        return found
+
+    def _made(self, rows: tuple[int, ...], first: int, column: int | None, columnwise: bool) -> OperandRows:
+        quantizers = tuple(self.quantizers[row] for row in rows)
+        left = self.unobserved
+        return OperandRows(
+            rows,
+            quantizers,
+            together=read_together(quantizers),
+            kind=self._kind_of(quantizers),
+            stateful=any(q.stateful for q in quantizers),
+            observed=any(row not in left for row in rows),
+            looked_at=tuple(row for row in rows if row not in left or self.quantizers[row].stateful),
+            first=first,
+            asks_column=column if columnwise else None,
+            leaves_column=None if columnwise else column,
+        )
+
+    def _kind_of(self, quantizers: tuple[SiteQuantizer, ...]) -> int | None:
+        if not all(type(q) in (SiteQuantizer, MxQuantizer) for q in quantizers):
+            return None
+        how = tuple((type(q), q.spec, q.columnwise, q.backend.NAME) for q in quantizers)
+        return self._kinds.setdefault(how, len(self._kinds))
+
+    def is_weight(self, row: int) -> bool:
+        """Whether a row is a Linear's weight, rowwise."""
+        return row < len(self.quantizers) and row % len(self.rows) == self.rows[WEIGHT, False]
+
+    def any_observed(self, first: int) -> bool:
+        """Whether any site of the Linear with this first row is observed."""
+        return not self.unobserved or any(row not in self.unobserved for row in range(first, first + len(self.rows)))
+
+    def replace(self, row: int, quantizer: SiteQuantizer) -> None:
+        """Put another quantiser on a site."""
+        self.quantizers = [*self.quantizers[:row], quantizer, *self.quantizers[row + 1 :]]
+        self.known.clear()
+        self._parts.clear()

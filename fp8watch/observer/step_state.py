@@ -1,0 +1,129 @@
+"""State of the running step: what it measures, and what has happened in it so far.
+
+Upstream:   fp8watch.session.watch, fp8watch.layers.custom_ops     Downstream: fp8watch.session.step_flush
+Thread:     training, and autograd's
+
+The watch writes what a step measures, before the step begins. The custom ops write what happens in it. `begin` forgets
+the latter when the step has been copied out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8watch.observer.pass_counter import graph_task
+from fp8watch_agent.guard import Guard
+
+MAX_LOSSES = 4096
+"""Losses held for one step: a loop whose steps never end must not fill the memory."""
+
+STUCK_AFTER_PASSES = 20
+"""Backward passes without an end of step that are worth a word; more micro-batches than that are rare."""
+
+
+@dataclass
+class StepState:
+    """The running step of one attach."""
+
+    guard: Guard
+
+    # ---- what the step measures: written by the watch ----------------------------------------------------------------
+    sampled: bool = True  # full statistics; else counts, amax and scales only
+    hashing: bool = False  # the weights are hashed
+    checks_outputs: bool = True  # the outputs of GEMMs and the gradients of parameters are looked at
+    paused: bool = False  # by the user
+    outside: bool = False  # of the windows that attach was given
+    warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
+    on_stuck: weakref.WeakMethod[Callable[[], None]] | None = None  # says that no step ends
+    on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
+
+    # ---- what has happened: written by the custom ops ----------------------------------------------------------------
+    calls: int = 0  # observations, in order of execution
+    forward_seen: bool = False
+    backward_seen: bool = False
+    root_seen: bool = False  # the model returned, with gradients
+    num_passes: int = 0  # backward passes; forward passes where no backward of a watched module is seen
+    losses: list[Tensor] = field(default_factory=list)
+    losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
+    logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
+    hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
+    unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
+    forward_since: bool = False  # of the last backward that was counted
+    _task: int = -1
+
+    def begin(self, *, sampled: bool) -> None:
+        """Forget the step that has just been copied out."""
+        self.calls = self.num_passes = 0
+        self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
+        self.on_forward = None
+        self.unasked.clear()
+        self.hashed.clear()
+        self.losses.clear()
+        self.logits.clear()
+        self.sampled = sampled
+
+    def saw_forward(self) -> None:
+        """A watched module is in its forward, and it counts."""
+        if self.on_forward is not None:
+            self.guard.run("on_forward", self.on_forward)
+        self.forward_seen = self.forward_since = True
+
+    def saw_backward(self) -> None:
+        """A watched module is in its backward."""
+        self.backward_seen = True
+        task = graph_task()
+        if task != self._task:
+            self._task = task
+            if self.forward_since:  # reentrant checkpointing nests a backward for each of its parts
+                self.forward_since = False
+                self._count_pass()
+
+    def saw_root(self, *, grad: bool) -> None:
+        """The model returned. Where no watched module ran in it, this is all that is known of the pass."""
+        if not grad or self.forward_seen:
+            return
+        if self.on_forward is not None:
+            self.guard.run("on_forward", self.on_forward)
+        self.root_seen = True
+        self._count_pass()
+
+    @property
+    def ran(self) -> bool:
+        """Whether anything of the model ran since the step began."""
+        return self.forward_seen or self.backward_seen or self.root_seen
+
+    def _count_pass(self) -> None:
+        self.num_passes += 1
+        if self.num_passes == STUCK_AFTER_PASSES and self.on_stuck is not None and (say := self.on_stuck()) is not None:
+            self.guard.run("stuck", say)
+
+    def recount(self, column: int | None) -> bool:
+        """In a recomputation that asks for a columnwise row: whether a first pass left it out, so that it counts now.
+
+        Reentrant checkpointing runs the first pass without gradients, where nothing asks for the columnwise copy.
+        """
+        if column is None or not self.unasked.get(column):
+            return False
+        self.unasked[column] -= 1
+        return True
+
+    def note_loss(self, loss: Tensor, *, adds_up: bool) -> None:
+        """Keep a loss of the step. 0-d."""
+        if len(self.losses) < MAX_LOSSES:
+            self.losses.append(loss.detach().clone())
+            self.losses_add_up |= adds_up
+
+    def loss(self) -> Tensor:
+        """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
+        losses = torch.stack([x.float() for x in self.losses])
+        return losses.sum() if self.losses_add_up else losses.mean()
+
+    def note_logits(self, fqn: str, x: Tensor) -> None:
+        """Keep the largest logit of this step; −Inf is what masks are made of."""
+        largest, before = x.amax().float(), self.logits.get(fqn)
+        self.logits[fqn] = largest if before is None else torch.maximum(before, largest)

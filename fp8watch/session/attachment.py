@@ -1,0 +1,73 @@
+"""What attach hands to the watch: what it put on the model, who is told of it, and how often what is looked at.
+
+Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.watch
+Thread:     training, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.layers import custom_ops
+from fp8watch.layers.fp8_linear import release
+from fp8watch.observer.plan import Plan
+from fp8watch.recipe import Recipe
+from fp8watch.session.identity import Identity
+from fp8watch.session.sampling_schedule import Schedule
+from fp8watch.session.sites import SiteTable
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.recorder import Recorder
+
+
+@dataclass
+class Attachment:
+    """What attach put on a model."""
+
+    model: nn.Module
+    plan: Plan | None = None  # None: switched off
+    table: list[SiteTable] = field(default_factory=list)  # one a row of the slab
+    recorder: Recorder | None = None  # None: nothing is recorded
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    te: TeObserver | None = None  # what observes Transformer Engine's modules
+
+    def undo(self) -> None:
+        """Take everything off again where nobody got a handle to detach."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.plan is not None:
+            for module in self.plan.modules:
+                release(module)
+            custom_ops.remove_plan(self.plan)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Whose steps these are, and who is told."""
+
+    recipe: Recipe
+    identity: Identity
+    id: str
+    guard: Guard
+    say: Callable[[str], None]
+    url: str | None = None  # the run's page
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Which steps are observed, how often in full, and what ends them.
+
+    `every` and `overhead_budget`, `tile_maps` and `start_step` are those of `attach`, checked.
+    """
+
+    schedule: Schedule
+    every: int
+    tile_maps: tuple[str, int]
+    overhead_budget: float | None
+    optimizers: Sequence[torch.optim.Optimizer]
+    start_step: int

@@ -1,0 +1,56 @@
+"""Tells the agent of sites when their operand was first seen, and people of those that never were.
+
+Upstream:   fp8watch.session.step_flush     Downstream: fp8watch.session.sites, fp8watch_agent.recorder
+Shapes:     slab rows [sites] of ROW, once a step     Thread: training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch.observer.plan import Plan
+from fp8watch.session.attachment import Attachment
+from fp8watch.session.sites import and_more, describe, not_called, operand_name
+from fp8watch_agent.recorder import Recorder
+
+Rows = npt.NDArray[np.void]
+
+
+@dataclass
+class SiteRegistration:
+    """What the agent knows of the sites of one watch."""
+
+    attachment: Attachment
+    plan: Plan
+    recorder: Recorder
+    say: Callable[[str], None]
+    observed: bool = False  # a step was: its rows show which sites are called
+    _registered: set[int] = field(default_factory=set)  # rows of the table
+    _said_recompute: bool = False
+    _told_silent: bool = False
+
+    def see(self, rows: Rows) -> None:
+        """Register the sites that these rows show for the first time, and say what only running shows."""
+        plan, table, recipe = self.plan, self.attachment.table, self.plan.recipe
+        if plan.recomputed.differs and not self._said_recompute:
+            self._said_recompute = True
+            line, facts = plan.recomputed.told(partial(operand_name, table), recipe.fingerprint())
+            self.say(line)
+            self.recorder.update_facts(facts)
+        sites = plan.sites
+        if len(self._registered) < len(sites.shapes):
+            new = sorted(r for r in sites.shapes if r not in self._registered and rows["order"][r] >= 0)
+            te = self.attachment.te
+            self.recorder.register_sites([describe(r, table[r], int(rows["order"][r]), sites, te, recipe) for r in new])
+            self._registered.update(new)
+        if self.observed and not self._told_silent:
+            self._told_silent = True
+            silent = not_called(table, self._registered, sites.unobserved)
+            if silent:
+                self.say(f"not called in the first step: {', '.join(silent[:5])}{and_more(len(silent) - 5)}")
+                self.recorder.update_facts({"not_called": "; ".join(silent)[:2000]})
