@@ -1,7 +1,5 @@
 """Record and tile-map accounting: builds the ledgers of a health snapshot from the counts of each part of the agent.
 
-Upstream:   fp8watch_agent.ring, fp8watch_agent.tile_map_queue, fp8watch_agent.spool, fp8watch_agent.sender
-Downstream: fp8watch_agent.health
 Thread:     any, under the sender's lock
 
 `queued` and `spooled` are counted where the records are, not derived from the rest, so the identity in health is a real

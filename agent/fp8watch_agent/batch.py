@@ -1,6 +1,7 @@
 """Bundles ring frames into encoded batches, and splits a batch that the collector finds too large.
 
-Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.wire, fp8watch_agent.sender, fp8watch_agent.sync
+Upstream:   fp8watch_agent.sender
+Downstream: fp8watch_agent.wire
 Shapes:     frames of one step each -> one parcel: (kind, seq, body, number of records)
 Thread:     sender
 """

@@ -1,6 +1,5 @@
 """Decompression of zstd and gzip bodies with bounded memory.
 
-Upstream:   fp8watch_agent.wire    Downstream: fp8watch_agent.record
 Shapes:     bytes -> at most MAX_INFLATED_BYTES bytes
 Thread:     any; pure
 

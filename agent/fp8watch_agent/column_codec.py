@@ -1,6 +1,5 @@
 """Column codec of the wire: delta over steps, byte-plane shuffle, and columns at their default omitted.
 
-Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.wire
 Shapes:     rows [N] of ROW <-> constants and columns, a byte string a field
 Thread:     sender (pack), collector (unpack); pure
 

@@ -1,6 +1,5 @@
 """Envelope shared by all wire bodies: header, and bounded msgpack maps of byte strings.
 
-Upstream:   fp8watch_agent.bounded_decompress    Downstream: fp8watch_agent.wire, fp8watch_agent.wire_maps
 Thread:     any; pure
 """
 

@@ -1,6 +1,5 @@
 """Exception guard around every entry from training: errors are counted and never reach the host.
 
-Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.health
 Thread:     any; nothing is written or logged on the thread that failed
 """
 

@@ -1,6 +1,5 @@
 """Accounting of the agent: every record is counted once as acknowledged, queued, spooled or dropped.
 
-Upstream:   fp8watch_agent.accounting     Downstream: fp8watch_agent.wire
 Thread:     sender writes; any thread takes a snapshot
 
     produced == acknowledged + queued + spooled + dropped[by reason]

@@ -1,6 +1,5 @@
 """The sketch: what one site says about one step. The one table of its fields.
 
-Upstream:   fp8watch.sketch.slab              Downstream: fp8watch_agent.ring
 Shapes:     one slab row = one ROW item, a packed little-endian structured dtype
 Thread:     any; only data and pure functions
 

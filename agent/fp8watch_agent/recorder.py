@@ -1,6 +1,7 @@
 """Recorder: the non-blocking API through which training hands over its measurements.
 
-Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.tile_map_queue, fp8watch_agent.wire, fp8watch_agent.sender
+Upstream:   fp8watch.session.step_flush
+Downstream: fp8watch_agent.ring, fp8watch_agent.sender
 Shapes:     one step: STEP, site ids uint64 [N], rows [N] of ROW
 Thread:     training: `record_*` copy memory and return; they never wait, never raise, and do no I/O
 """

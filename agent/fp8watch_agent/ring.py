@@ -1,6 +1,7 @@
 """Ring buffer of the last steps in a memory-mapped file that survives a SIGKILL of its process.
 
-Upstream:   fp8watch_agent.record      Downstream: fp8watch_agent.recorder
+Upstream:   fp8watch_agent.recorder
+Downstream: fp8watch_agent.sender
 Shapes:     one step of N records -> one frame (layout: fp8watch_agent.ring_file)
 Thread:     one producer (training), one consumer (sender)
 

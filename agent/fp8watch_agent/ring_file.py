@@ -1,6 +1,5 @@
 """On-disk layout of the ring file.
 
-Upstream:   fp8watch_agent.ring        Downstream: fp8watch_agent.ring_recovery
 Shapes:     one frame = one step: header, STEP, site ids [N], rows [N] of ROW, extra
 Thread:     any; only data and pure functions, but for `create_file`
 

@@ -1,6 +1,5 @@
 """Recovers unsent records from the ring file of a dead process.
 
-Upstream:   fp8watch_agent.ring_file   Downstream: fp8watch_agent.sync
 Thread:     the process that recovers; no live one may own the file
 
 Damage costs only the frames that it hits: they are found by their headers wherever they lie. Gaps in the frame numbers,

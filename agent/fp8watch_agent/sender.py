@@ -1,6 +1,7 @@
 """Sender thread: takes steps out of the ring, encodes them, and sends or spools them.
 
-Upstream:   fp8watch_agent.wire, fp8watch_agent.batch       Downstream: fp8watch_agent.spool, fp8watch_agent.uploader
+Upstream:   fp8watch_agent.recorder, fp8watch_agent.ring
+Downstream: fp8watch_agent.batch, fp8watch_agent.spool, fp8watch_agent.uploader
 Thread:     its own, a daemon; the training thread never waits for it and never wakes it
 
 One parcel is in hand at a time. It leaves acknowledged, refused (counted) or spooled; until then the ring's slot keeps

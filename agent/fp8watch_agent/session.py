@@ -1,6 +1,5 @@
 """Session identity (one attach of one process) and the registry of its sites.
 
-Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.uploader
 Thread:     made where attach runs, read by the sender
 """
 

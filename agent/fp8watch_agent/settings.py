@@ -1,6 +1,5 @@
 """The agent's settings: one frozen list, from the environment and from arguments.
 
-Upstream:   fp8watch.session.attach           Downstream: fp8watch_agent.recorder, fp8watch_agent.sync
 Thread:     the one that attaches; read-only afterwards
 """
 

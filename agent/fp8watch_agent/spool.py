@@ -1,6 +1,6 @@
 """Disk spool for batches while the collector is away, in self-describing segments.
 
-Upstream:   fp8watch_agent.sender      Downstream: fp8watch_agent.sync
+Upstream:   fp8watch_agent.sender
 Shapes:     segment = frames; the first is the registration (session and sites as JSON in zstd), the rest are bodies
 Thread:     sender
 

@@ -1,6 +1,5 @@
 """Choice of a writable folder for ring and spool, with a fallback.
 
-Upstream:   fp8watch_agent.settings    Downstream: fp8watch_agent.recorder
 Thread:     the one that attaches
 """
 

@@ -1,6 +1,5 @@
 """`fp8watch sync`: sends what a collector outage or a killed process has left on disk.
 
-Upstream:   fp8watch_agent.spool, fp8watch_agent.ring_recovery       Downstream: fp8watch_agent.uploader
 Thread:     its own process
 
 A ring is first converted to a spool segment with one rename, and removed; nothing of it is sent before. So every body

@@ -1,6 +1,5 @@
 """Bounded in-memory queue of tile maps on their way to the sender.
 
-Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender
 Thread:     one producer (training), one consumer (sender)
 """
 

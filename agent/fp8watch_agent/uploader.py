@@ -1,6 +1,7 @@
 """Uploader: delivers one parcel, registers what the collector does not know, and splits what it finds too large.
 
-Upstream:   fp8watch_agent.sender, fp8watch_agent.sync      Downstream: fp8watch_agent.transport
+Upstream:   fp8watch_agent.sender
+Downstream: fp8watch_agent.transport
 Thread:     sender
 
 No waiting and no retries here: those belong to the caller, who owns the clock.

@@ -1,6 +1,6 @@
 """Wire codec of agent and collector: a batch of steps as columnar msgpack in zstd.
 
-Upstream:   fp8watch_agent.recorder    Downstream: fp8watch_agent.sender, fp8watch_server.ingest.routes
+Upstream:   fp8watch_agent.batch
 Shapes:     N records of ROW -> one byte string a column, little-endian, exact lengths
 Thread:     sender (encode), collector (decode)
 

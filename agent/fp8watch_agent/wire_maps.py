@@ -1,6 +1,5 @@
 """Wire codec of tile maps: every tile of a site in a step, concatenated in one zstd frame.
 
-Upstream:   fp8watch_agent.tile_map_queue    Downstream: fp8watch_agent.wire
 Shapes:     maps of [Mt·Kt] tiles -> one byte string a column
 Thread:     sender (encode), collector (decode)
 """

@@ -1,6 +1,5 @@
 """FP8/BF16 comparison of a failing run: would BF16 fail, too?
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch_server.api.comparison
 Thread:     the caller's
 """
 

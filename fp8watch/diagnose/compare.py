@@ -1,6 +1,5 @@
 """`compare_bf16`: a few steps in FP8 and in high precision side by side, to tell whether FP8 causes a failure.
 
-Upstream:   fp8watch.diagnose.model_copies     Downstream: fp8watch.diagnose.verdict
 Shapes:     model, batches -> per step two losses; per layer one error and one cosine
 Thread:     the caller's
 

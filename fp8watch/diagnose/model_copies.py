@@ -1,6 +1,5 @@
 """Two isolated copies of a model and its optimizer: one on the FP8 path, one in high precision.
 
-Upstream:   fp8watch.session.attach, fp8watch.layers.custom_ops     Downstream: fp8watch.diagnose.compare
 Shapes:     a model and its optimizer -> a copy of both; outputs of Linears, at most 64 rows of each
 Thread:     the caller's
 """

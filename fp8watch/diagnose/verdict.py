@@ -1,6 +1,5 @@
 """Result of an FP8/BF16 comparison: numbers, one sentence, and a note on an incident.
 
-Upstream:   fp8watch.diagnose.compare     Downstream: fp8watch_server.api.comparison
 Shapes:     per step two losses; per layer one error and one cosine
 Thread:     the caller's
 """

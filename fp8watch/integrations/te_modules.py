@@ -1,6 +1,5 @@
 """Transformer Engine modules of a model, the operands of their GEMMs, and the evidence available for each.
 
-Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_tensors
 Shapes:     (a module) -> sites     Thread: training, once
 
 Modules are recognised by class names, including those of base classes, as Megatron's are; nothing of Transformer Engine

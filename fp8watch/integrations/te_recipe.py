@@ -1,6 +1,5 @@
 """Opt-in custom recipe for Transformer Engine whose quantisers show every operand before the cast.
 
-Upstream:   (the caller's recipe)     Downstream: fp8watch.integrations.transformer_engine
 Shapes:     an operand [M, K], before the cast     Thread: training, and autograd's
 
 The stock quantisers stay the default. A custom recipe moves the cast out of the fused norms and activations, so that

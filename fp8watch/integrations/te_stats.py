@@ -1,7 +1,6 @@
 """Statistics of an operand that Transformer Engine quantised: exact from operand and codes, or derived from codes
 alone.
 
-Upstream:   fp8watch.integrations.te_tensors     Downstream: fp8watch.numerics.tile_stats
 Shapes:     codes [M, K], scale_inv [Mt, Kt], operand [M, K] or none -> TileStats     Thread: training
 
 Nothing is quantised a second time: the codes are those that the GEMM reads. Where the operand can be seen everything is

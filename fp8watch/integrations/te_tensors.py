@@ -1,6 +1,5 @@
 """Reads Transformer Engine's quantised tensors as codes and scale_inv; no layout of theirs leaves this file.
 
-Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch.integrations.te_stats
 Shapes:     a quantised tensor -> codes [M, K] uint8, scale_inv [Mt, Kt] float32     Thread: training, and autograd's
 
 Tensors are recognised by their attributes, which are those of versions 2.8 to 2.20; nothing of Transformer Engine is

@@ -1,6 +1,5 @@
 """Report of Transformer Engine operands that entered a GEMM and could not be read.
 
-Upstream:   fp8watch.integrations.transformer_engine     Downstream: fp8watch_agent.recorder
 Thread:     training, and autograd's
 
 An observed module without statistics looks healthy. So each unreadable operand is noted with its class and the reason,

@@ -1,6 +1,5 @@
 """Observer of Transformer Engine modules: their quantised operands as they enter a GEMM.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules, fp8watch.integrations.te_stats
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
 In sampled steps only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,

@@ -1,5 +1,7 @@
 """What a kernel backend is: the functions of its module, those that it must have and those that save a read.
 
+Upstream:   fp8watch.quantize.site_quantizer
+
 `fp8watch.kernels.reference` documents the numbers and judges every other backend. A backend that reads an operand once
 for both directions, or measures without writing what it quantised, says so by having `quantize_both`,
 `quantize_dequantize_both`, `measure` or `measure_both`; for one that does not, the functions below call the plain ones.

@@ -1,6 +1,5 @@
 """The cpu backend: quantisation and statistics in one pass of C, compiled at first use. Equal to the reference.
 
-Upstream:   fp8watch.layers.fp8_linear     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes, values [M, K] or nothing, scale_inv [Mt, Kt], one folded row     Thread: training
 
 The library knows no Python: it gets pointers and writes into tensors that are made here. It runs without the

@@ -1,6 +1,5 @@
 """The C compiler of the cpu backend: found, asked for its version, run with a limit on time.
 
-Upstream:   fp8watch.kernels.cpu_library     Downstream: fp8watch_agent.record
 Shapes:     C sources -> one shared library     Thread: any
 """
 

@@ -1,6 +1,5 @@
 """The C library of the cpu backend: compiled at first use, kept in a per-user cache, checked before it is trusted.
 
-Upstream:   fp8watch.kernels.cpu     Downstream: fp8watch.kernels.cpu_compiler
 Shapes:     one shared library a machine     Thread: any
 
 A cached library belongs to its sources, its compiler, its flags and its processor: a cache folder may be shared by

@@ -1,6 +1,5 @@
 """One look at a tensor on the CPU: its largest magnitude tells at once whether all of it is finite.
 
-Upstream:   fp8watch.observer.probes, fp8watch.observer.nonfinite_checks, fp8watch.sketch.slab     Downstream: fp8watch.kernels.cpu_library
 Shapes:     any shape -> one number, or one slab row     Thread: training
 
 Without the C library, and for what it does not read, there are torch's own functions; they take twice as long.

@@ -1,6 +1,5 @@
 """The three GEMMs of a Linear, emulated: float32 products of dequantised operands.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.layers.fp8_linear
 Shapes:     see each function     Thread: training
 
 A block-scaled GEMM accumulates each 128-wide slice of the contraction in float32, multiplies by both scales and

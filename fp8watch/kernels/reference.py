@@ -1,6 +1,5 @@
 """The reference backend: blockwise quantisation in plain torch, on any device. Short, and right.
 
-Upstream:   fp8watch.layers.fp8_linear     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv [Mt, Kt], TileStats     Thread: training
 
 Every other backend equals this one exactly: codes and scales with tolerance 0.

@@ -1,6 +1,5 @@
 """What the reference backend counts while it quantises.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.numerics.tile_stats
 Shapes:     operand and codes [Mt, bm, Kt, bk] -> TileStats [Mt, Kt]     Thread: training
 
 There are two ways through. The plain one is for what training is made of: finite elements and scales computed

@@ -1,6 +1,5 @@
 """The three GEMMs of a Linear by torch._scaled_mm: block-scaled FP8 products of cuBLASLt, on Hopper.
 
-Upstream:   fp8watch.layers.fp8_linear     Downstream: (torch._scaled_mm)
 Shapes:     codes and scale_inv of two operands -> product     Thread: training, and autograd's
 
 Operands stay codes with their scale_inv: one byte an element until backward. cuBLASLt accumulates each 128-wide slice of

@@ -1,6 +1,5 @@
 """The Triton backend: quantise and measure in one read of the operand, on the GPU; in Triton's interpreter on the CPU.
 
-Upstream:   fp8watch.kernels.registry     Downstream: fp8watch.kernels.triton_launch
 Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], TileStats     Thread: training, and autograd's
 
 One launch quantises and leaves the partial sketch of each program in a workspace, a second one, made when the slab

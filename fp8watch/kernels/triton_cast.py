@@ -1,6 +1,5 @@
 """Casting to FP8 inside a Triton kernel, by integer arithmetic: the same bits on every device and in the interpreter.
 
-Upstream:   fp8watch.kernels.triton_strip, fp8watch.kernels.triton_line     Downstream: (the stores)
 Shapes:     any; elementwise, and reductions over the tiles of a region     Thread: device
 
 Legend: a region is the [BM, BK] part of an operand that one program reads; it holds GM × GK tiles of TM × TK.

@@ -1,6 +1,5 @@
 """Folding the partial sketches of a call, and merging them into a row of the slab, in one launch.
 
-Upstream:   fp8watch.kernels.triton_line     Downstream: fp8watch.sketch.slab
 Shapes:     workspace [programs, WORDS] int32 -> one row of ROW, in place     Thread: device
 
 The lines are read in a fixed order and each field is written by one program, so the same lines give the same row.

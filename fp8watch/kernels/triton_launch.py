@@ -1,6 +1,5 @@
 """How many programs, over which regions, writing where: the host's side of the Triton kernels.
 
-Upstream:   fp8watch.kernels.triton     Downstream: fp8watch.kernels.triton_tiles, fp8watch.kernels.triton_fold
 Shapes:     x [M, K] -> codes or values [M, K], scale_inv [Mt, Kt], TileStats     Thread: training, and autograd's
 
 Imported only where Triton is there. Nothing here waits for the device.

@@ -1,6 +1,5 @@
 """The line of the workspace that a program leaves: its partial sketch, and how tiles and elements enter it.
 
-Upstream:   fp8watch.kernels.triton_tiles     Downstream: fp8watch.kernels.triton_fold
 Shapes:     tensors [tiles, tiles] of a program -> WORDS of int32     Thread: device
 
 There are no atomic operations: each program has a line of its own, and `triton_fold` reads the lines in a fixed order,

@@ -1,6 +1,5 @@
 """A strip of a region: read, quantised and written. What is done with each element, and nothing else.
 
-Upstream:   fp8watch.kernels.triton_tiles     Downstream: fp8watch.kernels.triton_cast
 Shapes:     strips [SUB, BK]     Thread: device
 """
 

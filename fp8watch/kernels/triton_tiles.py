@@ -1,6 +1,5 @@
 """The kernels that read an operand: quantise, dequantise at once, and measure, one region a program.
 
-Upstream:   fp8watch.kernels.triton     Downstream: fp8watch.kernels.triton_strip, fp8watch.kernels.triton_line
 Shapes:     x [M, K] -> codes or values [M, K], scale_inv and amax [Mt, Kt], partial sketch [programs, WORDS]
 Thread:     device
 

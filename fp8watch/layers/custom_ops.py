@@ -1,6 +1,7 @@
 """Custom ops through which operands are quantised and observed: functional to the compiler, accumulating at run time.
 
-Upstream:   fp8watch.layers.fp8_linear            Downstream: fp8watch.observer.plan, fp8watch.quantize
+Upstream:   fp8watch.layers.fp8_linear
+Downstream: fp8watch.observer.plan
 Shapes:     operand [M, K] -> dequantised [M, K] float32, and one slab row a direction
 Thread:     training, and autograd's
 

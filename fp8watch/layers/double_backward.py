@@ -1,6 +1,5 @@
 """Gradients that cannot be differentiated again, and say so.
 
-Upstream:   fp8watch.layers.fp8_linear, fp8watch.layers.scaled_linear     Downstream: (autograd)
 Shapes:     any, unchanged     Thread: autograd's
 
 A rounded operand has no derivative of use. Without a word, a gradient penalty would lose the part of its gradient that

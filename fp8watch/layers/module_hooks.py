@@ -1,6 +1,5 @@
 """Forward hooks: what the model and its probed modules return, handed to the custom ops.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.layers.custom_ops
 Thread:     training
 """
 

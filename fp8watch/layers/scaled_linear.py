@@ -1,6 +1,5 @@
 """A Linear whose three GEMMs multiply codes: torch._scaled_mm, blockwise, chosen by `attach(gemm="scaled_mm")`.
 
-Upstream:   fp8watch.layers.fp8_linear            Downstream: fp8watch.layers.custom_ops, fp8watch.kernels.scaled_mm
 Shapes:     x [M, K], weight [N, K], bias [N] -> y [M, N]
 Thread:     training, and autograd's
 

@@ -1,6 +1,5 @@
 """Shadow GEMM: what a GEMM made of its operands, held against float64 on a few sampled rows.
 
-Upstream:   fp8watch.layers.fp8_linear            Downstream: fp8watch.layers.custom_ops, fp8watch.sketch.slab
 Shapes:     output [M, N], operands [M, K] and [K, N] -> three fields of one slab row
 Thread:     training, and autograd's; only for modules whose shadow is switched on
 

@@ -1,6 +1,5 @@
 """What a backend leaves of one quantised operand, tile by tile, before it is summed up.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.numerics.row_fold, fp8watch.numerics.tile_stats
 Shapes:     tensors [Mt, Kt], or one folded ROW     Thread: training
 
 A backend in plain torch leaves a number per tile (`PerTile`), which `fold` sums up. A backend with a kernel of its own

@@ -1,6 +1,6 @@
 """Statistics of one call folded into the sections of a slab row, and merged into it, in torch.
 
-Upstream:   fp8watch.numerics.per_tile     Downstream: fp8watch.numerics.tile_stats, fp8watch.sketch.slab
+Downstream: fp8watch.sketch.slab
 Shapes:     one call -> sections of one ROW     Thread: training
 
 The way of backends that do not fold by themselves; nothing here reads a value back to the host.

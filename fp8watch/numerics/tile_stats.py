@@ -1,6 +1,5 @@
 """Tile statistics of one quantised operand, as a backend hands them to the slab.
 
-Upstream:   fp8watch.kernels.reference     Downstream: fp8watch.sketch.slab
 Shapes:     tensors [Mt, Kt], or one folded ROW     Thread: training
 
 Nothing here reads a value back to the host: tensors stay on their device until `summary` is asked for.

@@ -1,6 +1,5 @@
 """Operands of a timed step, quantised or measured more than once, so that what observing adds can be told apart.
 
-Upstream:   fp8watch.observer.plan     Downstream: fp8watch.observer.stopwatch
 Thread:     training, and autograd's
 """
 

@@ -1,6 +1,5 @@
 """Whether activation checkpointing computes the second time what it computed the first time.
 
-Upstream:   fp8watch.layers.custom_ops     Downstream: fp8watch.session.step_flush
 Thread:     training, and autograd's
 
 A recomputation is not counted: it is the same step's forward again. It must also *be* the same: in another precision

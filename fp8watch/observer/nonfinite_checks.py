@@ -1,6 +1,5 @@
 """Where the first bad value came from: what a GEMM made of its operands, and what a parameter's gradient became.
 
-Upstream:   fp8watch.layers.fp8_linear, fp8watch.session.watch     Downstream: fp8watch.layers.custom_ops, fp8watch.sketch.slab
 Shapes:     output [M, N] -> 0-d count; gradients -> [parameters] flags     Thread: training, and autograd's
 
 Operands are counted before their cast. Where all operands of a GEMM are finite and its output is not, the GEMM is the

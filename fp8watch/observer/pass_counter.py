@@ -1,6 +1,5 @@
 """Which pass a call belongs to: the outermost forward, or one backward. Delayed scales roll once for each.
 
-Upstream:   fp8watch.session.attach, fp8watch.layers.custom_ops     Downstream: fp8watch.quantize.site_quantizer
 Thread:     training, and autograd's
 
 A backward is one of autograd's graph tasks, which have numbers. A forward ends where the module that was given to

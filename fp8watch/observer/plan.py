@@ -1,6 +1,7 @@
 """What one attach does at run time with an operand: quantise it for its GEMM, and merge what is seen into its rows.
 
-Upstream:   fp8watch.layers.custom_ops               Downstream: fp8watch.sketch.slab, fp8watch.sketch.tile_cache, fp8watch.sketch.weight_hash
+Upstream:   fp8watch.layers.custom_ops
+Downstream: fp8watch.quantize.site_quantizer, fp8watch.sketch.slab, fp8watch.session.step_flush
 Shapes:     operand [M, K] -> what a GEMM reads of it, and one slab row a direction
 Thread:     training, and autograd's
 """

@@ -1,6 +1,5 @@
 """Probes: what norms, attention and modules named by the user put out, as sites without a quantiser.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.layers.custom_ops, fp8watch.sketch.slab
 Shapes:     output [..., N] -> one slab row; logits -> one scalar of the step     Thread: training
 
 A value that breaks outside of a GEMM shows first in what a module returns. A probe reads it once: largest magnitude,

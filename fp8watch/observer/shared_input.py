@@ -1,6 +1,5 @@
 """An input that several Linears read, such as that of q, k and v: measured once, merged into the rows of each.
 
-Upstream:   fp8watch.observer.plan     Downstream: fp8watch.numerics.tile_stats
 Shapes:     one operand -> its TileStats, again     Thread: training
 
 Statistics are a function of the values and of how they are quantised. The values are the same where the caller hands in

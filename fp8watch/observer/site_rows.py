@@ -1,6 +1,5 @@
 """Rows of the slab by site: which rows an operand has, which quantisers fill them, and which of them are observed.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.observer.plan, fp8watch.session.sites
 Shapes:     (Linear, operand, directions) -> rows of the slab     Thread: training, and autograd's
 
 Nothing here changes from call to call, so what a call needs is looked up once and remembered.

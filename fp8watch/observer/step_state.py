@@ -1,6 +1,5 @@
 """State of the running step: what it measures, and what has happened in it so far.
 
-Upstream:   fp8watch.session.watch, fp8watch.layers.custom_ops     Downstream: fp8watch.session.step_flush
 Thread:     training, and autograd's
 
 The watch writes what a step measures, before the step begins. The custom ops write what happens in it. `begin` forgets

@@ -1,6 +1,5 @@
 """What observing takes, span by span: by the host's clock on a CPU, by the device's own events on a GPU.
 
-Upstream:   fp8watch.layers.custom_ops, fp8watch.observer.plan     Downstream: fp8watch.session.overhead_budget
 Thread:     training, and autograd's
 
 A launch on a GPU returns at once, so the host's clock says nothing about it. There, events are recorded into the stream

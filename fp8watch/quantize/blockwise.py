@@ -1,6 +1,5 @@
 """`quantize_blockwise`: one tensor in FP8 blocks, with what was lost on the way.
 
-Upstream:   fp8watch.kernels.registry     Downstream: fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> data [M, K], scale_inv [Mt, Kt]     Thread: any
 """
 

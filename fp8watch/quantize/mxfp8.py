@@ -1,6 +1,5 @@
 """MX scaling: 1×32 tiles with a shared exponent (E8M0), emulated with the arithmetic of the backends.
 
-Upstream:   fp8watch.quantize.site_quantizer     Downstream: fp8watch.kernels.registry, fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv float8_e8m0fnu [M, ceil(K/32)]     Thread: training
 
 Sources: OCP Microscaling Formats v1.0, and Transformer Engine's MXFP8 quantiser (`float_to_e8m0`, `exp2f_rcp` in

@@ -1,6 +1,5 @@
 """What a look at an output found: of a probed module, and of a GEMM held against its shadow.
 
-Upstream:   fp8watch.observer.probes, fp8watch.layers.shadow_gemm     Downstream: fp8watch.sketch.slab
 Shapes:     one output -> a few numbers     Thread: training, and autograd's
 """
 

@@ -1,6 +1,5 @@
 """Per-tensor scaling: one FP32 scale a tensor, from its own amax (current) or from those of earlier passes (delayed).
 
-Upstream:   fp8watch.quantize.site_quantizer     Downstream: fp8watch.kernels.registry, fp8watch.numerics.tile_stats
 Shapes:     x [M, K] -> codes [M, K], scale_inv [1, 1]; amax_history [amax_history_len]     Thread: training
 
 The arithmetic is that of the blockwise rule with one tile, the tensor. Columnwise data are the transpose, with the

@@ -1,6 +1,7 @@
 """The quantiser of one site, by recipe: from the operand of a GEMM to what its codes stand for.
 
-Upstream:   fp8watch.layers.custom_ops     Downstream: fp8watch.quantize, fp8watch.kernels.backend
+Upstream:   fp8watch.observer.plan
+Downstream: fp8watch.kernels.backend
 Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: training, and autograd's
 """
 

@@ -1,6 +1,5 @@
 """The recipes by name: blockwise, current, delayed, mxfp8, observe, each built from arguments and environment.
 
-Upstream:   fp8watch.recipe.environment     Downstream: fp8watch.recipe.spec
 Thread:     any
 
 Source of each: the class of the same kind in `transformer_engine.common.recipe`, version 2.20. An argument that is

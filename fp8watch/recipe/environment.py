@@ -1,6 +1,5 @@
 """Environment variables for blockwise scaling, read when a recipe is built, and refused when wrong.
 
-Upstream:   (the environment)     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign
 Thread:     any
 
 One launch script means the same on our path and in LoongForge's Transformer Engine. NVIDIA's own reads

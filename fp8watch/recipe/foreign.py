@@ -1,6 +1,5 @@
 """Recipe objects of Transformer Engine, read without importing it: what its quantisers would hold is what counts.
 
-Upstream:   (transformer_engine.common.recipe)     Downstream: fp8watch.recipe.spec
 Thread:     any
 
 The objects are known by the names of their classes and base classes, and read attribute by attribute. Transformer

@@ -1,6 +1,5 @@
 """Whose Transformer Engine this is: what can be set, and how, is another matter in LoongForge's than in NVIDIA's own.
 
-Upstream:   fp8watch.recipe.environment, fp8watch.recipe.foreign     Downstream: (the imported modules)
 Thread:     any
 
 NVIDIA's Transformer Engine reads no variable of a single operand; LoongForge's, a patched 2.9, does. Told by the text of the

@@ -1,6 +1,5 @@
 """What `attach(recipe=...)` was given, as one Recipe with a trainer's flags in it.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.recipe.build, fp8watch.recipe.foreign, fp8watch.recipe.trainer
 Thread:     training, once
 """
 

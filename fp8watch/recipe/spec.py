@@ -1,6 +1,5 @@
 """What a recipe is: how each operand of a Linear is quantised, as frozen data with facts and a fingerprint.
 
-Upstream:   fp8watch.recipe.build, fp8watch.recipe.foreign     Downstream: fp8watch.quantize.site_quantizer, fp8watch.layers.custom_ops
 Thread:     any; read-only
 """
 

@@ -1,6 +1,5 @@
 """A trainer's own FP8 flags: what Megatron parsed, else what stands on the command line.
 
-Upstream:   (the trainer)     Downstream: fp8watch.recipe.resolve
 Thread:     any
 
 They decide nothing here. They go into the facts and the fingerprint, and flags that do not fit together are said.

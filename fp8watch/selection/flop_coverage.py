@@ -1,6 +1,5 @@
 """FLOP coverage: share of a model's GEMMs that is observed, estimated from shapes, and the parameters left out.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.start
 Shapes:     a weight of N elements -> 2·N FLOPs a token; of E experts of which k see a token, k/E of that
 Thread:     training, once
 

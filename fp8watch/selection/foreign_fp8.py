@@ -1,6 +1,5 @@
 """Detects models that already compute in FP8 through other libraries; these are not converted unless asked.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.integrations.te_modules
 Thread:     training, once
 
 The Linears that such a model keeps in high precision (adapters, projectors, heads) were left there by its owner.

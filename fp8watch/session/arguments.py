@@ -1,6 +1,5 @@
 """What attach refuses: each value with the rule that it breaks and the remedy.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.sampling_schedule
 Thread:     training, once
 """
 

@@ -1,6 +1,6 @@
 """Find the Linears of a model, put them on the FP8 path, and return a Watch.
 
-Upstream:   (the model)                Downstream: fp8watch.layers.fp8_linear, fp8watch.session.step_boundary
+Downstream: fp8watch.layers.fp8_linear
 Thread:     training, once
 
 A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held

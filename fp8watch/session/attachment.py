@@ -1,6 +1,5 @@
 """What attach hands to the watch: what it put on the model, who is told of it, and how often what is looked at.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.watch
 Thread:     training, once
 """
 

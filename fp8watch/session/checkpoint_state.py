@@ -1,6 +1,5 @@
 """What a checkpoint keeps of the numerics: the recipe with its facts, delayed scales and amax histories by name.
 
-Upstream:   fp8watch.session.watch     Downstream: fp8watch_agent.session
 Thread:     training, between steps
 
 The collector compares the facts of a session with those of the checkpoint that it loaded: a run that goes on with other

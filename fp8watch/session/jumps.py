@@ -1,6 +1,5 @@
 """Jumps: numbers of a step that leave their own recent band, and for which steps afterwards everything is looked at.
 
-Upstream:   fp8watch.session.step_flush     Downstream: fp8watch.session.watch
 Shapes:     slab rows [sites] of ROW, and the scalars of a step -> score [sites]
 Thread:     training
 

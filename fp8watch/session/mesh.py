@@ -1,6 +1,5 @@
 """Where this rank stands in the mesh: its coordinate along data, tensor, pipeline, expert and context parallelism.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch_agent.session
 Thread:     training, once
 
 Nothing is asked of other ranks. What the training has set up is read: Megatron's parallel state where it was imported and

@@ -1,6 +1,5 @@
 """What observing costs, measured by itself, and how often the full statistics are taken so that it stays in its budget.
 
-Upstream:   fp8watch.session.watch              Downstream: fp8watch.observer.stopwatch
 Thread:     training
 """
 

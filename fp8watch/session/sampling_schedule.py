@@ -1,6 +1,5 @@
 """Which steps are observed, and in which of them weights are hashed.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.watch
 Thread:     training
 """
 

@@ -1,6 +1,5 @@
 """Tells the agent of sites when their operand was first seen, and people of those that never were.
 
-Upstream:   fp8watch.session.step_flush     Downstream: fp8watch.session.sites, fp8watch_agent.recorder
 Shapes:     slab rows [sites] of ROW, once a step     Thread: training
 """
 

@@ -1,6 +1,5 @@
 """What a row of the slab stands for, as the collector is told of it: once, when its operand was first seen.
 
-Upstream:   fp8watch.session.site_registration     Downstream: fp8watch_agent.recorder
 Shapes:     one row -> one Site     Thread: training
 """
 

@@ -1,6 +1,5 @@
 """The session of one attach: rank, mesh, versions, effective configuration, and the agent that sends it.
 
-Upstream:   fp8watch.session.attach     Downstream: fp8watch.session.mesh, fp8watch_agent.recorder, fp8watch_agent.session
 Thread:     training, once
 """
 

@@ -1,6 +1,5 @@
 """When a step ends: optimizers, GradScaler, exceptions, SIGTERM and exit, noticed without being told.
 
-Upstream:   fp8watch.session.attach, fp8watch.session.step_optimizer    Downstream: fp8watch.session.watch
 Thread:     training
 
 torch calls a global hook after the step of each of its optimizers. It fires for optimizers that hold nothing of

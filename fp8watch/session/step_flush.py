@@ -1,6 +1,7 @@
 """From the end of a step to the agent: what it left is copied out without waiting, and handed over when it has arrived.
 
-Upstream:   fp8watch.session.watch, fp8watch.sketch.host_copy    Downstream: fp8watch.session.site_registration, fp8watch.sketch.tile_map, fp8watch_agent.recorder
+Upstream:   fp8watch.observer.plan, fp8watch.sketch.host_copy
+Downstream: fp8watch_agent.recorder
 Shapes:     slab rows [sites] of ROW and a few scalars, once a step
 Thread:     training
 

@@ -1,6 +1,5 @@
 """Which optimizers end a step: those that hold a watched parameter, or the one that holds copies of them.
 
-Upstream:   fp8watch.session.watch     Downstream: fp8watch.session.step_boundary
 Thread:     training
 
 Mixed precision keeps float32 copies of the parameters, and its optimizer holds those: DeepSpeed ZeRO, Megatron, loops

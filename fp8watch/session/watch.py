@@ -1,6 +1,5 @@
 """The handle that attach returns: closes steps, hands them to the agent, and takes itself away again.
 
-Upstream:   fp8watch.sketch.slab, fp8watch.session.step_boundary    Downstream: fp8watch.session.step_flush, fp8watch.session.sampling_schedule
 Shapes:     slab rows [sites] of ROW, once a step
 Thread:     training
 """

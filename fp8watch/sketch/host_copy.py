@@ -1,6 +1,6 @@
 """Small tensors on their way to the host, without waiting for the device: rows of the slab, losses, norms.
 
-Upstream:   fp8watch.sketch.slab     Downstream: fp8watch.session.step_flush
+Downstream: fp8watch.session.step_flush
 Shapes:     tensors on a device -> the same bytes in host memory     Thread: training
 
 On a GPU a copy is taken on the device at once, in the order of the stream, so that the slab may be cleared behind it; it

@@ -1,6 +1,5 @@
 """Tile statistics held by reference: those of the running step, and of the last few, within a budget of bytes.
 
-Upstream:   fp8watch.observer.plan     Downstream: fp8watch.session.step_flush
 Shapes:     TileStats [Mt, Kt], on the device where they were made     Thread: training
 
 When something breaks, its own map is still here, and what led up to it. Nothing is copied for that: the tensors exist

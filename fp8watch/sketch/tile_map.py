@@ -1,6 +1,5 @@
 """Tile statistics of one call as the tile map that travels.
 
-Upstream:   fp8watch.session.step_flush           Downstream: fp8watch_agent.recorder
 Shapes:     TileStats [Mt, Kt] -> TileMap [Mt·Kt]
 Thread:     training, only for captured sites
 """

@@ -1,6 +1,5 @@
 """A hash over every bit of a weight: replicas that should be equal are compared by it, in the collector.
 
-Upstream:   fp8watch.observer.plan     Downstream: fp8watch.sketch.slab
 Shapes:     weight [N, K] -> 0-d int64     Thread: training
 
     hash = Σ bits(i)·(2i + 1) mod 2^64 over all elements i, row by row

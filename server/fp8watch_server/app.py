@@ -1,6 +1,5 @@
 """The collector as one FastAPI application.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.ingest.routes, fp8watch_server.api.routes, fp8watch_server.pages
 Shapes:     Settings -> FastAPI
 Thread:     event loop; the detect worker, the compactor and the notify dispatcher have threads of their own
 

@@ -1,6 +1,5 @@
 """`fp8watch serve`: the collector in the foreground.
 
-Upstream:   fp8watch.cli    Downstream: fp8watch_server.app, fp8watch_server.http.server
 Thread:     main
 
 The command line is made from the table of settings; a flag wins over its variable.

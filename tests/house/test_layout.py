@@ -28,43 +28,74 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def stages() -> dict[str, tuple[list[str], list[str]]]:
-    """Module -> (upstream, downstream), as its docstring says."""
+def stages() -> dict[str, dict[str, dict[str, str]]]:
+    """Module -> upstream and downstream -> the other module -> how the data gets there, as its docstring says."""
     found = {}
     for name, path in modules().items():
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-        up = re.search(r"^Upstream:\s*(.*?)(?:\s{2,}Downstream:|$)", doc, re.M)
-        down = re.search(r"Downstream:\s*(.*)$", doc, re.M)
-        if up or down:
-            split = [[w.strip() for w in (m[1] if m else "").split(",") if w.strip()] for m in (up, down)]
-            found[name] = (split[0], split[1])
+        sides = {side: re.search(rf"^{side}:\s*(.*)$", doc, re.M) for side in ("Upstream", "Downstream")}
+        if any(sides.values()):
+            found[name] = {
+                side: dict(re.findall(r"([\w.]+)(?: \(([^)]*)\))?", line[1])) if line else {}
+                for side, line in sides.items()
+            }
     return found
 
 
-def test_every_stage_names_modules_that_exist():
-    known = set(modules())
-    wrong = [
-        (name, other)
-        for name, sides in stages().items()
-        for side in sides
-        for other in side
-        if not other.startswith("(") and other not in known
-    ]
-    assert wrong == []
+def relations() -> list[tuple[str, str, str]]:
+    """(from, to, how) of every downstream line."""
+    return [(a, b, how) for a, sides in stages().items() for b, how in sides["Downstream"].items()]
 
 
-def test_the_way_of_the_data_is_whole():
+def test_the_chain_of_stages_is_told_from_both_sides() -> None:
+    told = {(a, b, how) for b, sides in stages().items() for a, how in sides["Upstream"].items()}
+    assert told == set(relations())
+
+
+def imported(path: Path) -> set[str]:
+    """Names of what a module imports, also inside of functions: of modules, and of what they hold."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            package = ".".join(module_of(path).split(".")[: -node.level]) + "." if node.level else ""
+            names |= {package + node.module} | {f"{package}{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def module_of(path: Path) -> str:
+    return next(name for name, other in modules().items() if other == path)
+
+
+@pytest.mark.parametrize(("source", "target", "how"), relations())
+def test_a_stage_hands_over_to_the_next(source: str, target: str, how: str) -> None:
+    """By a call, which needs an import; or by what stands in parentheses."""
+    paths = modules()
+    assert {source, target} <= set(paths)
+    if how == "HTTP":
+        return
+    if how.startswith("table "):
+        table = how.removeprefix("table ")
+        assert all(re.search(rf"\b{table}\b", paths[m].read_text().split('"""', 2)[2]) for m in (source, target))
+    elif how.startswith("wired in "):
+        assert {source, target} <= imported(paths[how.removeprefix("wired in ")])
+    else:
+        assert how == ""
+        assert target in imported(paths[source]) or source in imported(paths[target])
+
+
+def test_the_way_of_the_data_is_whole() -> None:
     """From attach to what people see: following Downstream reaches every end of the way."""
-    graph = {name: down for name, (_, down) in stages().items()}
+    graph: dict[str, list[str]] = {}
+    for source, target, _ in relations():
+        graph.setdefault(source, []).append(target)
     reached, todo = set(), ["fp8watch.session.attach"]
     while todo:
         name = todo.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        for target in graph.get(name, []):
-            todo.append(target)
-            todo += [n for n in graph if n.startswith(target + ".")]  # a package stands for its modules
+        if name not in reached:
+            reached.add(name)
+            todo += graph.get(name, [])
     ends = {
         "fp8watch.sketch.slab",
         "fp8watch_agent.ring",
@@ -74,6 +105,7 @@ def test_the_way_of_the_data_is_whole():
         "fp8watch_server.detect.engine",
         "fp8watch_server.incidents.fold",
         "fp8watch_server.notify.outbox",
+        "fp8watch_server.api.routes",
         "fp8watch_server.pages.routes",
         "fp8watch_server.observability.metrics",
     }

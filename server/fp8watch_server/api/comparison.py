@@ -1,6 +1,5 @@
 """POST /v1/incidents/{id}/comparison: stores an FP8/BF16 comparison with its incident.
 
-Upstream:   fp8watch.diagnose.verdict    Downstream: fp8watch_server.db.schema, fp8watch_server.pages
 Shapes:     a Verdict as JSON -> one row of incident_event
 Thread:     query pool
 

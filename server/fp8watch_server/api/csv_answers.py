@@ -1,6 +1,5 @@
 """CSV responses for spreadsheets and scripts.
 
-Upstream:   fp8watch_server.api.routes    Downstream: fp8watch_server.http.errors
 Shapes:     the dicts of store.queries -> text/csv, one line a step (or site), a header first
 Thread:     query pool
 

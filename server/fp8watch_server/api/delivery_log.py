@@ -1,6 +1,5 @@
 """GET endpoint of the notification delivery log.
 
-Upstream:   fp8watch_server.notify.log    Downstream: fp8watch_server.app
 Shapes:     GET -> JSON
 Thread:     query pool
 """

@@ -1,6 +1,5 @@
 """Example responses for the OpenAPI description.
 
-Upstream:   fp8watch_server.api.routes    Downstream: (people)
 Thread:     any; only data
 """
 

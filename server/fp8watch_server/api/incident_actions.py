@@ -1,6 +1,5 @@
 """Incident actions: acknowledge, resolve, and silences.
 
-Upstream:   fp8watch_server.pages    Downstream: fp8watch_server.db.schema, fp8watch_server.pipeline.detect_worker
 Shapes:     POST, DELETE -> one transaction with its event and, where one is due, its message
 Thread:     query pool
 """

@@ -1,7 +1,6 @@
 """Query API: GET /api/v1/….
 
-Upstream:   fp8watch_server.store.queries, fp8watch_server.store.etag
-Downstream: fp8watch_server.pages, fp8watch_server.app
+Upstream:   fp8watch_server.store.queries
 Shapes:     query strings -> JSON as docs/ names it; lists are {"items": [...], "next": cursor | null}
 Thread:     query pool
 

@@ -1,6 +1,5 @@
 """`fp8watch token`: create, list and revoke the tokens of a collector.
 
-Upstream:   fp8watch.cli    Downstream: fp8watch_server.auth.tokens
 Thread:     main
 
 A token is 256 random bits, shown once; only its SHA-256 is stored. A running collector picks up changes within seconds.

@@ -1,6 +1,5 @@
 """Bearer-token authentication: scopes, SHA-256 storage, and open access on loopback without tokens.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.app
 Shapes:     an ASGI middleware in front of every route
 Thread:     event loop
 

@@ -1,6 +1,5 @@
 """Tables of compacted data: cells of 256 steps, their blocks, summaries, scalars and retention.
 
-Upstream:   fp8watch_server.db.metadata    Downstream: fp8watch_server.db.schema
 Shapes:     SQLAlchemy Core tables; arrays for SQL on PostgreSQL only
 Thread:     any; only data
 

@@ -1,6 +1,5 @@
 """Collector facts in the database, for SQL to read (such as its public URL).
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.db.sql_chart_views
 Shapes:     a name and a text -> one row
 Thread:     start of the process
 """

@@ -1,6 +1,5 @@
 """Everything that differs between SQLite and PostgreSQL: engines, write transactions, upserts, JSON and array types.
 
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.db.metadata, fp8watch_server.store.registrations
 Shapes:     a database URL -> one SQLAlchemy Engine
 Thread:     any
 

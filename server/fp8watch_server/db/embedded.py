@@ -1,6 +1,5 @@
 """Embedded PostgreSQL from a Python package, for a single machine and for tests.
 
-Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.db.dialect
 Shapes:     a folder -> a database URL
 Thread:     main only; the package starts servers from one thread at a time
 

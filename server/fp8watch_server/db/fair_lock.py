@@ -1,6 +1,5 @@
 """FIFO lock.
 
-Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.registrations, fp8watch_server.store.commit
 Thread:     any
 
 threading.Lock lets the thread that has just released it acquire it again at once; under load the group committer would

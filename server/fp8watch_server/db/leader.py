@@ -1,6 +1,5 @@
 """Leader election among collectors on one database: one runs the detectors, one compacts.
 
-Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.db.leader_loop
 Shapes:     (engine, what for) -> whether it is us
 Thread:     the one that works
 

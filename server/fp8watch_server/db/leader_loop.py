@@ -1,6 +1,5 @@
 """Worker thread that runs in rounds while its collector is the leader.
 
-Upstream:   fp8watch_server.db.leader    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.store.compactor
 Shapes:     work() -> how long to rest
 Thread:     its own
 

@@ -1,6 +1,5 @@
 """Shared parts of all tables: constraint names, the leading key columns, and foreign keys.
 
-Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.db.schema, fp8watch_server.db.block_tables
 Thread:     any; only data
 """
 

@@ -1,6 +1,5 @@
 """Table definitions. Every key leads with run_id, so that a database can be sharded by run.
 
-Upstream:   fp8watch_server.db.block_tables    Downstream: fp8watch_server.store.registrations, fp8watch_server.store.queries
 Shapes:     SQLAlchemy Core tables, the same on SQLite and PostgreSQL
 Thread:     any; only data
 

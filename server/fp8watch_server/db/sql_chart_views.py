@@ -1,6 +1,5 @@
 """SQL functions for Grafana's charts on PostgreSQL: wide, down-sampled, one query per function.
 
-Upstream:   fp8watch_server.db.sql_views    Downstream: fp8watch_server.db.migrations
 Shapes:     SQL; on PostgreSQL only
 Thread:     `fp8watch migrate`, start of the collector
 

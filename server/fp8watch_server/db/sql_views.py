@@ -1,6 +1,5 @@
 """SQL views and functions for Grafana on PostgreSQL, with stable columns, and a role that can read nothing else.
 
-Upstream:   fp8watch_server.db.block_tables    Downstream: fp8watch_server.db.migrations, fp8watch_server.store.command
 Shapes:     SQL; on PostgreSQL only
 Thread:     `fp8watch migrate`, start of the collector
 

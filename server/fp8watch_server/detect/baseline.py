@@ -1,6 +1,5 @@
 """Robust baseline: median, MAD and slope over the last clean observations, for many series at once.
 
-Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.statistics
 Shapes:     one push of [S] float -> ring [S, window] float32
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """`fp8watch rules check FILE` and `fp8watch rules list`: what a rules file says, before a collector reads it.
 
-Upstream:   fp8watch_server.detect.rules     Downstream: (a terminal)
 Thread:     main
 """
 

@@ -1,6 +1,5 @@
 """What every statistical detector may look at besides the step itself: baselines, history, schedule, thresholds.
 
-Upstream:   fp8watch_server.detect.cross_rank_step, fp8watch_server.detect.baseline    Downstream: fp8watch_server.detect.detector
 Shapes:     columns [S]
 Thread:     detect worker
 """

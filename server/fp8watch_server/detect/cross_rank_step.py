@@ -1,6 +1,5 @@
 """One step over all ranks, as the statistical detectors see it: every field a dense column over the registered sites.
 
-Upstream:   fp8watch_server.detect.view, fp8watch_server.detect.step_alignment    Downstream: fp8watch_server.detect.statistics
 Shapes:     views of one step, one a rank -> columns [S] float64, NaN where nothing was measured
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """What a detector over the roll-up is: it has a state, sees each step of all ranks once and in order, and names modes.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     Context -> findings of one step
 Thread:     detect worker
 """

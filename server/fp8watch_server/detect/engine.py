@@ -1,6 +1,7 @@
 """Batches in, findings out: runs the detectors over each step and tells causes from their consequences.
 
-Upstream:   fp8watch_server.ingest.routes           Downstream: fp8watch_server.incidents.fold
+Upstream:   fp8watch_server.pipeline.detect_worker (wired in fp8watch_server.app)
+Downstream: fp8watch_server.incidents.fold (wired in fp8watch_server.app)
 Shapes:     wire.Batch -> list[Finding]
 Thread:     detect worker, one Engine per run; not shared between threads
 

@@ -1,6 +1,5 @@
 """What detection says: one failure mode, at one step of one rank, at the place where it began.
 
-Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.incidents.fold
 Shapes:     frozen data
 Thread:     any
 

@@ -1,6 +1,5 @@
 """k of n: a test of one step is a hint; several within a few observations open an alarm.
 
-Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.statistics
 Shapes:     hits [S] bool -> open [S] bool
 Thread:     detect worker
 

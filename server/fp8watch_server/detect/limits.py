@@ -1,6 +1,5 @@
 """One threshold: its row in the table, and the values of a run as a detector reads them.
 
-Upstream:   fp8watch_server.detect.thresholds    Downstream: fp8watch_server.detect.context
 Shapes:     limit.<name of a threshold> -> float
 Thread:     any; only data
 """

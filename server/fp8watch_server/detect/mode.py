@@ -1,6 +1,5 @@
 """What a failure mode consists of: the contents of a folder in `fp8watch_server.detect.modes`, as one object.
 
-Upstream:   fp8watch_server.detect.detector, fp8watch_server.detect.remedies   Downstream: fp8watch_server.detect.modes
 Shapes:     frozen data
 Thread:     any
 """

@@ -1,6 +1,5 @@
 """Phrases that titles and causes are made of: numbers as people write them, places, since when.
 
-Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.modes
 Shapes:     (Finding, facts) -> text
 Thread:     any; pure functions
 """

@@ -1,6 +1,5 @@
 """What each mode is to the others: which explains which, who is asked first, how far a cause reaches.
 
-Upstream:   fp8watch_server.detect.modes     Downstream: fp8watch_server.detect.statistics, fp8watch_server.incidents.match
 Shapes:     slug -> slugs
 Thread:     any; only data
 

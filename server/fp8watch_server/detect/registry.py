@@ -1,6 +1,5 @@
 """Static facts of a run as they come in: which are news, and at which step that is to be said.
 
-Upstream:   fp8watch_server.detect.sessions  Downstream: fp8watch_server.detect.engine
 Shapes:     sites and sessions -> findings, once each
 Thread:     detect worker
 

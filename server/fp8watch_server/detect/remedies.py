@@ -1,6 +1,5 @@
 """What a remedy is, the place that it is for, and the switches of the frameworks that quantise.
 
-Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.modes
 Shapes:     Place -> Fix
 Thread:     any; only data and pure functions
 """

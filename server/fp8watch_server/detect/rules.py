@@ -1,6 +1,5 @@
 """Rules files: thresholds for some runs, checked before they are used. `fp8watch rules check FILE`.
 
-Upstream:   (a TOML or JSON file)            Downstream: fp8watch_server.detect.thresholds
 Shapes:     text -> Rules; (run id, run name) -> Thresholds
 Thread:     any
 

@@ -1,6 +1,5 @@
 """The learning rate as training said it: its warm-up, and jumps of it. Gates the statistical tests.
 
-Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.statistics
 Shapes:     lr per step -> warm or not, the jump that is on
 Thread:     detect worker
 """

@@ -1,6 +1,5 @@
 """What is remembered of one session: its order of steps, its last cause, and what follows from a cause.
 
-Upstream:   fp8watch_server.detect.view      Downstream: fp8watch_server.detect.engine
 Shapes:     findings of one step -> the same, told as cause or consequence
 Thread:     detect worker
 """

@@ -1,6 +1,5 @@
 """What the sessions of a run say of themselves, compared.
 
-Upstream:   fp8watch_server.detect.finding   Downstream: fp8watch_server.detect.engine
 Shapes:     SessionFacts, SiteFacts -> changes
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """The state of an engine as bytes, and back: a collector that restarts goes on with the same baselines and alarms.
 
-Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     Engine -> zstd of msgpack
 Thread:     detect worker
 

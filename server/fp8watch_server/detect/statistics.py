@@ -1,6 +1,5 @@
 """The statistical detectors of one run: baselines, what may be learned, and who is asked in which order.
 
-Upstream:   fp8watch_server.detect.modes, fp8watch_server.detect.precedence    Downstream: fp8watch_server.detect.engine
 Shapes:     Now -> findings of one step
 Thread:     detect worker
 

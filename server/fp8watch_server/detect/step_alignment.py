@@ -1,6 +1,5 @@
 """Waits until the ranks have delivered a step, and hands the steps on in their order.
 
-Upstream:   fp8watch_server.detect.session_state    Downstream: fp8watch_server.detect.cross_rank_step
 Shapes:     steps of one rank -> lists of them over the ranks, one list a step, ascending
 Thread:     detect worker
 

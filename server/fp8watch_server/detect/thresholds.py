@@ -1,6 +1,5 @@
 """The one table of the detectors' thresholds: those of the engine, then those that each mode brings.
 
-Upstream:   fp8watch_server.detect.rules, fp8watch_server.detect.modes     Downstream: fp8watch_server.detect.engine
 Shapes:     name -> Threshold; Thresholds is the frozen set of values of one run
 Thread:     any; only data
 

@@ -1,6 +1,5 @@
 """One step of one rank, as the detectors see it: columns, not records.
 
-Upstream:   fp8watch_agent.wire              Downstream: fp8watch_server.detect.engine
 Shapes:     a batch of N records -> per step a view of its n records, columns [n]
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """HTTP connections with limits on header size, idle time and number.
 
-Upstream:   fp8watch_server.http.server    Downstream: fp8watch_server.app
 Shapes:     bytes of a connection -> requests, or a refusal (400, 408, 431) and the end of the connection
 Thread:     event loop
 

@@ -1,6 +1,5 @@
 """Request timeout based on database progress: 503 after 0.7 s without any.
 
-Upstream:   fp8watch_server.ingest.routes, fp8watch_server.app    Downstream: fp8watch_server.http.errors
 Shapes:     an awaitable -> its result, or the problem that says when to come back
 Thread:     event loop; `progress` may be called from any
 

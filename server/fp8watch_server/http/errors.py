@@ -1,6 +1,5 @@
 """Errors as RFC 9457 problem details (value, rule, remedy), and JSON with non-finite numbers made safe.
 
-Upstream:   fp8watch_server.ingest.routes, fp8watch_server.api.routes    Downstream: fp8watch_server.app
 Shapes:     exceptions -> application/problem+json
 Thread:     event loop
 """

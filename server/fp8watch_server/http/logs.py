@@ -1,6 +1,5 @@
 """Logging: text or JSON lines with secrets redacted.
 
-Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.app
 Thread:     any
 
 External values (names of runs, paths, error texts) cannot forge a line: control characters are escaped.

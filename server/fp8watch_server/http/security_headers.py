@@ -1,6 +1,5 @@
 """Security headers of every response: CSP, framing, referrer.
 
-Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     an ASGI middleware; adds headers, never reads a body
 Thread:     the event loop
 """

@@ -1,6 +1,5 @@
 """uvicorn server that accepts connections within the process's file descriptor limit.
 
-Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.http.connections
 Shapes:     a listening socket -> Connections
 Thread:     event loop
 

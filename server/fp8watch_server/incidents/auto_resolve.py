@@ -1,6 +1,5 @@
 """Automatic resolution of incidents after twenty clean steps, with their message.
 
-Upstream:   fp8watch_server.detect.engine    Downstream: fp8watch_server.incidents.messages
 Shapes:     the last step that every live rank has delivered -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 """

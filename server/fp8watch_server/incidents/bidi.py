@@ -1,6 +1,5 @@
 """Characters that turn the direction of text around, written as escapes: a name must look like what it is.
 
-Upstream:   fp8watch_server.pages.templating, fp8watch_server.notify.channels.slack    Downstream: (people)
 Shapes:     text -> text
 Thread:     any; pure
 """

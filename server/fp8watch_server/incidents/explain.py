@@ -1,6 +1,5 @@
 """A finding in words: title, place, evidence, cause with its verdict, what to change, what else it could be.
 
-Upstream:   fp8watch_server.detect.modes, fp8watch_server.incidents.fixes   Downstream: fp8watch_server.incidents.fold
 Shapes:     Finding -> Explanation
 Thread:     any; pure functions
 """

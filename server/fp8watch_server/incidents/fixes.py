@@ -1,6 +1,5 @@
 """What to change for a finding, most likely first, as its mode says it.
 
-Upstream:   fp8watch_server.detect.modes      Downstream: fp8watch_server.incidents.explain
 Shapes:     (mode, operand, place) -> fixes
 Thread:     any; pure functions
 """

@@ -1,6 +1,7 @@
 """Folds findings into incidents: one per cause and window, written with its message in the caller's transaction.
 
-Upstream:   fp8watch_server.detect.engine, fp8watch_server.incidents.explain  Downstream: fp8watch_server.notify.outbox
+Upstream:   fp8watch_server.detect.engine (wired in fp8watch_server.app)
+Downstream: fp8watch_server.incidents.messages
 Shapes:     findings of one batch -> rows of incident, incident_event, outbox
 Thread:     detect worker, inside one write transaction
 

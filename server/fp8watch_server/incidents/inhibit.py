@@ -1,6 +1,5 @@
 """Inhibition: an open critical incident holds back messages of warnings at the same place of the same run.
 
-Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.notify.fanout
 Shapes:     an incident -> the id of the one that says more, or None
 Thread:     detect worker and dispatcher, inside a write transaction
 

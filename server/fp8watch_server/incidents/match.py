@@ -1,6 +1,5 @@
 """Matches a finding to an incident: the same, its root cause, its consequence, or none.
 
-Upstream:   fp8watch_server.detect.precedence    Downstream: fp8watch_server.incidents.fold
 Shapes:     (open incidents, finding) -> incident or None
 Thread:     detect worker; pure functions over rows
 """

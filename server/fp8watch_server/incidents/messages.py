@@ -1,6 +1,7 @@
 """Incident messages: outbox rows for opened, escalated, re-judged and resolved incidents.
 
-Upstream:   fp8watch_server.incidents.fold   Downstream: fp8watch_server.notify.outbox
+Upstream:   fp8watch_server.incidents.fold
+Downstream: fp8watch_server.notify.outbox (table outbox)
 Shapes:     a row of incident -> payload.NoticePayload
 Thread:     detect worker, inside the transaction that changes the incident
 

@@ -1,6 +1,5 @@
 """SQL rows of incident and incident_event, shared by folding and auto-resolution.
 
-Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.fold, fp8watch_server.incidents.auto_resolve
 Shapes:     a row of incident as a dict -> SQL
 Thread:     detect worker, inside one write transaction
 """

@@ -1,6 +1,5 @@
 """Silences: messages that people have muted for a while.
 
-Upstream:   fp8watch_server.db.schema     Downstream: fp8watch_server.incidents.messages, fp8watch_server.pages.page_queries
 Shapes:     (run, mode, module) -> the silences that cover it
 Thread:     any, inside a transaction
 

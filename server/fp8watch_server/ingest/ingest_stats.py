@@ -1,6 +1,5 @@
 """What the ingest counts of itself, for /metrics.
 
-Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.observability.metrics
 Thread:     event loop and ingest pool; counters are guarded by one lock
 """
 

@@ -1,6 +1,5 @@
 """The JSON of registrations: what a run, a session and a site say of themselves, checked field by field.
 
-Upstream:   fp8watch_agent.uploader    Downstream: fp8watch_server.ingest.routes, fp8watch_server.ingest.sites
 Shapes:     JSON bytes -> msgspec structs; unknown keys of newer agents are ignored
 Thread:     ingest pool
 """

@@ -1,6 +1,5 @@
 """Registration of sites: a part after the other, and at once where the same has been registered of late.
 
-Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.ingest.registration, fp8watch_server.store.registrations
 Shapes:     JSON bytes -> rows of the table `site`
 Thread:     ingest pool
 

@@ -1,6 +1,5 @@
 """`fp8watch load`: load-test a collector with a synthetic fleet.
 
-Upstream:   fp8watch.cli    Downstream: fp8watch_server.load.drive
 Thread:     main
 """
 

@@ -1,6 +1,5 @@
 """Sends a synthetic fleet to a collector as its agents would: registered, paced, retried.
 
-Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream, fp8watch_agent.uploader
 Shapes:     (plan, URL) -> LoadReport
 Thread:     a few senders; each owns some ranks and one connection for each of them
 """

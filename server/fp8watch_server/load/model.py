@@ -1,6 +1,5 @@
 """Sites of a synthetic transformer and their statistics in healthy training.
 
-Upstream:   fp8watch_server.load.command    Downstream: fp8watch_server.load.stream
 Shapes:     number of sites -> list[record.Site], SiteTraits of arrays [S]
 Thread:     any; pure
 

@@ -1,6 +1,5 @@
 """Wire bodies of one synthetic rank, with sketches like those of a healthy training.
 
-Upstream:   fp8watch_server.load.model, fp8watch_server.load.drive    Downstream: fp8watch_agent.wire
 Shapes:     (plan, rank) -> wire bodies, [steps x sites] records of ROW each
 Thread:     any; pure
 

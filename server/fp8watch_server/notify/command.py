@@ -1,6 +1,5 @@
 """`fp8watch notify test | check | log | retry`: channels tried out, a routes file checked, what became of messages.
 
-Upstream:   fp8watch_server.notify.service, fp8watch_server.notify.log    Downstream: (a terminal)
 Shapes:     argv -> exit status: 0 well, 1 refused or unreachable or wrong, 2 usage, or nothing to send to
 Thread:     main
 

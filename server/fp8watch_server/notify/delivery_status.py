@@ -1,6 +1,5 @@
 """What became of a message, written to its rows.
 
-Upstream:   fp8watch_server.notify.outbox_lease    Downstream: fp8watch_server.notify.outbox
 Shapes:     Leased, outcome -> rows of outbox
 Thread:     dispatcher, inside a write transaction
 """

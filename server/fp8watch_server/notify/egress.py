@@ -1,6 +1,5 @@
 """Connections that somebody else's code opens, held to the rules of our own.
 
-Upstream:   fp8watch_server.notify.safe_http     Downstream: fp8watch_server.notify.channels.apprise
 Shapes:     socket.connect -> allowed, or refused
 Thread:     dispatcher; what is opened in other threads is not seen
 

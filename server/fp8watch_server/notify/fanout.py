@@ -1,6 +1,5 @@
 """Who is told: a notice for everybody becomes one row per channel that its routes lead to.
 
-Upstream:   fp8watch_server.incidents.messages    Downstream: fp8watch_server.notify.group
 Shapes:     rows of outbox
 Thread:     dispatcher, inside a write transaction
 

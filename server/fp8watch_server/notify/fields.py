@@ -1,6 +1,5 @@
 """Fields of a table of a routes file, each checked: value, rule, remedy.
 
-Upstream:   (a table of a file)    Downstream: fp8watch_server.notify.routes_file
 Shapes:     dict -> durations, numbers, names, secrets
 Thread:     start of the process; pure but for the files that secrets are in
 """

@@ -1,6 +1,5 @@
 """Which notices go out together, and when: one message per run and channel, and a summary past the hour's limit.
 
-Upstream:   fp8watch_server.notify.fanout    Downstream: fp8watch_server.notify.outbox_lease
 Shapes:     rows of outbox that were never tried -> Pick
 Thread:     dispatcher; reads only
 

@@ -1,6 +1,5 @@
 """The delivery log: what became of each message, the dead letters above all.
 
-Upstream:   fp8watch_server.notify.delivery_status    Downstream: fp8watch_server.notify.command, fp8watch_server.api.delivery_log
 Shapes:     rows of outbox -> {id, channel, state, ...}
 Thread:     any
 """

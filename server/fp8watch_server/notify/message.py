@@ -1,6 +1,5 @@
 """What a message holds: one notice, or several of a run that go together, or the summary of what was held back.
 
-Upstream:   fp8watch_server.notify.group    Downstream: fp8watch_server.notify.channels, fp8watch_server.notify.phrases
 Shapes:     outbox payload -> notices
 Thread:     dispatcher
 

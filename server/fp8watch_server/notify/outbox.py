@@ -1,6 +1,7 @@
 """The dispatcher: takes messages out of the outbox and delivers them, at least once, a thread per channel.
 
-Upstream:   fp8watch_server.notify.outbox_lease    Downstream: fp8watch_server.notify.safe_http
+Upstream:   fp8watch_server.incidents.messages (table outbox)
+Downstream: fp8watch_server.notify.channels.base
 Shapes:     rows of outbox -> HTTP requests
 Thread:     one per channel, so that a slow or broken receiver keeps nobody else waiting
 

@@ -1,6 +1,5 @@
 """Who has a message in hand: making it out of rows, leasing it, and taking back what the dead had leased.
 
-Upstream:   fp8watch_server.notify.group    Downstream: fp8watch_server.notify.outbox
 Shapes:     rows of outbox -> Leased
 Thread:     dispatcher, inside a write transaction
 

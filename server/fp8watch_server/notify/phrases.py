@@ -1,6 +1,5 @@
 """Phrases that every channel uses: where an incident is, and what shows it, each in one line.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels
 Shapes:     place and evidence of an incident -> text, not escaped
 Thread:     dispatcher; pure
 """

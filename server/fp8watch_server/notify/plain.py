@@ -1,6 +1,5 @@
 """A message as a title and plain text, for services that know no layout of ours.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.channels.apprise
 Shapes:     outbox payload -> Plain
 Thread:     dispatcher; pure
 

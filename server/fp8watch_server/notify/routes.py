@@ -1,6 +1,5 @@
 """Routes: which channels are told of which incidents.
 
-Upstream:   fp8watch_server.notify.routes_file    Downstream: fp8watch_server.notify.fanout
 Shapes:     outbox payload -> names of channels
 Thread:     dispatcher; pure
 

@@ -1,6 +1,5 @@
 """Routes files: named channels and the routes to them, checked before they are used. `fp8watch notify check FILE`.
 
-Upstream:   (a TOML or JSON file)            Downstream: fp8watch_server.notify.routes
 Shapes:     text -> Routing
 Thread:     start of the process
 

@@ -1,6 +1,5 @@
 """Where a message may go: a checked URL, a pinned address, one bounded request.
 
-Upstream:   fp8watch_server.notify.channels    Downstream: fp8watch_server.notify.outbox
 Shapes:     URL, headers, body -> Answer
 Thread:     dispatcher, one per channel
 

@@ -1,6 +1,5 @@
 """All that sends messages in a collector: channels, routes, the dispatcher, and the watch over silent runs.
 
-Upstream:   fp8watch_server.notify.routes_file, fp8watch_server.notify.outbox    Downstream: fp8watch_server.app
 Shapes:     Settings -> threads
 Thread:     start of the process
 """

@@ -1,6 +1,5 @@
 """Silence of a run as a message: it lives, as far as is known, and no data has come for a while.
 
-Upstream:   fp8watch_server.store.queries    Downstream: fp8watch_server.notify.fanout
 Shapes:     rows of run and session -> rows of outbox
 Thread:     its own, where a routes file asks for it
 

@@ -1,6 +1,5 @@
 """`fp8watch grafana push`: the dashboards for those whose Grafana is somebody else's.
 
-Upstream:   fp8watch.cli    Downstream: fp8watch_server.observability.grafana_push
 Shapes:     argv -> exit status: 0 pushed, 1 refused or no answer, 2 usage
 Thread:     main
 """

@@ -1,6 +1,5 @@
 """Pushes the shipped dashboards into a Grafana: one folder, five dashboards, overwriting earlier versions.
 
-Upstream:   fp8watch_server.observability.command    Downstream: (a Grafana)
 Shapes:     JSON files -> one line of text for each dashboard
 Thread:     main
 

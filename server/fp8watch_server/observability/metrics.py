@@ -1,6 +1,6 @@
 """Prometheus /metrics: read from the database, cached, with a bounded number of series.
 
-Upstream:   fp8watch_server.store.totals, fp8watch_server.ingest.ingest_stats    Downstream: fp8watch_server.app
+Upstream:   fp8watch_server.store.totals (table site_total)
 Shapes:     rows -> metric families of prometheus_client
 Thread:     query pool
 

@@ -1,6 +1,5 @@
 """Static files and plotly.js, served locally under content-hashed URLs.
 
-Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     file name -> bytes, read once; compressed once
 Thread:     any; the caches are filled under a lock
 """

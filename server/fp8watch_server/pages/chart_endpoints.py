@@ -1,6 +1,5 @@
 """Chart data endpoints, one response per page: browsers allow six connections, and the store is read once.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     GET …/training.json, …/charts.json, …/health.json -> series as /api/v1 gives them, by field
 Thread:     worker threads of the server: one database connection a request
 """

@@ -1,6 +1,5 @@
 """FP8 coverage of a run (what is quantised, by which backend, and what is left out), and its agents' health.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     sites and sessions of a run -> dicts for templates
 Thread:     any; pure functions
 """

@@ -1,6 +1,5 @@
 """Error pages: what is wrong and what to do, never a stack trace.
 
-Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.pages.templating
 Shapes:     PageProblem -> one HTML page with the right status code
 Thread:     any
 """

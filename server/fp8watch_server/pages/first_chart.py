@@ -1,6 +1,5 @@
 """The first chart of a run, drawn by the server: it is there with the page, before any script, and without one.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.templating
 Shapes:     series of scalars and incidents -> Chart: places on the page, which the template writes as SVG
 Thread:     any; pure functions
 

@@ -1,6 +1,5 @@
 """The first chart of a site, drawn by the server: the largest and the smallest amax of its tiles, in octaves.
 
-Upstream:   fp8watch_server.pages.first_chart  Downstream: fp8watch_server.pages.templating
 Shapes:     series of each direction -> a Chart of each, on one scale
 Thread:     any; pure functions
 

@@ -1,6 +1,5 @@
 """The sentence of a fix, with what can be pasted picked out of it.
 
-Upstream:   fp8watch_server.incidents      Downstream: fp8watch_server.pages.templating
 Shapes:     str -> Markup, and the text that the copy button takes
 Thread:     any; pure functions
 

@@ -1,6 +1,5 @@
 """How values are written on the pages: numbers, octaves, times, names, small charts.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.templating
 Shapes:     a value of a query -> text
 Thread:     any; pure functions
 

@@ -1,6 +1,5 @@
 """Health map of a run: layers × steps, the worst value of each cell and its site.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     heatmaps of sites [S, T] -> rows [R ≤ MAX_ROWS, T] of layers, each cell with the site behind it
 Thread:     worker threads of the server
 

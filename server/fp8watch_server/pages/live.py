@@ -1,6 +1,5 @@
 """Server-sent events that notify open pages when their data has changed.
 
-Upstream:   fp8watch_server.db.schema   Downstream: fp8watch_server.pages.routes
 Shapes:     GET /live?run=…|incident=… -> text/event-stream of short versions; the page then asks for what it needs
 Thread:     event loop; the question to the database goes to a thread, once for all pages that look at the same
 

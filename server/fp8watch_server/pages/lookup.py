@@ -1,6 +1,5 @@
 """Resolves ids from URLs to runs, sites and incidents, or raises a page error.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     ids out of a URL -> dicts of a query, or PageProblem
 Thread:     any
 """

@@ -1,6 +1,5 @@
 """Safe renderer for the subset of Markdown that runbooks use.
 
-Upstream:   fp8watch_server.incidents      Downstream: fp8watch_server.pages.routes
 Shapes:     str -> Markup
 Thread:     any; pure functions
 

@@ -1,6 +1,5 @@
 """Rows of the pages' tables: several queries put side by side, each number with the place it came from.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.routes
 Shapes:     dicts of queries -> dicts for templates
 Thread:     any
 """

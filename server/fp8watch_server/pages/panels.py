@@ -1,6 +1,5 @@
 """The panels of a run's training chart, a row each: the first chart, the script and the facts above are made of them.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.pages.first_chart, fp8watch_server.pages.templating
 Shapes:     PANELS -> labels, and JSON for static/run.js
 Thread:     any; only data
 """

@@ -1,6 +1,6 @@
 """Routes of the web pages: server-rendered HTML, charts loaded afterwards, live updates.
 
-Upstream:   fp8watch_server.store.queries  Downstream: fp8watch_server.app
+Upstream:   fp8watch_server.store.queries
 Shapes:     GET -> HTML; charts fetch JSON by themselves, of fp8watch_server.pages.chart_endpoints and of /api/v1
 Thread:     worker threads of the server: one database connection a request
 """

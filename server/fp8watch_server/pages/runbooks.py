@@ -1,6 +1,5 @@
 """Runbooks: one page per failure mode, shipped with the collector as Markdown.
 
-Upstream:   fp8watch_server.detect.modes   Downstream: fp8watch_server.pages.routes
 Shapes:     slug -> Markup
 Thread:     any
 """

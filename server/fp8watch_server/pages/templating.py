@@ -1,6 +1,5 @@
 """Jinja environment and page responses: autoescape on, undefined names are errors.
 
-Upstream:   fp8watch_server.pages.routes   Downstream: fp8watch_server.app
 Shapes:     template name, values -> HTMLResponse
 Thread:     any
 """

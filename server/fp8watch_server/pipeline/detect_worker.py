@@ -1,6 +1,7 @@
 """Detect worker: runs the detectors once over every committed batch, in commit order.
 
-Upstream:   fp8watch_server.store.pending, fp8watch_server.pipeline.priority    Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold, fp8watch_server.store.totals, fp8watch_server.pipeline.engine_restore
+Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.pipeline.priority
+Downstream: fp8watch_server.detect.engine (wired in fp8watch_server.app), fp8watch_server.store.totals
 Shapes:     hot_batch rows that are pending -> findings -> incidents, in one transaction with their marks
 Thread:     its own; of several collectors on one database, that of the leader
 

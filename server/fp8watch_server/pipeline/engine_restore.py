@@ -1,6 +1,5 @@
 """Restores a run's detector engine after a restart, from saved state or by replaying recent batches.
 
-Upstream:   fp8watch_server.store.history    Downstream: fp8watch_server.pipeline.detect_worker, fp8watch_server.detect.engine
 Shapes:     batches that were detected -> one Engine, whose findings are known already and are dropped
 Thread:     detect worker
 

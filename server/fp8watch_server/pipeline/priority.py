@@ -1,6 +1,7 @@
 """Priority lane for batches with non-finite values or broken scales.
 
-Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.pipeline.detect_worker
+Upstream:   fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     a checked batch -> whether it is urgent; runs with urgent batches, for the worker to take first
 Thread:     the committer looks and adds, the detect worker takes
 

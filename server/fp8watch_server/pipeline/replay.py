@@ -1,6 +1,5 @@
 """`fp8watch replay RUN`: the engine again over what is stored, with other thresholds; changes nothing.
 
-Upstream:   fp8watch_server.store.history        Downstream: fp8watch_server.detect.engine, fp8watch_server.incidents.fold
 Shapes:     batches of a run, as the ranks took turns -> incidents in a database in memory
 Thread:     main
 

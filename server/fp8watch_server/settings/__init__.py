@@ -1,6 +1,5 @@
 """Settings of the collector: one list, from which the command line, the checks and the docs are made.
 
-Upstream:   fp8watch_server.cli    Downstream: fp8watch_server.app
 Thread:     any; frozen data
 
 A setting is a field of `Settings`, and nothing else. A secret may come from a file named by `<VARIABLE>_FILE`, and is

@@ -1,7 +1,4 @@
-"""What of a webhook's URL can be checked before anything is sent to it.
-
-Upstream:   fp8watch_server.settings    Downstream: fp8watch_server.notify.safe_http
-"""
+"""What of a webhook's URL can be checked before anything is sent to it."""
 
 from __future__ import annotations
 

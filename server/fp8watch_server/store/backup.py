@@ -1,6 +1,5 @@
 """Online backup: one consistent file of the database while the collector runs.
 
-Upstream:   fp8watch_server.db.dialect    Downstream: fp8watch_server.store.command
 Shapes:     a database URL -> a file: an SQLite database, or an archive for pg_restore
 Thread:     `fp8watch backup`
 """

@@ -1,6 +1,5 @@
 """Batch deduplication after compaction: the ledger of batch keys and body hashes.
 
-Upstream:   fp8watch_server.store.compact    Downstream: fp8watch_server.store.registrations
 Shapes:     256 sequence numbers of a session -> one row of 16 bytes each
 Thread:     compactor (write), ingest pool (read)
 """

@@ -1,6 +1,5 @@
 """Numbers as few bytes: the columns of a block, exact to the last bit that is kept.
 
-Upstream:   fp8watch_server.store.blocks    Downstream: fp8watch_server.store.reading
 Shapes:     columns {name: [n] or [n, size]} of B blocks at once -> B byte strings, and back, a column at a time
 Thread:     compactor (pack), query pool (unpack)
 

@@ -1,7 +1,7 @@
 """Blocks: up to 256 steps of one site, in columns.
 
-Upstream:   fp8watch_server.store.records, fp8watch_server.store.block_codec
-Downstream: fp8watch_server.store.compact, fp8watch_server.store.reading
+Upstream:   fp8watch_server.store.compact
+Downstream: fp8watch_server.store.reading
 Shapes:     Parts of one source, sorted by site and step -> a row of `block` per site; and back
 Thread:     compactor (write), query pool (read)
 """

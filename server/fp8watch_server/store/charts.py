@@ -1,6 +1,5 @@
 """Charts over all sites: top-N worst sites, and heat maps of sites × steps.
 
-Upstream:   fp8watch_server.store.reading, fp8watch_server.store.summary    Downstream: fp8watch_server.store.queries
 Shapes:     Extent -> worst values per site and column -> lists that JSON can hold
 Thread:     query pool
 

@@ -1,6 +1,5 @@
 """Integrity check: checksums of everything stored, and record counts and summaries against their blocks.
 
-Upstream:   fp8watch_server.store.blocks, fp8watch_server.store.summary    Downstream: fp8watch_server.store.command
 Shapes:     a database -> findings, as sentences
 Thread:     `fp8watch check`
 

@@ -1,7 +1,5 @@
 """`fp8watch prune | check | migrate | backup`: maintenance of a collector's database.
 
-Upstream:   fp8watch.cli
-Downstream: fp8watch_server.store.retention, fp8watch_server.store.check, fp8watch_server.store.backup
 Thread:     main
 
 Options and variables come from the table of settings.

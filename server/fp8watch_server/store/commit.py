@@ -1,6 +1,7 @@
 """Group commit: checked batches of many agents written in one transaction.
 
-Upstream:   fp8watch_server.ingest.group_commit    Downstream: fp8watch_server.store.hot_batches, fp8watch_server.pipeline.detect_worker
+Upstream:   fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.store.hot_batches (table hot_batch), fp8watch_server.store.compact (table hot_batch)
 Shapes:     [Incoming] -> [Committed or what was wrong with it]; one hot_batch row each, one scalar row per step
 Thread:     committer
 

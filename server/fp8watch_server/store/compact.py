@@ -1,7 +1,7 @@
 """Compaction: hot batches become blocks, 256 steps of a rank at a time.
 
-Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
-Downstream: fp8watch_server.store.rollup, fp8watch_server.store.compactor
+Upstream:   fp8watch_server.store.commit (table hot_batch)
+Downstream: fp8watch_server.store.blocks
 Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
 Thread:     compactor
 

@@ -1,7 +1,5 @@
 """Compactor thread: compacts, rolls up and prunes all runs in rounds.
 
-Upstream:   fp8watch_server.store.compact, fp8watch_server.store.rollup, fp8watch_server.store.retention
-Downstream: fp8watch_server.app
 Shapes:     a database -> the same database, smaller
 Thread:     its own
 

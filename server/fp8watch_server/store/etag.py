@@ -1,6 +1,5 @@
 """ETags from the versions of everything a query reads; and the steps of a time span.
 
-Upstream:   fp8watch_server.store.reading    Downstream: fp8watch_server.api.routes
 Shapes:     a run and a range of steps -> a short text that changes with what lies in it
 Thread:     query pool
 """

@@ -1,6 +1,5 @@
 """Fields that charts can show: those of the sketch, and derived ones.
 
-Upstream:   fp8watch_server.store.records    Downstream: fp8watch_server.store.series, fp8watch_server.store.summary
 Shapes:     Records [N] -> values [N] and whether they were measured [N]
 Thread:     any; only pure functions
 

@@ -1,7 +1,5 @@
 """Reconstructs past batches from blocks and hot batches, to show them to detectors again.
 
-Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
-Downstream: fp8watch_server.pipeline.engine_restore, fp8watch_server.pipeline.replay
 Shapes:     a run -> wire.Batch, of all ranks as they took turns, each rank's steps in order
 Thread:     detect worker, main
 

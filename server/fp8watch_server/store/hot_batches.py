@@ -1,6 +1,7 @@
 """Hot batches: bodies stored as received, and a bounded cache of their decoded form.
 
-Upstream:   fp8watch_server.store.registrations    Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact, fp8watch_server.store.history
+Upstream:   fp8watch_server.store.commit (table hot_batch)
+Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     hot_batch rows -> wire.Batch -> records.Parts
 Thread:     query pool, detect worker, compactor
 

@@ -1,6 +1,5 @@
 """Queue of batches that the detectors have not processed, and marking them as done.
 
-Upstream:   fp8watch_server.store.commit    Downstream: fp8watch_server.pipeline.detect_worker
 Shapes:     hot_batch rows, without their bodies
 Thread:     detect worker
 """

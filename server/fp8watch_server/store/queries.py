@@ -1,7 +1,7 @@
 """Read queries for API and pages: plain functions that return plain dicts.
 
-Upstream:   fp8watch_server.store.series, fp8watch_server.store.charts, fp8watch_server.store.tiles
-Downstream: fp8watch_server.api.routes, fp8watch_server.pages
+Upstream:   fp8watch_server.store.series
+Downstream: fp8watch_server.api.routes, fp8watch_server.pages.routes
 Shapes:     (Connection, …) -> dicts, or lists of them, that JSON can hold; `*_page` -> (list, cursor | None)
 Thread:     query pool
 

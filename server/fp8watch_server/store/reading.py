@@ -1,7 +1,7 @@
 """Reads records from blocks and hot batches, deduplicated and merged over ranks.
 
-Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
-Downstream: fp8watch_server.store.series, fp8watch_server.store.charts
+Upstream:   fp8watch_server.store.blocks
+Downstream: fp8watch_server.store.series
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
 

@@ -1,7 +1,5 @@
 """Columnar records, and their merge over batches, attempts and ranks.
 
-Upstream:   fp8watch_server.store.hot_batches, fp8watch_server.store.blocks
-Downstream: fp8watch_server.store.reading, fp8watch_server.store.compact
 Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts where they were asked for
 Thread:     any; only pure functions
 

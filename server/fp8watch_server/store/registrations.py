@@ -1,6 +1,5 @@
 """Registration of runs, sessions and sites, in the caller's transaction; and the checks of batches against them.
 
-Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.commit
 Shapes:     facts of a run, a session, sites -> one row each
 Thread:     ingest pool
 

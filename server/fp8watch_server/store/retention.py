@@ -1,6 +1,5 @@
 """Retention: detail per rank is deleted after a day, blocks by the run's policy; incidents keep theirs.
 
-Upstream:   fp8watch_server.store.rollup    Downstream: fp8watch_server.store.compactor
 Shapes:     a policy -> cells of which less is left: the roll-up, or the summary and the scalars
 Thread:     compactor, `fp8watch prune`
 """

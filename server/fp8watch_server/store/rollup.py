@@ -1,6 +1,5 @@
 """Roll-up of a cell over its ranks, with the rank of each maximum; and the cell's summary.
 
-Upstream:   fp8watch_server.store.compact    Downstream: fp8watch_server.store.compactor
 Shapes:     blocks of all (attempt, rank) of a cell -> blocks of (0, −1), a part of the sites at a time
 Thread:     compactor
 

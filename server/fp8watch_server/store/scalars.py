@@ -1,6 +1,5 @@
 """Scalars per step (loss, grad norm, lr, logged values), merged over ranks, and their blocks.
 
-Upstream:   fp8watch_server.store.registrations, fp8watch_server.store.reading    Downstream: fp8watch_server.store.series
 Shapes:     rows of `scalar` -> steps [N], values [N], present [N]; 256 steps of them in one scalar_block
 Thread:     query pool (read), compactor (write)
 

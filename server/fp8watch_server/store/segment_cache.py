@@ -1,6 +1,5 @@
 """LRU cache of merged segments of hot batches: while a run goes on, only its last steps are merged again.
 
-Upstream:   fp8watch_server.store.hot_batches    Downstream: fp8watch_server.store.reading
 Shapes:     (what was asked, the batches that it rests on) -> Parts, merged over ranks
 Thread:     query pool
 

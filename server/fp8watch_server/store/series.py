@@ -1,6 +1,7 @@
 """Chart data over steps: one site's field, scalars, histograms; and down-sampling.
 
-Upstream:   fp8watch_server.store.reading, fp8watch_server.store.scalars    Downstream: fp8watch_server.store.queries
+Upstream:   fp8watch_server.store.reading
+Downstream: fp8watch_server.store.queries
 Shapes:     Records -> lists that JSON can hold, with non-finite values as data
 Thread:     query pool
 

@@ -1,6 +1,5 @@
 """Cell summaries: worst values of each site in bins of 32 steps, and the sums of all 256.
 
-Upstream:   fp8watch_server.store.records    Downstream: fp8watch_server.store.charts, fp8watch_server.store.compact
 Shapes:     Parts sorted by site and step -> [S] of SUMMARY -> bytes; and back
 Thread:     compactor (write), query pool (read)
 

@@ -1,6 +1,5 @@
 """Full tile maps: written once, read by the page, pruned when outside the newest 256 steps and not near an incident.
 
-Upstream:   fp8watch_server.ingest.routes    Downstream: fp8watch_server.store.queries
 Shapes:     TileMap of [Mt·Kt] tiles -> one row a map
 Thread:     ingest pool (write), query pool (read)
 

@@ -1,6 +1,5 @@
 """Migrations, shipped inside the package and run by the program: nobody needs an alembic.ini.
 
-Upstream:   fp8watch_server.db.schema    Downstream: fp8watch_server.app, fp8watch_server.cli
 Thread:     start of the process
 """
 

@@ -1,6 +1,5 @@
 """Ranks that must agree: mode 20, cross-rank-disagreement, and mode 15 by the hash of the weights.
 
-Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.engine
 Shapes:     columns [ranks, S] of one step -> at most one finding a mode
 Thread:     detect worker
 

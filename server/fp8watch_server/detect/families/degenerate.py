@@ -1,6 +1,5 @@
 """Tiles whose scale is no number to multiply with: mode 2, zero-tile-eps.
 
-Upstream:   fp8watch_server.detect.view      Downstream: fp8watch_server.detect.families.nonfinite
 Shapes:     StepView -> the first record with a degenerate scale
 Thread:     detect worker
 

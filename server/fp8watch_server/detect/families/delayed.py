@@ -1,6 +1,5 @@
 """Scales that come from history: modes 5 (delayed-clip) and 6 (frozen-scale).
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     clip depth and scale_inv [S] -> at most one finding a mode
 Thread:     detect worker
 

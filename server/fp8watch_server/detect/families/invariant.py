@@ -1,6 +1,5 @@
 """The scale invariant: what a quantiser with current scaling cannot break. Modes 7, 8 and 9.
 
-Upstream:   fp8watch_server.detect.view      Downstream: fp8watch_server.detect.engine
 Shapes:     StepView -> at most one finding per mode
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """What a GEMM made of healthy operands: modes 16 (accumulator-precision) and 19 (kernel-output-fault).
 
-Upstream:   fp8watch_server.detect.view      Downstream: fp8watch_server.detect.engine, fp8watch_server.detect.families.nonfinite
 Shapes:     StepView -> records whose GEMM is at fault; at most one finding a mode
 Thread:     detect worker
 

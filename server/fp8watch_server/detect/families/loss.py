@@ -1,6 +1,5 @@
 """A loss that jumps: mode 14, bad-batch, when it comes back; a shift of the data, when it stays. Or the learning rate.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     loss and grad norm per step -> at most one finding
 Thread:     detect worker
 

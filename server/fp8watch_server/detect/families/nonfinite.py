@@ -1,6 +1,5 @@
 """The first non-finite value of a step: modes 1 (nan-in-loss), 17 (inf-laundering), 23 (nan-in-activation).
 
-Upstream:   fp8watch_server.detect.families.degenerate, fp8watch_server.detect.families.kernel_output    Downstream: fp8watch_server.detect.engine
 Shapes:     StepView -> at most one finding
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """Outliers that grow, or leap, in one layer: mode 11, outlier-growth; and as a bound, mode 12 in q and k.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     log2 amax and kurtosis [S] -> at most one finding a mode
 Thread:     detect worker
 

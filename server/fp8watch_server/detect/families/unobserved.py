@@ -1,6 +1,5 @@
 """GEMMs that nobody observes, between the last site before a broken value and the site where it was first seen.
 
-Upstream:   fp8watch_server.detect.families.nonfinite   Downstream: fp8watch_server.detect.engine
 Shapes:     a finding, the sites in order, facts of the session -> names
 Thread:     detect worker
 

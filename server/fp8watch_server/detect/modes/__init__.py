@@ -1,6 +1,5 @@
 """The failure modes: one folder each, registered by being here.
 
-Upstream:   fp8watch_server.detect.mode      Downstream: fp8watch_server.detect.statistics, fp8watch_server.detect.thresholds, fp8watch_server.incidents.explain
 Shapes:     slug -> Mode
 Thread:     any; only data
 

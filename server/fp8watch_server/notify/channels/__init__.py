@@ -1,6 +1,5 @@
 """The channels that messages go out on, by kind. Each module of this folder registers one; nothing lists them.
 
-Upstream:   fp8watch_server.notify.routes_file    Downstream: fp8watch_server.notify.outbox
 Shapes:     settings or a table of a routes file -> Channel
 Thread:     start of the process
 """

@@ -1,6 +1,5 @@
 """A message as what an Alertmanager takes at /api/v2/alerts.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> [{labels, annotations, startsAt, endsAt, generatorURL}]
 Thread:     dispatcher
 

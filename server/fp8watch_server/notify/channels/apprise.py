@@ -1,6 +1,5 @@
 """Any service that the package apprise knows, as a channel: Discord, Teams, mail, and some hundred others.
 
-Upstream:   fp8watch_server.notify.plain, fp8watch_server.notify.egress    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> whatever the service takes
 Thread:     dispatcher, one per channel
 

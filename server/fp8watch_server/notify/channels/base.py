@@ -1,5 +1,7 @@
 """What every channel has: its pace, its target, and its entry in the registry of kinds.
 
+Upstream:   fp8watch_server.notify.outbox
+Downstream: fp8watch_server.notify.channels.slack
 Shapes:     outbox payload -> one HTTP request
 Thread:     dispatcher, one per channel
 """

@@ -1,6 +1,6 @@
 """A message for Slack: Block Kit for an incoming webhook, with a plain text fallback.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
+Upstream:   fp8watch_server.notify.channels.base
 Shapes:     outbox payload -> {"text", "blocks"}
 Thread:     dispatcher
 

@@ -1,6 +1,5 @@
 """A message as an Alertmanager webhook, version 4: receivers made for Alertmanager read it.
 
-Upstream:   fp8watch_server.notify.message    Downstream: fp8watch_server.notify.outbox
 Shapes:     outbox payload -> {"version": "4", "alerts": [...], ...}
 Thread:     dispatcher
 

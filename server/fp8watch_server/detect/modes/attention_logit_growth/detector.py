@@ -1,6 +1,5 @@
 """Attention logits as training said them: mode 12, attention-logit-growth.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     `watch.log(max_attention_logit=…)`, or `max_attention_logit/<module>` -> at most one finding
 Thread:     detect worker
 

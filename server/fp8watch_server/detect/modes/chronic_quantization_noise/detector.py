@@ -1,6 +1,5 @@
 """Quantisation noise: mode 21, chronic-quantization-noise.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     tile SQNR and underflow [S] -> at most one finding
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """Layers and experts that no longer do anything: mode 4, dead-layer.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     log2 amax and zero tiles of a module's input and gradients [S] -> at most one finding
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """Tiles on their way to zero: mode 3, dying-tile.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     smallest non-zero tile amax [S] -> at most one finding
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """Gradients that vanish in the cast, seen by their count: mode 8, gradient-underflow.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     share of underflow [S] of gradients -> at most one finding
 Thread:     detect worker
 

@@ -1,6 +1,5 @@
 """Weights that grow in most layers at once: mode 13, optimizer-divergence.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     per step log2 amax [S] of the weight sites -> at most one finding
 Thread:     detect worker
 

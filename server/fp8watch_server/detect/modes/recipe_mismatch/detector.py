@@ -1,6 +1,5 @@
 """Facts that differ, as a finding: mode 10, recipe-mismatch.
 
-Upstream:   fp8watch_server.detect.sessions  Downstream: fp8watch_server.detect.registry
 Shapes:     changes of sites and sessions -> one finding
 Thread:     detect worker
 """

@@ -1,6 +1,5 @@
 """Whether scales continue where a run resumes: mode 10, recipe-mismatch.
 
-Upstream:   fp8watch_server.detect.cross_rank_step       Downstream: fp8watch_server.detect.engine
 Shapes:     scales [S] of each step -> at most one finding an attempt
 Thread:     detect worker
 """

@@ -1,6 +1,5 @@
 """Scales that fall and do not come back: mode 22, scale-collapse.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     scale_inv [S] of delayed sites; GradScaler's scale -> at most one finding
 Thread:     detect worker
 

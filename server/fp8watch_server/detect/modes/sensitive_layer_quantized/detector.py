@@ -1,6 +1,5 @@
 """Heads, embeddings, routers and norms that compute in FP8: mode 18, sensitive-layer-quantized.
 
-Upstream:   fp8watch_server.detect.sessions  Downstream: fp8watch_server.detect.registry
 Shapes:     sites that were registered, facts of their session -> at most one finding
 Thread:     detect worker
 """

@@ -1,6 +1,5 @@
 """A weight that changes without a reason: mode 15, silent-data-corruption.
 
-Upstream:   fp8watch_server.detect.context   Downstream: fp8watch_server.detect.statistics
 Shapes:     log2 amax of weights [S], from one observation to the next -> at most one finding
 Thread:     detect worker
 
