@@ -44,7 +44,17 @@ def register_recipe(
         variables: of the environment that it reads; it then has a keyword argument `environ`.
         transformer_engine: name of the class of `transformer_engine.common.recipe` with the same arithmetic.
         megatron: value of `--fp8-recipe` with the same arithmetic.
+
+    Raises:
+        ValueError: another recipe has that class or value already; a variant of it leaves it out.
     """
+    for other in RECIPES.values():
+        for name, mine, theirs in (
+            ("transformer_engine", transformer_engine, other.transformer_engine),
+            ("megatron", megatron, other.megatron),
+        ):
+            if mine is not None and mine == theirs:
+                raise ValueError(f"{name}={mine!r}: {other.name} has it; one recipe each, a variant leaves it out")
 
     def register(build: Builder) -> Builder:
         made: Any = build

@@ -17,7 +17,8 @@ USABLE: tuple[str, ...] = tuple(name for name in BACKEND_NAMES if REASONS[name] 
 
 def compared(field: Field, *measured: int) -> bool:
     """Whether records may be held against each other in this field: a later one is filled by some backends only."""
-    return not field.group & EVERY_CALL or all(bits & int(field.group) == int(field.group) for bits in measured)
+    group = int(field.group & EVERY_CALL)  # what the codes alone tell (CAST) is no bit of a record
+    return all(bits & group == group for bits in measured)
 
 
 def shared(measured: Any) -> Any:

@@ -57,3 +57,9 @@ def test_a_recipe_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_recipe("wide", environ={"WIDE": "r"}, argv=[]).name == "wider"
     assert fp8watch.wide is wide
     assert "wide" not in RECIPES
+
+
+@pytest.mark.parametrize("other", [{"megatron": "blockwise"}, {"transformer_engine": "Float8BlockScaling"}])
+def test_a_value_of_others_belongs_to_one_recipe(other: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="blockwise has it; one recipe each, a variant leaves it out"):
+        registry.register_recipe(**other)
