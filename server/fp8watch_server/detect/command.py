@@ -15,7 +15,7 @@ from fp8watch_server.detect.thresholds import TABLE
 
 def main(argv: list[str]) -> int:
     """Exit status 0: the file can be used. 1: it cannot, with every reason. 2: usage."""
-    parser = argparse.ArgumentParser(prog="fp8watch rules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fp8watch rules", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check a rules file")
     check.add_argument("file", type=Path)

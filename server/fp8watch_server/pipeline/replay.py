@@ -86,7 +86,8 @@ def _say(text: object, to: TextIO | None = None) -> None:
 
 def main(argv: list[str]) -> int:
     """Exit status 0: replayed. 1: no such run, or nothing of it is left. 2: usage."""
-    parser = argparse.ArgumentParser(prog="fp8watch replay", description=__doc__)
+    what, _, more = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(prog="fp8watch replay", description=what, epilog=more.rpartition("\n\n")[2])
     parser.add_argument("run", help="run id")
     parser.add_argument("--rules", type=Path, help="a rules file instead of the defaults")
     parser.add_argument("--database-url", default=None, help="default: that of `fp8watch serve`")
