@@ -6,8 +6,9 @@ PIP_ARGS ?=
 ARGS     ?=
 ROOMS    ?= tests/agent tests/store
 BIN      := $(VENV)/bin
+PROVING  := build/proving/.venv
 
-.PHONY: demo test test-long test-python test-gpu test-te lint docs serve bench bench-gpu bench-detect screenshots clean
+.PHONY: demo test test-long test-python test-gpu test-te lint docs serve bench bench-gpu bench-detect prove screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -84,6 +85,19 @@ bench: $(VENV)/.dev
 # make bench-detect detection against the public rules, and write docs/detection.md (no torch; ARGS="--seeds 1 --print")
 bench-detect: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.detection.score $(ARGS)
+
+# make prove        faults and healthy events in real trainings, at attach's defaults; hours, resumable (ARGS="--part 1/4 --jobs 2")
+prove: $(PROVING)/.ready
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PROVING)/bin/python -m proving.run $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=tests $(PROVING)/bin/python -m proving.score)
+
+# Beside .venv, whose packages it sees: what else families need is not needed by anything else.
+$(PROVING)/.ready: $(VENV)/.demo tests/proving/requirements.txt
+	$(BIN)/python -m venv --without-pip $(PROVING)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(\"" + sysconfig.get_path("purelib") + "\")")' \
+	  > $$($(PROVING)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(PROVING)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/proving/requirements.txt
+	@touch $@
 
 # make bench-gpu    the GPU's part of docs/benchmarks.md; fails where there is none
 bench-gpu: $(VENV)/.dev

@@ -16,6 +16,7 @@ HELP = {
     "grafana": "push the dashboards into a Grafana",
     "backup": "copy the collector's database while it runs",
     "check": "read all that is stored against its hashes and counts",
+    "check-gemm": "hold this machine's quantisers and FP8 GEMMs against what they must give",
     "migrate": "bring the database to the newest revision",
     "prune": "let old steps of a run go, or the whole run",
     "replay": "run the detectors over a stored run again, with other rules",
@@ -55,9 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "demo", "grafana": "grafana", "sync": "train"}
-        extra = own.get(args[0], "server")
-        print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch[{extra}]'", file=sys.stderr)
+        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""}
+        extra = own.get(args[0], "[server]")
+        print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2
 
 

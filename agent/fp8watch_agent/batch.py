@@ -29,6 +29,9 @@ from fp8watch_agent.wire import (
 )
 
 MAX_BATCH_STEPS = 256
+BATCH_STEPS = 8  # that a batch waits for: their columns differ little, and its fixed costs are paid once
+LINGER_INTERVALS = 8  # batch intervals for which it waits at most: below late_rank_s of the detectors
+PROMPT_STEPS = 16  # of a session, that leave without waiting: somebody is looking
 MAX_EXTRA_BYTES = 32 << 10  # logs and batch ids of one batch, before they become header columns
 MAX_RAW_BYTES = 8 << 20
 SPLIT_SHIFT = 48  # each half's path in the tree of halves, above the parent's seq
@@ -115,8 +118,12 @@ class BatchBuilder:
             header = msgspec.structs.replace(header, logs={})
         step = np.repeat(steps["step"], [f.num_records for f in frames])
         site = np.concatenate([f.site_ids for f in frames])
-        rows = np.concatenate([f.rows for f in frames])
-        yield_gil()
+        rows = np.empty(self.num_records, ROW)
+        at = 0
+        for f in frames:
+            rows[at : at + f.num_records] = f.rows
+            at += f.num_records
+            yield_gil()
         body = encode_batch(header, steps, step, site, rows, yield_gil=yield_gil)
         yield_gil()
         precious = any(f.precious for f in frames)
@@ -128,6 +135,23 @@ def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:
     for f in frames:
         names.update(dict.fromkeys(f.logs))
     return {name: [f.logs.get(name) for f in frames] for name in names}
+
+
+def complete(frames: list[Frame], waited_intervals: float, urgent_to: int) -> bool:
+    """Whether frames that have waited for an interval at least leave now, or wait for more steps.
+
+    Args:
+        frames: what is in the batch so far.
+        waited_intervals: how long the first has waited, in batch intervals.
+        urgent_to: frames before this number do not wait.
+    """
+    return (
+        not frames
+        or frames[0].number < max(urgent_to, PROMPT_STEPS)
+        or len(frames) >= BATCH_STEPS
+        or any(f.precious for f in frames)
+        or waited_intervals >= LINGER_INTERVALS
+    )
 
 
 def batches(session: Session, frames: Iterable[Frame], max_records: int) -> Iterable[BatchBuilder]:

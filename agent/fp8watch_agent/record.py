@@ -28,7 +28,8 @@ class Measured(IntFlag):
     """Groups of fields, one bit each: what was measured for this record. What is not, is absent, never 0.
 
     A bit up to GEMM is set if any call of a record measured the group, one above CAST only if every call did
-    (`EVERY_CALL`). A later field has a bit above CAST, alone or with the fields that are always filled together with it.
+    (`EVERY_CALL`), but for `SOME_CALLS`. A later field has a bit above CAST, alone or with the fields that are always
+    filled together with it.
     """
 
     COUNTS = 1
@@ -42,9 +43,17 @@ class Measured(IntFlag):
     GEMM = 256
     CODES = 512  # COUNTS and AMAX come from codes alone, which do not tell what the cast did
     CAST = 1024  # is never set: a field that has it needs a record without CODES
+    QUANTISER = 8192  # what a GEMM reads was held against its operand
+    OUTPUTS = 16384  # the output of a GEMM was looked at, and something in it was not finite
 
 
-EVERY_CALL = Measured(sum(group for group in Measured if group > Measured.CAST))
+SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS
+"""Groups of looks that are taken at some calls and on some ranks, in turn: a merged record holds them if any had one."""
+
+LATER = Measured(sum(group for group in Measured if group > Measured.CAST))
+"""Groups whose fields lie behind those that every backend fills."""
+
+EVERY_CALL = LATER & ~SOME_CALLS
 """Groups that a merged record holds only if every call and every rank in it measured them: a backend that does not know
 a group makes it absent, not smaller."""
 
@@ -82,7 +91,7 @@ _INF = float("inf")
 _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
 _CK, _AK = Measured.COUNTS | Measured.CAST, Measured.AMAX | Measured.CAST
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
-_G = Measured.GEMM
+_G, _Q, _O = Measured.GEMM, Measured.QUANTISER, Measured.OUTPUTS
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
@@ -105,6 +114,14 @@ FIELDS: tuple[Field, ...] = (
           "octave buckets of log2(tile amax / |x|)", 1, NUM_DEPTH_BUCKETS),
     Field("output_num_nonfinite", "<i8", "sum", _G, 0, "elements",
           "NaN and ±Inf in the sampled output of the site's GEMM", 37),
+    Field("num_nonfinite_outputs", "<i8", "sum", _O, 0, "elements",
+          "NaN and ±Inf in the output of the site's GEMM; 1 where they were not counted", 44,
+          label="non-finite outputs"),
+    Field("num_nan_codes", "<i8", "sum", _Q, 0, "elements",
+          "NaN that the GEMM reads where the operand is finite, in sampled tiles", 45, label="NaN codes"),
+    Field("num_off_grid", "<i8", "sum", _Q, 0, "elements",
+          "elements that the GEMM reads further than half a step from the operand, in sampled tiles", 46,
+          label="codes off the grid"),
     # a hash is compared across replicas, never merged
     Field("weight_hash", "<i8", "keep", _H, 0, "bits",
           "Σ bits(element i)·odd(i) mod 2^64, read as two's complement", 28),
@@ -116,6 +133,13 @@ FIELDS: tuple[Field, ...] = (
     Field("num_off_scale_tiles", "<i4", "sum", _R, 0, "tiles",
           "scale invariant broken, or scale not finite and positive", 20),
     Field("num_calls", "<i4", "sum", _C, 0, "calls", "quantisations merged into this record (micro-batches)", 27),
+    Field("num_checked_tiles", "<i4", "sum", _Q, 0, "tiles",
+          "sampled tiles that were held against their operand", 47, label="tiles held against the operand"),
+    Field("num_zeroed_tiles", "<i4", "sum", _Q, 0, "tiles",
+          "sampled tiles of which the GEMM reads zeros only, and whose amax is above the flush limit", 48,
+          label="tiles that became zero"),
+    Field("num_wrong_scales", "<i4", "sum", _Q, 0, "tiles",
+          "sampled tiles whose scale_inv is not what their amax gives", 49, label="wrong scales"),
     Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", 0, NUM_AMAX_BUCKETS),
     # float32 maxima and minima
     Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is", 3),
@@ -133,6 +157,8 @@ FIELDS: tuple[Field, ...] = (
           "(row, column) of the tile of tile_noise_ratio_max", 30, 2),
     Field("off_scale_tile", "<i4", "first", _R, -1, "tile",
           "(row, column) of the worst off-scale tile of the first call that had one", 31, 2),
+    Field("fault_tile", "<i4", "first", _Q, -1, "tile",
+          "(row, column) of the first sampled tile that the quantiser got wrong", 50, 2),
     Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 32, 3),
     # bookkeeping
     Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call", 26),
@@ -141,6 +167,8 @@ FIELDS: tuple[Field, ...] = (
 
 FIELD_BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
 HISTOGRAMS = ("amax_hist", "depth_hist")
+QUANTISER_FAULTS = ("num_nan_codes", "num_off_grid", "num_zeroed_tiles", "num_wrong_scales")
+"""Counts of the group QUANTISER that are 0 whatever the data are."""
 
 
 def holds(measured: npt.NDArray[np.int32], groups: Measured) -> npt.NDArray[np.bool_]:
@@ -156,7 +184,7 @@ _BASE: dict[str, Any] = {"<f8": np.float64, "<i8": np.int64, "<i4": np.int32, "<
 def _layout() -> tuple[Field, ...]:
     """Fields that every backend fills lie first: kernels write them section by section, a section of one dtype and one
     way of merging with one operation. Later ones lie behind them, the wide before the narrow."""
-    later = [f for f in FIELDS if f.group & EVERY_CALL]
+    later = [f for f in FIELDS if f.group & LATER]
     return (*(f for f in FIELDS if f not in later), *sorted(later, key=lambda f: -np.dtype(f.dtype).itemsize))
 
 

@@ -1,6 +1,6 @@
 """Recorder: the non-blocking API through which training hands over its measurements.
 
-Upstream:   fp8watch.session.step_flush
+Upstream:   fp8watch.session.step_flush, fp8watch.session.tile_map_flush
 Downstream: fp8watch_agent.ring, fp8watch_agent.sender
 Shapes:     one step: STEP, site ids uint64 [N], rows [N] of ROW
 Thread:     training: `record_*` copy memory and return; they never wait, never raise, and do no I/O
@@ -166,6 +166,11 @@ class Recorder:
                 self._maps.push(tile_map)
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("record_tile_maps", e)
+
+    def hurry(self) -> None:
+        """Let what was recorded so far leave without waiting for more steps: something has happened in it."""
+        if not self._inert and not self._closed:
+            self._sender.hurry()
 
     def wanted_captures(self) -> frozenset[int]:
         """Ids of the sites whose full tile maps the collector currently asks for."""

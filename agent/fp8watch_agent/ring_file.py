@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import ROW, STEP, StepPresent, StepStatus
+from fp8watch_agent.record import QUANTISER_FAULTS, ROW, STEP, StepPresent, StepStatus
 from fp8watch_agent.session import Session
 
 MAGIC = b"FP8WRNG1"
@@ -52,7 +52,9 @@ NEW_SUFFIX = ".new"  # until the file is locked and whole
 
 WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ = range(3)
 
-BROKEN = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite")
+BROKEN = (
+    "num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "num_nonfinite_outputs", *QUANTISER_FAULTS,
+)  # fmt: skip
 """Counts that are 0 in every healthy step."""
 
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, end_parcel, maps_parcel
+from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, complete, end_parcel, maps_parcel
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, DeliveryCounts, merged
 from fp8watch_agent.ring import Ring
@@ -85,6 +85,7 @@ class Sender:
         self._away_until = 0.0
         self._num_failures = 0
         self._due_since: float | None = None
+        self._urgent_to = 0  # frames before this number do not wait for others
         self._bytes_per_record = FIRST_BYTES_PER_RECORD
         self._told: set[str] = set()
         self._announced = -1  # version of the session's facts that the collector has
@@ -149,7 +150,11 @@ class Sender:
     def oldest_unsent(self) -> int:
         """Number of the oldest frame that is neither acknowledged, dropped nor on disk."""
         with self.lock:
-            return -1 if self.in_hand is not None or self._kept else self._ring.oldest_number()
+            if self.in_hand is not None or self._kept:
+                return -1
+            if self._builder is not None and self._builder.frames:
+                return self._builder.frames[0].number
+            return self._ring.oldest_number()
 
     # --- from the ring into the hand (under the lock)
 
@@ -171,15 +176,32 @@ class Sender:
             time.sleep(GIL_YIELD_S)
 
     def _waiting(self) -> bool:
+        building = self._builder is not None and bool(self._builder.frames)
+        return building or self._more()
+
+    def _more(self) -> bool:
+        """Whether there are steps behind those of the batch that is being put together."""
         return bool(self._kept) or len(self._ring) > 0
 
+    def hurry(self) -> None:
+        """Send what has been recorded so far without waiting for more steps. Any thread; only sets a number."""
+        self._urgent_to = self._ring.pushed_frames
+
     def _due(self) -> bool:
+        """Whether a batch leaves: it is full, or has waited. What broke waits one interval for the steps around it."""
         now = time.monotonic()
         if self._due_since is None:
             self._due_since = now
-        enough = self._ring.queued_records() * self._bytes_per_record >= self._settings.batch_bytes
-        waited = now - self._due_since >= self._settings.batch_interval_s
-        return enough or waited or self.flushing or self.deadline is not None or self.abandoned
+        records = self._ring.queued_records() + self.num_building
+        if records * self._bytes_per_record >= self._settings.batch_bytes:
+            return True
+        if self.flushing or self.deadline is not None or self.abandoned:
+            return True
+        waited_s = now - self._due_since
+        if waited_s < self._settings.batch_interval_s:
+            return False
+        frames = self._gather().frames
+        return self._more() or complete(frames, waited_s / self._settings.batch_interval_s, self._urgent_to)
 
     def _thin(self) -> None:
         """When sending and spooling both fail and the ring is nearly full, drop healthy steps before those with
@@ -198,7 +220,8 @@ class Sender:
             return self._ring.claim(wanted)
         return self._kept.popleft() if wanted(self._kept[0]) else None
 
-    def _take_batch(self) -> bool:
+    def _gather(self) -> BatchBuilder:
+        """Claim the frames that fit into the next batch."""
         if self._builder is None:
             max_records = max(1, int(self._settings.batch_bytes / self._bytes_per_record))
             self._builder = BatchBuilder(self._registration.session, max_records)
@@ -210,7 +233,11 @@ class Sender:
                 self._kept.appendleft(frame)
                 raise
             self._yield_gil()
-        if not self._waiting():
+        return builder
+
+    def _take_batch(self) -> bool:
+        builder = self._gather()
+        if not self._more():
             self._due_since = None
         if not builder.frames:
             return False

@@ -6,7 +6,7 @@ Thread:     sender (encode), collector (decode)
 
 A body is a msgpack map {header, steps, columns, constants}. A column whose every value is the field's default is left
 out; one value for all records travels once. Histograms travel as u8 codes round(8·log2(1 + count)), float64 sums within
-2^-13; everything else travels bit for bit, NaN and Inf included. Bodies of version 1 are read as well.
+2^-13; everything else travels bit for bit, NaN and Inf included. Bodies of versions 1 and 2 are read as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES as MAX_INFLATED
 from fp8watch_agent.bounded_decompress import TooLarge as TooLarge
 from fp8watch_agent.bounded_decompress import WireError as WireError
 from fp8watch_agent.bounded_decompress import decompress as decompress
-from fp8watch_agent.column_codec import Columns, new_compressor, pack
-from fp8watch_agent.column_codec import decode_histogram as decode_histogram
-from fp8watch_agent.column_codec import encode_histogram as encode_histogram
+from fp8watch_agent.column_codec import Columns, Packed
+from fp8watch_agent.column_words import new_compressor
+from fp8watch_agent.columns_v2 import ColumnsV2
 from fp8watch_agent.envelope import MAX_COLUMNS as MAX_COLUMNS
 from fp8watch_agent.envelope import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from fp8watch_agent.envelope import MAX_RECORDS as MAX_RECORDS
@@ -33,13 +33,16 @@ from fp8watch_agent.envelope import MAX_TILE_MAPS as MAX_TILE_MAPS
 from fp8watch_agent.envelope import MAX_WIRE_BYTES as MAX_WIRE_BYTES
 from fp8watch_agent.envelope import UNDECODABLE, Array, decode_header, exact, open_map
 from fp8watch_agent.envelope import UnsupportedVersion as UnsupportedVersion
+from fp8watch_agent.histogram_code import decode_histogram as decode_histogram
+from fp8watch_agent.histogram_code import encode_histogram as encode_histogram
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, STEP
+from fp8watch_agent.site_major import SiteMajor
 from fp8watch_agent.wire_maps import TileMaps as TileMaps
 from fp8watch_agent.wire_maps import decode_tile_maps as decode_tile_maps
 from fp8watch_agent.wire_maps import encode_tile_maps as encode_tile_maps
 
-WIRE_VERSION = 2
-READS = (1, 2)
+WIRE_VERSION = 3
+READS = (1, 2, 3)
 BATCH_CONTENT_TYPE = "application/vnd.fp8watch.batch+msgpack"
 TILE_MAPS_CONTENT_TYPE = "application/vnd.fp8watch.tile-maps+msgpack"
 
@@ -59,10 +62,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     health: dict[str, float] = {}
     logs: dict[str, list[float | None]] = {}
     batch_ids: list[str | None] = []
-    per_step: int = (
-        0  # records of each step, where all steps have the same sites in the same order; set by encode_batch
-    )
+    # set by encode_batch
+    per_step: int = 0  # number of sites, where the records of all steps lie in one order of sites; else 0
     depth_stride: int = 0  # delta stride of depth_hist, in records
+    sparse: int = 0  # bits of `measured` whose fields take bytes for the records that have them alone
 
 
 class _Body(msgspec.Struct):
@@ -96,20 +99,50 @@ class Batch:
     def nbytes(self) -> int:
         """Memory with all columns decoded."""
         sent = self.sent
-        opened = sent.nbytes if isinstance(sent, Columns) else sum(column.nbytes for column in sent.values())
+        if isinstance(sent, Columns | ColumnsV2):
+            opened = sent.nbytes
+        else:
+            opened = sum(column.nbytes for column in sent.values())
         return self.steps.nbytes + self.step.nbytes + self.site.nbytes + opened
 
 
-def _records_of_each_step(steps: Array, step: Array, site: Array) -> int:
-    """Records per step when all steps have the same sites in the same order; else 0."""
+def _one_order(steps: Array, step: Array, site: Array) -> tuple[Array, npt.NDArray[np.bool_]] | None:
+    """Sites in the order in which all steps have them, and which of them each step has [steps, sites].
+
+    None where there is no such order, or a step has a site twice.
+    """
     n, num_steps = len(step), len(steps)
-    if not n or n % num_steps:
-        return 0
-    each = n // num_steps
-    if not np.array_equal(step.reshape(num_steps, each), np.broadcast_to(steps["step"][:, None], (num_steps, each))):
-        return 0
-    sites = site.reshape(num_steps, each)
-    return each if np.array_equal(sites, np.broadcast_to(sites[0], sites.shape)) else 0
+    if not n or not (step[1:] >= step[:-1]).all():
+        return None
+    ends = np.searchsorted(step, steps["step"], side="right")
+    each = np.split(site, ends[:-1])
+    sites = max(each, key=len)
+    if all(np.array_equal(of_step, sites) for of_step in each):
+        there = np.ones((num_steps, len(sites)), dtype=bool)
+    else:
+        sites = _merged(sites, each)
+        by_id = np.argsort(sites)
+        number = by_id[np.searchsorted(sites, site, sorter=by_id)]
+        there = np.zeros((num_steps, len(sites)), dtype=bool)
+        there[np.searchsorted(steps["step"], step), number] = True
+        follows = step[1:] == step[:-1]
+        if not (number[1:] > number[:-1])[follows].all():
+            return None
+    in_order = np.sort(sites)  # np.unique would import numpy.ma here, in the middle of a batch
+    return (sites, there) if (in_order[1:] != in_order[:-1]).all() and int(there.sum()) == n else None
+
+
+def _merged(sites: Array, each: list[Array]) -> Array:
+    """The longest list of sites with those of the others put behind what they follow."""
+    order: list[int] = sites.tolist()
+    known = set(order)
+    for of_step in each:
+        if not known.issuperset(ids := of_step.tolist()):
+            for before, one in zip([None, *ids], ids, strict=False):
+                if one not in known:
+                    order.insert(0 if before is None else order.index(before) + 1, one)
+                    known.add(one)
+    return np.array(order, dtype="<u8")
 
 
 def encode_batch(
@@ -136,21 +169,31 @@ def encode_batch(
     if header.num_steps != len(steps) or header.num_records != len(rows):
         raise WireError("header", "num_steps and num_records must be the lengths of the arrays")
     step, site = np.asarray(step, dtype="<i8"), np.asarray(site, dtype="<u8")
-    per_step = _records_of_each_step(steps, step, site)
+    found = _one_order(steps, step, site)
+    sites, there = (site, np.ones((1, len(site)), dtype=bool)) if found is None else found
     compressor = new_compressor(level)
-    columns, constants, depth_stride = pack(rows, per_step, compressor, yield_gil)
-    columns["site"] = site[: per_step or None].tobytes()
-    if not per_step:
+    yield_gil()
+    order = SiteMajor.of_batch(there)
+    yield_gil()
+    packed = Packed(rows, order, compressor, yield_gil)
+    columns = {"site": sites.tobytes(), **packed.columns}
+    if found is None:
         columns["step"] = (step - header.step0).astype("<u4").tobytes()
+    elif not there.all():
+        columns["there"] = np.packbits(there).tobytes()
+    header = msgspec.structs.replace(
+        header, version=WIRE_VERSION, per_step=0 if found is None else len(sites), depth_stride=packed.depth_stride,
+        sparse=packed.sparse,
+    )  # fmt: skip
     body = {
-        "header": msgspec.structs.replace(header, version=WIRE_VERSION, per_step=per_step, depth_stride=depth_stride),
+        "header": header,
         "steps": {name: np.ascontiguousarray(steps[name]).tobytes() for name in STEP.names or ()},
         "columns": columns,
-        "constants": constants,
+        "constants": packed.constants,
     }
     yield_gil()
-    packed: bytes = compressor.compress(msgspec.msgpack.encode(body))
-    return packed
+    compressed: bytes = compressor.compress(msgspec.msgpack.encode(body))
+    return compressed
 
 
 def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
@@ -186,7 +229,7 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
         raise WireError("steps.step", "a batch spans at most 2^32 steps")
     if (steps["status"] > 2).any():
         raise WireError("steps.status", f"{int(steps['status'].max())}; 0 ok, 1 skipped, 2 aborted")
-    step, site = _read_keys(header, steps, sent_columns)
+    step, site, order = _read_keys(header, steps, sent_columns)
     for name, log in header.logs.items():
         if len(log) != s:
             raise WireError(f"logs.{name}", f"{len(log)} values for {s} steps")
@@ -198,26 +241,45 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
         constants = open_map("constants", got.constants)
         if not 0 <= header.depth_stride <= n:
             raise WireError("header", f"depth_stride {header.depth_stride}; 0 to {n} are allowed")
-        sent = Columns(n, sent_columns, constants, header.per_step, header.depth_stride)
+        if header.version == 2:
+            sent = ColumnsV2(n, sent_columns, constants, header.per_step, header.depth_stride)
+        else:
+            sent = Columns(order, sent_columns, constants, header.sparse, header.depth_stride)
     return Batch(header=header, steps=steps, step=step, site=site, sent=sent)
 
 
-def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Array, Array]:
-    """Step and site of each record; removes these columns from `sent`."""
-    n, each = header.num_records, header.per_step if header.version > 1 else 0
-    if each and each * header.num_steps != n:
-        raise WireError("header", f"{header.num_steps} steps of {each} records are not {n}")
+def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Array, Array, SiteMajor]:
+    """Step and site of each record, and their places in a column; removes these columns from `sent`."""
+    n, s, each = header.num_records, header.num_steps, header.per_step if header.version > 1 else 0
     if "site" not in sent:
         raise WireError("site", "missing; it is a key of every record")
-    site = exact("site", sent.pop("site"), "<u8", each or n)
     if each:
-        return np.repeat(steps["step"], each), np.tile(site, header.num_steps)
+        there = _read_there(n, s, each, sent.pop("there", b"") if header.version > 2 else b"")
+        site = exact("site", sent.pop("site"), "<u8", each)
+        number = np.broadcast_to(np.arange(each), there.shape)[there]
+        return np.repeat(steps["step"], there.sum(axis=1)), site[number], SiteMajor.of_batch(there)
+    site = exact("site", sent.pop("site"), "<u8", n)
     if "step" not in sent:
         raise WireError("step", "missing; it is a key of every record")
     step = exact("step", sent.pop("step"), "<u4", n).astype(np.int64) + header.step0
     if n and not np.all(np.isin(step, steps["step"])):
         raise WireError("step", "a record names a step that the batch does not hold")
-    return step, site
+    return step, site, SiteMajor.of_batch(np.ones((1, n), dtype=bool))
+
+
+def _read_there(num_records: int, num_steps: int, num_sites: int, raw: bytes) -> npt.NDArray[np.bool_]:
+    """Which sites each step has, [num_steps, num_sites]."""
+    num_bits = num_steps * num_sites
+    if not 0 < num_sites <= num_records or num_bits < num_records or num_bits > MAX_RECORDS * 8:
+        raise WireError("header", f"{num_steps} steps of {num_sites} records are not {num_records}")
+    if not raw:
+        there = np.ones((num_steps, num_sites), dtype=bool)
+    else:
+        bits = exact("there", raw, "<u1", -(-num_bits // 8))
+        there = np.unpackbits(bits, count=num_bits).view(bool).reshape(num_steps, num_sites)
+    if int(there.sum()) != num_records:
+        raise WireError("header", f"{num_steps} steps of {num_sites} records are not {num_records}")
+    return there
 
 
 def _read_plain(columns: dict[str, bytes], num_records: int) -> dict[str, Array]:

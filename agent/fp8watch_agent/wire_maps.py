@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES, TooLarge, WireError, decompress
-from fp8watch_agent.column_codec import new_compressor
+from fp8watch_agent.column_words import new_compressor
 from fp8watch_agent.envelope import MAX_TILE_MAPS, UNDECODABLE, Array, decode_header, exact, open_map
 from fp8watch_agent.record import TileMap
 

@@ -2,7 +2,7 @@
 
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
-In sampled steps only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
+In the steps of a module's turn only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
 and the functions through which all modules multiply (`general_gemm` and its grouped form) are wrapped to see codes and
 scales. Nothing is quantised a second time, Transformer Engine's debug mode is not used, and an error in here is counted
 and never reaches training.
@@ -37,6 +37,7 @@ from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_unread import Tell, Unread, silent
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.pass_counter import in_backward
+from fp8watch.observer.step_sample import EVERYTHING
 from fp8watch.recipe.framework import STOCK, transformer_engine
 from fp8watch_agent.guard import Guard
 
@@ -75,6 +76,7 @@ class _Frame:
     num_products: dict[str, int] = field(default_factory=dict)
     observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
     again: bool = False  # a recomputation: its forward was observed already
+    sampled: bool = True  # its turn is in this step
     trains: bool = True  # whether a backward belongs to this forward
 
 
@@ -139,12 +141,12 @@ class TeObserver:
         self.facts: dict[int, SiteNumerics] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
-        self._rows_of: dict[int, list[int]] = {}  # id of a module -> its rows
+        self.rows_of: dict[int, list[int]] = {}  # id of a module -> its rows, which are looked at in the same steps
         for te in modules:
-            self._rows_of[id(te)] = [first_row + len(self._rows) + i for i in range(len(te.sites))]
+            self.rows_of[id(te)] = [first_row + len(self._rows) + i for i in range(len(te.sites))]
             for site in te.sites:
                 self._rows[site.fqn, site.operand, site.direction] = first_row + len(self._rows)
-        self.sampled = True
+        self.sample = EVERYTHING
         self._suspects: dict[int, torch.Tensor] = {}
         self._local = threading.local()
         self._hooks: list[Any] = []
@@ -180,9 +182,7 @@ class TeObserver:
         self._wrapped.clear()
 
     def take_suspects(self) -> dict[int, int]:
-        """Rows with suspect tiles since the last call, and how many. Synchronises with the device: call it at the end
-        of a sampled step.
-        """
+        """Rows with suspect tiles since the last call, and how many. Synchronises with the device."""
         rows, counts = self.pop_suspects()
         return {} if counts is None else {row: n for row, n in zip(rows, counts.tolist(), strict=True) if n}
 
@@ -200,7 +200,7 @@ class TeObserver:
     def note_operand(self, operand: str, x: torch.Tensor) -> None:
         """Take an operand before its cast, from an observed quantiser (see te_recipe)."""
         frame = self._frame(operand == "grad_output")
-        if frame is not None and self.sampled:
+        if frame is not None and frame.sampled:
             frame.operands.setdefault(operand, []).append(x.detach())
 
     # ---- module hooks ----------------------------------------------------------------------------------------
@@ -216,10 +216,11 @@ class TeObserver:
         stack.append(None)  # whatever happens below: each call must leave what it entered
         if te.module.training and not torch.compiler.is_compiling():
             again = in_backward()
-            frame = stack[-1] = _Frame(te, again=again, trains=torch.is_grad_enabled())
+            sampled = bool(self.sample.full[self.rows_of[id(te)][0]])
+            frame = stack[-1] = _Frame(te, again=again, sampled=sampled, trains=torch.is_grad_enabled())
             if not again:
                 self._entered(False)
-            if self.sampled and te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
+            if sampled and te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
                 frame.operands["input"] = [args[0].detach()]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -230,8 +231,8 @@ class TeObserver:
         first = output[0] if isinstance(output, tuple) and output else output
         if frame is None or not isinstance(first, torch.Tensor):
             return
-        if self.sampled and not frame.again and not frame.num_products and first.numel():
-            for row in self._rows_of[id(frame.te)]:
+        if frame.sampled and not frame.again and not frame.num_products and first.numel():
+            for row in self.rows_of[id(frame.te)]:
                 self.unread.note(frame.te.kind, "its products do not pass where they are seen: fused or compiled", row)
         if not first.requires_grad:
             return
@@ -242,8 +243,8 @@ class TeObserver:
 
     def _enter_backward(self, frame: _Frame, grad: torch.Tensor) -> None:
         self._entered(True)
-        operands = dict(frame.operands, grad_output=[grad.detach()]) if self.sampled else {}
-        self._local.backward = _Frame(frame.te, operands, observed=frame.observed)
+        operands = dict(frame.operands, grad_output=[grad.detach()]) if frame.sampled else {}
+        self._local.backward = _Frame(frame.te, operands, observed=frame.observed, sampled=frame.sampled)
 
     def _stack(self) -> list[_Frame | None]:
         if not hasattr(self._local, "stack"):
@@ -261,7 +262,7 @@ class TeObserver:
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def product(*args: Any, **kwargs: Any) -> Any:
-            if self.sampled and len(args) >= 2:
+            if self.sample.any_full and len(args) >= 2:
                 self._guard.run("te gemm", self._see, args[0], args[1], str(kwargs.get("layout", "TN")))
             return original(*args, **kwargs)
 
@@ -271,7 +272,7 @@ class TeObserver:
         if layout not in _OPERANDS:
             return
         frame = self._frame(layout != "TN")
-        if frame is None:
+        if frame is None or not frame.sampled:
             return
         number = frame.num_products.get(layout, 0)
         frame.num_products[layout] = number + 1

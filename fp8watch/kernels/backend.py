@@ -9,7 +9,7 @@ for both directions, or measures without writing what it quantised, says so by h
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -21,6 +21,17 @@ Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, TileStats | None]
 
 Scales: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Given scales of both directions: rowwise [M, ceil(K/length)], columnwise [ceil(M/length), K]."""
+
+
+class Into(NamedTuple):
+    """Rows of a slab in the host's memory, into which a call merges what it measures.
+
+    A backend with `MERGES = True` has the functions of `Merging`.
+    """
+
+    buffer: torch.Tensor  # in which they lie: it lives as long as the call
+    addresses: tuple[int, int]  # of the row of each direction
+    order: int  # of the call in its step, for the first direction; the second has the next
 
 
 class Backend(Protocol):
@@ -39,6 +50,19 @@ class Backend(Protocol):
 
     def dequantize(self, data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
         """Return the codes' values times scale_inv, float32."""
+
+
+class Merging(Protocol):
+    """The functions of a backend with `MERGES = True`, which write what they measure into a slab on the way."""
+
+    def values_into(
+        self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool
+    ) -> tuple[list[torch.Tensor], list[TileStats]]:
+        """`quantize_dequantize` of a job with statistics, or with `both` that of both directions: what the codes stand
+        for, and what was measured, one a direction."""
+
+    def measure_into(self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:
+        """The statistics alone."""
 
 
 def quantize_dequantize_both(

@@ -15,15 +15,17 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8watch.layers.operand_check import hold_against_operand
+from fp8watch.layers.shadow_gemm import hold_against_shadow
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
-from fp8watch.observer.stopwatch import LIGHT
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[int, Plan] = {}
@@ -66,6 +68,11 @@ def lookup(site: Tensor) -> tuple[Plan, int]:
     return plan, value & 0xFFFFFFFF
 
 
+def plan_of(site: Tensor) -> Plan | None:
+    """The plan of a site; None after detach."""
+    return _plans.get(int(site) >> 32)
+
+
 def enter_forward(plan: Plan) -> None:
     """A watched module is in its forward, and it counts."""
     step = plan.step
@@ -74,7 +81,7 @@ def enter_forward(plan: Plan) -> None:
     step.forward_seen = step.forward_since = True
 
 
-def _number(plan: Plan, operand: int, count: bool) -> int | None:
+def pass_number(plan: Plan, operand: int, count: bool) -> int | None:
     """Number of the pass that a call belongs to, None where it does not count."""
     if operand == GRAD_OUTPUT:
         plan.step.saw_backward()
@@ -89,13 +96,13 @@ def _number(plan: Plan, operand: int, count: bool) -> int | None:
     return plan.passes.in_forward()
 
 
-def _asked(plan: Plan, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
+def asked_rows(plan: Plan, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
     """Rows and quantisers of the directions that a call asks for."""
     known = plan.sites.known.get((first, operand, rowwise, columnwise))
     return plan.sites.asked(first, operand, rowwise, columnwise) if known is None else known
 
 
-def _keep_books(plan: Plan, asked: OperandRows, x: Tensor, number: int | None) -> None:
+def keep_books(plan: Plan, asked: OperandRows, x: Tensor, number: int | None) -> None:
     """Of a forward operand that counts: note the columnwise row that the first pass leaves out, and measure it where the
     recomputation asks for it."""
     if number is not None:
@@ -113,15 +120,15 @@ def _run(
 ) -> list[Any]:
     """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts."""
     plan, first = lookup(site)
-    number = _number(plan, operand, count)
+    number = pass_number(plan, operand, count)
     if x.numel() == 0:
         return []
-    asked = _asked(plan, first, operand, rowwise, columnwise)
+    asked = asked_rows(plan, first, operand, rowwise, columnwise)
     warming = plan.step.warming
     if operand != GRAD_OUTPUT:
         if count:
             if number is None or asked.leaves_column is not None:
-                _keep_books(plan, asked, x, number)
+                keep_books(plan, asked, x, number)
             how = "codes" if codes else "high precision" if warming else "fp8"
             if number is not None:
                 plan.recomputed.first[asked.first] = x.dtype, x.shape[-1], how
@@ -132,7 +139,10 @@ def _run(
                 quantizer.settle(plan.passes.settle())
     if warming and not codes:
         return list(plan.pass_through(asked, x, number=number))
-    return plan.quantize(asked, x, number=number, codes=codes)
+    outs = plan.quantize(asked, x, number=number, codes=codes)
+    if count and first in plan.canary.turn:
+        plan.guard.run("canary", hold_against_operand, plan, asked, x, outs, codes=codes)
+    return outs
 
 
 def _quantize_dequantize(
@@ -185,73 +195,6 @@ def _(
     return (*(row if rowwise else (none, no_scale)), *(col if columnwise else (none.clone(), no_scale.clone())))
 
 
-def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
-    plan, first = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
-    if plan is not None:  # None: detached before this backward
-        _observe_now(plan, first, x, operand, rowwise, columnwise)
-    return x.new_empty((0,))
-
-
-def _observe_now(
-    plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool, source: Tensor | None = None
-) -> None:
-    began = plan.stopwatch.mark() if plan.stopwatch is not None else None
-    number = _number(plan, operand, True)
-    if not x.numel() or plan.idle(first):
-        return
-    asked = _asked(plan, first, operand, rowwise, columnwise or (operand == WEIGHT and rowwise))
-    if operand != GRAD_OUTPUT and (number is None or asked.leaves_column is not None):
-        _keep_books(plan, asked, x, number)
-    if number is not None and asked.rows:  # of a Linear of which only the bias is trained no GEMM reads the gradient
-        try:
-            plan.observe(asked, x, number=number, source=source)
-        except Exception as error:  # noqa: BLE001 - what observes fails alone, and the guard counts
-            plan.guard.swallow("observe", error)
-    if plan.stopwatch is not None:
-        plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
-
-
-observe = torch.library.custom_op("fp8watch::observe", mutates_args=())(_observe)
-
-
-@observe.register_fake
-def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
-    return x.new_empty((0,))
-
-
-def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
-    """Look at a Linear that computes as before: at its operands, its output and, in backward, the gradient of that.
-    Eager only, see `is_eager`: an op would cost more than many an operand takes, and nothing here is in any graph."""
-    value = int(site)
-    plan, first = _plans.get(value >> 32), value & 0xFFFFFFFF
-    if plan is None:
-        return
-    wgrad = weight.requires_grad and torch.is_grad_enabled()
-    if plan.idle(first):
-        _number(plan, INPUT, True)  # steps end all the same
-    else:
-        with torch.no_grad():
-            _observe_now(plan, first, rows_by_columns(x.detach()), INPUT, True, wgrad, source=x)
-            _observe_now(plan, first, weight.detach(), WEIGHT, True, False)
-            _look_at_output(y.detach(), site, INPUT, False)
-    if y.requires_grad:
-        dgrad = x.requires_grad
-
-        def see_gradient(grad: Tensor | None) -> None:
-            plan = _plans.get(value >> 32)
-            if plan is None or grad is None:
-                return
-            if plan.idle(first):
-                _number(plan, GRAD_OUTPUT, True)
-            elif not is_eager(grad):
-                observe(rows_by_columns(grad.detach()), site, GRAD_OUTPUT, dgrad, wgrad)
-            else:
-                with torch.no_grad():
-                    _observe_now(plan, first, rows_by_columns(grad.detach()), GRAD_OUTPUT, dgrad, wgrad)
-
-        y.register_hook(see_gradient)  # type: ignore[no-untyped-call]
-
-
 def rows_by_columns(x: Tensor) -> Tensor:
     """[..., K] as [M, K]; without elements −1 would be any number."""
     if x.dim() == 2:
@@ -261,68 +204,46 @@ def rows_by_columns(x: Tensor) -> Tensor:
 
 def is_eager(*tensors: Tensor) -> bool:
     """Whether tensors have values of their own now: they are plain, and not being compiled or transformed."""
-    return not torch.compiler.is_compiling() and not any(_is_virtual(t) for t in tensors)
+    return not torch.compiler.is_compiling() and not any(is_virtual(t) for t in tensors)
 
 
-def _look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+def _look_at_output(
+    y: Tensor, site: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
+) -> Tensor:
     value = int(site)
-    plan = _plans.get(value >> 32)
-    recomputed = operand == INPUT and graph_task() != -1
-    if plan is not None and not recomputed:
-        (row,) = _asked(plan, value & 0xFFFFFFFF, operand, not columnwise, columnwise).rows
-        plan.note_output(row, y.detach())
+    plan, first = _plans.get(value >> 32), value & 0xFFFFFFFF
+    if plan is not None and not (operand == INPUT and graph_task() != -1):  # a recomputation was looked at before
+        note_gemm_output(plan, first, y, operand, columnwise)
+        if factors and (first in plan.canary.turn or first in plan.canary.forced):
+            row = plan.sites.row(first, operand, columnwise)
+            plan.guard.run("shadow", hold_against_shadow, plan, row, y.detach(), operand, columnwise, factors)
     return y.new_empty((0,))
+
+
+def note_gemm_output(plan: Plan, first: int, y: Tensor, operand: int, columnwise: bool) -> None:
+    (row,) = asked_rows(plan, first, operand, not columnwise, columnwise).rows
+    plan.note_output(row, y.detach())
 
 
 look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)
 
 
 @look_at_output_op.register_fake
-def _(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> Tensor:
+def _(y: Tensor, *_: object) -> Tensor:
     return y.new_empty((0,))
 
 
-def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool) -> None:
-    """Count what is not finite in the output of the GEMM that reads this operand in this direction."""
+def look_at_output(y: Tensor, site: Tensor, operand: int, columnwise: bool, *factors: Tensor | None) -> None:
+    """Count what is not finite in the output of the GEMM that reads this operand in this direction, and where the GEMM has
+    its turn, which is known at run time only, hold it against its shadow. `factors` are what it reads, as
+    `hold_against_shadow` wants them."""
     if torch.compiler.is_compiling():
-        look_at_output_op(y, site, operand, columnwise)
-    elif not _is_virtual(y):
-        _look_at_output(y, site, operand, columnwise)
+        look_at_output_op(y, site, operand, columnwise, factors)
+    elif not is_virtual(y):
+        _look_at_output(y, site, operand, columnwise, factors)
 
 
-def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
-    plan, row = _plans.get(int(site) >> 32), int(site) & 0xFFFFFFFF
-    if plan is not None and plan.observing and graph_task() == -1:
-        plan.guard.run("probe", plan.note_probe, row, y)
-    return y.new_empty((0,))
-
-
-look_at_probe_op = torch.library.custom_op("fp8watch::look_at_probe", mutates_args=())(_look_at_probe)
-
-
-@look_at_probe_op.register_fake
-def _(y: Tensor, site: Tensor) -> Tensor:
-    return y.new_empty((0,))
-
-
-def look_at_probe(y: Tensor, site: Tensor) -> None:
-    """Look at what a probed module put out."""
-    if torch.compiler.is_compiling():
-        look_at_probe_op(y, site)
-    elif not _is_virtual(y):
-        _look_at_probe(y, site)
-
-
-def look_at_logits(x: Tensor, site: Tensor, fqn: str) -> None:
-    """Keep the largest attention logit of a module in this step."""
-    plan = _plans.get(int(site) >> 32)
-    if plan is None or not plan.observing or not plan.step.sampled or _is_virtual(x):
-        return
-    if graph_task() == -1:
-        plan.guard.run("logits", plan.step.note_logits, fqn, x)
-
-
-def _is_virtual(y: Tensor) -> bool:
+def is_virtual(y: Tensor) -> bool:
     """Whether a tensor has no values of its own: inside torch.func's transforms, traced, or on device meta."""
     return type(y) not in _PLAIN or y.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(y)
 
@@ -373,13 +294,11 @@ def root_returned(output: Any, site: Tensor, grad: bool) -> None:
 def _keep_side_effects() -> None:
     ops: Any = torch.ops.fp8watch
     for op in (
-        ops.observe.default,
         ops.note_loss.default,
         ops.forward_ended.default,
         ops.quantize_dequantize.default,
         ops.quantize_codes.default,
         ops.look_at_output.default,
-        ops.look_at_probe.default,
     ):
         torch.fx.node.has_side_effect(op)  # an op without a used result would otherwise be removed from the graph
 

@@ -19,7 +19,6 @@ quantisation itself), adds the bias in float32, and casts last.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,23 +29,20 @@ from fp8watch.kernels import emulated_gemm
 from fp8watch.layers.custom_ops import (
     is_eager,
     look_at_output,
-    observe,
-    observe_forward,
     quantize_dequantize,
     rows_by_columns,
 )
 from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.observe_linear import observe, observe_forward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
-from fp8watch.layers.shadow_gemm import shadow_gemm
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
-SHADOW_KEY = "_fp8watch_shadow"
 SHARED_KEY = "_fp8watch_shared"
 SCALED_KEY = "_fp8watch_scaled"
-_KEYS = (SITE_KEY, OBSERVE_KEY, SHADOW_KEY, SHARED_KEY, SCALED_KEY)
+_KEYS = (SITE_KEY, OBSERVE_KEY, SHARED_KEY, SCALED_KEY)
 
 Shared = tuple[bool, bool, bool]
 """Of input, weight, grad_output: whether one quantisation serves both directions."""
@@ -66,7 +62,6 @@ class _Fp8Linear(torch.autograd.Function):
         count: bool,
         dgrad: bool,
         wgrad: bool,
-        shadow: bool,
         shared: Shared,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
@@ -78,18 +73,16 @@ class _Fp8Linear(torch.autograd.Function):
             )
             y = emulated_gemm.fprop(xr, wr, bias_N, x_MK.dtype)
             if count:
-                look_at_output(y, site, INPUT, False)
-            if shadow:
-                shadow_gemm(y, xr, wr.t(), bias_N, site, INPUT, False)
+                look_at_output(y, site, INPUT, False, xr, wr, bias_N)
             return y, (xr if shared[INPUT] and wgrad else xc), (wr if shared[WEIGHT] else wc)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, site, count, dgrad, wgrad, shadow, shared = inputs
+        x, weight, bias, site, count, dgrad, wgrad, shared = inputs
         _, xc, wc = output
         ctx.mark_non_differentiable(xc, wc)
         ctx.save_for_backward(xc, wc, site)
-        ctx.count, ctx.dgrad, ctx.wgrad, ctx.shadow, ctx.shared = count, dgrad, wgrad, shadow, shared[GRAD_OUTPUT]
+        ctx.count, ctx.dgrad, ctx.wgrad, ctx.shared = count, dgrad, wgrad, shared[GRAD_OUTPUT]
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
@@ -108,19 +101,15 @@ class _Fp8Linear(torch.autograd.Function):
                 if dgrad:
                     dx = emulated_gemm.dgrad(gr, wc, x_dtype)
                     if ctx.count:
-                        look_at_output(dx, site, GRAD_OUTPUT, False)
-                    if ctx.shadow:
-                        shadow_gemm(dx, gr, wc, None, site, GRAD_OUTPUT, False)
+                        look_at_output(dx, site, GRAD_OUTPUT, False, gr, wc)
                 if wgrad:
                     dw = emulated_gemm.wgrad(gc, xc, weight_dtype)
                     if ctx.count:
-                        look_at_output(dw, site, GRAD_OUTPUT, True)
-                    if ctx.shadow:
-                        shadow_gemm(dw, gc.t(), xc, None, site, GRAD_OUTPUT, True)
+                        look_at_output(dw, site, GRAD_OUTPUT, True, gc, xc)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return once_only(dx), once_only(dw), db, None, None, None, None, None, None
+        return once_only(dx), once_only(dw), db, None, None, None, None, None
 
 
 class _ObserveOutput(torch.autograd.Function):
@@ -179,16 +168,15 @@ def fp8_linear(
     site: Tensor,
     *,
     count: bool,
-    shadow: bool = False,
     shared: Shared = BLOCKWISE,
     scaled: Formats | None = None,
 ) -> Tensor:
     """`F.linear` on the FP8 path of a site, for any leading shape.
 
     Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
-    quantised from its own precision. `count` says whether the call enters the statistics, `shadow` whether its GEMMs
-    are held against float64 on sampled rows, `shared` which operands one quantisation serves in both directions,
-    `scaled` the formats of operands whose codes are multiplied by torch._scaled_mm.
+    quantised from its own precision. `count` says whether the call enters the statistics, `shared` which operands one
+    quantisation serves in both directions, `scaled` the formats of operands whose codes are multiplied by
+    torch._scaled_mm.
 
     Raises:
         RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
@@ -206,10 +194,10 @@ def fp8_linear(
     rows = x if x.dim() == 2 else rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
-        product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, shadow, scaled)[0]  # type: ignore[no-untyped-call]
+        product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
         return product.reshape(*x.shape[:-1], weight.shape[0])
     y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, site, count, dgrad, wgrad, shadow, shared
+        rows, weight, bias, site, count, dgrad, wgrad, shared
     )
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
@@ -229,11 +217,8 @@ class WatchedLinear(nn.Linear):
         if site is None:
             return F.linear(input, self.weight, self.bias)
         if not self.__dict__[OBSERVE_KEY]:
-            shadow = SHADOW_KEY in self.__dict__
             shared, scaled = self.__dict__[SHARED_KEY], self.__dict__.get(SCALED_KEY)
-            return fp8_linear(
-                input, self.weight, self.bias, site, count=self.training, shadow=shadow, shared=shared, scaled=scaled
-            )
+            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shared=shared, scaled=scaled)
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
@@ -294,12 +279,3 @@ def release(module: nn.Module) -> None:
     cls = type(module)
     if "_fp8watch_base" in cls.__dict__:
         module.__class__ = cls.__dict__["_fp8watch_base"]
-
-
-def switch_shadow(modules: Iterable[nn.Module], first_rows: set[int]) -> None:
-    """Hold the GEMMs of the Linears with these first rows against a shadow, and those of the others no longer."""
-    for module in modules:
-        site = module.__dict__.get(SITE_KEY)
-        module.__dict__.pop(SHADOW_KEY, None)
-        if site is not None and int(site) & 0xFFFFFFFF in first_rows:
-            module.__dict__[SHADOW_KEY] = True

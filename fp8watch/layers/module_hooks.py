@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp8watch.layers.custom_ops import forward_ended, look_at_logits, look_at_probe, note_loss, root_returned
+from fp8watch.layers.custom_ops import forward_ended, note_loss, root_returned
+from fp8watch.layers.probe_ops import look_at_probe
 from fp8watch.observer.pass_counter import first_tensor
 from fp8watch_agent.guard import Guard
 
@@ -81,20 +82,6 @@ class ProbeHook:
             y = first_tensor(output)
             if y is not None and y.is_floating_point():
                 look_at_probe(y.detach(), self._site)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class LogitHook:
-    """Forward hook of an nn.Softmax in attention: the largest of what it read."""
-
-    def __init__(self, site: Tensor, fqn: str) -> None:
-        self._site, self._fqn = site, fqn
-
-    def __call__(self, module: nn.Module, args: Any, _output: Any) -> None:
-        if module.training and args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():
-            look_at_logits(args[0].detach(), self._site, self._fqn)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

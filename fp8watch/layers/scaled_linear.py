@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8watch.kernels import scaled_mm
-from fp8watch.kernels.reference import dequantize
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.custom_ops import look_at_output, quantize_codes
 from fp8watch.layers.double_backward import once_only
-from fp8watch.layers.shadow_gemm import shadow_gemm
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
-ROW, COLUMN, BLOCK = (1, 128), (128, 1), (128, 128)
 Formats = tuple[torch.dtype, torch.dtype, torch.dtype]
 """Dtypes of the codes of input, weight and grad_output."""
 
@@ -37,7 +34,6 @@ class ScaledLinear(torch.autograd.Function):
         site: Tensor,
         count: bool,
         wgrad: bool,
-        shadow: bool,
         formats: Formats,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         with torch.autocast(x_MK.device.type, enabled=False):
@@ -46,17 +42,15 @@ class ScaledLinear(torch.autograd.Function):
             input, weight = _codes(xr, xr_scale, formats[INPUT]), _codes(w, w_scale, formats[WEIGHT])
             y = scaled_mm.fprop(input, weight, bias_N, x_MK.dtype)
             if count:
-                look_at_output(y, site, INPUT, False)
-            if shadow:
-                shadow_gemm(y, _values(input, ROW), _values(weight, BLOCK).t(), bias_N, site, INPUT, False)
+                look_at_output(y, site, INPUT, False, input.data, weight.data, bias_N, xr_scale, w_scale)
             return y, xc, xc_scale, w, w_scale
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, site, count, wgrad, shadow, formats = inputs
+        x, weight, bias, site, count, wgrad, formats = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[1:], site)
-        ctx.count, ctx.wgrad, ctx.shadow, ctx.formats = count, wgrad, shadow, formats
+        ctx.count, ctx.wgrad, ctx.formats = count, wgrad, formats
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
@@ -75,26 +69,17 @@ class ScaledLinear(torch.autograd.Function):
                     grad, weight = _codes(gr, gr_scale, of_grad), _codes(w, w_scale, of_weight)
                     dx = scaled_mm.dgrad(grad, weight, x_dtype)
                     if ctx.count:
-                        look_at_output(dx, site, GRAD_OUTPUT, False)
-                    if ctx.shadow:
-                        shadow_gemm(dx, _values(grad, ROW), _values(weight, BLOCK), None, site, GRAD_OUTPUT, False)
+                        look_at_output(dx, site, GRAD_OUTPUT, False, grad.data, weight.data, None, gr_scale, w_scale)
                 if wgrad:
                     grad, input = _codes(gc, gc_scale, of_grad), _codes(xc, xc_scale, of_input)
                     dw = scaled_mm.wgrad(grad, input, weight_dtype)
                     if ctx.count:
-                        look_at_output(dw, site, GRAD_OUTPUT, True)
-                    if ctx.shadow:
-                        a = _values(grad, COLUMN).t()
-                        shadow_gemm(dw, a, _values(input, COLUMN), None, site, GRAD_OUTPUT, True)
+                        look_at_output(dw, site, GRAD_OUTPUT, True, grad.data, input.data, None, gc_scale, xc_scale)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return once_only(dx), once_only(dw), db, None, None, None, None, None
+        return once_only(dx), once_only(dw), db, None, None, None, None
 
 
 def _codes(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Codes:
     return Codes(data.view(dtype), scale_inv)
-
-
-def _values(codes: Codes, tile: tuple[int, int]) -> Tensor:
-    return dequantize(codes.data, codes.scale_inv, tile)

@@ -1,108 +1,172 @@
-"""Shadow GEMM: what a GEMM made of its operands, held against float64 on a few sampled rows.
+"""Shadow GEMM: what a GEMM made of what it reads, held against float64 on a few sampled rows.
 
 Shapes:     output [M, N], operands [M, K] and [K, N] -> three fields of one slab row
-Thread:     training, and autograd's; only for modules whose shadow is switched on
+Thread:     training, and autograd's; for the module whose turn it is, and those whose shadow is switched on
 
 Operands that quantise well say nothing of the product: an accumulator of 14 bits without promotion every 128 terms
-costs 0.35 % of the output's RMS at K = 4096, and bytes of one format read as another scale a whole gradient by a
-power of two. Both show when 64 rows of the output are computed again. The shadow is cast like the output, so that
-what the output's own dtype loses is not held against the kernel.
+costs 0.35 % of the output's RMS at K = 4096, bytes of one format read as another scale a whole gradient by a power of
+two, and rows that nobody wrote hold what was there before. All show when some of the output is computed again. The
+shadow is cast like the output, so that what the output's own dtype loses is not held against the kernel. What float32
+rounds where products cancel is not held against it either: an error is a share of the output's RMS, or of 2^-10 of what
+the output would be without signs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from fp8watch.layers import custom_ops
-from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.site_rows import INPUT
+from fp8watch.layers.operand_check import capturing
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT
 from fp8watch.quantize.output_checks import GemmCheck
 
 NUM_ROWS = 64
+TURN_ROWS, TURN_COLUMNS = 16, 64
+"""Of the output of a GEMM whose turn it is: 1024 elements tell its RMS within 3 %."""
+
+_LENGTH = 128  # of a tile along the contraction
+_CANCELLED = 2.0**-20  # of the energy without signs
 
 
-def sampled_rows(num_rows: int, phase: int) -> list[int]:
-    """At most NUM_ROWS rows spread evenly over the output; `phase` shifts them, so that calls see different ones.
+class Factor(NamedTuple):
+    """One operand of a GEMM as the kernel reads it: values [rows, columns], or codes with a scale_inv a tile."""
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+
+    def t(self) -> Factor:
+        """The transpose: a view."""
+        return Factor(self.data.t(), None if self.scale_inv is None else self.scale_inv.t())
+
+    def some(self, axis: int, at: Tensor | None) -> Tensor:
+        """Some rows (axis 0) or columns (axis 1) as values, float64; None: all. The other axis is the contraction."""
+        if axis == 1 and self.data.stride(0) < self.data.stride(1):
+            return self.t().some(0, at).t()  # column by column in memory: what is taken lies together there
+        data, scale_inv = self.data, self.scale_inv
+        if data.dtype.itemsize == 1:
+            codes = data.view(torch.uint8)
+            values = (codes if at is None else codes.index_select(axis, at)).contiguous().view(data.dtype).double()
+        else:
+            values = (data if at is None else data.index_select(axis, at)).double()
+        if scale_inv is None:
+            return values
+        one_each = scale_inv.shape[axis] == data.shape[axis]
+        index = torch.arange(data.shape[axis], device=data.device) if at is None else at
+        scales = scale_inv.index_select(axis, index if one_each else index.div(_LENGTH, rounding_mode="floor")).double()
+        along = scales.repeat_interleave(_LENGTH, 1 - axis)
+        return values * along.narrow(1 - axis, 0, data.shape[1 - axis])
+
+
+def sampled_rows(num_rows: int, phase: int, num: int = NUM_ROWS) -> list[int]:
+    """At most `num` rows spread evenly over the output; `phase` shifts them, so that calls see different ones.
 
     No random numbers: the generators belong to training.
     """
-    n = min(NUM_ROWS, num_rows)
+    n = min(num, num_rows)
     return sorted({(i * num_rows // n + phase) % num_rows for i in range(n)})
 
 
 @torch.no_grad()
-def check_gemm(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, phase: int = 0) -> GemmCheck:
+def check_gemm(
+    output: Tensor,
+    a: Tensor | Factor,
+    b: Tensor | Factor,
+    bias: Tensor | None = None,
+    phase: int = 0,
+    *,
+    num_rows: int = NUM_ROWS,
+    num_columns: int | None = None,
+) -> GemmCheck:
     """Compare sampled rows of `output` with a·b + bias computed in float64.
 
     Args:
         output: [M, N] as the GEMM gave it, any floating dtype.
-        a: [M, K] dequantised operand; only sampled rows are read.
-        b: [K, N] dequantised operand.
+        a: [M, K] what the GEMM reads, values or codes; only sampled rows are read.
+        b: [K, N] what the GEMM reads; only sampled columns are read.
         bias: [N] or None.
         phase: which rows, see `sampled_rows`.
+        num_rows: how many rows at most. The first and the last of the output are among them where there are two or more.
+        num_columns: how many columns at most; None: all.
 
     Returns:
-        Error, gain and the count of non-finite outputs. Rows where the shadow itself is not finite enter neither
-        error nor gain: there the operands are at fault, not the GEMM.
+        Error, gain and the count of non-finite outputs. Elements where the shadow itself is not finite enter none of
+        them: there the operands are at fault, or the range of the output's dtype, not the GEMM.
 
     Raises:
         ValueError: shapes that cannot be those of a·b.
     """
-    (m, n), (am, k) = output.shape, a.shape
-    if am != m or tuple(b.shape) != (k, n):
+    left, right = (f if isinstance(f, Factor) else Factor(f) for f in (a, b))
+    (m, n), (am, k) = output.shape, left.data.shape
+    if am != m or tuple(right.data.shape) != (k, n):
         raise ValueError(
-            f"output {m}×{n}, operands {am}×{k} and {'×'.join(map(str, b.shape))}: must be [M, N], [M, K], [K, N]"
+            f"output {m}×{n}, operands {am}×{k} and {'×'.join(map(str, right.data.shape))}: must be [M, N], [M, K], [K, N]"
         )
-    rows = torch.tensor(sampled_rows(m, phase), dtype=torch.int64).to(a.device, non_blocking=True)
-    shadow = a.index_select(0, rows).double() @ b.double()
+    rows = _index(m, phase, num_rows, output.device)
+    columns = None if num_columns is None or num_columns >= n else _index(n, phase, num_columns, output.device)
+    x, y = left.some(0, rows), right.some(1, columns)
+    shadow, without_signs = x @ y, x.abs() @ y.abs()
     if bias is not None:
-        shadow += bias.double()
+        added = (bias if columns is None else bias.index_select(0, columns)).double()
+        shadow, without_signs = shadow + added, without_signs + added.abs()
     shadow = shadow.to(output.dtype).double()
-    got = output.index_select(0, rows).double()
-    finite_output = got.isfinite()
-    both = finite_output & shadow.isfinite()
-    got, shadow = got.where(both, 0.0), shadow.where(both, 0.0)
-    energy = shadow.square().sum()
-    error = ((got - shadow).square().sum() / energy).sqrt()
-    gain = (got * shadow).sum() / energy
+    got = output.index_select(0, rows)
+    got = (got if columns is None else got.index_select(1, columns)).double()
+    finite_shadow, finite_output = shadow.isfinite(), got.isfinite()
+    both = finite_output & finite_shadow
+    got, shadow, without_signs = (t.where(both, 0.0) for t in (got, shadow, without_signs))
+    energy = torch.maximum(shadow.square().sum(), without_signs.square().sum() * _CANCELLED)
+    wrong = got - shadow
+    error = (wrong.square().sum() / energy).sqrt()
+    gain = 1 + (wrong * shadow).sum() / energy
     empty = energy == 0  # nothing to compare: no error, gain 1, unless the output has something where the shadow is 0
-    wrong = empty & (got != 0).any()
-    error = error.masked_fill(empty, 0.0).masked_fill(wrong, torch.inf)
-    return GemmCheck(error.float(), gain.masked_fill(empty, 1.0).float(), (~finite_output).sum())
+    error = error.masked_fill(empty, 0.0).masked_fill(empty & (got != 0).any(), torch.inf)
+    return GemmCheck(error.float(), gain.masked_fill(empty, 1.0).float(), (~finite_output & finite_shadow).sum())
 
 
-def _shadow_gemm(
-    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, operand: int, columnwise: bool
-) -> Tensor:
-    plan, first = custom_ops.lookup(site)
-    row = plan.sites.row(first, operand, columnwise)
-    recomputed = operand == INPUT and graph_task() != -1
-    slab = plan.slab
-    if (
-        slab is not None
-        and plan.step.sampled
-        and not plan.step.paused
-        and not recomputed
-        and output.numel()
-        and a.numel()
-    ):
-
-        def accumulate() -> None:
-            slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.step.calls))
-
-        plan.guard.run("shadow", accumulate)
-    return output.new_empty((0,))
+def _index(size: int, phase: int, num: int, device: torch.device) -> Tensor:
+    found = sampled_rows(size, phase, num)
+    if 2 < num < size:  # the ends, where padding and what nobody wrote lie
+        found = sorted({0, size - 1, *found[1:-1]})
+    return torch.tensor(found, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
-shadow_gemm = torch.library.custom_op("fp8watch::shadow_gemm", mutates_args=())(_shadow_gemm)
+def hold_against_shadow(
+    plan: Plan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
+) -> None:
+    """Compare one GEMM with its shadow and merge what was found into the row of the operand that it reads.
 
-
-@shadow_gemm.register_fake
-def _(
-    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, site: Tensor, operand: int, columnwise: bool
-) -> Tensor:
-    return output.new_empty((0,))
-
-
-torch.fx.node.has_side_effect(torch.ops.fp8watch.shadow_gemm.default)
+    Args:
+        plan: whose slab it goes to.
+        row: of the operand.
+        output: [M, N] of the GEMM.
+        operand, columnwise: INPUT: fprop; GRAD_OUTPUT rowwise: dgrad, columnwise: wgrad.
+        factors: that operand and the other one (the weight, or of wgrad the input), each in its own rows × columns; the
+            bias [N]; of codes the scale_inv of both. What is not there is None, or left out at the end.
+    """
+    given = [*factors, *[None] * (5 - len(factors))]
+    first, second, bias, first_scale, second_scale = given
+    slab, canary = plan.slab, plan.canary
+    if first is None or second is None or not (output.numel() and first.numel()):
+        return
+    if slab is None or not plan.observing or row in plan.sites.unobserved or capturing(output):
+        return
+    a, b = Factor(first, first_scale), Factor(second, second_scale)
+    turn = canary.is_turn(row) and plan.stopwatch is None and canary.takes(row, "wgrad" if columnwise else "GEMM")
+    if not turn and not (canary.is_forced(row) and plan.step.sample.full[row]):
+        return
+    began = perf_counter()
+    if operand == INPUT:
+        b = b.t()
+    elif operand == GRAD_OUTPUT and columnwise:
+        a = a.t()
+    if canary.is_forced(row):
+        slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.step.calls))
+    else:
+        found = check_gemm(output, a, b, bias, phase=canary.phase, num_rows=TURN_ROWS, num_columns=TURN_COLUMNS)
+        slab.accumulate_gemm(row, found)
+        canary.spent_s += perf_counter() - began

@@ -9,7 +9,8 @@ import torch
 OPERAND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SHAPES = ((1, 128), (128, 128))
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_DOUBLE_SUBNORMAL = 5e-324
+DOUBLE_SUBNORMAL = 5e-324
+"""Times 1 it is 0 where this thread flushes subnormal numbers."""
 
 
 def check_operand(x: torch.Tensor) -> None:
@@ -44,7 +45,7 @@ def check_denormals(x: torch.Tensor) -> None:
         RuntimeError: torch.set_flush_denormal(True) is in force.
     """
     # The processor mode is one for float and double, so Python's own arithmetic shows it, for 30 ns.
-    if x.is_cpu and _DOUBLE_SUBNORMAL * 1.0 == 0.0:
+    if x.is_cpu and DOUBLE_SUBNORMAL * 1.0 == 0.0:
         raise RuntimeError(
             "subnormal numbers are flushed to zero in this thread: blockwise scales need them (a scale_inv may be as "
             "small as 2^-127); call torch.set_flush_denormal(False)"

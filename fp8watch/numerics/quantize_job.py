@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from fp8watch.numerics.formats import Fp8Format, fp8_format
 from fp8watch.numerics.operand_checks import check_eps, check_tile_shape
@@ -38,6 +39,8 @@ class QuantizeJob:
     invariant: bool = True
     stats: bool = True
     heavy: bool = True
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a backend has worked out for operands of one shape, by keys of its own."""
     _transposed: QuantizeJob | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

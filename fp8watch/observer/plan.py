@@ -12,20 +12,24 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8watch.kernels.backend import Into
 from fp8watch.kernels.cpu_scan import largest_magnitude
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.calibration import timed_measure, timed_quantize
+from fp8watch.observer.canary import Canary
 from fp8watch.observer.checkpoint_consistency import Recomputed
 from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import Passes
 from fp8watch.observer.probes import probe_numbers, probe_stats
 from fp8watch.observer.shared_input import SharedInput
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows, SiteRows
+from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.step_state import StepState
 from fp8watch.observer.stopwatch import LIGHT, SAMPLING, Stopwatch
 from fp8watch.quantize.site_quantizer import measure_operand, run_quantizers
@@ -51,16 +55,20 @@ class Plan:
     passes: Passes = field(default_factory=Passes)
     recomputed: Recomputed = field(default_factory=Recomputed)
     shared_input: SharedInput = field(default_factory=SharedInput)
+    canary: Canary = field(default_factory=Canary)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     handle: int = 0
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
 
-    def begin_step(self, *, sampled: bool) -> None:
+    def begin_step(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""
         self.tiles.take()
         self.shared_input = SharedInput()
-        self.step.begin(sampled=sampled)
+        now = perf_counter()
+        if self.canary.turn or now >= self.canary.due:
+            self.canary.begin_step(now)
+        self.step.begin(sample)
 
     @property
     def observing(self) -> bool:
@@ -82,12 +90,15 @@ class Plan:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
         observe = counts and asked.observed and self.observing
+        into = self._into(asked) if observe and not codes else None
         if observe and stopwatch is not None:
-            results = timed_quantize(stopwatch, asked, x_MK, codes=codes)
+            scratch = None if into is None else self._into(asked, scratch=True)
+            results = timed_quantize(stopwatch, asked, x_MK, codes=codes, into=into, scratch=scratch)
         else:
-            stats, heavy = observe or (counts and asked.stateful), observe and step.sampled
+            stats = observe or (counts and asked.stateful)
+            heavy = observe and bool(step.sample.full[asked.rows[0]])
             results = run_quantizers(
-                asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, codes=codes
+                asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, codes=codes, into=into
             )
         began = stopwatch.mark() if stopwatch is not None else None
         outs: list[Any] = []
@@ -97,7 +108,7 @@ class Plan:
             if seen is not None:
                 measured.append(seen)
         if counts and measured:
-            self._merge(asked, x_MK, measured, observing=observe)
+            self._merge(asked, x_MK, measured, observing=observe, into=into)
         if stopwatch is not None:
             stopwatch.add(LIGHT, began, stopwatch.mark())
         return outs
@@ -123,7 +134,7 @@ class Plan:
         if asked.stateful:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
-        heavy = self.step.sampled and observing and asked.observed
+        heavy = observing and asked.observed and bool(self.step.sample.full[asked.rows[0]])
         if source is not None and (not source.is_cpu or source.is_inference()):
             source = None
         if source is not None and asked.kind is not None:
@@ -131,13 +142,15 @@ class Plan:
             if known is not None:
                 self._merge(asked, x_MK, known, observing=observing)
                 return
+        into = self._into(asked) if observing else None
         if self.stopwatch is not None:
-            results = timed_measure(self.stopwatch, asked, x_MK, heavy=heavy)
+            scratch = None if into is None else self._into(asked, scratch=True)
+            results = timed_measure(self.stopwatch, asked, x_MK, heavy=heavy, into=into, scratch=scratch)
         else:
-            results = measure_operand(asked.quantizers, x_MK, together=asked.together, heavy=heavy)
+            results = measure_operand(asked.quantizers, x_MK, together=asked.together, heavy=heavy, into=into)
         if source is not None and asked.kind is not None:
             self.shared_input.keep(source, asked.kind, tuple(results), heavy=heavy)
-        self._merge(asked, x_MK, results, observing=observing)
+        self._merge(asked, x_MK, results, observing=observing, into=into)
 
     def idle(self, first: int) -> bool:
         """Whether nothing of a Linear need be looked at now, where its GEMMs stay as they are."""
@@ -164,10 +177,40 @@ class Plan:
         if self.slab is not None and self.observing and row not in self.sites.unobserved:
             self._accumulate(self.slab, row, shape, stats)
 
-    def _merge(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], *, observing: bool) -> None:
-        """What was measured of an operand, one a row: to the scales with a history, and to the rows that are observed.
-        Whatever fails in the latter is counted and costs its row alone."""
-        step, unobserved = self.step, self.sites.unobserved
+    def _into(self, asked: OperandRows, *, scratch: bool = False) -> Into | None:
+        """Where a call merges what it measures by itself; None where that is done after it."""
+        slab, step = self.slab, self.step
+        if slab is None or not asked.merges:
+            return None
+        try:
+            into = slab.into(asked.rows, step.calls, scratch=scratch)
+        except Exception as error:  # noqa: BLE001 - as below
+            self.guard.swallow("accumulate", error)
+            return None
+        if not scratch:
+            step.calls += len(asked.rows)
+        return into
+
+    def _merge(
+        self,
+        asked: OperandRows,
+        x_MK: Tensor,
+        measured: Sequence[TileStats],
+        *,
+        observing: bool,
+        into: Into | None = None,
+    ) -> None:
+        """What was measured of an operand, one a row: to the scales with a history, and to the rows that are observed,
+        where it is not there yet. Whatever fails in the latter is counted and costs its row alone."""
+        unobserved = self.sites.unobserved
+        if into is not None:
+            try:
+                for order, (row, stats) in enumerate(zip(asked.rows, measured, strict=True), into.order):
+                    self._hold(row, order, stats)
+                self._hash(asked.rows[0], x_MK)
+            except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+                self.guard.swallow("accumulate", error)
+            return
         for row, quantizer, stats in zip(asked.rows, asked.quantizers, measured, strict=True):
             if asked.stateful:
                 quantizer.end(stats)
@@ -175,26 +218,35 @@ class Plan:
                 continue
             try:
                 self._accumulate(self.slab, row, stats.shape, stats)
-                if step.hashing and row not in step.hashed and self.sites.is_weight(row):
-                    step.hashed.add(row)
-                    self.slab.keep_hash(row, hash_bits(x_MK))
+                self._hash(row, x_MK)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self.guard.swallow("accumulate", error)
 
+    def _hash(self, row: int, x_MK: Tensor) -> None:
+        """Put the hash of a weight into its row, once in each step in which it has its turn."""
+        step = self.step
+        if self.slab is not None and step.sample.hashes[row] and row not in step.hashed and self.sites.is_weight(row):
+            step.hashed.add(row)
+            self.slab.keep_hash(row, hash_bits(x_MK))
+
     def _accumulate(self, slab: Slab, row: int, shape: tuple[int, int], stats: TileStats) -> None:
         """Merge one call into its row, and keep its tiles until the step closes."""
-        step, shapes = self.step, self.sites.shapes
-        if row not in shapes:
-            shapes[row] = shape
+        step = self.step
         order, step.calls = step.calls, step.calls + 1
         slab.accumulate(row, stats, order)
         if stats.folded is not None:
             stats.folded.release()
+        self._hold(row, order, stats, shape)
+
+    def _hold(self, row: int, order: int, stats: TileStats, shape: tuple[int, int] | None = None) -> None:
+        """Keep the tiles of one call until the step closes."""
+        if row not in self.sites.shapes:
+            self.sites.shapes[row] = shape or stats.shape
         self.tiles.add(row, order, stats)
 
     def note_output(self, row: int, y: Tensor) -> None:
         """Merge what is not finite in the output of a GEMM into the row of its operand, in the steps that look at it."""
-        if not self.step.checks_outputs or not self.observing or row in self.sites.unobserved:
+        if not self.step.sample.outputs[row] or not self.observing or row in self.sites.unobserved:
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         try:
@@ -211,16 +263,17 @@ class Plan:
     def note_probe(self, row: int, y: Tensor) -> None:
         """Merge an output into the row of its probe."""
         step, shapes = self.step, self.sites.shapes
-        if self.slab is None or not y.numel() or not (y.is_cpu or step.checks_outputs):
+        if self.slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
+        heavy = bool(step.sample.full[row])
         order, step.calls = step.calls, step.calls + 1
         if row not in shapes:
             shapes[row] = (y.numel() // y.shape[-1], y.shape[-1]) if y.dim() else (1, 1)
         if self.slab.device.type != "cpu":
-            self.slab.accumulate(row, probe_stats(_flat(y), heavy=step.sampled), order)
-        elif not self.slab.look(row, y, order, energy=step.sampled):
-            self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=step.sampled), order)
+            self.slab.accumulate(row, probe_stats(_flat(y), heavy=heavy), order)
+        elif not self.slab.look(row, y, order, energy=heavy):
+            self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=heavy), order)
         if self.stopwatch is not None:
             self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
 

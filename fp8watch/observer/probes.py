@@ -1,20 +1,19 @@
-"""Probes: what norms, attention and modules named by the user put out, as sites without a quantiser.
+"""Probes: what norms, attention, layers in high precision and modules named by the user put out, as sites without a
+quantiser.
 
-Shapes:     output [..., N] -> one slab row; logits -> one scalar of the step     Thread: training
+Shapes:     output [..., N] -> one slab row     Thread: training
 
 A value that breaks outside of a GEMM shows first in what a module returns. A probe reads it once: largest magnitude,
 NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well. On a
-GPU it looks as often as at the outputs of GEMMs (see provenance).
-
-Attention logits are seen where the implementation hands them to an nn.Softmax inside an attention module. Fused
-attention shows none; training can say them itself: watch.log(max_attention_logit=…).
+GPU it looks as often as at the outputs of GEMMs, and counts in some rows only where an output is large, as a head's is:
+the memory that counting takes belongs to training. Logits of attention: see attention_logits.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,9 +25,13 @@ from fp8watch.numerics.tile_stats import Heavy, Invariant, PerTile, TileStats
 from fp8watch.quantize.output_checks import ProbeNumbers
 from fp8watch_agent.record import Measured
 
-NORMS, ATTENTION = "norms", "attention"
-DEFAULT = (NORMS, ATTENTION)
+NORMS, ATTENTION, HIGH_PRECISION = "norms", "attention", "high_precision"
+DEFAULT = (NORMS, ATTENTION, HIGH_PRECISION)
+ATTENTION_LOGITS = "attention_logits"
 _NORM = re.compile(r"norm(?:\dd)?$")
+_WEIGHTED = (nn.Linear, nn.Embedding)
+MAX_COUNTED = 1 << 23
+"""Elements of an output that are counted on a GPU: for a moment that takes about 25 bytes each."""
 PROBE = "probe"
 """`gemm` of a probe on a module that is no Linear, and its recipe."""
 
@@ -57,12 +60,21 @@ def is_attention(module: nn.Module) -> bool:
     return name.endswith(("attention", "attn")) or "attention" in name
 
 
-def select(modules: Iterable[tuple[str, nn.Module]], wanted: Sequence[str] | None) -> list[Probe]:
+def shows_logits(module: nn.Module) -> bool:
+    """Whether an nn.Softmax inside reads its attention logits."""
+    return any(isinstance(m, nn.Softmax) for m in module.modules())
+
+
+def select(
+    modules: Iterable[tuple[str, nn.Module]], wanted: Sequence[str] | None, quantised: Container[int] = ()
+) -> list[Probe]:
     """Modules to probe, in the order of the model.
 
     Args:
         modules: fully qualified names and modules.
-        wanted: "norms", "attention", and names or shell patterns of modules; None for the first two.
+        wanted: "norms", "attention", "high_precision" (embeddings, and Linears that are not quantised: heads, routers),
+            and names or shell patterns of modules; None for the first three.
+        quantised: ids of the modules whose own operands are observed.
 
     Raises:
         TypeError: not a sequence of names.
@@ -72,51 +84,55 @@ def select(modules: Iterable[tuple[str, nn.Module]], wanted: Sequence[str] | Non
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"probes={wanted!r}: must be a list of names, such as ['norms', 'layers.*.mlp']")
     found: dict[int, Probe] = {}
-    unused = set(names) - set(DEFAULT)
+    kinds = {*DEFAULT, ATTENTION_LOGITS}
+    unused = set(names) - kinds
     for fqn, module in modules:
         if not fqn:
             continue
-        hits = {name for name in unused | (set(names) - set(DEFAULT)) if fqn == name or fnmatchcase(fqn, name)}
+        hits = {name for name in unused | (set(names) - kinds) if fqn == name or fnmatchcase(fqn, name)}
         unused -= hits
-        by_kind = (NORMS in names and is_norm(module)) or (ATTENTION in names and is_attention(module))
+        by_kind = (
+            (NORMS in names and is_norm(module))
+            or ((ATTENTION in names or ATTENTION_LOGITS in names) and is_attention(module))
+            or (HIGH_PRECISION in names and id(module) not in quantised and isinstance(module, _WEIGHTED))
+        )
         if hits or by_kind:
             found.setdefault(id(module), Probe(fqn, module))
     if unused:
         raise ValueError(
-            f"probes={list(names)!r}: no module is called {sorted(unused)[0]!r}; give 'norms', 'attention', or names "
-            "and patterns of model.named_modules(), such as 'layers.*.mlp'"
+            f"probes={list(names)!r}: no module is called {sorted(unused)[0]!r}; give 'norms', 'attention', "
+            "'high_precision', 'attention_logits', or names and patterns of model.named_modules(), such as 'layers.*.mlp'"
         )
     return list(found.values())
 
 
-def softmaxes(probes: Iterable[Probe]) -> list[tuple[str, nn.Softmax]]:
-    """(attention module, the nn.Softmax inside it): what that softmax reads are attention logits."""
-    found: dict[int, tuple[str, nn.Softmax]] = {}
-    for probe in probes:
-        if is_attention(probe.module):
-            for module in probe.module.modules():
-                if isinstance(module, nn.Softmax):
-                    found[id(module)] = (probe.fqn, module)  # of nested ones the innermost
-    return list(found.values())
-
-
 @torch.no_grad()
-def probe_stats(y: Tensor, *, heavy: bool) -> TileStats:
+def probe_stats(y: Tensor, *, heavy: bool, max_counted: int = MAX_COUNTED) -> TileStats:
     """Statistics of an output as if it were one tile with scale 1; only counts, amax and energy are measured. Reads
     nothing back: for devices other than the CPU.
 
     Args:
         y: [M, N], floating.
         heavy: with its energy.
+        max_counted: of a larger output rows evenly apart are counted, and `num_elements` is of these. All of it is
+            looked at for its extremes: what is not finite elsewhere counts as 1, without a place.
     """
     device = y.device
+    apart = -(-y.shape[0] // max(1, max_counted // y.shape[1]))
+    whole, y = y, y[::apart]
     nan, inf = y.isnan(), y.isinf()
     bad = (nan | inf).view(-1)
     amax = y.abs().masked_fill(nan, 0.0).amax().float().view(1, 1)
     index = bad.to(torch.uint8).argmax()
-    place = torch.stack((index // y.shape[1], index % y.shape[1])).to(torch.int32)
+    place = torch.stack((index // y.shape[1] * apart, index % y.shape[1])).to(torch.int32)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    counts = torch.stack(((y != 0).sum(), zero, zero, nan.sum(), inf.sum())).view(5, 1, 1)
+    num_nan, num_inf = nan.sum(), inf.sum()
+    if apart > 1:
+        low, high = torch.aminmax(whole)
+        largest = torch.maximum(low.abs(), high.abs()).float()
+        amax = torch.where(largest.isnan(), amax, largest)
+        num_nan, num_inf = num_nan.maximum(largest.isnan()), num_inf.maximum(largest.isinf())
+    counts = torch.stack(((y != 0).sum(), zero, zero, num_nan, num_inf)).view(5, 1, 1)
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
     no = torch.zeros((1, 1), dtype=torch.bool, device=device)
     sums = noise = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fp8watch.quantize.site_quantizer import MxQuantizer, SiteQuantizer, places, read_together
+from fp8watch.quantize.site_quantizer import MxQuantizer, SiteQuantizer, can_merge, places, read_together
 from fp8watch.recipe import OPERANDS, Recipe
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -28,6 +28,7 @@ class OperandRows:
     rows: tuple[int, ...]
     quantizers: tuple[SiteQuantizer, ...]  # one a row
     together: bool  # both directions from one read
+    merges: bool  # the call that measures writes into the slab as well
     kind: int | None  # equal where the same values give the same statistics; None: they depend on more than that
     stateful: bool  # a scale with a history, which must see each pass
     observed: bool  # any of the rows
@@ -86,6 +87,7 @@ class SiteRows:
             rows,
             quantizers,
             together=read_together(quantizers),
+            merges=can_merge(quantizers) and not any(row in left for row in rows),
             kind=self._kind_of(quantizers),
             stateful=any(q.stateful for q in quantizers),
             observed=any(row not in left for row in rows),

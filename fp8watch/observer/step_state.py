@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.observer.pass_counter import graph_task
+from fp8watch.observer.step_sample import EVERYTHING, StepSample
 from fp8watch_agent.guard import Guard
 
 MAX_LOSSES = 4096
@@ -32,9 +33,7 @@ class StepState:
     guard: Guard
 
     # ---- what the step measures: written by the watch ----------------------------------------------------------------
-    sampled: bool = True  # full statistics; else counts, amax and scales only
-    hashing: bool = False  # the weights are hashed
-    checks_outputs: bool = True  # the outputs of GEMMs and the gradients of parameters are looked at
+    sample: StepSample = EVERYTHING  # the sites whose turn it is
     paused: bool = False  # by the user
     outside: bool = False  # of the windows that attach was given
     warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
@@ -50,12 +49,13 @@ class StepState:
     losses: list[Tensor] = field(default_factory=list)
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
+    logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
     forward_since: bool = False  # of the last backward that was counted
     _task: int = -1
 
-    def begin(self, *, sampled: bool) -> None:
+    def begin(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""
         self.calls = self.num_passes = 0
         self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
@@ -64,7 +64,12 @@ class StepState:
         self.hashed.clear()
         self.losses.clear()
         self.logits.clear()
-        self.sampled = sampled
+        self.sample = sample
+
+    @property
+    def sampled(self) -> bool:
+        """Whether full statistics of any site are taken."""
+        return self.sample.any_full
 
     def saw_forward(self) -> None:
         """A watched module is in its forward, and it counts."""
@@ -122,7 +127,13 @@ class StepState:
         losses = torch.stack([x.float() for x in self.losses])
         return losses.sum() if self.losses_add_up else losses.mean()
 
-    def note_logits(self, fqn: str, x: Tensor) -> None:
-        """Keep the largest logit of this step; −Inf is what masks are made of."""
-        largest, before = x.amax().float(), self.logits.get(fqn)
+    def note_logits(self, fqn: str, largest: Tensor) -> None:
+        """Keep the largest logit of this step; −Inf is what masks are made of. [] float32"""
+        before = self.logits.get(fqn)
         self.logits[fqn] = largest if before is None else torch.maximum(before, largest)
+        if self.logits_unseen:  # one inside the other is one place where logits are made
+            self.logits_unseen = {
+                name
+                for name in self.logits_unseen
+                if not (f"{fqn}.".startswith(f"{name}.") or name.startswith(f"{fqn}."))
+            }

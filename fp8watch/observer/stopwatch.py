@@ -1,4 +1,4 @@
-"""What observing takes, span by span: by the host's clock on a CPU, by the device's own events on a GPU.
+"""What observing takes, span by span: by the CPU time of the thread on a CPU, by the device's own events on a GPU.
 
 Thread:     training, and autograd's
 
@@ -55,16 +55,14 @@ class Stopwatch:
 
     Args:
         event: makes a device's events; None for the host's clock.
-        clock: the host's, in seconds.
+        clock: in seconds; of this thread alone, because what others do meanwhile costs training nothing of ours.
     """
 
-    def __init__(
-        self, event: Callable[[], Event] | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, event: Callable[[], Event] | None = None, clock: Callable[[], float] = time.thread_time) -> None:
         self._event, self._clock = event, clock
         self._spans: list[tuple[str, Any, Any, int]] = []
         self._failed = False
-        self._began = self.mark()
+        self.began = self.mark()
 
     def mark(self) -> Any:
         """This moment; None where it cannot be told."""
@@ -102,7 +100,7 @@ class Stopwatch:
 
     def stop(self) -> None:
         """The step is over."""
-        self.add(STEP, self._began, self.mark())
+        self.add(STEP, self.began, self.mark())
 
     def failed(self) -> bool:
         """Whether it will never have anything to say."""

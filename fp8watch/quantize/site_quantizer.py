@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fp8watch.kernels.backend import Backend, measure, measure_both, quantize_dequantize_both
+from fp8watch.kernels.backend import Backend, Into, Merging, measure, measure_both, quantize_dequantize_both
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.numerics.quantize_job import QuantizeJob, quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
@@ -157,12 +157,23 @@ class DelayedQuantizer(SiteQuantizer):
 
 
 def run_quantizers(
-    used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, stats: bool, heavy: bool, codes: bool = False
+    used: Sequence[SiteQuantizer],
+    x_MK: Tensor,
+    *,
+    together: bool,
+    stats: bool,
+    heavy: bool,
+    codes: bool = False,
+    into: Into | None = None,
 ) -> list[tuple[Any, TileStats | None]]:
     """Run one quantiser, or both directions of an operand: from one read where `read_together` says so. With `codes` the
-    results are (codes, scale_inv), else what they stand for."""
+    results are (codes, scale_inv), else what they stand for. `into` may be given where `can_merge` says so."""
     if codes:
         return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
+    if into is not None:
+        job = used[0].job(x_MK, stats=True, heavy=heavy)
+        outs, seen = cast(Merging, used[0].backend).values_into(x_MK, job, into, both=together)
+        return list(zip(outs, seen, strict=True))
     if not together:
         return [q(x_MK, stats=stats, heavy=heavy) for q in used]
     first = used[0]
@@ -172,8 +183,13 @@ def run_quantizers(
     return [(row, of_row), (column, of_column)]
 
 
-def measure_operand(used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, heavy: bool) -> list[TileStats]:
+def measure_operand(
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, together: bool, heavy: bool, into: Into | None = None
+) -> list[TileStats]:
     """As `run_quantizers` with statistics, where nobody wants what is quantised: nothing of the operand's size is written."""
+    if into is not None:
+        job = used[0].job(x_MK, stats=True, heavy=heavy)
+        return cast(Merging, used[0].backend).measure_into(x_MK, job, into, both=together)
     if not together:
         return [q.measure(x_MK, heavy=heavy) for q in used]
     first = used[0]
@@ -196,6 +212,15 @@ def read_together(used: Sequence[SiteQuantizer]) -> bool:
         and first.backend is second.backend
         and (first.spec is second.spec or first.spec == second.spec)
     )
+
+
+def can_merge(used: Sequence[SiteQuantizer]) -> bool:
+    """Whether one call of the backend quantises, measures and merges what these are asked for: one direction, or both from
+    one read, with the scales that the backend computes itself."""
+    return (
+        all(type(q) is SiteQuantizer and getattr(q.backend, "MERGES", False) for q in used)
+        and (len(used) == 1 or read_together(used))
+    )  # fmt: skip
 
 
 def _scales(used: Sequence[SiteQuantizer], x_MK: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -26,12 +26,13 @@ from fp8watch.kernels import scaled_mm
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
+from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.fp8_linear import take_over
-from fp8watch.layers.module_hooks import ForwardEnd, LogitHook, ProbeHook
+from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.plan import Plan
-from fp8watch.observer.probes import Probe, softmaxes
+from fp8watch.observer.probes import ATTENTION_LOGITS, Probe, is_attention, shows_logits
 from fp8watch.observer.probes import select as select_probes
 from fp8watch.observer.site_rows import SiteRows, rows_of
 from fp8watch.observer.step_state import StepState
@@ -92,9 +93,9 @@ def attach(
             a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
-        every: energies, moments and depth each n-th optimizer step, and for some steps after a jump or a break. Amax,
-            counts and scales are of each step.
-        tile_maps: "triggered", "all" or "every:N": which full tile maps are streamed.
+        every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
+            first step and in some after a jump or a break. Amax, counts and scales are of each step.
+        tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
             what is looked at in each step takes more by itself, they cost as much again as that. None switches that off.
         optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
@@ -105,14 +106,14 @@ def attach(
             that can.
         gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
             torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
-        probes: whose outputs are looked at: "norms", "attention", names and shell patterns of modules; None: the first
-            two; []: none.
+        probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and Linears that stay in
+            high precision), "attention_logits" (of fused attention), names and shell patterns; None: the first three.
         sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
             such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
         windows: (first step, step after the last) pairs; outside of them only the scalars of a step are sent. None:
             all steps. For steps that are not known beforehand there are `watch.pause()` and `watch.resume()`.
-        hash_every: each so many steps all bits of the weights are hashed, so that the collector can tell which replica
-            differs; 0: never.
+        hash_every: in so many steps all bits of each weight are hashed once, a part of the weights in each step and the
+            same on all ranks, so that the collector can tell which replica differs, so many steps later at most; 0: never.
 
     Raises:
         TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
@@ -146,13 +147,13 @@ def attach(
     leave_wrapped(linears, left_out)
     te = te_modules.find(named)
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
-    probed = select_probes(named, probes)
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
     formats = _scaled_formats(gemm, linears, left_out, chosen, device)
     # loss, steps and probes are recorded of every model, but not twice of one
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
+    probed = select_probes(named, probes, _observed_as_operands(linears, te, named, left_out))
     plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed, model=model)
     plan.sites.unobserved = unobserved_rows(table, sites)
     seen = [module for _, module in linears] + [m.module for m in te]
@@ -185,6 +186,8 @@ def attach(
         site = custom_ops.site_tensor(plan, i * len(plan.sites.rows))
         take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
     plan.step.warming = start_step < chosen.warmup_steps
+    if not chosen.observe_only:
+        plan.canary.cover(len(linears), len(plan.sites.rows))
     backend_name = chosen_backend.NAME
     line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
     say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
@@ -193,7 +196,9 @@ def attach(
     hook = ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
     handles = [model.register_forward_hook(hook)] if hook is not None else []
     if plan.slab is not None:
-        handles += guard.call("probes", lambda: _place_probes(plan, table, probed), [])
+        handles += guard.call(
+            "probes", lambda: _place_probes(plan, table, probed, fused=ATTENTION_LOGITS in (probes or ())), []
+        )
     url = None
     if recorder is not None and settings.collector is not None:
         url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
@@ -222,6 +227,18 @@ def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> to
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, f"on {module.weight.device}, the first Linear is on {device}"))
     return device
+
+
+def _observed_as_operands(
+    linears: list[tuple[str, nn.Linear]],
+    te: list[TeModule],
+    named: list[tuple[str, nn.Module]],
+    left_out: list[LeftOut],
+) -> set[int]:
+    """Ids of modules that need no probe as layers in high precision; all, where another watch has Linears of the model."""
+    if any(m.reason == WATCHED for m in left_out):
+        return {id(m) for _, m in named}
+    return {id(inner) for m in te for inner in m.module.modules()} | {id(m) for _, m in linears}
 
 
 def _scaled_formats(
@@ -290,16 +307,16 @@ def _observe_te(
     return None
 
 
-def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe]) -> list[RemovableHandle]:
-    """Hooks on the probed modules, and on the softmax of attention. Rows of probes come last in the table."""
+def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe], *, fused: bool) -> list[RemovableHandle]:
+    """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
     first = len(table) - len(probed)
     handles: list[RemovableHandle] = []
     for row, probe in enumerate(probed, first):
         if row not in plan.sites.unobserved:
             handles.append(probe.module.register_forward_hook(ProbeHook(custom_ops.site_tensor(plan, row))))
-    for fqn, module in softmaxes(probed):
-        handles.append(module.register_forward_hook(LogitHook(custom_ops.site_tensor(plan, first), fqn)))
-    return handles
+    attention = [(p.fqn, p.module, row) for row, p in enumerate(probed, first) if is_attention(p.module)]
+    attention = [of for of in attention if fused or shows_logits(of[1])]
+    return handles + look_at_attention(plan, attention)
 
 
 def _plan(
@@ -319,7 +336,8 @@ def _plan(
         states = _states.setdefault(module, {})
         for place in places(recipe):
             operand, direction, gemm = place
-            table.append(SiteTable(fqn, operand, direction, gemm, site_id(fqn, operand, direction)))
+            identity = site_id(fqn, operand, direction)
+            table.append(SiteTable(fqn, operand, direction, gemm, identity, module.in_features))
             made = site_quantizer(recipe, place, backend, module.weight.device, states.get(operand))
             quantizers.append(made)
             if isinstance(made, DelayedQuantizer):

@@ -1,4 +1,4 @@
-"""Jumps: numbers of a step that leave their own recent band, and for which steps afterwards everything is looked at.
+"""Jumps: numbers of a step that leave their own recent band.
 
 Shapes:     slab rows [sites] of ROW, and the scalars of a step -> score [sites]
 Thread:     training
@@ -7,11 +7,6 @@ What every step has of every site (the light row) is held against the last few s
 score is the distance from the running middle in units of what is allowed: a multiple of the spread that this site has
 shown, at least a floor. So weights, which move by hundredths of an octave, jump where gradients, which move by whole
 octaves, do not.
-
-A jump begins a burst: `BURST_STEPS` steps with full statistics and tile maps, whatever `every` says. Bursts are rationed,
-so that a restless run stays near its budget. What breaks (non-finite values, a broken invariant) has a ration of its
-own, and needs no distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps
-later, so the burst begins that much later; tile maps of the jump's own step are held until then.
 """
 
 from __future__ import annotations
@@ -22,13 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch.observer.nonfinite_checks import ALERT_STEPS
 from fp8watch_agent.record import Measured
-
-BURST_STEPS = 16
-APART_STEPS = 64  # from the beginning of one burst to that of the next, for jumps
-MAX_BURSTS = 4  # that a quiet run has saved up
-REFILL_STEPS = 256  # for one more of them
 
 WINDOW_STEPS = 16  # about how many steps a band remembers
 LEARNED_STEPS = 16  # before a number is judged
@@ -136,54 +125,6 @@ class ScalarJumps:
         norm = math.log2(min(max(abs(norm), 1 / _MOST), _MOST)) if there[1] else 0.0
         self._bands.floors[0] = max(_LOSS_SHARE * abs(loss), _LEAST_LOSS)
         return bool((self._bands.see(np.array([loss, norm], np.float32), there) > 1).any())
-
-
-class Follow:
-    """For which steps everything is looked at, whatever `every` says: after what broke, and after a jump."""
-
-    def __init__(self) -> None:
-        self.outputs_until = -1  # the last step in which every output and gradient is looked at
-        self.full_until = -1  # the last step with full statistics
-        self._begun = -APART_STEPS
-        self._saved = self._saved_for_breaks = float(MAX_BURSTS)
-        self._seen = 0
-
-    def broke(self, step: int, newest: int, *, fresh: bool) -> None:
-        """Something is broken in `step`.
-
-        Args:
-            step: where it is.
-            newest: the step that was begun last.
-            fresh: it was sound in the step before. What stays broken is looked at by its outputs only.
-        """
-        self.reached(newest)
-        self.outputs_until = max(self.outputs_until, step + ALERT_STEPS)
-        if fresh and self._saved_for_breaks >= 1:
-            self._saved_for_breaks -= 1
-            self._begin(newest)
-
-    def jumped(self, newest: int) -> bool:
-        """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up."""
-        self.reached(newest)
-        if newest - self._begun < APART_STEPS or self._saved < 1:
-            return False
-        self._saved -= 1
-        self._begin(newest)
-        return True
-
-    def _begin(self, newest: int) -> None:
-        self._begun = newest
-        self.full_until = newest + BURST_STEPS
-        self.outputs_until = max(self.outputs_until, self.full_until)
-
-    def reached(self, newest: int) -> None:
-        """Training is at this step: what is saved up grows, and where training went back nothing is on any more."""
-        if newest < self._seen:
-            self._begun, self.full_until, self.outputs_until = -APART_STEPS, -1, -1
-        more = max(0, newest - self._seen) / REFILL_STEPS
-        self._saved = min(MAX_BURSTS, self._saved + more)
-        self._saved_for_breaks = min(MAX_BURSTS, self._saved_for_breaks + more)
-        self._seen = newest
 
 
 def most_telling(score: Floats, order: npt.NDArray[np.int32], num: int) -> list[int]:

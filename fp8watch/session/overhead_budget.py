@@ -21,7 +21,11 @@ FIRST_STEPS = (3, 5, 7, 9, 11)
 """Steps that are measured before anything is decided; one alone is at the mercy of what else the machine does."""
 
 AGAIN_STEPS = 100
-"""After that each so many steps one is measured, and the last `len(FIRST_STEPS)` count."""
+"""After that at first each so many steps one is measured, and the last `len(FIRST_STEPS)` count. In a measured step
+operands are quantised several times: where that takes much, the next is further away."""
+
+MEASURING_SHARE = 0.05
+"""Of the budget: what measuring may take."""
 
 MAX_EVERY = 64
 NOTABLE = 1.5
@@ -35,7 +39,9 @@ class Cost(NamedTuple):
     """Of one step, as shares of what it takes without being observed."""
 
     light: float  # in each step
-    sampling: float  # full statistics, on top
+    sampling: float  # full statistics of all sites, on top
+    measuring: float = 0.0  # of a measured step, on top
+    step_s: float = 0.0  # what it takes without being observed, in seconds
 
 
 def choose_every(cost: Cost, budget: float) -> int:
@@ -55,33 +61,37 @@ class Overhead:
     all of it counts.
 
     Args:
-        every: full statistics each n-th optimizer step, as asked for; never more often than that.
+        every: full statistics of each site once in n optimizer steps, as asked for; never more often than that.
         budget: share of a step that observing may cost, or None to measure nothing and change nothing.
         say: tells people, once.
     """
 
     def __init__(self, every: int, budget: float | None, say: Callable[[str], None]) -> None:
         self.every = self._asked = every
+        self.next_measured: float = FIRST_STEPS[0] if budget is not None else math.inf
+        """So many steps are closed before the next one that is measured begins."""
+        self.measuring = False  # a measured step is running, or is on its way from the device
         self._budget, self._say, self._said = budget, say, False
         self._costs: deque[Cost] = deque(maxlen=len(FIRST_STEPS))
         self._waiting: deque[Stopwatch] = deque()
-        self._due = 0  # measurements that are begun
-        self._next = FIRST_STEPS[0]
+        self._num_begun = 0  # measurements
+        self._apart = AGAIN_STEPS  # steps from one measured step to the next
         self._event: Callable[[], Event] | None = None
         self._measurable: bool | None = None
 
     @property
     def ratio(self) -> float | None:
-        """What observing costs as it is set now, as a share of a step; None where that has not been measured."""
+        """What observing costs as it is set now, as a share of a step, by the last measured steps; None where that has
+        not been measured."""
         if not self._costs:
             return None
         cost = self._median()
-        return cost.light + cost.sampling / self.every
+        return cost.light + cost.sampling / self.every + cost.measuring / self._apart
 
     def begin_step(self, plan: Plan, num_closed: int) -> None:
         """Time the step that begins after so many closed ones, if its turn has come and it is observed."""
         plan.stopwatch = None
-        if self._budget is None or num_closed < self._next or plan.slab is None or not plan.observing:
+        if self._budget is None or num_closed < self.next_measured or plan.slab is None or not plan.observing:
             return
         if self._measurable is None:
             try:
@@ -89,12 +99,22 @@ class Overhead:
             except NotImplementedError:
                 self._measurable = False
         if not self._measurable:
+            self.next_measured = math.inf
             return
-        self._due += 1
-        self._next = FIRST_STEPS[self._due] if self._due < len(FIRST_STEPS) else num_closed + AGAIN_STEPS
+        self._num_begun += 1
+        if self._num_begun < len(FIRST_STEPS):
+            self.next_measured = FIRST_STEPS[self._num_begun]
+        else:
+            self.next_measured = num_closed + self._next_apart()
+        self.measuring = True
         plan.stopwatch = Stopwatch(self._event)
-        if plan.slab.device.type == "cpu":  # looked at in sampled steps: part of what those cost
-            plan.step.checks_outputs = True
+
+    def _next_apart(self) -> int:
+        """Further away from time to time, until measuring takes no more than its share of the budget."""
+        if self._num_begun > len(FIRST_STEPS) and self._costs and self._budget is not None:
+            needed = math.ceil(self._median().measuring / max(MEASURING_SHARE * self._budget, 1e-9))
+            self._apart = max(AGAIN_STEPS, min(2 * self._apart, needed))
+        return self._apart
 
     def step_closed(self, plan: Plan, recorder: Recorder) -> None:
         """The step is over, its end included. Judge what has been measured, once it can be read."""
@@ -109,11 +129,12 @@ class Overhead:
             self._waiting.popleft()
             if seconds is not None:
                 self._judge(seconds, recorder)
+        self.measuring = False
 
     def _judge(self, seconds: dict[str, float], recorder: Recorder) -> None:
         light, sampling = max(seconds[LIGHT], 0.0), max(seconds[SAMPLING], 0.0)
         bare = max(seconds[STEP] - light - sampling - seconds[EXTRA], 1e-9)
-        self._costs.append(Cost(light / bare, sampling / bare))
+        self._costs.append(Cost(light / bare, sampling / bare, max(seconds[EXTRA], 0.0) / bare, bare))
         if self._budget is not None and len(self._costs) == self._costs.maxlen:
             every = max(self._asked, choose_every(self._median(), self._budget))
             if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
@@ -128,20 +149,18 @@ class Overhead:
         if self._said or ratio is None or (self.every == self._asked and ratio <= NOTABLE * budget):
             return
         self._said = True
-        if self.every > self._asked:
-            text = f"full statistics every {_ordinal(self.every)} step keep it there; everything that breaks is still seen in each step"
-        else:
-            often = "each step" if self.every == 1 else f"every {_ordinal(self.every)} step"
-            text = f"more than overhead_budget={budget:g}, with full statistics in {often}; a larger every= or windows= lower it"
-        self._say(f"observing costs {ratio:.1%} of a step here{';' if self.every > self._asked else ','} {text}")
+        step_s = self._median().step_s
+        often = "in each step"
+        if self.every > 1:
+            often = f"once in {self.every} steps, and what breaks is seen in each"
+        text = f"observing adds {_ms(ratio * step_s)} to a step of {_ms(step_s)} ({ratio:.1%}); full statistics of a site come {often}"
+        if ratio > NOTABLE * budget:
+            text += f"; sites=, windows= or a larger every= bring it nearer to overhead_budget={budget:g}"
+        self._say(text)
 
     def _median(self) -> Cost:
-        return Cost(
-            statistics.median(cost.light for cost in self._costs),
-            statistics.median(cost.sampling for cost in self._costs),
-        )
+        return Cost(*(statistics.median(part) for part in zip(*self._costs, strict=True)))
 
 
-def _ordinal(n: int) -> str:
-    last = n % 10 if n % 100 not in (11, 12, 13) else 0
-    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"

@@ -1,4 +1,4 @@
-"""Which steps are observed, and in which of them weights are hashed.
+"""Which steps are observed, and how often each weight is hashed.
 
 Thread:     training
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HASH_EVERY_STEPS = 100
+HASH_EVERY_STEPS = 32
 Window = tuple[int, "int | None"]
 """(first step, the step after the last, or None for no end)."""
 
@@ -52,7 +52,3 @@ class Schedule:
     def inside(self, step: int) -> bool:
         """Whether a step is observed."""
         return not self.windows or any(a <= step and (b is None or step < b) for a, b in self.windows)
-
-    def hashes(self, step: int) -> bool:
-        """Whether the weights are hashed in a step."""
-        return self.hash_every > 0 and step % self.hash_every == 0

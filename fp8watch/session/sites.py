@@ -29,6 +29,7 @@ class SiteTable:
     direction: str
     gemm: str
     site_id: int
+    width: int = 0  # in_features of its Linear
 
 
 def operand_name(table: Sequence[SiteTable], row: int) -> str:
@@ -107,7 +108,7 @@ def first_rows(table: Sequence[SiteTable], modules: Iterable[str]) -> set[int]:
     Raises:
         ValueError: a name that is not watched.
     """
-    first = {site.fqn: row for row, site in reversed(list(enumerate(table)))}
+    first = {site.fqn: row for row, site in reversed(list(enumerate(table))) if site.operand != OUTPUT}
     for name in modules:
         if name not in first:
             raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")

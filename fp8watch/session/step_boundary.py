@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8watch.layers import custom_ops
 from fp8watch.observer.plan import Plan
-from fp8watch.session.step_flush import FOUND_INF
+from fp8watch.observer.step_sample import NOTHING
 from fp8watch_agent.guard import Guard
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _each(action: Callable[[StepListener], Any]) -> None:
 
 
 def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _each(lambda w: w._on_optimizer(optimizer))
+    _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer))
 
 
 def _wrap_scaler() -> Callable[[], None]:
@@ -161,24 +161,10 @@ def stop(watch: StepListener) -> None:
 def abandoned(plan: Plan, recorder: Recorder) -> None:
     """A watch went with its model, without detach. The collector of garbage must not wait for the network."""
     plan.slab = None
-    plan.begin_step(sampled=False)
+    plan.begin_step(NOTHING)
     if not list(plan.modules):  # those that are held elsewhere compute on, unobserved
         custom_ops.remove_plan(plan)
     threading.Thread(target=recorder.close, name="fp8watch-close", daemon=True).start()
-
-
-def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
-    they are on a device, because reading them would wait for it."""
-    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return {"lr": _here(lr), FOUND_INF: _here(getattr(optimizer, "found_inf", None))}
-
-
-def _here(value: Any) -> Any:
-    """A number where it can be had at once; a tensor's value of this moment where it cannot."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.device.type == "cpu" else value.detach().clone()
-    return None if value is None else float(value)
 
 
 def is_capturing() -> bool:

@@ -30,6 +30,8 @@ NO_STEP_ENDED = (
 STUCK_FACT = "no_step_ended"
 MAX_WRAPPERS = 8
 PADDING = 1.1  # of flattened copies, over the number of elements that they are of
+FOUND_INF = "found_inf"
+"""Fact of an optimizer: it was told to skip."""
 
 
 def torch_optimizers(given: object) -> list[Optimizer]:
@@ -216,3 +218,17 @@ class StepOwner:
         """Steps that went by before the owner was adopted, once: the one that ends now has a number so much higher."""
         late, self._late = self._late, 0
         return late
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
+    they are on a device, because reading them would wait for it."""
+    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    return {"lr": _here(lr), FOUND_INF: _here(getattr(optimizer, "found_inf", None))}
+
+
+def _here(value: Any) -> Any:
+    """A number where it can be had at once; a tensor's value of this moment where it cannot."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" else value.detach().clone()
+    return None if value is None else float(value)

@@ -16,25 +16,20 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8watch.layers import custom_ops
-from fp8watch.layers.fp8_linear import SITE_KEY, release, switch_shadow
+from fp8watch.layers.attention_calls import logits_summary, logits_unseen
+from fp8watch.layers.fp8_linear import SITE_KEY, release
 from fp8watch.layers.module_hooks import LossHook
-from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.plan import Plan
-from fp8watch.observer.stopwatch import LIGHT
 from fp8watch.session import step_boundary
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
-from fp8watch.session.jumps import Follow
 from fp8watch.session.overhead_budget import Overhead
-from fp8watch.session.site_registration import SiteRegistration
 from fp8watch.session.sites import first_rows
-from fp8watch.session.step_flush import FOUND_INF, Closing
-from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner
-from fp8watch.sketch.host_copy import HostCopies
+from fp8watch.session.step_cycle import StepCycle
+from fp8watch.session.step_flush import step_flush
+from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_facts
+from fp8watch.session.step_scalars import LOSS_MISSING_STEPS, StepScalars
 from fp8watch_agent.record import StepStatus
-
-LOSS_MISSING_STEPS = 20
 
 
 class Watch:
@@ -49,16 +44,12 @@ class Watch:
         self._recorder = attachment.recorder
         self.guard, self._recipe, self.identity = session.guard, session.recipe, session.identity
         self.session, self.url, self._say = session.id, session.url, session.say
-        self._schedule, self._step = cadence.schedule, cadence.start_step
         self._overhead = Overhead(cadence.every, cadence.overhead_budget, session.say)
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
-        self._logged: dict[str, Any] = {}
-        self._batch_id: str | None = None
-        self._facts: dict[str, Any] = {}  # of the optimizer and the GradScaler: numbers, or tensors on the device
+        self._scalars = StepScalars(session.guard, session.say)
         self._stuck = self._ending = self._paused = False
-        self._steps_without_loss = self._num_closed = 0
         self._hooks: list[RemovableHandle] = list(attachment.hooks)
         plan, recorder = self._plan, self._recorder
         self._detached = plan is None
@@ -67,17 +58,10 @@ class Watch:
                 self._model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
             )
             step_boundary.start(self)
-        self._closing: Closing | None = None
-        if plan is not None and plan.slab is not None and recorder is not None:
-            ids = [s.site_id for s in self._table]
-            plan.tiles.keeps_one = cadence.tile_maps[0] != "triggered"
-            registration = SiteRegistration(attachment, plan, recorder, session.say)
-            self._closing = Closing(
-                plan, ids, recorder, self.guard, registration, cadence.tile_maps, self.te, self._model,
-                HostCopies(plan.slab.device),
-            )  # fmt: skip
-            self.guard.run("begin_step", self._begin_step, plan)
-            plan.step.sampled = not plan.step.outside  # the first step shows what there is
+        self._flush = step_flush(attachment, plan, recorder, cadence.tile_maps, session)
+        self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
+        if plan is not None and recorder is not None and self._flush is not None:
+            self.guard.run("begin_step", self._cycle.begin)
             plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
@@ -89,13 +73,7 @@ class Watch:
 
         Tensors of one element are kept as they are and read when the step closes.
         """
-        self.guard.run("log", self._log, values, batch_id)
-
-    def _log(self, values: dict[str, float | Tensor], batch_id: str | None) -> None:
-        for name, value in values.items():
-            self._logged[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
-        if batch_id is not None:
-            self._batch_id = str(batch_id)[:512]
+        self.guard.run("log", self._scalars.log, values, batch_id)
 
     def step(self, step: int | None = None) -> None:
         """End the step by hand, in loops without a torch optimizer. `step` sets the number of the step that ends."""
@@ -103,8 +81,10 @@ class Watch:
 
     def _end_by_hand(self, step: int | None) -> None:
         if self._owner.ended_by_hand() and not self._ran():
-            if step is not None:  # the adopted optimizer has ended this one: only its successor's number is new
-                self._step = int(step) + 1
+            if step is not None:
+                self._cycle.step = (
+                    int(step) + 1
+                )  # the adopted optimizer has ended this one: only its successor's is new
             return
         self._close(StepStatus.OK, step)
 
@@ -123,7 +103,7 @@ class Watch:
     def shadow(self, *modules: str) -> None:
         """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.
 
-        It costs about 64/M of each GEMM, in float64. Under torch.compile a module is compiled anew when it is switched.
+        It costs about 64/M of each GEMM, in float64. Without it one module after the other has its turn, on fewer rows.
 
         Args:
             modules: fully qualified names of watched modules; none switches all off.
@@ -132,7 +112,8 @@ class Watch:
             ValueError: a name that is not watched.
         """
         rows = first_rows(self._table, modules)
-        switch_shadow(self._plan.modules if self._plan is not None else (), rows)
+        if self._plan is not None:
+            self._plan.canary.forced = frozenset(rows)
 
     # ---- where steps end ----------------------------------------------------------------------------------------
 
@@ -157,17 +138,16 @@ class Watch:
             self._recorder.update_facts(facts)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._plan is None or self._detached or step_boundary.is_capturing():
+        if self._plan is None or self._detached:
             return
         if graph_task() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
-                self._facts.update(step_boundary.optimizer_facts(optimizer))
+                self._scalars.facts.update(optimizer_facts(optimizer))
                 self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
         if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
-            self._facts.update(step_boundary.optimizer_facts(optimizer))
-            self._step += self._owner.take_late()
-            self._close(StepStatus.OK)
+            self._scalars.facts.update(optimizer_facts(optimizer))
+            self._close(StepStatus.OK, late=self._owner.take_late())
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is not None and not self._detached:
@@ -177,7 +157,7 @@ class Watch:
         if not self._owner.owns_any(optimizers):
             return
         if isinstance(scale, Tensor):
-            self._facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
         if self._ran():
             self._close(StepStatus.SKIPPED)
 
@@ -192,91 +172,55 @@ class Watch:
     def _on_death(self) -> None:
         """Training is over, one way or another: what the slab holds, and what is on its way, goes out now."""
         self.guard.run("death", self._close_unfinished)
-        if self._closing is not None:
-            self.guard.run("death", self._closing.settle, everything=True)
+        if self._flush is not None:
+            self.guard.run("death", self._flush.drain, wait=True)
         if self._recorder is not None:
             self._recorder.close(timeout_s=2.0)
 
-    def _close(self, status: StepStatus, step: int | None = None) -> None:
-        plan, recorder, closing = self._plan, self._recorder, self._closing
-        if plan is None or self._detached:
-            return
-        if plan.slab is None or recorder is None or closing is None:
-            if plan.step.warming:  # nothing is sent, but the warm-up is part of what is computed
-                self._step = (self._step if step is None else int(step)) + 1
-                self._end_warmup(plan)
-                plan.begin_step(sampled=False)
+    def _close(self, status: StepStatus, step: int | None = None, *, late: int = 0) -> None:
+        """End the step that runs.
+
+        Args:
+            status: how it ended.
+            step: its number, where training says it.
+            late: steps that went by before anybody noticed where they end.
+        """
+        plan, cycle = self._plan, self._cycle
+        if plan is None or self._detached or not (self._flush is not None or plan.step.warming):
             return
         began = plan.stopwatch.mark() if plan.stopwatch is not None else None
-        if step is not None:
-            self._step = int(step)
+        cycle.step = cycle.step + late if step is None else int(step)
         self._ending = True
-        closing.registration.observed |= plan.observing and plan.step.ran
         try:
-            values = self._values(plan)
-            closing.begin(self._step, status, values, self._batch_id, recorded=not self._paused)
-        finally:  # whatever failed: what this step left must not be merged into the next
+            values, batch_id = self._scalars.take(plan.step) if self._flush is not None else ({}, None)
+            cycle.close(status, values, batch_id, recorded=not self._paused, began=began)
+        finally:
             self._ending = False
-            self._num_closed += 1
-            self._step += 1
-            self._logged.clear()
-            self._facts.pop(FOUND_INF, None)
-            self._batch_id = None
-            plan.slab.clear()
             plan.step.on_stuck = None
+            if cycle.num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
+                self._tell({"logits_unseen": unseen})
             if self._stuck:
                 self._stuck = False
                 self._tell({STUCK_FACT: ""})
-            self._end_warmup(plan)
-            if plan.stopwatch is not None:
-                plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
-            self.guard.run("overhead", self._overhead.step_closed, plan, recorder)
-            self._begin_step(plan)
-            self.guard.run("overhead", self._overhead.begin_step, plan, self._num_closed)
-
-    def _begin_step(self, plan: Plan) -> None:
-        """What the step that begins now will measure."""
-        plan.step.outside = not self._schedule.inside(self._step)
-        follow = self._closing.follow if self._closing is not None else Follow()
-        full = self._step % self._overhead.every == 0 or self._step <= follow.full_until
-        plan.begin_step(sampled=not plan.step.outside and full)
-        plan.step.hashing = not plan.step.outside and self._schedule.hashes(self._step)
-        late = self._closing is not None and self._closing.copies.late
-        plan.step.checks_outputs = plan.step.sampled and (not late or self._step % OUTPUTS_EVERY == 0)
-        plan.step.checks_outputs |= self._step <= follow.outputs_until
-        if self.te is not None:
-            self.te.sampled = plan.step.sampled
-
-    def _end_warmup(self, plan: Plan) -> None:
-        """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
-        if plan.step.warming and self._step >= self._recipe.warmup_steps:
-            plan.step.warming = False
-            self._say(f"warm-up over: GEMMs compute in FP8 ({self._recipe.name}) from step {self._step}")
-
-    def _values(self, plan: Plan) -> dict[str, Any]:
-        """Scalars of the step that ends, numbers or tensors: what training said wins over what was seen."""
-        values = {name: value for name, value in self._facts.items() if value is not None}
-        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in plan.step.logits.items()})
-        if plan.step.losses:
-            values["loss"] = plan.step.loss()
-        values.update(self._logged)
-        self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
-        if self._steps_without_loss == LOSS_MISSING_STEPS:
-            self._say("loss not seen for 20 steps: call watch.log(loss=...)")
-        return values
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
 
     @property
+    def overhead(self) -> float | None:
+        """What observing costs, as a share of a step, by the last few steps that were measured; None before the first.
+        Checks of quantisers and GEMMs are not part of it: they skip measured steps, and have a share of their own."""
+        return self._overhead.ratio
+
+    @property
     def last_step(self) -> int | None:
         """Number of the last closed step."""
-        return self._step - 1 if self._num_closed else None
+        return self._cycle.step - 1 if self._cycle.num_closed else None
 
     def flush(self, timeout_s: float = 5) -> bool:
         """Wait until what was recorded has left the process; False when it had not in time."""
         recorder = self._recorder
-        if self._closing is not None:
-            self.guard.run("flush", self._closing.settle, everything=True)
+        if self._flush is not None:
+            self.guard.run("flush", self._flush.drain, wait=True)
         return bool(self.guard.run("flush", recorder.flush, timeout_s)) if recorder is not None else True
 
     def summary(self) -> dict[str, Any]:
@@ -289,12 +233,13 @@ class Watch:
             "recipe": self._recipe.name,
             "fingerprint": self._recipe.fingerprint(),
             "num_sites": len(self._table),
-            "num_steps": self._num_closed,
+            "num_steps": self._cycle.num_closed,
             "last_step": self.last_step,
             "every": self._overhead.every,
             "overhead_ratio": self._overhead.ratio,
-            "loss": "not seen: call watch.log(loss=...)" if self._steps_without_loss >= LOSS_MISSING_STEPS else "seen",
-            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._num_closed else "none yet",
+            "attention_logits": logits_summary(self._plan),
+            "loss": "not seen: call watch.log(loss=...)" if self._scalars.loss_is_missing else "seen",
+            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._cycle.num_closed else "none yet",
             "url": self.url,
             "internal_errors": dict(self.guard.errors),
             "health": health,
@@ -302,7 +247,7 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
-        known = {"step": self._step, "run_id": self.identity.run_id, "session": self.session}
+        known = {"step": self._cycle.step, "run_id": self.identity.run_id, "session": self.session}
         return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,12 +257,12 @@ class Watch:
             ValueError: a delayed scale of a site that is not watched, or of another history length; nothing is loaded.
         """
         load_scale_state(self._plan, self._table, state)
-        self._step = int(state.get("step", self._step))
+        self._cycle.step = int(state.get("step", self._cycle.step))
         if self._plan is not None:
-            self._plan.step.warming = self._step < self._recipe.warmup_steps
+            self._plan.step.warming = self._cycle.step < self._recipe.warmup_steps
         if self._recorder is not None and self._plan is not None:
             self.guard.run("resume", self._recorder.update_facts, resume_facts(state))
-            self._begin_step(self._plan)
+            self._cycle.begin()
 
     def detach(self) -> None:
         """Put the model back as it was, send what is recorded, and stop. Safe to call twice."""
@@ -329,8 +274,8 @@ class Watch:
         assert self._plan is not None
         if self._plan.step.backward_seen or (self._plan.step.root_seen and not self._plan.step.forward_seen):
             self.guard.run("detach", self._close_unfinished)
-        if self._closing is not None:
-            self.guard.run("detach", self._closing.settle, everything=True)
+        if self._flush is not None:
+            self.guard.run("detach", self._flush.drain, wait=True)
         self._detached = True
         self._plan.settle()
         for hook in self._hooks:

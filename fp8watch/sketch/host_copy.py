@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 POLL_S = 0.0005
+ARRIVAL_TIMEOUT_S = 2.0
 MAX_PINNED_BYTES = 8 << 20
 """Kept for later copies; what is beyond goes back to torch."""
 
@@ -37,9 +38,9 @@ class HostCopy:
         """Whether `tensors` would not wait."""
         return self._arrived is None or bool(self._arrived.query())
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the device, for so long at most: a device that hangs must not keep a process from ending."""
-        until = time.monotonic() + timeout_s
+    def wait(self) -> bool:
+        """Wait for the device, `ARRIVAL_TIMEOUT_S` at most: one that hangs must not keep a process from ending."""
+        until = time.monotonic() + ARRIVAL_TIMEOUT_S
         while not self.ready():
             if time.monotonic() >= until:
                 return False

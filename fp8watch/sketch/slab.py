@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fp8watch.kernels.backend import Into
 from fp8watch.kernels.cpu_scan import look_into
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
+from fp8watch.quantize.self_consistency import QuantiserCheck
 from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, merge_measured
 
 
@@ -39,7 +41,24 @@ class Slab:
         self.device = torch.device(device)
         self._defaults = new_rows(1, self.device)
         self.buffer = self._defaults.repeat(capacity, 1)
+        self.scratch = new_rows(2, self.device)  # where what is done once more to be timed is merged
         self._views: dict[int, RowViews] = {}
+
+    def into(self, rows: tuple[int, ...], call_order: int, *, scratch: bool = False) -> Into:
+        """Where a call merges what it measures of one or two rows; a slab on the CPU only.
+
+        Args:
+            rows: of the directions that it measures, 0 … capacity − 1.
+            call_order: of the first; the second has the next.
+            scratch: into rows that nobody reads.
+        """
+        if scratch:
+            first = self.scratch.data_ptr()
+            return Into(self.scratch, (first, first + ROW.itemsize), call_order)
+        for row in rows:
+            self._check_row(row)
+        at = self.buffer.data_ptr()
+        return Into(self.buffer, (at + rows[0] * ROW.itemsize, at + rows[-1] * ROW.itemsize), call_order)
 
     def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
         """Merge one quantisation into a row.
@@ -111,8 +130,25 @@ class Slab:
         """Merge the number of non-finite elements in the output of the GEMM that reads this operand. 0-d int64."""
         self._check_row(row)
         mine = self.buffer[row]
-        row_span(mine, "output_num_nonfinite").add_(count)
-        row_span(mine, "measured").bitwise_or_((count > 0).to(torch.int32) * int(Measured.GEMM))
+        row_span(mine, "num_nonfinite_outputs").add_(count)
+        row_span(mine, "measured").bitwise_or_((count > 0).to(torch.int32) * int(Measured.OUTPUTS))
+
+    def accumulate_quantiser(self, row: int, check: QuantiserCheck) -> None:
+        """Merge what was found of what a GEMM reads of this operand."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "num_nan_codes", "num_off_grid").add_(check.elements)
+        row_span(mine, "num_checked_tiles", "num_wrong_scales").add_(check.tiles)
+        tile = row_span(mine, "fault_tile")
+        torch.where(tile < 0, check.fault_tile, tile, out=tile)
+        row_span(mine, "measured").bitwise_or_(int(Measured.QUANTISER))
+
+    def tile_to_look_at(self, row: int) -> torch.Tensor:
+        """Of a row the tile of the largest noise where that was measured, else of the largest amax: int32 [2], −1 where
+        there is neither. A view or a new tensor, on this device."""
+        self._check_row(row)
+        noise, amax = (row_span(self.buffer[row], name) for name in ("noise_tile", "worst_tile"))
+        return torch.where(noise < 0, amax, noise)
 
     def keep_hash(self, row: int, value: torch.Tensor) -> None:
         """Put the hash of a weight into its row. 0-d int64; the last one stays."""

@@ -36,8 +36,7 @@ class HeldTiles:
 
     def add(self, row: int, order: int, stats: TileStats) -> None:
         """Hold one call. Past the budget older calls of this site go first, then the call itself is let go."""
-        folded, calls = stats.folded, self._held.get(row, [])
-        size = stats.num_bytes if folded is None else folded.num_bytes
+        size, calls = stats.num_bytes, self._held.get(row, [])
         limit = self.max_bytes if row in self.wanted else self.max_bytes // 2
         self._last_bytes -= calls[-1][1].num_bytes if calls else 0
         while calls and self._bytes + size > limit:

@@ -15,14 +15,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18
+CHUNK = 1 << 16  # in int64 it stays in the cache of a core
+DEVICE_CHUNK = 1 << 18  # elsewhere the launches count
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _chunk(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else DEVICE_CHUNK
 
 
 @lru_cache(maxsize=8)
 def _odd(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(1, 2 * CHUNK, 2, dtype=torch.int64, device=device)
+        return torch.arange(1, 2 * _chunk(device), 2, dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
@@ -39,9 +44,9 @@ def hash_bits(x: Tensor) -> Tensor:
         KeyError: elements of another size, such as complex128.
     """
     bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()])
-    odd = _odd(x.device)
+    odd, chunk = _odd(x.device), _chunk(x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), CHUNK):  # in pieces: the whole in int64 would be two to four times the weight
-        part = bits[start : start + CHUNK].to(torch.int64)
+    for start in range(0, bits.numel(), chunk):  # in pieces: the whole in int64 would be two to four times the weight
+        part = bits[start : start + chunk].to(torch.int64)
         total += (part * odd[: part.numel()]).sum() + part.sum() * (2 * start)
     return total

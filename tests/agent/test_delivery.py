@@ -24,7 +24,8 @@ from agent_support import (
 )
 
 from fp8watch_agent import wire
-from fp8watch_agent.record import HISTOGRAMS, ROW, STEP
+from fp8watch_agent.batch import PROMPT_STEPS
+from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, Measured, empty_rows
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings
@@ -43,7 +44,7 @@ def test_steps_arrive_bit_for_bit_with_nan_and_inf(
     recorder.close()
     got = collector.batches()
     rows = np.concatenate([make_rows(7, s) for s in range(5)])
-    for name in ROW.names or ():
+    for name in FIELD_BY_NAME:
         columns = np.concatenate([b.column(name) for b in got])
         if name in HISTOGRAMS:
             np.testing.assert_array_equal(columns, decode_histogram(encode_histogram(rows[name])))
@@ -80,6 +81,51 @@ def test_repeated_and_descending_steps_go_into_batches_of_their_own(
     assert recorder.flush(10)
     recorder.close()
     assert [int(s) for b in collector.batches() for s in b.steps["step"]] == order
+
+
+def healthy_rows(num_rows: int) -> np.ndarray:
+    rows = empty_rows(num_rows)
+    rows["measured"], rows["amax_max"] = int(Measured.COUNTS | Measured.AMAX), 1.0
+    return rows
+
+
+def test_a_batch_waits_for_eight_steps_but_not_for_what_broke(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    settings = replace(settings, collector=collector.url, poll_interval_s=3600.0, batch_interval_s=1.0)
+    recorder = Recorder(settings, session)
+    sender, sent = recorder._sender, 0
+
+    def leaves(steps: list[int], waited_s: float, loss: float = 1.0) -> bool:
+        nonlocal sent
+        for s in steps:
+            recorder.record_step(make_step(s, loss=loss), make_ids(3), healthy_rows(3))
+        sender._due_since = time.monotonic() - waited_s
+        sender.tick()
+        before, sent = sent, len(collector.steps())
+        return sent > before
+
+    recorder.register_sites(make_sites(3))
+    assert not leaves([0], 0.5)
+    assert leaves([], 1.5), "the first steps of a session leave after an interval"
+    assert leaves(list(range(1, PROMPT_STEPS)), 1.5)
+    assert not leaves([20, 21, 22], 5.0)
+    assert leaves([23, 24, 25, 26, 27], 5.0), "eight steps"
+    assert not leaves([30, 31], 5.0)
+    assert leaves([32], 1.5, loss=float("nan"))
+    assert collector.steps()[-3:] == [30, 31, 32], "with the steps before it"
+    assert not leaves([40], 7.5)
+    assert leaves([], 8.5), "it waits eight intervals at most"
+    assert not leaves([50], 5.0)
+    recorder.hurry()
+    assert leaves([], 1.5)
+    recorder.record_step(make_step(60), make_ids(3), healthy_rows(3))
+    sender._due_since = time.monotonic() - 5.0
+    sender.tick()
+    assert recorder.health().records.queued == 3
+    assert recorder.flush(10), "flush does not wait, nor forget what is being put together"
+    assert collector.steps()[-1] == 60
+    recorder.close()
 
 
 def test_a_collector_that_forgot_is_told_again(collector: Collector, settings: AgentSettings, session: Session) -> None:

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fp8watch_agent import wire
-from fp8watch_agent.column_codec import SUM_BITS, round_sums, widen_sums
+from fp8watch_agent.column_words import SUM_BITS, round_sums, widen_sums
 from fp8watch_agent.envelope import MAX_COLUMNS, WireError, open_map
-from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, empty_rows
+from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, Measured, empty_rows
 from fp8watch_server.load.stream import Plan, RankStream
 
 SUM_ERROR = 2.0 ** -(SUM_BITS - 11)
@@ -50,7 +50,7 @@ def described_default(name: str, num_records: int) -> str:
     return np.full((num_records, f.size), f.default, f.dtype).tobytes().hex()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_the_bytes_of_every_version_say_what_they_said(version):
     body = (FROZEN / f"batch-{version}").read_bytes()
     frozen = json.loads((FROZEN / f"batch-{version}.json").read_text())
@@ -67,8 +67,9 @@ def test_frozen_tile_maps_are_read():
         assert m.amax.tobytes() == want.amax.tobytes()
 
 
-def test_both_versions_say_the_same_but_for_rounded_sums():
-    old, new = (wire.decode_batch((FROZEN / f"batch-{v}").read_bytes()) for v in (1, 2))
+@pytest.mark.parametrize("version", [2, 3])
+def test_later_versions_say_what_the_first_said_but_for_rounded_sums(version):
+    old, new = (wire.decode_batch((FROZEN / f"batch-{v}").read_bytes()) for v in (1, version))
     for f in FIELDS:
         if f.dtype == "<f8":
             np.testing.assert_allclose(new.column(f.name), old.column(f.name), rtol=SUM_ERROR, atol=0)
@@ -79,9 +80,9 @@ def test_both_versions_say_the_same_but_for_rounded_sums():
 def test_an_unknown_version_is_refused_by_name():
     header, arrays = sample()
     raw = msgspec.msgpack.decode(wire.decompress(wire.encode_batch(header, *arrays)))
-    raw["header"]["version"] = 3
+    raw["header"]["version"] = 4
     body = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(raw))
-    with pytest.raises(wire.UnsupportedVersion, match="version 3"):
+    with pytest.raises(wire.UnsupportedVersion, match="version 4"):
         wire.decode_batch(body)
 
 
@@ -104,6 +105,33 @@ def test_any_bits_come_back(seed, num_steps, each, mixed):
     assert_same(got, rows)
     assert got.step.tolist() == arrays[1].tolist()
     assert got.site.tolist() == arrays[2].tolist()
+
+
+@given(seed=st.integers(0, 1 << 32), num_steps=st.integers(1, 6), num_sites=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_steps_that_lack_sites_and_samples_that_rotate_come_back(seed, num_steps, num_sites):
+    rng = np.random.default_rng(seed)
+    there = rng.random((num_steps, num_sites)) < rng.choice([0.2, 0.7, 1.0])
+    there[:, 0] |= ~there.any(axis=1)
+    number = np.broadcast_to(np.arange(num_sites), there.shape)[there]
+    rows = np.frombuffer(rng.bytes(len(number) * ROW.itemsize), ROW).copy()
+    for f in FIELDS:
+        if f.name in HISTOGRAMS:
+            rows[f.name] = rng.integers(0, 1 << int(rng.integers(1, 31)), rows[f.name].shape)
+    rows["measured"] = rng.integers(0, 1 << 9, len(rows))
+    for f in FIELDS:
+        if f.name != "measured":
+            rows[f.name][(rows["measured"] & int(f.group)) == 0] = f.default
+    steps = np.array([make_step(s) for s in range(3, 3 + num_steps)])
+    arrays = (steps, np.repeat(steps["step"], there.sum(axis=1)), make_ids(num_sites)[number], rows)
+    header, _ = batch_of(make_rows(1), 1)
+    header = msgspec.structs.replace(header, num_steps=num_steps, num_records=len(rows))
+    got = wire.decode_batch(wire.encode_batch(header, *arrays))
+    if there.all(axis=1).any():
+        assert got.header.per_step == num_sites, "the order of sites is that of a step that has all"
+    assert got.site.tolist() == arrays[2].tolist()
+    assert got.step.tolist() == arrays[1].tolist()
+    assert_same(got, rows)
 
 
 @given(st.lists(st.floats(width=64), min_size=1, max_size=50))
@@ -135,6 +163,31 @@ def test_records_of_a_made_up_fleet_take_forty_bytes():
     plan = Plan(num_ranks=1, num_sites=160, num_steps=16, steps_per_batch=8, seed=0, run="run")
     bodies = list(RankStream(plan, 0))
     assert sum(len(b.data) for b in bodies) / sum(b.num_records for b in bodies) < 41
+
+
+def test_light_records_of_a_real_training_take_sixteen_bytes():
+    """Eight steps of 457 sites of a model in float32: amax and scale ratios have all their bits."""
+    batch = wire.decode_batch((FROZEN / "light-3").read_bytes())
+    body = wire.encode_batch(batch.header, batch.steps, batch.step, batch.site, wire.rows_of(batch))
+    assert len(body) / len(batch.step) < 16
+
+
+def test_a_field_of_few_records_takes_bytes_for_those_alone():
+    rows = make_rows(640)
+    sampled = np.arange(640) % 16 == 3
+    every, some, none = rows.copy(), rows.copy(), rows.copy()
+    for f in FIELDS:
+        if f.group & (Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH):
+            some[f.name][~sampled] = none[f.name][:] = f.default
+    groups = int(Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH)
+    some["measured"][~sampled] &= ~groups
+    none["measured"] &= ~groups
+
+    def size(given):
+        header, arrays = batch_of(given, 8)
+        return len(wire.encode_batch(header, *arrays))
+
+    assert size(some) - size(none) < (size(every) - size(none)) / 8
 
 
 def test_what_was_not_measured_takes_nothing():

@@ -19,6 +19,7 @@ class Kept:
     def __init__(self, settings, session, *_, **__):
         self.settings, self.session = settings, session
         self.sites, self.steps, self.maps, self.closed, self.facts = [], [], [], 0, {}
+        self.hurried = []  # number of steps that were not to wait
 
     def register_sites(self, sites):
         self.sites += sites
@@ -28,6 +29,9 @@ class Kept:
 
     def record_tile_maps(self, maps):
         self.maps += maps
+
+    def hurry(self):
+        self.hurried.append(len(self.steps))
 
     def wanted_captures(self):
         return frozenset()
@@ -48,6 +52,11 @@ class Kept:
         self.closed += 1
 
     # what tests ask
+
+    def of_operands(self, ids, rows):
+        """The rows of sites that have an operand; probes have none."""
+        operands = {site.id for site in self.sites if site.operand != "output"}
+        return rows[[int(i) in operands for i in ids]]
 
     def step(self, i):
         header, ids, rows, *_ = self.steps[i]

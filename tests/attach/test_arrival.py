@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fp8watch.session import step_boundary
-from fp8watch.session.step_flush import ARRIVAL_TIMEOUT_S, MAX_ON_THE_WAY
-from fp8watch.sketch.host_copy import MAX_PINNED_BYTES, HostCopies, HostCopy
+from fp8watch.session.step_flush import MAX_ON_THE_WAY
+from fp8watch.sketch.host_copy import ARRIVAL_TIMEOUT_S, MAX_PINNED_BYTES, HostCopies, HostCopy
 from fp8watch_agent.record import StepStatus
 
 
@@ -59,12 +59,12 @@ class Device(HostCopies):
 @pytest.fixture
 def late(attach, monkeypatch):
     """attach, with a device whose copies are late."""
-    monkeypatch.setattr("fp8watch.session.step_flush.ARRIVAL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fp8watch.sketch.host_copy.ARRIVAL_TIMEOUT_S", 0.2)
 
     def run(model, **kwargs):
         watch = attach(model, **kwargs)
-        watch._closing.copies = Device()
-        return watch, watch._closing.copies
+        watch._flush.copies = watch._flush.maps.copies = Device()
+        return watch, watch._flush.copies
 
     return run
 
@@ -178,7 +178,7 @@ def test_a_fused_optimizers_skip_is_known_when_it_has_arrived(late, mlp):
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
     for found in (0.0, 1.0, 0.0):
         mlp(torch.randn(32, 64)).backward()
-        watch._facts["found_inf"] = torch.tensor(found)
+        watch._scalars.facts["found_inf"] = torch.tensor(found)
         optimizer.step()
         device.arrive()
     watch.flush()

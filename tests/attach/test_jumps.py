@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fp8watch.numerics.tile_stats import HEAVY, LIGHT
-from fp8watch.session import jumps, step_flush
-from fp8watch.session.jumps import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow, RowJumps, ScalarJumps
+from fp8watch.session import jumps, tile_map_flush
+from fp8watch.session.event_follow import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow
+from fp8watch.session.jumps import RowJumps, ScalarJumps
 from fp8watch.sketch.tile_cache import HISTORY_STEPS
 from fp8watch_agent.record import Measured, empty_rows, holds
 
@@ -156,12 +157,17 @@ def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
 
 
 def full_steps(watch):
-    steps = [(int(h["step"]), rows) for h, _, rows, *_ in watch._recorder.steps if len(rows)]
+    """Steps with full statistics of every site; between them each has its turn."""
+    steps = [
+        (int(h["step"]), watch._recorder.of_operands(ids, rows))
+        for h, ids, rows, *_ in watch._recorder.steps
+        if len(rows)
+    ]
     return [step for step, rows in steps if holds(rows["measured"], HEAVY).all()]
 
 
 def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
-    watch = attach(mlp, every=64, hash_every=1000)
+    watch = attach(mlp, every=64, hash_every=0)
     at = 40
 
     def outlier(step, x):
@@ -175,6 +181,7 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
     by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
     steps = sorted(m.step for m in watch._recorder.maps if by_id[m.site] == ("up", "input", "rowwise"))
     assert steps == list(range(at - HISTORY_STEPS, at + BURST_STEPS + 1))
+    assert at + 1 in watch._recorder.hurried, "the step of the jump does not wait for others"
 
 
 def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
@@ -187,7 +194,7 @@ def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(att
 def test_healthy_steps_are_followed_by_nothing(attach, mlp):
     watch = attach(mlp, every=64)
     train(watch, mlp, 100)
-    assert full_steps(watch) == [0, 64]
+    assert full_steps(watch) == [0]
     assert not watch._recorder.maps
 
 
@@ -204,7 +211,7 @@ def test_full_statistics_follow_a_break_once(attach, mlp):
 
 
 def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
-    monkeypatch.setattr(step_flush, "MAX_BURST_BYTES", 3 * 11 * 32)
+    monkeypatch.setattr(tile_map_flush, "MAX_BURST_BYTES", 3 * 11 * 32)
     watch = attach(mlp, every=64)
     train(watch, mlp, 50, lambda step, x: x * 3000 if step == 30 else x)
     assert watch._recorder.maps

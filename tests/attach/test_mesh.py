@@ -127,6 +127,7 @@ def test_replicas_hash_alike_under_ddp_and_as_gathered_under_fsdp2(tmp_path):
     kept, errors = eval(first.strip().replace("] 0", "], 0"))
     assert errors == 0
     for steps in kept:
-        assert [len(s) for s in steps] == [2, 0, 2]
-        assert steps[0] != steps[2]
+        assert [len(s) for s in steps] == [2, 1, 1], "all in the first step, then one after the other"
+        assert steps[0][0] != steps[2][0]
+        assert steps[0][1] != steps[1][0]
     assert kept[0][0] == kept[1][0] == kept[2][0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8watch.layers import custom_ops
-from fp8watch.sketch import host_copy, slab
+from fp8watch.sketch import host_copy, slab, tile_cache
 
 
 def weights(model):
@@ -24,7 +24,9 @@ def test_observe_leaves_every_number_bitwise_as_it_was(attach, mlp, train):
     assert train(mlp, steps=5) == plain
     assert all(torch.equal(a, b) for a, b in zip(weights(mlp), weights(twin), strict=True))
     assert len(watch._recorder.steps) == 5
-    assert len(watch._recorder.step(0)[1]) == 10 - 1  # the first input has no gradient: its dgrad does not exist
+    assert (
+        len(watch._recorder.step(0)[1]) == 9 + 1
+    )  # the first input has no gradient: its dgrad does not exist; the head is probed
 
 
 def test_statistics_change_no_number(attach, mlp, train, monkeypatch):
@@ -48,18 +50,28 @@ def test_the_kill_switch_leaves_the_model_untouched(attach, mlp, monkeypatch):
     assert watch.summary()["num_steps"] == 0
 
 
-@pytest.mark.parametrize("place", ["Slab.accumulate", "Slab.clear", "HostCopies.begin"])
-def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, train, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("place", "backend"),
+    [
+        ("Slab.accumulate", "reference"),
+        ("Slab.into", None),
+        ("HeldTiles.add", None),
+        ("Slab.clear", None),
+        ("HostCopies.begin", None),
+    ],
+)
+def test_what_breaks_inside_is_counted_and_never_reaches_training(attach, mlp, train, monkeypatch, place, backend):
     twin = copy.deepcopy(mlp)
-    attach(twin)
+    attach(twin, backend=backend)
     want = train(twin, steps=4)
 
     def broken(*_args, **_kwargs):
         raise OSError("planted")
 
-    watch = attach(mlp)
+    watch = attach(mlp, backend=backend)
     cls, name = place.split(".")
-    monkeypatch.setattr({"Slab": slab.Slab, "HostCopies": host_copy.HostCopies}[cls], name, broken)
+    rooms = {"Slab": slab.Slab, "HostCopies": host_copy.HostCopies, "HeldTiles": tile_cache.HeldTiles}
+    monkeypatch.setattr(rooms[cls], name, broken)
     assert train(mlp, steps=4) == want
     assert sum(watch.guard.errors.values()) >= 4
 
@@ -132,7 +144,7 @@ def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train, re
         mlp(torch.randn(8, 64))
     train(mlp, steps=2)
     assert not watch.guard.errors
-    assert len(watch._recorder.step(1)[1]) == 9
+    assert len(watch._recorder.step(1)[1]) == 10
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

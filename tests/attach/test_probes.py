@@ -247,3 +247,65 @@ def test_a_tensor_without_memory_of_its_own_is_left_to_torch():
     inner, slab = torch.tensor([1.0, -3.0, 2.0]), Slab(1)
     assert not slab.look(0, Wrapper(inner), 0, energy=False)
     assert largest_magnitude(Wrapper(inner)) == 3.0
+
+
+def test_a_large_output_is_counted_in_some_rows_and_looked_at_as_a_whole():
+    """On a GPU: no more than so many elements are counted, and nothing that is not finite is missed."""
+    y = torch.randn(40, 8)
+    y[3, 5] = 9.0  # rows 0, 4, 8 … are counted
+    row = accumulated(probe_stats(y, heavy=True, max_counted=80))
+    assert (row["num_elements"], row["num_nan"], row["num_inf"]) == (80, 0, 0)
+    assert (row["amax_max"], tuple(row["first_nonfinite"])) == (9.0, (-1, -1, -1))
+    assert row["signal_energy"] == pytest.approx(float(y[::4].double().square().sum()))
+    y[5, 2] = math.inf
+    row = accumulated(probe_stats(y, heavy=False, max_counted=80))
+    assert (row["num_inf"], row["amax_max"], tuple(row["first_nonfinite"])) == (1, math.inf, (-1, -1, -1))
+    y[5, 3], y[8, 1] = math.nan, math.nan
+    row = accumulated(probe_stats(y, heavy=False, max_counted=80))
+    assert (row["num_nan"], tuple(row["first_nonfinite"][:2])) == (1, (8, 1))
+    y[8, 1] = 0.0
+    assert accumulated(probe_stats(y, heavy=False, max_counted=80))["num_nan"] == 1
+
+
+def accumulated(stats):
+    slab = Slab(1)
+    slab.accumulate(0, stats, 0)
+    return slab.copy_rows()[0]
+
+
+class Tagger(nn.Module):
+    """An embedding, one Linear in FP8, and a head that stays in high precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.lm_head = nn.Embedding(40, 32), nn.Linear(32, 32), nn.Linear(32, 40)
+
+    def forward(self, tokens):
+        return self.lm_head(self.up(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+def test_what_stays_in_high_precision_is_looked_at_by_default(attach, recipe):
+    model, tokens = Tagger(), torch.randint(0, 40, (16,))
+    watch = attach(model, recipe=recipe)
+    loss = model(tokens).square().mean()
+    loss.backward()
+    watch.step()
+    rows = watch._recorder.step(0)[1]
+    probed = {module: row for (module, operand, _), row in rows.items() if operand == "output"}
+    assert set(probed) == {"embed", "lm_head"}
+    assert probed["embed"]["amax_max"] == float(model.embed.weight.detach()[tokens].abs().max())
+    assert not {m for m, operand, _ in rows if operand != "output"} & set(probed)
+
+    with torch.no_grad():
+        model.lm_head.bias[3] = float("inf")
+    model(tokens).sum()
+    model.up.weight.sum().backward()
+    watch.step()
+    (found,) = [r for (m, o, _), r in watch._recorder.step(1)[1].items() if (m, o) == ("lm_head", "output")]
+    assert (found["num_inf"], tuple(found["first_nonfinite"][:2])) == (16, (0, 3))
+
+
+def test_layers_in_high_precision_can_be_left_alone(attach):
+    watch = attach(Tagger(), probes=["norms"])
+    assert {site.operand for site in watch._table} == {"input", "weight", "grad_output"}

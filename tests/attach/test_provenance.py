@@ -17,8 +17,8 @@ from fp8watch_agent.record import Measured
 def outputs(watch, step):
     """Sites of a step whose GEMM's output was not finite, with the count."""
     _, rows = watch._recorder.step(step)
-    found = {site: int(row["output_num_nonfinite"]) for site, row in rows.items() if row["output_num_nonfinite"]}
-    assert all(int(rows[site]["measured"]) & Measured.GEMM for site in found)
+    found = {site: int(row["num_nonfinite_outputs"]) for site, row in rows.items() if row["num_nonfinite_outputs"]}
+    assert all(int(rows[site]["measured"]) & Measured.OUTPUTS for site in found)
     return found
 
 
@@ -57,7 +57,7 @@ def test_healthy_outputs_leave_nothing(attach, mlp, train):
     watch = attach(mlp)
     train(mlp, steps=2)
     assert outputs(watch, 1) == {}
-    assert not any(int(r["measured"]) & Measured.GEMM for r in watch._recorder.step(1)[1].values())
+    assert not any(int(r["measured"]) & Measured.OUTPUTS for r in watch._recorder.step(1)[1].values())
 
 
 def test_observed_linears_show_what_they_return(attach, mlp, monkeypatch):

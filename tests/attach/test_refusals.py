@@ -146,4 +146,4 @@ def test_wrappers_change_neither_names_nor_choice(attach):
     block = parts()
     block["model"] = torch.compile(block["model"], backend="eager")
     wrapped = attach(torch.compile(nn.DataParallel(block), backend="eager"))
-    assert {t.fqn for t in wrapped._table} == {t.fqn for t in plain._table} == {"model.0"}
+    assert {t.fqn for t in wrapped._table} == {t.fqn for t in plain._table} == {"model.0", "lm_head"}

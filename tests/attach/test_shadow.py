@@ -77,6 +77,7 @@ def test_the_broken_gemm_is_named(attach, monkeypatch, broken, compiled):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     watch = attach(model)
     watch.shadow("2")
+    watch._plan.canary.turn = frozenset()
     right = getattr(emulated_gemm, broken)
     monkeypatch.setattr(emulated_gemm, broken, lambda *a: right(*a) / 128)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
@@ -103,6 +104,7 @@ def test_the_shadow_changes_no_number_and_can_be_switched_off(attach, mlp, train
     twin = copy.deepcopy(mlp)
     watch, _ = attach(mlp), attach(twin)
     watch.shadow("up", "down")
+    watch._plan.canary.num_modules = 0  # nobody has a turn
     before = torch.get_rng_state()
     train(mlp, steps=2)
     torch.set_rng_state(before)

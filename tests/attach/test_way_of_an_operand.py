@@ -22,7 +22,7 @@ from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.session import step_boundary
 
 ROOMS = tuple(f"{Path(package.__file__).parent}/" for package in (fp8watch, fp8watch_agent))
-MOST = {"forward": (38, 12), "backward": (18, 13), "optimizer.step": (51, 19)}
+MOST = {"forward": (32, 12), "backward": (17, 13), "optimizer.step": (40, 23)}
 """Moves between files, and files."""
 
 
@@ -54,6 +54,7 @@ def test_an_operand_crosses_few_files(tmp_path, monkeypatch) -> None:
     except ValueError as reason:
         pytest.skip(str(reason))
     with watch:
+        watch._plan.canary.share = 0.0  # after its first turn none: a turn is not the way of every step
         for _ in range(6):  # past what is looked up once
             optimizer.zero_grad()
             model(x).sum().backward()

@@ -62,7 +62,7 @@ def hashed(watch, step):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", "observe"])
 def test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps(attach, mlp, train, recipe):
-    watch = attach(mlp, recipe=recipe, hash_every=3, start_step=2)
+    watch = attach(mlp, recipe=recipe, hash_every=4, start_step=2)
     want = []
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
     for _ in range(5):
@@ -70,18 +70,43 @@ def test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps(attach, mlp, t
         for _ in range(2):  # micro-batches
             mlp(torch.randn(32, 64)).backward()
         optimizer.step()
+    turns = {2: ["up", "down"], 3: [], 4: ["up"], 5: [], 6: ["down"]}  # in the first step all, then one after the other
     for i, step in enumerate(range(2, 7)):
-        got = hashed(watch, i)
-        if step % 3:
-            assert got == {}
-        else:
-            assert got == {(m, "weight", "rowwise"): want[i][m] for m in ("up", "down")}
+        assert hashed(watch, i) == {(m, "weight", "rowwise"): want[i][m] for m in turns[step]}
+
+
+def hashes_of(attach, num_steps, **kwargs):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)])
+    watch = attach(model, **kwargs)
+    for _ in range(num_steps):
+        model(torch.randn(8, 32)).sum().backward()
+        watch.step()
+    return [set(hashed(watch, i)) for i in range(num_steps)]
+
+
+def test_each_weight_is_hashed_once_in_so_many_steps_and_no_step_hashes_all(attach):
+    of_step = hashes_of(attach, 33, hash_every=32)
+    assert len(of_step[0]) == 6
+    assert max(len(sites) for sites in of_step[1:]) == 1
+    assert sorted(site for sites in of_step[1:] for site in sites) == sorted(of_step[0])
+
+
+def test_replicas_hash_the_same_weights_in_the_same_step(attach, monkeypatch):
+    monkeypatch.setenv("FP8WATCH_RUN", "one")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    of_ranks = []
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)
+        of_ranks.append(hashes_of(attach, 9, hash_every=8, every=8))
+    assert of_ranks[0] == of_ranks[1]
+    assert sum(map(bool, of_ranks[0][1:])) >= 5
 
 
 def test_hashes_leave_between_samples_as_well(attach, mlp, train):
-    watch = attach(mlp, every=4, hash_every=3)
+    watch = attach(mlp, every=1000, hash_every=4)
     train(mlp, steps=7)
-    assert [bool(hashed(watch, i)) for i in range(7)] == [True, False, False, True, False, False, True]
+    assert [len(hashed(watch, i)) for i in range(7)] == [2, 0, 1, 0, 1, 0, 1]
 
 
 def test_hashing_is_switched_off_by_zero_and_refused_below(attach, mlp, train):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
+from detect.bugs_seen import SEEN_TO_BE_WRONG
 from planted import Bug
 
 D = "server/fp8watch_server/detect"
@@ -19,6 +20,20 @@ def _mild(name: str) -> str:
 
 
 MODES = [
+    Bug(
+        "quantiser-fault",
+        "quantiser_fault.detector:quantiser_faults",
+        "wrong |= checked & (view.raw(name) > 0)",
+        "pass",
+        _scenario("quantiser-fault"),
+    ),
+    Bug(
+        "an operand under 3 dB is destroyed",
+        "quantiser_fault.detector:_destroyed",
+        "tile_sqnr_db(view) < limit.destroyed_sqnr_db",
+        "tile_sqnr_db(view) < -limit.destroyed_sqnr_db",
+        f"{T}/test_modes.py::test_an_operand_under_three_decibels_is_destroyed_not_noisy",
+    ),
     Bug(
         "nan-in-loss",
         "nonfinite:examine",
@@ -43,8 +58,8 @@ MODES = [
     Bug(
         "dead-layer",
         "dead_layer.detector:DeadLayers.observe",
-        "fallen = change < -ctx.limit.dead_octaves",
-        "fallen = change > ctx.limit.dead_octaves",
+        "hit = self._latch.update(far | (low & inputs & gradients), named, now.step)",
+        "hit = self._latch.update(far & ~far, named, now.step)",
         _scenario("dead-layer"),
     ),
     Bug(
@@ -162,8 +177,8 @@ MODES = [
     Bug(
         "silent-data-corruption by the hash",
         "agreement:Agreement._hashes",
-        "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n            if not differ.any():\n",
-        "            differ = both & (columns[at] != columns[at[0]]).all(axis=0)\n            if not differ.any():\n",
+        "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
+        "            differ = both & (columns[at] != columns[at[0]]).all(axis=0)\n",
         _scenario("corruption-by-hash"),
     ),
     Bug(
@@ -252,4 +267,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG]

@@ -97,8 +97,8 @@ CAUSES = [
     Bug(
         "an incident lasts from sample to sample",
         "engine:Engine._roll_up",
-        'self._apart(FULL if f.extra.get("sampled") else LIGHT)',
-        "self._apart(LIGHT)",
+        "streams, self._apart(f)) for f in found]",
+        "streams, self._light_apart()) for f in found]",
         f"{FIRST}::test_noise_that_only_full_samples_hold_is_counted_by_them",
     ),
     Bug(
@@ -173,9 +173,9 @@ CAUSES = [
     ),
     Bug(
         "one long gap is no rhythm",
-        "engine:Engine._apart",
-        "sorted(gaps)[-2:][0] if name",
-        "max(gaps) if name",
+        "sample_gaps:SampleGaps.of",
+        "np.where(two[:, 0] > 0, two[:, 0], two[:, 1])",
+        "two[:, 1]",
         "tests/incidents/test_fold.py::test_one_long_gap_between_samples_keeps_no_incident_open",
     ),
     Bug(

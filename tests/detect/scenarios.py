@@ -369,6 +369,31 @@ def kernel_output_fault(t: Trace, at: int, level: int, rng: np.random.Generator)
     nan_after(t, at, t.sites[j].order + 2)
 
 
+def _looks(t: Trace, at: int, first: str) -> None:
+    """Healthy looks at quantisers: each step one module's turn, in step `at` that of `first`."""
+    shape = (t.num_steps, len(t.sites))
+    modules = list(dict.fromkeys(s.module for s in t.sites))
+    of = np.array([modules.index(s.module) for s in t.sites])
+    now = np.arange(t.num_steps) - at + next(i for i, module in enumerate(modules) if module.endswith(first))
+    turn = now[:, None] % len(modules) == of[None, :]
+    for name in ("num_nan_codes", "num_off_grid", "num_zeroed_tiles", "num_wrong_scales"):
+        t.columns[name] = np.zeros(shape, dtype=np.int64)
+    t.columns["num_checked_tiles"] = np.where(turn, 33, 0)
+    t.columns["fault_tile"] = np.full((*shape, 2), -1)
+    t.columns["measured"] = np.where(turn, t.columns["measured"] | int(Measured.QUANTISER), t.columns["measured"])
+
+
+def quantiser_fault(t: Trace, at: int, level: int, rng: np.random.Generator) -> None:
+    """The transposed copy of one operand is of something else, for good: found when the module has its turn."""
+    _looks(t, at, DOWN)
+    j = t.one(DOWN, "input", "columnwise")
+    turns = np.flatnonzero(t.columns["num_checked_tiles"][:, j] > 0)
+    broken = turns[turns >= at]
+    name = ("num_wrong_scales", "num_off_grid", "num_zeroed_tiles")[level]
+    t.columns[name][broken, j] = (1, 2000, 33)[level]
+    t.columns["fault_tile"][broken, j] = (3, 1)
+
+
 def cross_rank(seed: int, level: int) -> Case:
     """Delayed scales that are reduced over dp and tp, and then over dp only."""
     ranks = _replicas(seed, 4, recipe="delayed")
@@ -431,6 +456,12 @@ def nan_in_activation(t: Trace, at: int, level: int, rng: np.random.Generator) -
     nan_after(t, at, t.sites[j].order)
 
 
+def scalar_shift(t: Trace, at: int, level: int, rng: np.random.Generator) -> None:
+    """Rollout parts from training: KL ×5, ×50 and ×500 over what two engines differ by in BF16."""
+    usual = 1.2e-3 * np.exp(rng.normal(0, 0.2, t.num_steps))
+    t.logs["rollout_corr/kl"] = usual * np.where(np.arange(t.num_steps) >= at, (5.0, 50.0, 500.0)[level], 1.0)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("nan-in-loss", Expected("nan-in-loss", None, None, "shared", True), _case(nan_in_loss), invariant=True, loss_sees=0),
     Scenario("zero-tile-eps", Expected("zero-tile-eps", DOWN, "input", "fp8", True), _case(zero_tile_eps), invariant=True),
@@ -458,5 +489,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("scale-collapse", Expected("scale-collapse", DOWN, "input", "any"), _case(scale_collapse, recipe="delayed", hybrid=True), slow=True, loss_sees=40),
     Scenario("loss-scale-collapse", Expected("scale-collapse", None, None, "shared"), _case(loss_scale_collapse)),
     Scenario("nan-in-activation", Expected("nan-in-activation", "layers.1.mlp.up_proj", "input", "shared", True), _case(nan_in_activation), invariant=True),
+    Scenario("quantiser-fault", Expected("quantiser-fault", DOWN, "input", "fp8"), _case(quantiser_fault), invariant=True),
+    Scenario("scalar-shift", Expected("scalar-shift", None, None, "unknown"), _case(scalar_shift)),
 )  # fmt: skip
 BY_NAME = {s.name: s for s in SCENARIOS}

@@ -292,3 +292,69 @@ def test_a_broken_loss_without_operands_is_not_called_innocent() -> None:
 
     [finding] = detect(run, change, range(60, 61))
     assert (finding.mode, finding.verdict) == ("nan-in-loss", "unknown")
+
+
+def look(rows: np.ndarray, i: int, **counts: int) -> None:
+    rows["measured"][i] |= int(Measured.QUANTISER)
+    rows["num_checked_tiles"][i] = 33
+    for name, count in counts.items():
+        rows[name][i] = count
+
+
+@pytest.mark.parametrize("count", ["num_nan_codes", "num_off_grid", "num_zeroed_tiles", "num_wrong_scales"])
+def test_a_quantiser_that_is_wrong_is_named_in_the_step_of_the_look(count: str) -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        look(rows, run.index(DOWN, "weight"))
+        if step == 65:
+            look(rows, run.index(DOWN, "input"), **{count: 3})
+            rows["fault_tile"][run.index(DOWN, "input")] = (7, 1)
+
+    found = detect(run, change)
+    assert [(f.mode, f.severity, f.step, f.tile, f.verdict) for f in found] == [
+        ("quantiser-fault", "critical", 65, (7, 1), "fp8")
+    ]
+    assert run.facts[found[0].site or 0].module == DOWN
+    assert evidence(found[0]) | {"tile_sqnr_db": 0} == {count: 3, "num_checked_tiles": 33, "tile_sqnr_db": 0}
+
+
+def test_where_the_scale_invariant_is_broken_the_quantiser_is_not_told_twice() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        i = run.index(DOWN, "weight")
+        if step == 65:
+            look(rows, i, num_wrong_scales=33)
+            rows["scale_ratio_max"][i], rows["num_off_scale_tiles"][i] = 1.5, 3
+
+    assert modes(detect(run, change)) == {"stale-weight-scale"}
+
+
+@pytest.mark.parametrize(("db", "clamped", "told"), [(2.5, 0, True), (4.0, 0, False), (2.5, 9, False)])
+def test_an_operand_under_three_decibels_is_destroyed_not_noisy(db: float, clamped: int, told: bool) -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        i = run.index(DOWN, "input")
+        rows["tile_noise_ratio_sum"][i] = rows["num_tiles"][i] * 10 ** (-db / 10)
+        rows["num_eps_tiles"][i] = clamped
+
+    found = detect(run, change, range(60, 62))
+    assert ("quantiser-fault" in modes(found)) == told
+
+
+def test_an_output_off_by_more_than_any_accumulator_is_the_kernels() -> None:
+    run = Run()
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        i = run.index(DOWN, "input")
+        rows["measured"][i] |= int(Measured.GEMM)
+        rows["gemm_gain_min"][i] = rows["gemm_gain_max"][i] = 1.0
+        rows["gemm_error"][i] = 0.01 if step < 65 else 0.3
+
+    found = detect(run, change)
+    assert modes([f for f in found if f.step < 65]) == {"accumulator-precision"}
+    last = [f for f in found if f.step >= 65]
+    assert {(f.mode, f.severity) for f in last} == {("kernel-output-fault", "critical")}
+    assert last[0].extra["gain"] is None

@@ -106,7 +106,7 @@ def test_power_of_two_scales_that_were_forced_are_an_event_at_that_step_and_show
     found = causes(play(case))
     assert [(f.mode, f.step) for f in found][:1] == [("recipe-mismatch", 120)]
     words = explain(found[0], t.facts)
-    assert words.evidence[0]["field"] == "input.power_2_scale"
+    assert words.evidence[0]["field"] == "NVTE_FP8_BLOCK_SCALING_FWD_INP_POWER2"
     assert (words.evidence[0]["value"], words.evidence[0]["baseline"]) == (True, False)
 
 

@@ -213,7 +213,7 @@ Change = Callable[[Trace], None]
 
 
 def noisy(t: Trace) -> None:
-    t.set_sqnr(t.mask(FC2, "input", "rowwise"), np.full(t.num_steps, 20.0))
+    t.set_sqnr(t.mask(FC2, "input", "rowwise"), np.full(t.num_steps, 25.0))
 
 
 def test_noise_that_only_full_samples_hold_is_counted_by_them() -> None:

@@ -92,6 +92,7 @@ def passed(said: str, least: int) -> None:
     assert "skipped" not in said, said
 
 
+@pytest.mark.long  # a process that imports torch: up to ten seconds of processor time where nothing of it is cached
 def test_a_field_that_a_backend_does_not_know_is_absent() -> None:
     passed(with_a_later_field("tests/house/later/test_in_backends.py", "-k", "not cpu"), 5)  # nothing to compile
 

@@ -31,12 +31,16 @@ CLAIMS = (
     "an update of an earlier step wrote it",
 )
 EXTRA: dict[str, list[dict[str, Any]]] = {
-    "bad-batch": [{}, {"shift": True}, {"cut": 12}],
+    "bad-batch": [{}, {"shift": True}, {"cut": 12}, {"level": True, "shift": True}],
     "outlier-growth": [{}, {"leap": True}],
     "optimizer-divergence": [{}, {"by_loss": True, "lr_jump": (2e-3, 6e-2)}, {"lr_jump": (2e-3, 6e-2)}],
     "attention-logit-growth": [{}, {"bound": True}],
+    "chronic-quantization-noise": [{}, {"by": "lost"}, {"by": "underflow"}, {"onset": 3, "by": "drop"}],
+    "dead-layer": [{}, *({"which": w} for w in ("both", "input", "gradient", "not-called", "no-gradient", "frozen"))],
     "gradient-underflow": [{}, {"statistical": True}],
     "scale-collapse": [{}, {"grad_scaler": True}],
+    "kernel-output-fault": [{}, {"wrong_output": True}],
+    "scalar-shift": [{}, {"why": "fall"}, {"why": "band", "name": "kl"}, {"why": "shift", "name": "kl"}],
     "silent-data-corruption": [{}, {"by_hash": True, "odd_ranks": [3]}],
 }
 CASES = [(mode, extra) for mode in SLUGS for extra in EXTRA.get(mode, [{}])]

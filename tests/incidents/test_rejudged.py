@@ -151,3 +151,19 @@ def test_slow_alarms_make_the_same_incidents_in_any_order(tmp_path_factory: pyte
         seen.add(tuple((i["mode"], i["first_step"]) for i in store.incidents))
         store.db.dispose()
     assert len(seen) == 1, seen
+
+
+def test_information_that_grows_worse_is_told_by_what_made_it_more(store: Store) -> None:
+    mild = finding(store, "delayed-clip", 100, depth=2.5)
+    deep = finding(store, "delayed-clip", 102, depth=9.0)
+    put(store, Finding(**{**mild.__dict__, "severity": "info"}))
+    assert "clip depth 2.5" in store.incidents[0]["title"]
+    put(store, Finding(**{**deep.__dict__, "severity": "warning"}))
+    [incident] = store.incidents
+    assert (incident["severity"], incident["first_step"]) == ("warning", 100)
+    assert "clip depth 9" in incident["title"]
+    assert store.messages == ["firing", "firing"]
+    assert store.rows(schema.outbox)[1]["payload"]["note"] == "It was information and is a warning now."
+    put(store, Finding(**{**mild.__dict__, "severity": "info", "step": 103}))
+    assert "clip depth 9" in store.incidents[0]["title"]
+    assert store.messages == ["firing", "firing"]

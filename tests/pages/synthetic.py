@@ -208,7 +208,14 @@ class Run:
         return self
 
     def send(
-        self, steps: Sequence[int], *, fault: bool = True, change: Any = None, keep: Any = None, ended: bool = False
+        self,
+        steps: Sequence[int],
+        *,
+        fault: bool = True,
+        change: Any = None,
+        keep: Any = None,
+        ended: bool = False,
+        logs: dict[str, list[float | None]] | None = None,
     ) -> None:
         """One batch. `change(steps_array, rows)` may spoil it first; only records with `keep(step, site)` are sent."""
         rng = np.random.default_rng(steps[0])
@@ -221,6 +228,7 @@ class Run:
         header = Header(
             run=self.run_id, session=self.session, rank=self.rank, seq=self.seq, step0=steps[0], num_steps=len(steps),
             num_records=len(rows), clock=time.time(), health={"ended": 1.0} if ended else {},
+            logs=logs or {},
         )  # fmt: skip
         site = np.tile(np.array([s.id for s in self.sites], dtype=np.uint64), len(steps))
         body = encode_batch(header, step_rows, np.repeat(np.asarray(steps), len(self.sites))[sent], site[sent], rows)

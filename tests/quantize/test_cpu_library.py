@@ -245,8 +245,9 @@ def test_a_library_with_wrong_answers_is_not_used(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(cpu_library.SOURCES, tmp_path / "source")
-    text = (tmp_path / "source" / "vector.h").read_text()
-    (tmp_path / "source" / "vector.h").write_text(text.replace("0.015625f", "0.03125f"))
+    table = tmp_path / "source" / "rounding.h"
+    assert "0.015625f" in table.read_text()
+    table.write_text(table.read_text().replace("0.015625f", "0.03125f"))
     for module in (cpu_library, cpu_compiler):
         monkeypatch.setattr(module, "SOURCES", tmp_path / "source")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -9,6 +9,9 @@ from planted import Bug, all_fit, seen_to_fail
 from quantize.backends import USABLE
 
 W = "tests/quantize/test_cpu_width.py"
+INTO = "tests/quantize/test_into_slab.py"
+P = "tests/quantize/test_cpu_paths.py"
+C = "fp8watch/kernels/cpu_source"
 BUGS = [
     Bug("the fastest width of vectors is compiled", "cpu_width:fastest_width",
         "width = min(times,", "width = max(times,",
@@ -18,6 +21,31 @@ BUGS = [
         f"{W}::test_a_measurement_that_fails_leaves_the_widest_and_alarms_nobody"),
     Bug("a width that is asked for is taken", "cpu_width:fastest_width",
         'argument.startswith("-DVB=")', "False", f"{W}::test_a_width_that_is_asked_for_is_taken"),
+    Bug("each call has memory of its own", "cpu_call:_Memory.take",
+        "self.used + num_bytes\n        return start", "self.used\n        return start",
+        f"{INTO}::test_what_was_measured_stays_while_it_is_held_whatever_comes_after"),
+    Bug("what is prepared belongs to a dtype", "cpu_call:prepare",
+        "job.prepared[x.shape, x.dtype, kind, both] = made",
+        "job.prepared.update({(x.shape, d, kind, both): made for d in DTYPES})",
+        f"{INTO}::test_operands_of_many_shapes_are_each_told_apart"),
+    Bug("what is prepared is bounded", "cpu_call:prepare",
+        "job.prepared.clear()", "pass", f"{INTO}::test_operands_of_many_shapes_are_each_told_apart"),
+    Bug("the second direction is merged into its own row", "slab:Slab.into",
+        "rows[-1] * ROW.itemsize", "rows[0] * ROW.itemsize",
+        f"{INTO}::test_a_call_into_the_slab_is_quantising_and_accumulating"),
+    Bug("sums have one order for every width", f"{C}/full.h",
+        "sum + k % LANE_VECTORS", "sum", f"{P}::test_no_width_changes_a_bit_of_a_sum"),
+    Bug("bfloat16 rounds ties to even", f"{C}/rounding.h",
+        "shift_down(magnitude, r->drop) & splat_s(1)", "splat_s(0)", f"{P}::test_bfloat16_is_rounded_as_float32_is"),
+    Bug("a subnormal code of bfloat16 is seen", f"{C}/operand.h",
+        "return any_b((vb)some);", "return 0;", f"{P}::test_bfloat16_is_rounded_as_float32_is"),
+    Bug("depths are counted beyond the first planes", f"{C}/depth.h",
+        "for (int n = f->depth_carries++; n & 1;", "for (int n = f->depth_carries++; 0;",
+        f"{P}::test_depths_of_every_octave_are_counted_apart"),
+    Bug("planes that were read begin anew", f"{C}/depth.h",
+        "        *d = depth_take(f);\n", "", f"{P}::test_depths_beyond_what_the_planes_hold_are_counted"),
+    Bug("a result past the caches is written where it belongs", f"{C}/columns.h",
+        "stream_b((uint8_t *)(out + i + k * VL)", "stream_b((uint8_t *)(out + i)", f"{P}::test_large_results_bypass_the_caches_unchanged"),
 ]  # fmt: skip
 
 

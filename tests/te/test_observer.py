@@ -16,6 +16,7 @@ from fp8watch.kernels import reference
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.observer.step_sample import NOTHING
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import FIELDS, Measured, TileFlag, holds
 
@@ -191,7 +192,7 @@ def test_healthy_codes_keep_the_derived_invariant(te: ModuleType) -> None:
 def test_between_samples_nothing_is_looked_at(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(te)
     watched = Watched(model)
-    watched.observer.sampled = False
+    watched.observer.sample = NOTHING
     monkeypatch.setattr("fp8watch.integrations.transformer_engine.read", lambda *args: pytest.fail("looked"))
     step(model, torch.randn(96, 128))
     assert watched.seen == {}

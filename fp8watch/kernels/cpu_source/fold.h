@@ -6,58 +6,12 @@
 #ifndef FP8WATCH_FOLD_H
 #define FP8WATCH_FOLD_H
 
-#include "job.h"
+#include "depth.h"
 
-static void fold_init(struct fold *f) {
-    memset(f, 0, sizeof *f);
+static void fold_init(struct fold *f, int stats) {
+    memset(f, 0, stats == ALL_STATS ? sizeof *f : offsetof(struct fold, depth_fours));
     f->row = EMPTY_ROW;
     f->worst = f->noisiest = f->off_scale = f->first_nonfinite = -1;
-}
-
-static void depth_drain(struct fold *f) {
-    for (int k = 0; k < 31; k++)
-        for (int i = 0; i < VB; i++) f->vector_depth[k] += f->depth_count[k][i];
-    memset(f->depth_count, 0, sizeof f->depth_count);
-    f->depth_adds = 0;
-}
-
-/* Count four vectors of depths. From 31 on nothing is counted here: the last bucket is what is left of the total. */
-static void depth_count(struct fold *f) {
-    vb d[4], deep = splat_b(0);
-    for (int v = 0; v < 4; v++) {
-        d[v] = load_b(f->depth_buffer + v * VB);
-        deep |= (vb)((vb)(d[v] - splat_b(12)) < splat_b(31 - 12));
-    }
-    int last = any_b(deep) ? 31 : 12;
-    for (int k = 0; k < last; k++) {
-        vb key = splat_b((uint8_t)k), hits = splat_b(0);
-        for (int v = 0; v < 4; v++) hits -= (vb)(d[v] == key);
-        store_b(f->depth_count[k], load_b(f->depth_count[k]) + hits);
-    }
-    f->depth_fill = 0;
-    if (++f->depth_adds == 63) depth_drain(f);
-}
-
-/* Where the depths of the next BLOCK elements go. */
-INLINE uint8_t *depth_slot(struct fold *f) {
-    if (f->depth_fill == DEPTH_LANES) depth_count(f);
-    uint8_t *slot = f->depth_buffer + f->depth_fill;
-    f->depth_fill += VB;
-    return slot;
-}
-
-static void depth_finish(struct fold *f) {
-    if (f->depth_fill) {
-        memset(f->depth_buffer + f->depth_fill, 0xFF, (size_t)(DEPTH_LANES - f->depth_fill));
-        depth_count(f);
-    }
-    depth_drain(f);
-    int64_t deepest = f->vector_nonzero;
-    for (int k = 0; k < 31; k++) {
-        f->row.depth_hist[k] += f->vector_depth[k];
-        deepest -= f->vector_depth[k];
-    }
-    f->row.depth_hist[31] += deepest;
 }
 
 /* NaN, once there, stays. */
@@ -201,6 +155,14 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
     }
 }
 
+INLINE void note_ratio(struct fold *f, int64_t place, double ratio) {
+    if (ratio > f->row.tile_noise_ratio_max ||
+        (ratio == f->row.tile_noise_ratio_max && ratio > 0 && earlier(place, f->noisiest))) {
+        f->row.tile_noise_ratio_max = ratio;
+        f->noisiest = place;
+    }
+}
+
 /* Energies and moments of a tile: signal and noise in units of x², the moments in units of amax. */
 static void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
                           double moment2, double moment4) {
@@ -211,10 +173,44 @@ static void fold_energies(const struct job *job, struct fold *f, const struct ti
     f->row.tile_noise_ratio_sum += ratio;
     f->row.moment2 += moment2;
     f->row.moment4 += moment4;
-    if (ratio > f->row.tile_noise_ratio_max ||
-        (ratio == f->row.tile_noise_ratio_max && ratio > 0 && earlier(place, f->noisiest))) {
-        f->row.tile_noise_ratio_max = ratio;
-        f->noisiest = place;
+    note_ratio(f, place, ratio);
+}
+
+/* 1 / unit, a power of two. */
+INLINE double inverse_of(float unit) { return float_of((254 << 23) - bits_of(unit)); }
+
+/* As fold_energies, from sums in units of `unit`. */
+static void fold_sums(const struct job *job, struct fold *f, const struct tile *t, float unit) {
+    double whole = inverse_of(unit), per_unit = whole * whole;
+    double peak = (double)t->amax * unit, per_amax = 1.0 / (peak * peak);
+    f->vector_nonzero += t->nonzero;
+    fold_energies(job, f, t, t->signal * per_unit, t->noise * per_unit, t->signal * per_amax,
+                  t->fourth * (per_amax * per_amax));
+}
+
+/* The same for a group of tiles, from its lanes. */
+static void fold_group_sums(const struct job *job, struct fold *f, const struct tile *tiles, const struct group *g) {
+    float sums[3][GROUP];
+    double signal[GROUP], noise[GROUP], ratio[GROUP], moment2[GROUP], moment4[GROUP];
+    for (int q = 0; q < 3; q++)
+        for (int k = 0; k < GROUP; k += 4)
+            sums_of_lanes(g->lanes[q][k], g->lanes[q][k + 1], g->lanes[q][k + 2], g->lanes[q][k + 3], sums[q] + k);
+    for (int k = 0; k < GROUP; k++) {
+        double whole = inverse_of(g->unit[k]), per_unit = whole * whole;
+        double peak = (double)float_of(g->amax[k]) * g->unit[k], per_amax = 1.0 / (peak * peak);
+        signal[k] = sums[0][k] * per_unit, noise[k] = sums[1][k] * per_unit;
+        ratio[k] = noise[k] / signal[k]; /* a group has no zero tile */
+        moment2[k] = sums[0][k] * per_amax, moment4[k] = sums[2][k] * (per_amax * per_amax);
+    }
+    struct row *row = &f->row;
+    for (int k = 0; k < GROUP; k++) {
+        f->vector_nonzero += tiles[k].nonzero;
+        row->signal_energy += signal[k];
+        row->noise_energy += noise[k];
+        row->tile_noise_ratio_sum += ratio[k];
+        row->moment2 += moment2[k];
+        row->moment4 += moment4[k];
+        note_ratio(f, tiles[k].i * ceil_div(job->K, job->bk) + tiles[k].j, ratio[k]);
     }
 }
 

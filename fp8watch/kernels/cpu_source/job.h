@@ -5,12 +5,14 @@
 #ifndef FP8WATCH_JOB_H
 #define FP8WATCH_JOB_H
 
+#include "rounding.h"
 #include "row.h"
-#include "vector.h"
 
 #define STREAM_BYTES (8 << 20) /* an output of this size does not stay in the caches anyway */
 #define NARROW 16              /* tiles of fewer columns go down the columns */
 #define MAX_STRETCH 1024
+#define STRETCH_BYTES 2048     /* of a row: with 128 rows a quarter of a MiB, which second caches hold twice */
+#define COLUMN_ROWS 4          /* looked at together */
 
 /* What is made once for each type of operand has the type's SUFFIX to its name. */
 #define JOIN_(a, b) a##_##b
@@ -35,6 +37,16 @@ struct job {
     struct row *row;        /* with statistics */
     int32_t mark_bytes, dtype, format, power_2, guard, bound, stats, kind, threads;
     float eps;
+    const struct extremes *seen; /* of the panel that runs now, where both directions were read at once; else NULL */
+};
+
+#define PANEL_TILES 512   /* rowwise tiles of a panel, and rows of it */
+#define PANEL_COLUMNS 512
+
+/* Bits of the largest and the smallest magnitude in a panel: of rowwise tiles, row by row, and of columns. */
+struct extremes {
+    int64_t row, column, num_tiles; /* of its first element; rowwise tiles side by side */
+    int32_t row_high[PANEL_TILES], row_low[PANEL_TILES], column_high[PANEL_COLUMNS], column_low[PANEL_COLUMNS];
 };
 
 /* One tile on its way: rows × columns elements from x, and what was counted in them. */
@@ -59,9 +71,16 @@ struct group {
     int32_t amax[GROUP], low[GROUP]; /* low: smallest magnitude, where nothing comes out */
     float scale[GROUP], scale_inv[GROUP], ratio[GROUP];
     int some_vanished; /* a tile has counts of its own; else every element is non-zero and none vanished */
+    float unit[GROUP], lanes[3][GROUP][LANES]; /* with all statistics: signal, noise and fourth powers in `unit` */
 };
 
-#define DEPTH_LANES (4 * VB)
+#define LANE_ELEMENTS 512 /* so many at most are summed in float32 lanes, then in float64 */
+#define DEPTH_LEVELS 24
+#define DEPTH_FOURS 16
+#define DEPTH_FIRST_HELD 6 /* sixteen times 4 are one of this level */
+#ifndef DEPTH_CARRIES
+#define DEPTH_CARRIES (1 << 16) /* of that level, until planes are read and begin anew */
+#endif
 
 /* The record of a part of the operand, with what orders its coordinates. */
 struct fold {
@@ -70,10 +89,19 @@ struct fold {
     float badness;
     int64_t vector_nonzero;       /* elements whose depth was counted by vectors */
     int64_t vector_depth[31];     /* and how many of them lie in each bucket but the last */
-    int depth_fill, depth_adds;
-    uint8_t depth_buffer[DEPTH_LANES];
-    uint8_t depth_count[32][VB];
+    /* Depths are counted with one bit an element, and added bit by bit: bit k of a lane of plane l counts 2^l elements
+     * of depth k. `held` waits for a second of its level. */
+    int depth_fill, depth_carries;
+    int32_t depth_fours[DEPTH_FOURS][VL];
+    int32_t depth_plane[DEPTH_LEVELS][VL], depth_held[DEPTH_LEVELS][VL];
 };
+
+/* Which look at tile n of a group asks for memory ahead, the first (for the amax) or the second. With all statistics the
+ * second takes long enough; codes alone take half as long as memory does, so that both must ask; float32 results keep
+ * memory busy by being written. */
+INLINE int first_asks(int kind, int stats, int n) {
+    return stats < ALL_STATS && (kind == NOTHING || (kind == CODES && n % 2));
+}
 
 INLINE int32_t bits_of(float f) { int32_t b; memcpy(&b, &f, 4); return b; }
 INLINE float float_of(int32_t b) { float f; memcpy(&f, &b, 4); return f; }

@@ -1,9 +1,8 @@
-/* The loops over elements, once for each type of operand: include with T, LOAD(p) and NAME(name) defined.
+/* The loops over elements, once for each type of operand: see typed.h.
  *
- * A run is a stretch of one row, within one tile or over many. Along runs there are two ways: `NAME(run_…)` with one
- * scale for the run (tiles wide enough for vectors), `NAME(column_…)` with a scale for each column (tiles along the
- * rows). What does not fill BLOCK elements goes through a padded buffer; padding is 0 and changes no maximum, and what
- * it adds to a sum is 0.
+ * A run is a stretch of one row within one tile, with one scale: what has a scale for each column is in columns.h. What
+ * does not fill BLOCK elements goes through a padded buffer; padding is 0 and changes no maximum, and what it adds to a
+ * sum is 0.
  */
 
 static void NAME(pad)(const T *x, int64_t n, T *buffer) {
@@ -11,15 +10,22 @@ static void NAME(pad)(const T *x, int64_t n, T *buffer) {
     memcpy(buffer, x, (size_t)n * sizeof(T));
 }
 
+/* Ask for the memory `ahead` of a block: what comes next is read while this is computed. 0: somebody else asks. */
+INLINE void NAME(prefetch)(const T *x, int64_t ahead) {
+    if (!ahead) return;
+    for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + ahead) + b);
+}
+
 #if IS_HALF
 /* Largest bits of |x| as float32: above EXPONENT_MASK for NaN, equal to it for Inf.
  * Halves of either kind order as their bits do. */
-INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
+INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
     const vs mask = splat_s(0x7FFF);
     vs m0 = splat_s(0), m1 = m0, v;
     int64_t i = 0;
     T rest[BLOCK];
     for (; i + BLOCK <= n; i += BLOCK) {
+        NAME(prefetch)(x + i, ahead);
         memcpy(&v, x + i, sizeof v);
         m0 = max_s(m0, v & mask);
         memcpy(&v, x + i + 2 * VL, sizeof v);
@@ -36,7 +42,7 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
 }
 
 /* As run_amax, with the bits of the smallest |x| as well; a run that does not fill its blocks has 0. */
-INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
+INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low, int64_t ahead) {
     const vs mask = splat_s(0x7FFF);
     vs m0 = splat_s(0), m1 = m0, c0 = m0, c1 = m0, v; /* c: the largest of what |x| lacks to the mask */
     int64_t i = 0;
@@ -46,6 +52,8 @@ INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
         if (i + BLOCK > n) {
             NAME(pad)(x + i, n - i, rest);
             p = rest;
+        } else {
+            NAME(prefetch)(p, ahead);
         }
         memcpy(&v, p, sizeof v);
         m0 = max_s(m0, v & mask);
@@ -60,11 +68,12 @@ INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
 }
 #else
 /* Largest bits of |x|: above EXPONENT_MASK for NaN, equal to it for Inf. */
-INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
+INLINE int32_t NAME(run_amax)(const T *x, int64_t n, int64_t ahead) {
     vi m0 = splat_i(0), m1 = m0, m2 = m0, m3 = m0;
     int64_t i = 0;
     T rest[BLOCK];
     for (; i + BLOCK <= n; i += BLOCK) {
+        NAME(prefetch)(x + i, ahead);
         m0 = max_i(m0, (vi)LOAD(x + i) & ABS_MASK);
         m1 = max_i(m1, (vi)LOAD(x + i + VL) & ABS_MASK);
         m2 = max_i(m2, (vi)LOAD(x + i + 2 * VL) & ABS_MASK);
@@ -78,7 +87,7 @@ INLINE int32_t NAME(run_amax)(const T *x, int64_t n) {
 }
 
 /* As run_amax, with the bits of the smallest |x| as well; a run that does not fill its blocks has 0. */
-INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
+INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low, int64_t ahead) {
     vi h[4], l[4];
     for (int v = 0; v < 4; v++) h[v] = splat_i(0), l[v] = splat_i(ABS_MASK);
     T rest[BLOCK];
@@ -87,6 +96,8 @@ INLINE int32_t NAME(run_extremes)(const T *x, int64_t n, int32_t *low) {
         if (i + BLOCK > n) {
             NAME(pad)(x + i, n - i, rest);
             p = rest;
+        } else {
+            NAME(prefetch)(p, ahead);
         }
         for (int v = 0; v < 4; v++) {
             vi a = (vi)LOAD(p + v * VL) & ABS_MASK;
@@ -105,19 +116,24 @@ static double NAME(run_energy)(const T *x, int64_t n) {
     double sum = 0;
     T rest[BLOCK];
     for (int64_t i = 0; i < n;) {
-        vf part = splat_f(0);
-        for (int k = 0; k < 8 && i < n; k++, i += BLOCK) {
+        vf part[LANE_VECTORS];
+        float lanes[LANES], total[4];
+        const int64_t end = i + LANE_ELEMENTS;
+        for (int v = 0; v < LANE_VECTORS; v++) part[v] = splat_f(0);
+        for (; i < end && i < n; i += BLOCK) {
             const T *p = x + i;
             if (i + BLOCK > n) {
                 NAME(pad)(x + i, n - i, rest);
                 p = rest;
             }
-            for (int v = 0; v < 4; v++) {
-                vf a = LOAD(p + v * VL);
-                part = mul_add(a, a, part);
+            for (int k = 0; k < 4; k++) {
+                vf a = LOAD(p + k * VL);
+                part[k % LANE_VECTORS] = mul_add(a, a, part[k % LANE_VECTORS]);
             }
         }
-        sum += sum_of_lanes(part);
+        memcpy(lanes, part, sizeof lanes);
+        sums_of_lanes(lanes, lanes, lanes, lanes, total);
+        sum += total[0];
     }
     if (sum < INFINITY) return sum;
     sum = 0; /* squares beyond float32 */
@@ -130,6 +146,15 @@ static double NAME(run_energy)(const T *x, int64_t n) {
     return sum;
 }
 
+#if IS_BF16
+/* Whether a code of two vectors may be subnormal: their magnitude lies below `least`, and is not 0. */
+INLINE int NAME(some_subnormal)(const vs x[2], const vs least[2]) {
+    vs some = splat_s(0); /* 0 becomes the largest of all */
+    for (int k = 0; k < 2; k++) some |= below_s((x[k] & splat_s(0x7FFF)) - splat_s(1), least[k] - splat_s(1));
+    return any_b((vb)some);
+}
+#endif
+
 INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r, int clip, vb *zero) {
     vf t[4], power;
     vi v[4];
@@ -140,7 +165,8 @@ INLINE vb NAME(block_codes)(const T *x, const vf s[4], const struct rounding *r,
     return codes_of(t, v, r, zero);
 }
 
-INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r, int clip, vf out[4], vb *zero) {
+INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r, int clip,
+                               vf out[4], vb *zero) {
     for (int k = 0; k < 4; k++) {
         vi v = (vi)LOAD(x + k * VL);
         vf power, t = lifted(v & ABS_MASK, s[k], r, clip, &power), grid = lowered(t, power, r);
@@ -149,25 +175,53 @@ INLINE void NAME(block_values)(const T *x, const vf s[4], const vf s_inv[4], con
     }
 }
 
-/* Ask for the memory `ahead` of a block: what comes next is read while this is computed. */
-INLINE void NAME(prefetch)(const T *x, int64_t ahead) {
-    for (int64_t b = 0; b < (int64_t)(BLOCK * sizeof(T)); b += 64) __builtin_prefetch((const char *)(x + ahead) + b);
+/* The same; `exact`: nothing is clipped and the scales are powers of two, whose rounding is `q`, and for each element
+ * `least` and `offset`. */
+INLINE vb NAME(exact_codes)(const T *x, const vf s[4], const struct rounding *r, const struct short_rounding *q,
+                            const vs least[2], const vs offset[2], int exact, int clip, vb *zero) {
+#if IS_BF16
+    if (exact) {
+        const vs v[2] = {load_s(x), load_s(x + 2 * VL)};
+        if (likely(!NAME(some_subnormal)(v, least))) return short_codes(v, offset, q, zero);
+    }
+#endif
+    return NAME(block_codes)(x, s, r, clip, zero);
 }
 
-/* Codes of a run; returns whether one of them may be 0. */
-INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int clip, int stream, int64_t ahead) {
-    vf s = splat_f(scale), ss[4] = {s, s, s, s};
+INLINE void NAME(exact_values)(const T *x, const vf s[4], const vf s_inv[4], const struct rounding *r,
+                               const struct short_rounding *q, const vs least[2], int exact, int clip, vf out[4],
+                               vb *zero) {
+#if IS_BF16
+    if (exact) {
+        const vs v[2] = {load_s(x), load_s(x + 2 * VL)};
+        if (likely(!NAME(some_subnormal)(v, least))) {
+            *zero |= (vb)((v[0] & splat_s(0x7FFF)) == 0) | (vb)((v[1] & splat_s(0x7FFF)) == 0);
+            short_values(v[0], q, out);
+            short_values(v[1], q, out + 2);
+            return;
+        }
+    }
+#endif
+    NAME(block_values)(x, s, s_inv, r, clip, out, zero);
+}
+
+/* Codes of a run; returns whether one of them may be 0. `exact` as in exact_codes. */
+INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, const struct rounding *r, int clip,
+                           int exact, int stream, int64_t ahead) {
+    const struct short_rounding q = short_rounding_of(r->format, exact ? scale : 1);
+    const vs least[2] = {splat_s(q.least), splat_s(q.least)}, offset[2] = {splat_s(q.offset), splat_s(q.offset)};
+    const vf s = splat_f(scale), ss[4] = {s, s, s, s};
     vb zero = splat_b(0);
     int64_t i = 0;
     if (stream)
         for (; i + BLOCK <= n; i += BLOCK) {
             NAME(prefetch)(x + i, ahead);
-            stream_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+            stream_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &zero));
         }
     else
         for (; i + BLOCK <= n; i += BLOCK) {
             NAME(prefetch)(x + i, ahead);
-            store_b(out + i, NAME(block_codes)(x + i, ss, r, clip, &zero));
+            store_b(out + i, NAME(exact_codes)(x + i, ss, r, &q, least, offset, exact, clip, &zero));
         }
     if (i < n) {
         T rest[BLOCK];
@@ -180,13 +234,17 @@ INLINE int NAME(run_codes)(const T *x, int64_t n, uint8_t *out, float scale, con
 }
 
 /* Dequantised values of a run; returns whether one of its codes may be 0. */
-INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r, int clip, int stream, int64_t ahead) {
-    vf s = splat_f(scale), q = splat_f(scale_inv), ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q}, v[4];
+INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, float scale_inv, const struct rounding *r,
+                            int clip, int exact, int stream, int64_t ahead) {
+    const struct short_rounding q = short_rounding_of(r->format, exact ? scale : 1);
+    const vs least[2] = {splat_s(q.least), splat_s(q.least)};
+    const vf s = splat_f(scale), p = splat_f(scale_inv), ss[4] = {s, s, s, s}, pp[4] = {p, p, p, p};
+    vf v[4];
     vb zero = splat_b(0);
     int64_t i = 0;
     for (; i + BLOCK <= n; i += BLOCK) {
         NAME(prefetch)(x + i, ahead);
-        NAME(block_values)(x + i, ss, qq, r, clip, v, &zero);
+        NAME(exact_values)(x + i, ss, pp, r, &q, least, exact, clip, v, &zero);
         for (int k = 0; k < 4; k++)
             if (stream) stream_b((uint8_t *)(out + i + k * VL), (vb)v[k]);
             else store_f(out + i + k * VL, v[k]);
@@ -194,7 +252,7 @@ INLINE int NAME(run_values)(const T *x, int64_t n, float *out, float scale, floa
     if (i < n) {
         T rest[BLOCK];
         NAME(pad)(x + i, n - i, rest);
-        NAME(block_values)(rest, ss, qq, r, clip, v, &zero);
+        NAME(block_values)(rest, ss, pp, r, clip, v, &zero);
         memcpy(out + i, v, (size_t)(n - i) * 4);
     }
     return any_b(zero);
@@ -227,148 +285,4 @@ static void NAME(run_count)(const T *x, int64_t n, float scale, const struct for
     to[0] += sum_of_counts(zero) - padding;
     to[1] += sum_of_counts(gone) - padding;
     to[2] += sum_of_counts(clipped);
-}
-
-struct NAME(heavy_block) { vf signal, noise, fourth; };
-
-/* Energies and depths of four vectors, in units of `unit`; `mask` is 0 for what does not count. */
-INLINE void NAME(block_heavy)(const T *const x[4], const vf s[4], const vf s_inv[4], const vf unit[4], const vi amax[4],
-                              const vi mask[4], const struct rounding *r, struct NAME(heavy_block) *sum, int per_vector,
-                              uint8_t *depth) {
-    vi d[4];
-    for (int k = 0; k < 4; k++) {
-        struct NAME(heavy_block) *to = sum + (per_vector ? k & 1 : 0);
-        vi a = (vi)LOAD(x[k]) & mask[k];
-        vf power, t = lifted(a, s[k], r, 1, &power);
-        vf error = ((vf)a - lowered(t, power, r) * s_inv[k]) * unit[k], share = (vf)a * unit[k], square = share * share;
-        to->signal += square;
-        to->noise = mul_add(error, error, to->noise);
-        to->fourth = mul_add(square, square, to->fourth);
-        /* for two normal numbers the difference of their bits, shifted, is floor(log2) of their quotient */
-        d[k] = (amax[k] - a) >> 23;
-    }
-    store_b(depth, pack_bytes(d[0], d[1], d[2], d[3]));
-}
-
-/* Sums of a run in float32 lanes, of at most a few hundred elements, added to the tile's in float64. */
-static __attribute__((noinline)) void NAME(run_heavy)(const T *x, int64_t n, struct tile *tile, float unit, const struct rounding *r, struct fold *fold) {
-    vf s = splat_f(tile->scale), q = splat_f(tile->scale_inv), u = splat_f(unit), zero = splat_f(0);
-    vi a = splat_i(bits_of(tile->amax)), m = splat_i(ABS_MASK);
-    vf ss[4] = {s, s, s, s}, qq[4] = {q, q, q, q}, uu[4] = {u, u, u, u};
-    vi aa[4] = {a, a, a, a}, mm[4] = {m, m, m, m};
-    T rest[BLOCK];
-    for (int64_t i = 0; i < n;) {
-        struct NAME(heavy_block) sum = {zero, zero, zero};
-        for (int k = 0; k < 4 && i < n; k++, i += BLOCK) {
-            const T *p = x + i;
-            if (i + BLOCK > n) {
-                NAME(pad)(x + i, n - i, rest);
-                p = rest;
-            }
-            const T *const from[4] = {p, p + VL, p + 2 * VL, p + 3 * VL};
-            NAME(block_heavy)(from, ss, qq, uu, aa, mm, r, &sum, 0, depth_slot(fold));
-        }
-        tile->signal += sum_of_lanes(sum.signal);
-        tile->noise += sum_of_lanes(sum.noise);
-        tile->fourth += sum_of_lanes(sum.fourth);
-    }
-}
-
-/* Columns: the maximum of |x| down `rows` rows, and the minimum, for n columns (a multiple of BLOCK). */
-static void NAME(column_extremes)(const T *x, int64_t ld, int64_t rows, int64_t n, int32_t *high, int32_t *low) {
-    for (int64_t c = 0; c < n; c += BLOCK) {
-        vi h[4], l[4];
-        for (int k = 0; k < 4; k++) h[k] = splat_i(0), l[k] = splat_i(ABS_MASK);
-        for (int64_t r = 0; r < rows; r++)
-            for (int k = 0; k < 4; k++) {
-                vi a = (vi)LOAD(x + r * ld + c + k * VL) & ABS_MASK;
-                h[k] = max_i(h[k], a);
-                l[k] = min_i(l[k], a);
-            }
-        for (int k = 0; k < 4; k++) {
-            store_i(high + c + k * VL, h[k]);
-            store_i(low + c + k * VL, l[k]);
-        }
-    }
-}
-
-/* One row of n columns, a multiple of BLOCK, each with its own scale. */
-static void NAME(column_codes)(const T *x, int64_t n, uint8_t *out, const float *scale, const struct rounding *r) {
-    vb zero = splat_b(0);
-    for (int64_t i = 0; i < n; i += BLOCK) {
-        vf s[4];
-        for (int k = 0; k < 4; k++) s[k] = load_f(scale + i + k * VL);
-        store_b(out + i, NAME(block_codes)(x + i, s, r, 1, &zero));
-    }
-}
-
-static void NAME(column_values)(const T *x, int64_t n, float *out, const float *scale, const float *scale_inv, const struct rounding *r) {
-    vb zero = splat_b(0);
-    for (int64_t i = 0; i < n; i += BLOCK) {
-        vf s[4], q[4], v[4];
-        for (int k = 0; k < 4; k++) {
-            s[k] = load_f(scale + i + k * VL);
-            q[k] = load_f(scale_inv + i + k * VL);
-        }
-        NAME(block_values)(x + i, s, q, r, 1, v, &zero);
-        for (int k = 0; k < 4; k++) store_f(out + i + k * VL, v[k]);
-    }
-}
-
-/* As run_count for VL columns over `rows` rows: lanes of `to` are columns. */
-static void NAME(column_count)(const T *x, int64_t ld, int64_t rows, const float *scale, const struct format *f, int32_t *to[3]) {
-    vi zero = splat_i(0), gone = zero, clipped = zero;
-    vf s = load_f(scale);
-    for (int64_t r = 0; r < rows; r++) {
-        vi a = (vi)LOAD(x + r * ld) & ABS_MASK;
-        vf y = (vf)a * s;
-        zero -= a == 0;
-        gone -= y <= f->vanishing;
-        clipped -= y >= f->midpoint;
-    }
-    store_i(to[0], zero);
-    store_i(to[1], gone);
-    store_i(to[2], clipped);
-}
-
-/* Sums of 2·VL columns over `rows` rows, by column, and their depths. */
-static void NAME(column_heavy)(const T *x, int64_t ld, int64_t rows, const float *scale, const float *scale_inv, const float *unit,
-                               const int32_t *amax, const int32_t *mask, const struct rounding *r, struct fold *fold,
-                               double *signal, double *noise, double *fourth) {
-    vf ss[4], qq[4], uu[4];
-    vi aa[4], mm[4], off[4], nothing = splat_i(0);
-    const T zeros[BLOCK] = {0};
-    for (int k = 0; k < 4; k++) {
-        ss[k] = load_f(scale + (k & 1) * VL);
-        qq[k] = load_f(scale_inv + (k & 1) * VL);
-        uu[k] = load_f(unit + (k & 1) * VL);
-        aa[k] = load_i(amax + (k & 1) * VL);
-        mm[k] = load_i(mask + (k & 1) * VL);
-        off[k] = splat_i(0x7F000000); /* deeper than any bucket */
-    }
-    for (int64_t r0 = 0; r0 < rows;) {
-        struct NAME(heavy_block) sum[2];
-        memset(sum, 0, sizeof sum);
-        for (int k = 0; k < 16 && r0 < rows; k++, r0 += 2) {
-            const T *p = x + r0 * ld;
-            const T *const from[4] = {p, p + VL, r0 + 1 < rows ? p + ld : zeros, r0 + 1 < rows ? p + ld + VL : zeros};
-            if (r0 + 1 == rows) {
-                mm[2] = mm[3] = nothing;
-                aa[2] = off[2];
-                aa[3] = off[3];
-            }
-            NAME(block_heavy)(from, ss, qq, uu, aa, mm, r, sum, 1, depth_slot(fold));
-        }
-        for (int v = 0; v < 2; v++) {
-            float s[VL], n[VL], f[VL];
-            store_f(s, sum[v].signal);
-            store_f(n, sum[v].noise);
-            store_f(f, sum[v].fourth);
-            for (int c = 0; c < VL; c++) {
-                signal[v * VL + c] += s[c];
-                noise[v * VL + c] += n[c];
-                fourth[v * VL + c] += f[c];
-            }
-        }
-    }
 }

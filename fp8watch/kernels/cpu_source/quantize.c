@@ -15,29 +15,31 @@
 #define T float
 #define LOAD(p) load_f(p)
 #define IS_HALF 0
-#include "operand.h"
-#include "tiles.h"
+#define IS_BF16 0
+#include "typed.h"
 #undef SUFFIX
 #undef T
 #undef LOAD
 #undef IS_HALF
+#undef IS_BF16
 
 #define IS_HALF 1
+#define IS_BF16 1
 #define SUFFIX bf16
 #define T uint16_t
 #define LOAD(p) load_bf16(p)
 #define TO_FLOAT(h) float_of((int32_t)((uint32_t)(h) << 16))
-#include "operand.h"
-#include "tiles.h"
+#include "typed.h"
 #undef SUFFIX
 #undef LOAD
 
+#undef IS_BF16
+#define IS_BF16 0
 #define SUFFIX f16
 #define LOAD(p) load_f16(p)
 #undef TO_FLOAT
 #define TO_FLOAT(h) half_to_float(h)
-#include "operand.h"
-#include "tiles.h"
+#include "typed.h"
 #undef SUFFIX
 #undef T
 #undef LOAD
@@ -69,6 +71,17 @@ static int tiles_of(const struct job *job, struct fold *f, int64_t i0, int64_t i
     }
 }
 
+static void see_panel(const struct job *job, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                      struct extremes *to) {
+    const char *x = (const char *)job->x + (row * job->ld + column) * ELEMENT_BYTES[job->dtype];
+    to->row = row, to->column = column, to->num_tiles = ceil_div(columns, job->bk);
+    switch (job->dtype) {
+    case FLOAT32: panel_extremes_f32((const void *)x, job->ld, rows, columns, job->bk, to); break;
+    case BFLOAT16: panel_extremes_bf16((const void *)x, job->ld, rows, columns, job->bk, to); break;
+    default: panel_extremes_f16((const void *)x, job->ld, rows, columns, job->bk, to);
+    }
+}
+
 /* One call cut into chunks of tile rows. How it is cut depends on the shape alone, so that sums do not depend on the
  * number of threads; threads take chunks as they come. */
 struct work {
@@ -88,13 +101,18 @@ static void run_chunk(struct work *w, int64_t chunk) {
             return;
         }
         /* both directions: a panel is read from memory for the one and from the cache for the other */
-        const struct job *rowwise = w->jobs[0], *columnwise = w->jobs[1];
-        const int64_t step = ceil_div(512, rowwise->bk);
-        for (int64_t j = 0; j * rowwise->bk < rowwise->K; j += step) {
-            int64_t j1 = least(j + step, ceil_div(rowwise->K, rowwise->bk));
-            int64_t r1 = least((i + 1) * columnwise->bm, rowwise->M);
-            if (tiles_of(rowwise, w->folds[0] + chunk, i * columnwise->bm, r1, j, j1) ||
-                tiles_of(columnwise, w->folds[1] + chunk, i, i + 1, j * rowwise->bk, least(j1 * rowwise->bk, rowwise->K)))
+        struct job rowwise = *w->jobs[0], columnwise = *w->jobs[1];
+        const int64_t bk = rowwise.bk, step = ceil_div(PANEL_COLUMNS, bk), K = rowwise.K;
+        const int64_t r0 = i * columnwise.bm, r1 = least(r0 + columnwise.bm, rowwise.M);
+        struct extremes seen;
+        if (rowwise.kind == NOTHING && bk % VL == 0 && K % VL == 0 && PANEL_COLUMNS % bk == 0 &&
+            columnwise.bm * step <= PANEL_TILES)
+            rowwise.seen = columnwise.seen = &seen;
+        for (int64_t j = 0; j * bk < K; j += step) {
+            const int64_t j1 = least(j + step, ceil_div(K, bk)), c1 = least(j1 * bk, K);
+            if (rowwise.seen) see_panel(&rowwise, r0, r1 - r0, j * bk, c1 - j * bk, &seen);
+            if (tiles_of(&rowwise, w->folds[0] + chunk, r0, r1, j, j1) ||
+                tiles_of(&columnwise, w->folds[1] + chunk, i, i + 1, j * bk, c1))
                 w->failed = 1;
         }
     }
@@ -115,11 +133,12 @@ static void *worker(void *arg) {
 static int run(struct work *w, int num_jobs) {
     const struct job *job = w->jobs[0];
     w->num_chunks = least(least(w->num_rows, MAX_CHUNKS), job->M * job->K / CHUNK_ELEMENTS + 1);
+    if (job->stats < ALL_STATS && job->threads <= 1) w->num_chunks = 1; /* without sums of fractions any cut gives the same */
     for (int k = 0; k < num_jobs; k++) {
         w->folds[k] = malloc((size_t)w->num_chunks * sizeof(struct fold));
         if (!w->folds[k]) w->failed = 1;
         else
-            for (int64_t c = 0; c < w->num_chunks; c++) fold_init(w->folds[k] + c);
+            for (int64_t c = 0; c < w->num_chunks; c++) fold_init(w->folds[k] + c, w->jobs[k]->stats);
     }
     if (!w->failed) {
         pthread_t threads[64];
@@ -155,11 +174,39 @@ int fp8watch_quantize_both(const struct job *rowwise, const struct job *columnwi
     return run(&w, 2);
 }
 
+/* One operand in one direction or in both, by jobs made once for a site and a shape: what differs from call to call comes
+ * beside them. What is measured goes to `piece` (for each direction a row, then marks and amax of its tiles) and from
+ * there into the slab's rows, where those are given, as calls `order` and `order` + 1. */
+int fp8watch_operand(const struct job *made, int32_t num, const void *x, int64_t ld, const float *given0, const float *given1,
+                     void *out0, void *out1, float *scale_inv0, float *scale_inv1, char *piece, int32_t threads,
+                     struct row *into0, struct row *into1, int32_t order) {
+    struct job jobs[2];
+    struct row *into[2] = {into0, into1};
+    const float *given[2] = {given0, given1};
+    void *out[2] = {out0, out1};
+    float *scale_inv[2] = {scale_inv0, scale_inv1};
+    for (int k = 0; k < num; k++) {
+        struct job *job = jobs + k;
+        *job = made[k];
+        job->x = x, job->ld = ld, job->given = given[k], job->out = out[k], job->scale_inv = scale_inv[k], job->threads = threads;
+        if (!job->stats) continue;
+        int64_t tiles = ceil_div(job->M, job->bm) * ceil_div(job->K, job->bk);
+        job->row = (struct row *)piece;
+        job->marks = piece + sizeof(struct row);
+        job->amax = (float *)((char *)job->marks + 8 * job->mark_bytes * tiles);
+        piece = (char *)(job->amax + tiles + (tiles & 1)); /* rows hold numbers of eight bytes */
+    }
+    if (num == 1 ? fp8watch_quantize(jobs) : fp8watch_quantize_both(jobs, jobs + 1)) return -1;
+    for (int k = 0; k < num; k++)
+        if (jobs[k].stats && into[k]) row_merge(into[k], jobs[k].row, order++);
+    return 0;
+}
+
 void fp8watch_merge(struct row *into, const struct row *call, int32_t order) { row_merge(into, call, order); }
 
 /* Bits of the largest |x| as float32: above those of Inf where one is NaN. n contiguous elements. */
 int32_t fp8watch_magnitude(const void *x, int64_t n, int32_t dtype) {
-    return dtype == FLOAT32 ? run_amax_f32(x, n) : dtype == BFLOAT16 ? run_amax_bf16(x, n) : run_amax_f16(x, n);
+    return dtype == FLOAT32 ? run_amax_f32(x, n, 0) : dtype == BFLOAT16 ? run_amax_bf16(x, n, 0) : run_amax_f16(x, n, 0);
 }
 
 /* One look at n contiguous elements as one tile with scale 1, merged into a slab's row: what `Slab.accumulate_probe`
@@ -190,7 +237,8 @@ int fp8watch_look(const void *x, int64_t n, int32_t dtype, int32_t energy, struc
 }
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
-void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *out, int64_t M, int64_t K, int64_t bm, int64_t bk, int32_t format) {
+void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *out, int64_t M, int64_t K, int64_t bm,
+                         int64_t bk, int32_t format) {
     struct mode mode = enter();
     const int m = FORMATS[format].mantissa_bits, bias = format ? 15 : 7;
     float value[256];

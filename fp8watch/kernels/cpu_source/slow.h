@@ -22,16 +22,38 @@ static void tile_scale(const struct job *job, struct tile *t) {
     t->scale_inv = 1.0f / scale;
 }
 
+/* Of an everyday size: float32 sums in units of amax neither over- nor underflow. */
+#define LEAST_AMAX 8.0779357e-28f  /* 2^−90 */
+#define LARGEST_AMAX 1.329228e36f  /* 2^120 */
+
+/* Whether energies of a tile fit float32 vectors. The ratio to the scale counts as well, and a scale_inv that is Inf
+ * makes NaN of a product that vanished. */
+INLINE int vector_energies(const struct tile *t) {
+    float ratio = t->amax * t->scale;
+    return t->amax >= LEAST_AMAX && t->amax <= LARGEST_AMAX && ratio >= 9.094947e-13f && ratio <= 1.0995116e12f &&
+           is_finite(t->scale_inv);
+}
+
+INLINE float unit_of(float amax) { return float_of((254 - (bits_of(amax) >> 23)) << 23); }
+
+/* Whether the scale is a power of two under which nothing is clipped and nothing near an amax of everyday size vanishes:
+ * then products, their roundings and what is taken back from them are exact. */
+INLINE int exact_scale(const struct tile *t, const struct format *f) {
+    float peak = t->amax * t->scale;
+    return (bits_of(t->scale) & ~EXPONENT_MASK) == 0 && peak >= 1 && peak <= f->max_finite && t->amax >= LEAST_AMAX &&
+           t->amax <= LARGEST_AMAX;
+}
+
 /* The scales of a group of tiles with vectors; 0 unless all of them are ordinary: finite, an amax of an everyday size
  * that eps does not raise, so that no guard of `tile_scale` applies and energies fit float32. */
 static int group_scales(const struct job *job, struct group *g) {
-    const int32_t eps = bits_of(job->eps), least_amax = eps > bits_of(8.0779357e-28f) ? eps : bits_of(8.0779357e-28f);
+    const int32_t eps = bits_of(job->eps), least_amax = eps > bits_of(LEAST_AMAX) ? eps : bits_of(LEAST_AMAX);
     const vi keep = splat_i(job->power_2 ? EXPONENT_MASK : -1);
     const vf largest = splat_f(FORMATS[job->format].max_finite);
     vi odd = splat_i(0);
     for (int k = 0; k < GROUP; k += VL) {
         vi amax = load_i(g->amax + k);
-        odd |= (amax < splat_i(least_amax)) | (amax > splat_i(bits_of(1.329228e36f)));
+        odd |= (amax < splat_i(least_amax)) | (amax > splat_i(bits_of(LARGEST_AMAX)));
         vf scale = (vf)((vi)(largest / (vf)amax) & keep);
         store_f(g->scale + k, scale);
         store_f(g->scale_inv + k, splat_f(1) / scale);
@@ -60,7 +82,8 @@ static int octaves(double a, double b) {
 }
 
 /* Codes or values of a tile, its counts, and with `heavy` its energies; `write` 0 leaves the output alone. */
-COLD void slow_tile(const struct job *job, struct fold *f, struct tile *t, int64_t ld, int64_t out_ld, int write, int heavy) {
+COLD void slow_tile(const struct job *job, struct fold *f, struct tile *t, int64_t ld, int64_t out_ld, int write,
+                    int heavy) {
     const struct format *fmt = &FORMATS[job->format];
     const float lift = (float)(1 << (23 - fmt->mantissa_bits));
     const int offset = (bits_of(fmt->min_normal * lift) >> 23) << fmt->mantissa_bits;

@@ -10,8 +10,8 @@
 #define T float
 #define LOAD(p) load_f(p)
 #define IS_HALF 0
-#include "operand.h"
-#include "tiles.h"
+#define IS_BF16 0
+#include "typed.h"
 
 #define TRIAL_ROWS 128 /* with all results 640 KiB: what is timed is arithmetic, not memory */
 #define TRIAL_COLUMNS 512
@@ -44,7 +44,7 @@ int fp8watch_trial(int duration_ns) {
     dequantised.out = values, dequantised.kind = VALUES;
     const int64_t num_tiles = TRIAL_COLUMNS / 128, start = now_ns();
     int64_t fastest[2] = {INT32_MAX / 2, INT32_MAX / 2}, before = start;
-    fold_init(&f);
+    fold_init(&f, LIGHT_STATS);
     for (int turn = 0; turn < TRIAL_MIN_TURNS || before - start < duration_ns; turn++)
         for (int kind = CODES; kind <= VALUES; kind++) {
             if (kind == CODES) rows_of_f32(&job, &f, 0, TRIAL_ROWS, 0, num_tiles, CODES, 1, LIGHT_STATS);

@@ -32,14 +32,17 @@
 #define AVX512_WIDTH 1
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define likely(x) __builtin_expect(!!(x), 1)
 #define COLD static __attribute__((noinline, cold))
 
 typedef float vf __attribute__((vector_size(VB)));
 typedef int32_t vi __attribute__((vector_size(VB)));
 typedef uint32_t vu __attribute__((vector_size(VB)));
 typedef int16_t vs __attribute__((vector_size(VB)));
+typedef uint16_t vw __attribute__((vector_size(VB)));
 typedef uint8_t vb __attribute__((vector_size(VB)));
 typedef uint8_t vq __attribute__((vector_size(VB / 4)));   /* VL bytes */
+typedef uint8_t vhb __attribute__((vector_size(VB / 2)));  /* 2·VL bytes */
 typedef uint16_t vh __attribute__((vector_size(VB / 2)));  /* VL halves */
 
 INLINE vf splat_f(float x) { vf v = {0}; return v + x; }
@@ -49,6 +52,8 @@ INLINE vs splat_s(int16_t x) { vs v = {0}; return v + x; }
 INLINE vf load_f(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE vi load_i(const int32_t *p) { vi v; memcpy(&v, p, sizeof v); return v; }
 INLINE vb load_b(const uint8_t *p) { vb v; memcpy(&v, p, sizeof v); return v; }
+INLINE vs load_s(const void *p) { vs v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_s(void *p, vs v) { memcpy(p, &v, sizeof v); }
 INLINE void store_f(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE void store_i(int32_t *p, vi v) { memcpy(p, &v, sizeof v); }
 INLINE void store_b(uint8_t *p, vb v) { memcpy(p, &v, sizeof v); }
@@ -81,8 +86,36 @@ INLINE vf mul_add(vf a, vf b, vf c) {
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif AVX512_WIDTH
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VB == 16 && defined(__FMA__)
+    return (vf)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #else
     return a * b + c;
+#endif
+}
+
+/* 1 << d for d of 0 … 30; from 31 on anything without one of those bits */
+INLINE vi one_hot(vi d) {
+#if AVX2_WIDTH
+    return (vi)_mm256_sllv_epi32(_mm256_set1_epi32(1), (__m256i)d);
+#elif AVX512_WIDTH
+    return (vi)_mm512_sllv_epi32(_mm512_set1_epi32(1), (__m512i)d);
+#elif VB == 16 && defined(__AVX2__)
+    return (vi)_mm_sllv_epi32(_mm_set1_epi32(1), (__m128i)d);
+#else
+    return (vi)((vu)splat_i(1) << (vu)min_i(d, splat_i(31)));
+#endif
+}
+
+/* Add two vectors to one, bit by bit: what is left of each bit's sum stays in *sum, the carries are returned. */
+INLINE vi carry_save(vi *sum, vi a, vi b) {
+#if AVX512_WIDTH
+    const __m512i s = (__m512i)*sum;
+    *sum = (vi)_mm512_ternarylogic_epi32(s, (__m512i)a, (__m512i)b, 0x96);
+    return (vi)_mm512_ternarylogic_epi32(s, (__m512i)a, (__m512i)b, 0xE8);
+#else
+    vi either = *sum ^ a, carry = (*sum & a) | (either & b);
+    *sum = either ^ b;
+    return carry;
 #endif
 }
 
@@ -113,6 +146,28 @@ INLINE vs max_s(vs a, vs b) {
 #endif
 }
 
+INLINE vs min_s(vs a, vs b) {
+#if AVX2_WIDTH
+    return (vs)_mm256_min_epi16((__m256i)a, (__m256i)b);
+#elif AVX512_WIDTH
+    return (vs)_mm512_min_epi16((__m512i)a, (__m512i)b);
+#else
+    vs m = a < b;
+    return (a & m) | (b & ~m);
+#endif
+}
+
+/* Unsigned halves: not 0 where a lies below the limit. */
+INLINE vs below_s(vs a, vs limit) {
+#if AVX2_WIDTH
+    return (vs)_mm256_subs_epu16((__m256i)limit, (__m256i)a);
+#elif AVX512_WIDTH
+    return (vs)_mm512_subs_epu16((__m512i)limit, (__m512i)a);
+#else
+    return (vs)((vw)a < (vw)limit);
+#endif
+}
+
 /* of halves that are not negative */
 INLINE int16_t max_of_halves(vs v) {
 #if AVX2_WIDTH
@@ -132,19 +187,27 @@ INLINE int16_t max_of_halves(vs v) {
 #endif
 }
 
-INLINE double sum_of_lanes(vf v) {
-#if AVX2_WIDTH
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-#elif AVX512_WIDTH
-    return _mm512_reduce_add_ps((__m512)v);
+/* Sums are kept in 16 lanes whatever the width, element i in lane i mod 16, and added in one order: no width changes a
+ * bit of them. */
+#define LANES 16
+#define LANE_VECTORS (LANES / VL)
+
+/* Sums of four times 16 lanes: halves on halves, then neighbours. */
+INLINE void sums_of_lanes(const float *a, const float *b, const float *c, const float *d, float out[4]) {
+#if defined(__SSE3__)
+    const float *from[4] = {a, b, c, d};
+    __m128 s[4];
+    for (int i = 0; i < 4; i++)
+        s[i] = _mm_add_ps(_mm_add_ps(_mm_loadu_ps(from[i]), _mm_loadu_ps(from[i] + 8)),
+                          _mm_add_ps(_mm_loadu_ps(from[i] + 4), _mm_loadu_ps(from[i] + 12)));
+    _mm_storeu_ps(out, _mm_hadd_ps(_mm_hadd_ps(s[0], s[1]), _mm_hadd_ps(s[2], s[3])));
 #else
-    float lane[VL];
-    memcpy(lane, &v, sizeof v);
-    for (int n = VL / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
-    return lane[0];
+    const float *from[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        float s[4];
+        for (int l = 0; l < 4; l++) s[l] = (from[i][l] + from[i][l + 8]) + (from[i][l + 4] + from[i][l + 12]);
+        out[i] = (s[0] + s[1]) + (s[2] + s[3]);
+    }
 #endif
 }
 
@@ -238,106 +301,6 @@ INLINE vb pack_bytes(vi a, vi b, vi c, vi d) {
 
 #define ABS_MASK 0x7FFFFFFF
 #define EXPONENT_MASK 0x7F800000
-
-/* One FP8 format. Source: OCP "8-bit floating point" and NVIDIA, Arm, Intel, arXiv 2209.05433. */
-struct format {
-    float max_finite;
-    float midpoint;     /* |x·scale| from here on is a real clip */
-    float min_normal;
-    float vanishing;    /* half of the smallest subnormal: up to here a product becomes 0 */
-    int mantissa_bits;
-    int nan_code;
-};
-static const struct format FORMATS[2] = {
-    {448.0f, 464.0f, 0.015625f, 0.0009765625f, 3, 0x7F},
-    {57344.0f, 61440.0f, 6.103515625e-05f, 7.62939453125e-06f, 2, 0x7F},
-};
-
-/* How a vector is rounded.
- *
- * For y = m·2^e with e at least the smallest normal exponent, y + 2^e·2^(23 − mantissa bits) is rounded by the
- * processor to exactly the format's mantissa bits, ties to even, and its low bits then count in units of the code.
- */
-struct rounding {
-    vf scale_limit, lift, minus_lift;
-    vi min_normal;
-    int mantissa_bits, code_offset;
-};
-
-INLINE struct rounding rounding_of(const struct format *f) {
-    struct rounding r;
-    float lift = (float)(1 << (23 - f->mantissa_bits));
-    r.scale_limit = splat_f(f->max_finite);
-    r.lift = splat_f(lift);
-    r.minus_lift = splat_f(-lift);
-    r.min_normal = (vi)splat_f(f->min_normal);
-    r.mantissa_bits = f->mantissa_bits;
-    int32_t e; /* exponent field of the lifted smallest normal number, whose code is 1 << mantissa bits */
-    float lifted = f->min_normal * lift;
-    memcpy(&e, &lifted, 4);
-    r.code_offset = ((e >> 23) << f->mantissa_bits);
-    return r;
-}
-
-/* |x|·scale, clipped where that may be needed, and lifted; `power` is 2^e */
-INLINE vf lifted(vi magnitude, vf scale, const struct rounding *r, int clip, vf *power) {
-    vf y = (vf)magnitude * scale;
-    if (clip) y = (vf)min_i((vi)y, (vi)r->scale_limit); /* positive numbers order as their bits do */
-    *power = (vf)max_i((vi)y & EXPONENT_MASK, r->min_normal);
-    return mul_add(*power, r->lift, y);
-}
-
-/* The value on the format's grid that a lifted product stands for. */
-INLINE vf lowered(vf t, vf power, const struct rounding *r) { return mul_add(power, r->minus_lift, t); }
-
-/* Codes of four vectors: lifted products, and the elements for their signs. Marks zero codes in *zero. */
-INLINE vb codes_of(const vf t[4], const vi x[4], const struct rounding *r, vb *zero) {
-#if AVX2_WIDTH
-    /* bits of t: exponent << 23 | n with n ≤ 16; 2^(7−m)·n + (exponent << 7) is the code, shifted and offset */
-    const int up = 7 - r->mantissa_bits;
-    const __m256i weights = _mm256_set1_epi32((1 << 16) | (1 << up));
-    const __m256i offset = _mm256_set1_epi16((short)(r->code_offset << up));
-    const __m128i down = _mm_cvtsi32_si128(up);
-    __m256i a = _mm256_packs_epi32(_mm256_madd_epi16((__m256i)t[0], weights), _mm256_madd_epi16((__m256i)t[1], weights));
-    __m256i b = _mm256_packs_epi32(_mm256_madd_epi16((__m256i)t[2], weights), _mm256_madd_epi16((__m256i)t[3], weights));
-    a = _mm256_srl_epi16(_mm256_sub_epi16(a, offset), down);
-    b = _mm256_srl_epi16(_mm256_sub_epi16(b, offset), down);
-    __m256i code = _mm256_packus_epi16(a, b);
-    *zero |= (vb)_mm256_cmpeq_epi8(code, _mm256_setzero_si256());
-    /* saturating packs keep the sign bit */
-    __m256i s = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
-                                   _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
-    code = _mm256_or_si256(code, _mm256_and_si256(s, _mm256_set1_epi8((char)0x80)));
-    return (vb)_mm256_permutevar8x32_epi32(code, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-#elif AVX512_WIDTH
-    /* as above, with vectors twice as long */
-    const int up = 7 - r->mantissa_bits;
-    const __m512i weights = _mm512_set1_epi32((1 << 16) | (1 << up));
-    const __m512i offset = _mm512_set1_epi16((short)(r->code_offset << up));
-    const __m128i down = _mm_cvtsi32_si128(up);
-    __m512i a = _mm512_packs_epi32(_mm512_madd_epi16((__m512i)t[0], weights), _mm512_madd_epi16((__m512i)t[1], weights));
-    __m512i b = _mm512_packs_epi32(_mm512_madd_epi16((__m512i)t[2], weights), _mm512_madd_epi16((__m512i)t[3], weights));
-    a = _mm512_srl_epi16(_mm512_sub_epi16(a, offset), down);
-    b = _mm512_srl_epi16(_mm512_sub_epi16(b, offset), down);
-    __m512i code = _mm512_packus_epi16(a, b);
-    const __m512i all = _mm512_set1_epi8(-1);
-    *zero = (vb)_mm512_mask_mov_epi8((__m512i)*zero, _mm512_cmpeq_epi8_mask(code, _mm512_setzero_si512()), all);
-    __m512i s = _mm512_packs_epi16(_mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]),
-                                   _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
-    code = _mm512_or_si512(code, _mm512_and_si512(s, _mm512_set1_epi8((char)0x80)));
-    return (vb)_mm512_permutexvar_epi32(LANES_IN_ORDER, code);
-#else
-    vi c[4], none = splat_i(0);
-    for (int i = 0; i < 4; i++) {
-        vi bits = (vi)t[i];
-        c[i] = (bits >> (23 - r->mantissa_bits)) + (bits & 0xFF) - r->code_offset;
-        none |= c[i] == 0;
-        c[i] |= (vi)((vu)x[i] >> 24) & 0x80;
-    }
-    *zero |= (vb)none;
-    return pack_bytes(c[0], c[1], c[2], c[3]);
-#endif
-}
 
 /* Store past the caches, where the result is larger than they are. p is aligned to VB. */
 INLINE void stream_b(uint8_t *p, vb v) {

@@ -46,10 +46,19 @@ class Now:
             got = self._columns[name] = self._rolled_up(name)
         return got
 
-    def _rolled_up(self, name: str) -> Floats:
+    def beside(self, name: str, group: Measured) -> Floats:
+        """A field over those ranks whose records hold `group` as well: what is divided by, where full samples go round and
+        one rank has energies in a step in which the others have counts alone. [S]"""
+        key = f"{name}/{int(group)}"
+        got = self._columns.get(key)
+        if got is None:
+            got = self._columns[key] = self._rolled_up(name, self._measured(group))
+        return got
+
+    def _rolled_up(self, name: str, only: Mask | None = None) -> Floats:
         field, (_, row, place) = FIELD_BY_NAME[name], self._records
         values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
-        values[~self._measured(field.group)] = np.nan
+        values[~self._measured(field.group) if only is None else ~(self._measured(field.group) & only)] = np.nan
         got = np.full(len(self), np.nan)
         if len(self.views) == 1:
             got[row] = values
@@ -163,7 +172,8 @@ class Now:
     @cached_property
     def sqnr_db(self) -> Floats:
         """Tile SQNR: −10·log10 of the mean over non-zero tiles of noise/signal."""
-        tiles = self.column("num_tiles") - np.nan_to_num(self.column("num_zero_tiles"))
+        energies = Measured.ENERGIES
+        tiles = self.beside("num_tiles", energies) - np.nan_to_num(self.beside("num_zero_tiles", energies))
         with np.errstate(divide="ignore", invalid="ignore"):
             db = -10.0 * np.log10(self.column("tile_noise_ratio_sum") / tiles)
         return np.where(np.isfinite(db) & ~self.nonfinite, db, np.nan)
@@ -185,7 +195,7 @@ class Now:
     def log2_kurtosis(self) -> Floats:
         """log2 of n·Σ(x/amax)⁴ / (Σ(x/amax)²)²: 1.58 is a normal distribution."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            n = self.column("num_nonzero")
+            n = self.beside("num_nonzero", Measured.MOMENTS)
             log2 = np.log2(n * self.column("moment4") / self.column("moment2") ** 2)
         return np.where(np.isfinite(log2), log2, np.nan)
 
@@ -215,6 +225,16 @@ class Now:
                 return view.tile(name, int(at[0]))
         return None
 
+    def channel(self, row: int, rank: int) -> int | None:
+        """Column of the largest element of a site on a rank, from the site of its other direction, whose tiles are one column
+        wide. None where there is none, or where it lies outside of the site's own worst tile.
+        """
+        across, own = int(self.table.across[row]), self.tile("worst_tile", row, rank)
+        if across < 0 or own is None or self.table.facts[across].tile[1] != 1:
+            return None
+        tile, width = self.tile("worst_tile", across, rank), self.table.facts[row].tile[1]
+        return tile[1] if tile is not None and tile[1] // max(width, 1) == own[1] else None
+
     def finding(
         self,
         mode: str,
@@ -241,6 +261,8 @@ class Now:
         at = self.tile(tile, named, where) if tile and named is not None else None
         if at is None and tile == "noise_tile" and named is not None:  # known of full samples; the largest is of each
             at = self.tile("worst_tile", named, where)
+        if tile == "worst_tile" and named is not None and facts is not None and facts.operand == "input":
+            extra.setdefault("channel", self.channel(named, where))
         ids = [int(i) for i in self.table.ids[rows[:256]]] if len(rows) else []
         roles = list(dict.fromkeys(self.table.facts[int(r)].operand for r in rows[:256]))
         return Finding(

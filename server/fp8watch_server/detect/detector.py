@@ -12,6 +12,7 @@ from typing import ClassVar
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.view import Mask
 
@@ -49,6 +50,15 @@ class Detector(ABC):
     def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
         """Values of this step broke, so that it is not judged: what must be said, or forgotten, because of it."""
         return []
+
+    def resume(self) -> None:
+        """A new session of the run goes on: what is usual stays, what was followed from step to step begins anew.
+
+        Alarms are over; a detector that follows steps in anything else forgets that as well.
+        """
+        for part in vars(self).values():
+            if isinstance(part, Latch):
+                part.forget()
 
     @property
     def holds_loss(self) -> bool:

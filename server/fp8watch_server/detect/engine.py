@@ -30,9 +30,10 @@ from fp8watch_server.detect.modes import STEP_CHECKS
 from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
 from fp8watch_server.detect.precedence import SPREADING
 from fp8watch_server.detect.registry import Registry, merge
+from fp8watch_server.detect.sample_gaps import SampleGaps
 from fp8watch_server.detect.session_state import Stream
 from fp8watch_server.detect.sessions import SessionFacts
-from fp8watch_server.detect.statistics import Statistics
+from fp8watch_server.detect.statistics import Statistics, complete
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
 from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
 from fp8watch_server.detect.view import BatchColumns, Mask, SiteTable, StepView
@@ -47,11 +48,13 @@ _STATE = (
     "_statistics",
     "_assembly",
     "_rhythm",
+    "_samples",
 )
-LIGHT, FULL = "amax_max", "tile_noise_ratio_sum"
-"""A field that each observed step has, and one of full samples."""
-BURST_STEPS = 20
-"""Full samples whose gaps are remembered: more than an agent sends in a row after something broke."""
+_LATER = {"_samples"}
+"""Parts that a state of an earlier version does not hold: they begin anew."""
+LIGHT = "amax_max"
+"""A field that each observed step has."""
+REMEMBERED_GAPS = 20
 _REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
@@ -94,6 +97,7 @@ class Engine:
         self._statistics = Statistics(0, thresholds)
         self._assembly: Assembly[_Judged] = self._new_assembly()
         self._notices: list[Notice] = []
+        self._samples = SampleGaps()
         self._rhythm: dict[str, tuple[int | None, list[int]]] = {}  # field -> last step with it, gaps between the last
         self.add_sites(sites)
 
@@ -211,11 +215,12 @@ class Engine:
         """
         parts = state.load(raw)
         engine = cls({f.id: f for f in parts.pop("sites")}, thresholds)
-        if set(parts) != set(_STATE):
+        if not set(_STATE) - _LATER <= set(parts) <= set(_STATE):
             raise state.StateError(f"state with {sorted(parts)}; this version keeps {sorted(_STATE)}")
         for name, part in parts.items():
             setattr(engine, name, part)
         engine._statistics.adopt(thresholds)
+        complete(engine._agreement, Agreement())
         engine._assembly.adopt()
         engine._newest = {stream.rank: name for name, stream in engine._streams.items()}
         engine.add_sites(sites)
@@ -254,15 +259,24 @@ class Engine:
         return made, found
 
     def _restart(self, step: int | None) -> list[Finding]:
-        """An attempt ends: its last steps are judged as they are, and baselines begin anew."""
+        """An attempt ends: its last steps are judged as they are."""
         found = [f for group in self._assembly.restart() for f in self._roll_up(group)]
         self._restarted = self._num_batches
         for rank in self._registry.ranks():
             self._assembly.expect(rank)
-        self._statistics = Statistics(len(self._table), self.thresholds)
+        self._resume(step)
         self._scales.restart()
         self._rhythm = {name: (None, gaps) for name, (_, gaps) in self._rhythm.items()}
+        self._samples.restart()
         return found
+
+    def _resume(self, step: int | None) -> None:
+        """Baselines continue where training does: from about the step at which it ended. From far before they begin anew."""
+        before = self._statistics
+        if before.continues_at(step):
+            before.resume()
+        else:
+            self._statistics = Statistics(len(self._table), self.thresholds)
 
     @staticmethod
     def _went_back(stream: Stream, batch: Batch) -> bool:
@@ -310,7 +324,8 @@ class Engine:
             stream.zero_tiles.learn(view)
         found = [f for f in merge(found) if f.mode not in self.thresholds.disabled]
         judged = _Judged(view, stream.quantiser_is_sound, poisoned, tuple(f.mode for f in found))
-        return judged, [self._with_context(f, view, (stream,), stream.stride) for f in found]
+        apart = (self._apart(f) if f.extra.get("sampled") else stream.stride for f in found)
+        return judged, [self._with_context(f, view, (stream,), each) for f, each in zip(found, apart, strict=True)]
 
     # ---- statistics, over all ranks
 
@@ -330,7 +345,7 @@ class Engine:
             roots,
             clean=all(j.clean for j in group),
             poisoned=any(j.poisoned for j in group),
-            stride=self._apart(LIGHT),
+            stride=self._light_apart(),
         )
         found = [f for f in found if f.mode not in self.thresholds.disabled]
         streams = [s for s in self._streams.values() if s.rank in now.ranks]
@@ -338,21 +353,27 @@ class Engine:
             if f.mode in SPREADING:
                 for stream in streams:
                     stream.note_cause(f)
-        apart = [self._apart(FULL if f.extra.get("sampled") else LIGHT) for f in found]
-        return [self._with_context(f, views[0], streams, each) for f, each in zip(found, apart, strict=True)]
+        return [self._with_context(f, views[0], streams, self._apart(f)) for f in found]
 
     def _follow_samples(self, now: Now) -> None:
-        """Steps between those in which a group of fields was measured: windows of incidents count these."""
-        for name in (LIGHT, FULL):
-            if np.count_nonzero(~np.isnan(now.column(name))) * 2 < len(now):
-                continue
-            last, gaps = self._rhythm.get(name, (None, []))
-            self._rhythm[name] = now.step, gaps if last is None else [*gaps, now.step - last][-BURST_STEPS:]
+        """Steps between those in which a field was measured: windows of incidents count these."""
+        self._samples.observe(now.step, now.views, len(now))
+        if np.count_nonzero(~np.isnan(now.column(LIGHT))) * 2 >= len(now):
+            last, gaps = self._rhythm.get(LIGHT, (None, []))
+            self._rhythm[LIGHT] = now.step, gaps if last is None else [*gaps, now.step - last][-REMEMBERED_GAPS:]
 
-    def _apart(self, name: str) -> int:
-        """Steps between the samples of a field. A burst of samples does not make those behind it come sooner."""
-        gaps = self._rhythm.get(name, (None, []))[1]
-        return max(self.stride, sorted(gaps)[-2:][0] if name == FULL and gaps else gaps[-1] if gaps else 1)
+    def _light_apart(self) -> int:
+        """Steps between those in which most sites were measured."""
+        gaps = self._rhythm.get(LIGHT, (None, []))[1]
+        return max(self.stride, gaps[-1] if gaps else 1)
+
+    def _apart(self, found: Finding) -> int:
+        """Steps between the samples that a finding rests on: those of its site, where they go round."""
+        sampled = found.extra.get("sampled")
+        if not sampled or found.site is None:
+            return self._light_apart()
+        rows = self._table.rows(np.array([found.site], dtype=np.uint64))
+        return max(self._light_apart(), self._samples.of(sampled, rows[rows >= 0]))
 
     def _with_context(self, found: Finding, view: StepView, streams: Iterable[Stream], stride: int) -> Finding:
         context: dict[str, Any] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fp8watch_server.detect.precedence import EXACT_MODES, LEAP
+from fp8watch_server.detect.precedence import EXACT_MODES, FALL, LEAP
 
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
@@ -156,5 +156,7 @@ class Finding:
 
     @property
     def kind(self) -> str:
-        """Its mode, or LEAP: what explains a leap, and what a leap explains, is not what holds of a slope."""
-        return LEAP if self.mode == "outlier-growth" and self.extra.get("leap") else self.mode
+        """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
+        if self.mode == "outlier-growth" and self.extra.get("leap"):
+            return LEAP
+        return FALL if self.mode == "scalar-shift" and self.extra.get("why") == "fall" else self.mode

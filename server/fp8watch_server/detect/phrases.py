@@ -36,7 +36,9 @@ def tile_words(finding: Finding) -> str:
 
 
 def channels(finding: Finding, facts: SiteFacts | None) -> str:
-    """The channels of the named tile: `channels 128 to 255`, or nothing."""
+    """The channel that was seen to hold the largest element, else those of the named tile: `channels 128 to 255`, or nothing."""
+    if finding.extra.get("channel") is not None:
+        return f"channel {finding.extra['channel']}"
     if finding.tile is None or facts is None or facts.tile[1] >= facts.shape[1]:
         return ""
     first = finding.tile[1] * facts.tile[1]

@@ -24,11 +24,15 @@ ASKED = (
     "dead-layer",
     "chronic-quantization-noise",
     "bad-batch",
+    "scalar-shift",
 )
 """Modes that detectors over the roll-up find, in the order in which a step is judged: the first is told first."""
 
 LEAP = "outlier-leap"
 """The kind of an `outlier-growth` that leaped in one step. Only precedence knows it: it is no mode."""
+
+FALL = "gradient-fall"
+"""The kind of a `scalar-shift` that says that all gradients vanished: what it explains, no other shift does."""
 
 NONFINITE_MODES = frozenset(
     {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
@@ -41,7 +45,9 @@ EXACT_MODES = NONFINITE_MODES | {"bad-batch", "recipe-mismatch"}
 SPREADING = NONFINITE_MODES | {"optimizer-divergence"}
 """Causes after which values break in other places, or in the same step on other ranks."""
 
-GLOBAL_ROOTS = SPREADING | {"silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding"}
+GLOBAL_ROOTS = SPREADING | {
+    "silent-data-corruption", "cross-rank-disagreement", "recipe-mismatch", "scale-rounding", "quantiser-fault",
+}  # fmt: skip
 """Causes whose consequences show anywhere; of the others, in the same module."""
 
 SAME_PARENT = frozenset({"attention-logit-growth"})
@@ -63,10 +69,12 @@ _STATISTICAL = {
     "scale-collapse",
     "delayed-clip",
     "frozen-scale",
+    "scalar-shift",
 }
 
 EXPLAINS: dict[str, frozenset[str]] = {
     **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in NONFINITE_MODES},
+    "quantiser-fault": frozenset(_STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation"}),
     "stale-weight-scale": frozenset(
         {"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}
     ),
@@ -96,6 +104,17 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "dead-layer": frozenset({"dying-tile", "gradient-underflow", "chronic-quantization-noise"}),
     "dying-tile": frozenset({"chronic-quantization-noise"}),
     "bad-batch": frozenset({"outlier-growth"}),
+    FALL: frozenset(
+        {
+            "dead-layer",
+            "dying-tile",
+            "gradient-underflow",
+            "chronic-quantization-noise",
+            "scale-collapse",
+            "frozen-scale",
+            "scalar-shift",
+        }
+    ),
 }
 
 
@@ -107,6 +126,8 @@ def explains(root: str, other: str) -> bool:
     """Whether an incident of kind `root` accounts for one of kind `other`."""
     if other == LEAP:  # no batch makes one site leap by six octaves: what leaped made the loss jump
         return root != "bad-batch" and "outlier-growth" in EXPLAINS.get(root, ())
+    if other == FALL:
+        return root != FALL and "scalar-shift" in EXPLAINS.get(root, ())
     return other in EXPLAINS.get(root, ())
 
 

@@ -17,6 +17,9 @@ from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.modes.sensitive_layer_quantized.detector import sensitive
 from fp8watch_server.detect.sessions import Change, SessionFacts
 
+MAX_MERGED = 32
+"""Pieces of evidence, and changes, that findings of one mode and step keep together."""
+
 
 class Registry:
     """What sites and sessions say of themselves."""
@@ -88,7 +91,12 @@ class Registry:
         if self._changes:
             known = {c.fact.partition(".")[0] for c in self._changes}
             named = list(self._changed_sites.values())
-            found.append(mismatch(self._changes, step, rank, named, resumed="fingerprint" in known))
+            session = self._newest.get(rank)
+            backend = session.backend if session is not None else ""
+            resumed = "fingerprint" in known
+            found.append(
+                mismatch(self._changes, step, rank, named, resumed=resumed, backend=backend, facts=self.facts(rank))
+            )
             self._changes, self._changed_sites = [], {}
         if self._fresh_sites:
             fresh, self._fresh_sites = self._fresh_sites, []
@@ -114,6 +122,8 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
         if f.extra.get("news"):
             extra["news"] = [*first.extra.get("news", ()), *f.extra["news"]]
         if "changes" in extra:
-            extra["changes"] = [*first.extra["changes"], *f.extra.get("changes", [])][:16]
-        out[f.mode] = Finding(**{**named.__dict__, "evidence": (*first.evidence, *f.evidence)[:16], "extra": extra})
+            extra["changes"] = [*first.extra["changes"], *f.extra.get("changes", [])][:MAX_MERGED]
+        out[f.mode] = Finding(
+            **{**named.__dict__, "evidence": (*first.evidence, *f.evidence)[:MAX_MERGED], "extra": extra}
+        )
     return list(out.values())

@@ -82,6 +82,33 @@ class Place:
         return Fix("data", named or "Find the batch: give it to watch.log(batch_id=...).")
 
 
+_HISTORY = {
+    "amax_history_len": "--fp8-amax-history-len",
+    "amax_compute_algo": "--fp8-amax-compute-algo",
+    "margin": "--fp8-margin",
+}
+FLAG = "flag."
+"""A fact that a trainer's own flag gave."""
+
+
+def switch_of(fact: str, backend: str, by_flags: bool) -> str:
+    """What sets a fact of the recipe, as people find it in their own launch script.
+
+    Args:
+        fact: as a session says it: `input.eps`, `flag.fp8_format`, `margin`.
+        backend: of the operands: the switch is that of its framework.
+        by_flags: a trainer's flags are among the facts: what has a flag is named by it.
+    """
+    if fact.startswith(FLAG):
+        return "--" + fact[len(FLAG) :].replace("_", "-")
+    operand, _, name = fact.partition(".")
+    if operand in OPERANDS and name in ("eps", "power_2_scale"):
+        if backend == STOCK:
+            return f"recipe.{QPARAMS[operand]}.{'amax_epsilon' if name == 'eps' else name}"
+        return (EPS_VARIABLE if name == "eps" else POWER_2_VARIABLE)[operand]
+    return _HISTORY[fact] if by_flags and fact in _HISTORY else fact
+
+
 def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_scale: bool) -> tuple[FixKind, str]:
     """What sets eps (or, where that is None, the kind of scale) of operands, in the framework that quantises them.
 

@@ -63,6 +63,12 @@ class Schedule:
         if learn:
             self._lr.push(np.array([lr]))
 
+    def resume(self) -> None:
+        """A new session: its LR is held against the usual one from its first step on."""
+        self.jump_step, self.last_leap = None, None
+        if self.usual_lr is not None:  # what it rises from is the schedule, not the step before a warm-up
+            self._last_lr = self.usual_lr
+
     def warm(self, step: int) -> bool:
         """Whether statistical tests may judge this step."""
         if self._first_step is None or step - self._first_step < self._warmup_steps:

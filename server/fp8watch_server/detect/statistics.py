@@ -24,6 +24,10 @@ from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEP
 from fp8watch_server.detect.schedule import Schedule
 from fp8watch_server.detect.view import Mask
 
+RESUME_WITHIN = 0.1
+"""Share of the steps so far that a resumed run may have gone back: what was usual there is usual here."""
+RESUME_WITHIN_STEPS = 200
+"""It may always have gone back by so many."""
 MUTED_STEPS = 20
 """Observed steps for which a cause that was found answers for what it explains."""
 LONG_MUTED_STEPS = 60
@@ -39,6 +43,7 @@ class Statistics:
         self._base = Baselines.of(num_sites)
         self._schedule = Schedule(limit.warmup_steps, limit.after_lr_warmup_steps)
         self._detectors = [kind.make(num_sites, limit) for kind in DETECTORS]
+        self.last_step: int | None = None
         self._roots: dict[str, tuple[int, int]] = {}  # kind -> (num_steps when found last, earliest step of its onset)
 
     def grow(self, num_sites: int) -> None:
@@ -53,9 +58,30 @@ class Statistics:
         self.limit = limit
         for name in ("_loss", "_divergence"):  # states of before held these two detectors twice
             self.__dict__.pop(name, None)
+        self.__dict__.setdefault("last_step", None)
         kept = {type(detector): detector for detector in self._detectors}
         num_sites = self._base.amax.num_series
+        for kind, detector in kept.items():
+            complete(detector, kind.make(num_sites, limit))
+        complete(self._schedule, Schedule(limit.warmup_steps, limit.after_lr_warmup_steps))
         self._detectors = [kept.get(kind) or kind.make(num_sites, limit) for kind in DETECTORS]
+
+    def continues_at(self, step: int | None) -> bool:
+        """Whether a session that begins at this step goes on where this attempt was."""
+        if step is None or self.last_step is None:
+            return step is None
+        back = self.last_step - step
+        near = back <= max(RESUME_WITHIN_STEPS, RESUME_WITHIN * self.last_step) and -back <= RESUME_WITHIN_STEPS
+        return near and step >= self.limit.warmup_steps
+
+    def resume(self) -> None:
+        """A new session goes on with the run: what is usual stays, what was followed from step to step begins anew."""
+        self._base.recent_amax.forget()
+        self._base.steps = []
+        self._schedule.resume()
+        self._roots = {}
+        for detector in self._detectors:
+            detector.resume()
 
     def forget(self, rows: npt.NDArray[np.int64]) -> None:
         """Sites whose quantiser became another one: what was usual before says nothing."""
@@ -75,6 +101,7 @@ class Statistics:
             poisoned: values are non-finite, or just were: nothing of the step says anything.
         """
         self.num_steps += 1
+        self.last_step = now.step
         window = WINDOW_STEPS * stride
         for mode in roots:
             self._note_root(mode, now.step - (0 if mode in EXACT_MODES else window))
@@ -151,6 +178,12 @@ class Statistics:
         base.sqnr.push(now.sqnr_db, take)
         base.underflow.push(now.underflow, take)
         base.kurtosis.push(now.log2_kurtosis, take)
+
+
+def complete(read: object, fresh: object) -> None:
+    """Give a part of a state that an earlier version has saved the attributes that it did not have."""
+    for name, value in vars(fresh).items():
+        read.__dict__.setdefault(name, value)
 
 
 def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -> list[Finding]:

@@ -273,7 +273,8 @@ def _absorb(
 ) -> None:
     row = incident.row
     earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
-    takes_over = takes_over or (earlier and not finding.extra.get("consequence"))
+    worse = row["severity"] == "info" and finding.severity != "info"  # what was a notice is told by what made it more
+    takes_over = takes_over or ((earlier or worse) and not finding.extra.get("consequence"))
     first = min(row["first_step"], finding.onset)
     if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # an earlier consequence is not the beginning
         first = max(first, finding.earliest(window_steps * int(finding.extra.get("stride", 1))))
@@ -308,6 +309,11 @@ def _reads_otherwise(told: tuple[str, str], row: Mapping[str, Any]) -> bool:
     return bool(row["mode"] != mode and (verdict != row["verdict"] or mode == "bad-batch"))
 
 
+def _grew_worse(told: str, severity: str) -> bool:
+    """Whether an incident became critical after its message, or more than information."""
+    return told not in ("", severity) and (severity == "critical" or told == "info")
+
+
 def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> IncidentChange:
     row, t = incident.row, schema.incident
     row["updated_at"] = now
@@ -322,7 +328,7 @@ def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> 
         write_event(conn, row, incident.num_events, kind, now, step, detail)
     if opened:
         reason = write_firing(conn, row, now, public_url)
-    elif row["severity"] == "critical" and incident.told_severity not in ("", "critical"):
+    elif _grew_worse(incident.told_severity, row["severity"]):
         reason = write_escalated(conn, row, now, public_url, was=incident.told_severity)
     elif incident.was_told is not None and row["status"] != "resolved" and _reads_otherwise(incident.was_told, row):
         reason = write_rejudged(conn, row, now, public_url, was=incident.was_told[0])

@@ -52,13 +52,14 @@ def write_firing(conn: sa.Connection, row: Mapping[str, Any], now: float, public
 def write_escalated(
     conn: sa.Connection, row: Mapping[str, Any], now: float, public_url: str, was: str = "warning"
 ) -> str | None:
-    """Queue the message of an incident that became critical after its first message. Returns why none was queued, or
+    """Queue the message of an incident that became critical, or more than information, after its first message. Returns why none was queued, or
     None.
     """
     if silence := _silenced_by(conn, row, now):
         return f"silenced by {silence}"
-    note = "It was a warning and is critical now."
-    _write(conn, row, "firing", now, public_url, note, key="critical", was_severity=was)
+    first = "information" if was == "info" else f"a {was}"
+    note = f"It was {first} and is {'critical' if row['severity'] == 'critical' else 'a warning'} now."
+    _write(conn, row, "firing", now, public_url, note, key=row["severity"], was_severity=was)
     return None
 
 

@@ -11,22 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.pages import formatting, health, lookup, page_queries, panels
+from fp8watch_server.pages import formatting, health, health_maps, lookup, page_queries, panels, site_charts
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.store import queries
-
-SITE_FIELDS = (
-    "amax_max",
-    "amax_min_nonzero",
-    "scale_inv_max",
-    "scale_inv_min",
-    "tile_sqnr_db",
-    "sqnr_db",
-    "underflow_ratio",
-    "saturated_ratio",
-    "clip_depth",
-)
-"""What the page of a site draws over steps."""
 
 OF_INCIDENT = ("id", "mode", "severity", "title", "first_step", "last_step")
 MAX_INCIDENTS = 100
@@ -53,7 +40,7 @@ def charts_json(request: Request, run_id: str, site: str) -> Response:
         found, _ = lookup.find_site(conn, run, site)
         back = Link("The site", lookup.site_url(run["id"], found["id"]))
         span = _span(request, back, 800)
-        return JsonResponse(queries.several_series(conn, run["id"], found["id"], SITE_FIELDS, *span))
+        return JsonResponse(queries.several_series(conn, run["id"], found["id"], site_charts.fields(), *span))
 
 
 @router.get("/runs/{run_id:path}/training.json")
@@ -71,12 +58,12 @@ def training_json(request: Request, run_id: str) -> Response:
 def health_json(request: Request, run_id: str) -> Response:
     """The health map of a run, as its page draws it."""
     query = request.query_params
-    field = query.get("field", health.FIELDS[0])
-    if field not in health.FIELDS:
+    field = query.get("field", health_maps.fields()[0])
+    if field not in health_maps.fields():
         raise Problem(
             422,
             f"field={formatting.cut(field)}",
-            rule=f"one of {', '.join(health.FIELDS)}",
+            rule=f"one of {', '.join(health_maps.fields())}",
             remedy="ask for one of them; the API has the others",
         )
     with _connect(request) as conn:

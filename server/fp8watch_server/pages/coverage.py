@@ -73,7 +73,9 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
         "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
         "warnings": [
-            str(facts[k]) for k in ("configuration_warning", "declared_not_effective", "te_unread") if facts.get(k)
+            str(facts[k])
+            for k in ("configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")
+            if facts.get(k)
         ],
     }
 

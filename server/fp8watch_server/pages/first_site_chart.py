@@ -24,8 +24,9 @@ from fp8watch_server.pages.first_chart import (
     said,
     scale_of_steps,
 )
+from fp8watch_server.pages.site_charts import strokes_drawn_first
 
-STROKES = {"amax_max": "series-1", "amax_min_nonzero": "series-2"}
+STROKES = strokes_drawn_first()
 FIELDS = tuple(STROKES)
 HEIGHT, ABOVE, BELOW, LEFT, RIGHT = 220, 18, 40, 58, 14
 STRIP = 0.09  # share of the plot for the marks of what is no number

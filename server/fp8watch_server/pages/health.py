@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection
 
+from fp8watch_server.pages.health_maps import of_quantiser
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import SERIES_FIELDS
 
 Floats = npt.NDArray[np.float64]
 
-FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
-OF_QUANTISER = frozenset({"tile_sqnr_db", "underflow_ratio"})
-"""Fields that say something of a quantiser only: probes have no row there, unless they held a NaN or an Inf."""
 PROBE = "output"
 MAX_ROWS = 120
 MAX_COLUMNS = 1000
@@ -137,7 +135,7 @@ def health_map(
         i
         for i, s in enumerate(found["sites"])
         if (not operand or s["operand"] == operand)
-        and (field not in OF_QUANTISER or s["operand"] != PROBE or num_bad[i].any())
+        and (not of_quantiser(field) or s["operand"] != PROBE or num_bad[i].any())
     ]
     ids = [int(s["id"]) for s in found["sites"]]
     sign = 1.0 if SERIES_FIELDS[field].worst == "min" else -1.0

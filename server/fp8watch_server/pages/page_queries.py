@@ -156,15 +156,16 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: 
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]
 
 
-SITE_FIELDS = ("amax_max", "scale_inv_max", "tile_sqnr_db", "underflow_ratio", "num_nonfinite", "num_sentinel_tiles")
+NOW_FIELDS = ("amax_max", "scale_inv_max", "tile_sqnr_db", "underflow_ratio", "num_nonfinite", "num_sentinel_tiles")
+"""Stands at the head of a site's page."""
 
 
 def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
     """The newest value of each field of a site, with its step."""
     if run["last_step"] is None:
         return []
-    now = _newest(conn, run, SITE_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
-    cells = {field: now.get(field, (None, None)) for field in SITE_FIELDS}
+    now = _newest(conn, run, NOW_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
+    cells = {field: now.get(field, (None, None)) for field in NOW_FIELDS}
     return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
 
 

@@ -25,13 +25,16 @@ from fp8watch_server.pages import (
     first_site_chart,
     formatting,
     health,
+    health_maps,
     live,
     lookup,
     page_queries,
     panels,
     runbooks,
+    site_charts,
 )
 from fp8watch_server.pages.error_pages import Link, PageProblem
+from fp8watch_server.pages.logged_scalars import logged_scalars
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.store import queries
@@ -129,6 +132,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=siblings,
             twin=twin,
             other=other,
+            charts=site_charts.served(found["format"]),
             chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
             now=page_queries.site_now(conn, run, found),
             incidents=incidents,
@@ -162,6 +166,7 @@ def run_page(request: Request, run_id: str) -> Response:
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "coverage": coverage.coverage(run, sites),
+                "logged": logged_scalars(conn, run, open_incidents),
             }
 
     return page_in_parts(
@@ -175,6 +180,7 @@ def run_page(request: Request, run_id: str) -> Response:
         resolved=[i for i in incidents if i["status"] == "resolved"],
         chart=first_chart.training_chart(charts, incidents, low, high),
         panels=panels.served(),
+        maps=health_maps.served(),
         agents=coverage.agents(run),
         below=below,
     )

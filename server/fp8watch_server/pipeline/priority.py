@@ -23,10 +23,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8watch_agent.record import STEP_SCALARS
+from fp8watch_agent.record import QUANTISER_FAULTS, STEP_SCALARS
 from fp8watch_agent.wire import Batch
 
-BROKEN_COUNTS = ("num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite")
+BROKEN_COUNTS = (
+    "num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite", "num_nonfinite_outputs",
+    *QUANTISER_FAULTS,
+)  # fmt: skip
 """Counts that are 0 in every record of a healthy step."""
 BROKEN_SCALARS = ("loss", "grad_norm")
 AGAIN_S = 2.0

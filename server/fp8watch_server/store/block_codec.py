@@ -104,10 +104,12 @@ def _planes_of(values: Array) -> tuple[npt.NDArray[np.uint8], Array | None]:
     return np.ascontiguousarray(raw.transpose(0, 2, 1)), base
 
 
-def pack(columns: Mapping[str, Array], table: Mapping[str, Column]) -> list[bytes]:
-    """Pack B blocks of equal length: columns [B, n] or [B, n, size] in, one byte string a block out."""
-    first = next(iter(columns.values()))
-    num_blocks, n = first.shape[:2]
+def pack(columns: Mapping[str, Array], table: Mapping[str, Column], shape: tuple[int, int]) -> list[bytes]:
+    """Pack B blocks of n values, `shape` (B, n): columns [B, n] or [B, n, size] in, one byte string a block out.
+
+    A column that is not given is at its default.
+    """
+    num_blocks, n = shape
     if not 0 < n < 1 << 16:
         raise ValueError(f"{n} values in a block; 1 to 65535 are allowed")
     entries: list[list[bytes]] = [[] for _ in range(num_blocks)]
@@ -132,28 +134,39 @@ def pack(columns: Mapping[str, Array], table: Mapping[str, Column]) -> list[byte
         if mixed.any():
             bits = _entropy(planes[mixed])
             kinds[mixed] = np.where(bits < _LOW_BITS, _LOW, np.where(bits < _NOISE_BITS, _MIDDLE, _NOISE))
-        lane_is_one = alike.reshape(len(wanted), size)
-        kinds_list, alike_list = kinds.tolist(), lane_is_one.tolist()
+        one_value = alike.reshape(len(wanted), size).all(axis=1).tolist()
+        heads, busy = _lane_heads(base, planes, kinds), kinds.any(axis=1).reshape(len(wanted), size)
         for w, block in enumerate(wanted.tolist()):
             counts[block] += 1
             out, into = entries[block], streams[block]
-            if all(alike_list[w]):
-                one = np.ascontiguousarray(lanes[block, 0]).tobytes()
-                out.append(bytes((spec.code, _ONE)) + one)
+            if one_value[w]:
+                out.append(bytes((spec.code, _ONE)) + np.ascontiguousarray(lanes[block, 0]).tobytes())
                 continue
-            described = bytearray((spec.code, _PLANES, k))
-            for lane in range(size):
-                at = w * size + lane
-                if base is not None:
-                    described += int(base[at]).to_bytes(8, "little", signed=True)
-                for plane, kind in enumerate(kinds_list[at]):
-                    described.append(kind)
-                    if kind == _ALIKE:
-                        described.append(int(planes[at, plane, 0]))
-                    else:
+            out.append(bytes((spec.code, _PLANES, k)))
+            out += heads[w * size : (w + 1) * size]
+            for at in (np.flatnonzero(busy[w]) + w * size).tolist():
+                for plane, kind in enumerate(kinds[at].tolist()):
+                    if kind != _ALIKE:
                         into[kind].append(planes[at, plane].tobytes())
-            out.append(bytes(described))
     return [_assemble(n, int(counts[i]), b"".join(entries[i]), streams[i]) for i in range(num_blocks)]
+
+
+def _lane_heads(base: Array | None, planes: npt.NDArray[np.uint8], kinds: npt.NDArray[np.uint8]) -> list[bytes]:
+    """What the directory says of each lane [F, k, n]: what was taken off, then the kind of each plane, and the byte of
+    one that is alike.
+    """
+    num_lanes, k = kinds.shape
+    wide = 0 if base is None else 8
+    heads = np.zeros((num_lanes, wide + 2 * k), np.uint8)
+    there = np.ones(heads.shape, dtype=bool)
+    if base is not None:
+        heads[:, :8] = base.astype("<i8").view(np.uint8).reshape(num_lanes, 8)
+    heads[:, wide::2] = kinds
+    heads[:, wide + 1 :: 2] = planes[:, :, 0]
+    there[:, wide + 1 :: 2] = kinds == _ALIKE
+    ends = np.cumsum(there.sum(axis=1)).tolist()
+    raw = heads[there].tobytes()
+    return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _all_default(lanes: Array, spec: Column) -> npt.NDArray[np.bool_]:
@@ -277,10 +290,10 @@ class Packed:
             out[:] = self._lane(k, base, planes, out.dtype)
         else:
             k, lanes = found
+            if out.dtype.kind != "f":  # most buckets of a histogram are one number, 0
+                out[:] = [base + at[0][1] if k == 1 and at[0][0] == _ALIKE else 0 for base, at in lanes]
             for lane, (base, planes) in enumerate(lanes):
-                if out.dtype.kind != "f" and all(how == _ALIKE for how, _ in planes):
-                    out[:, lane] = base + int.from_bytes(bytes(at for _, at in planes), "little")
-                else:
+                if k > 1 or planes[0][0] != _ALIKE or out.dtype.kind == "f":
                     out[:, lane] = self._lane(k, base, planes, out.dtype)
 
     def _lane(self, k: int, base: int, planes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> Array:

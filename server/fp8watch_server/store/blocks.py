@@ -8,7 +8,7 @@ Thread:     compactor (write), query pool (read)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, holds
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.block_codec import Column, DamagedBlock, Packed, pack
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
-from fp8watch_server.store.records import RANK_OF, Parts, counted, default_of, dtype_of, filled, size_of
+from fp8watch_server.store.records import RANK_OF, Parts, complete, counted, default_of, dtype_of, filled, size_of
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +63,8 @@ def encode(parts: Parts, step0: int, *, arrays: bool) -> list[dict[str, Any]]:
     """Rows of `block` without their run, attempt and rank.
 
     Args:
-        parts: records of one source within one cell, sorted by site, then step; one of each.
+        parts: records of one source within one cell, sorted by site, then step; one of each. A column that they lack
+            is at its default.
         step0: first step of the cell.
         arrays: whether to add the native arrays that SQL reads.
     """
@@ -90,8 +91,9 @@ def _encode_alike(parts: Parts, index: Array, step0: int, arrays: bool) -> list[
         columns[name] = np.broadcast_to(first[:, None], of_blocks.shape)
         columns["gap" if name == "first" else "seq"] = _gaps(of_blocks, first)
     columns |= {name: parts.columns[name][index] for name in CODES if name in parts.columns}
-    bodies = pack(columns, TABLE)
-    histograms = pack({name: parts.columns[name][index] for name in HISTOGRAMS}, HISTOGRAM_TABLE)
+    bodies = pack(columns, TABLE, index.shape)
+    there = {name: parts.columns[name][index] for name in HISTOGRAMS if name in parts.columns}
+    histograms = pack(there, HISTOGRAM_TABLE, index.shape)
     native = _native(parts, index) if arrays else [_NO_ARRAYS] * len(bodies)
     sites = parts.site[index[:, 0]].tolist()
     return [
@@ -103,7 +105,8 @@ def _encode_alike(parts: Parts, index: Array, step0: int, arrays: bool) -> list[
 
 def _native(parts: Parts, index: Array) -> list[dict[str, Any]]:
     """What SQL reads. Even steps are a first one and a gap, and counts that are all 0 are left out."""
-    columns = counted(parts).columns
+    needs = {need for name in _ARRAY_FIELDS for need in SERIES_FIELDS[name].needs}
+    columns = counted(complete(parts, needs)).columns
     steps = parts.step[index]
     gaps = np.diff(steps, axis=1)
     even = (gaps == gaps[:, :1]).all(axis=1) if gaps.shape[1] else np.ones(len(steps), dtype=bool)
@@ -118,40 +121,56 @@ def _native(parts: Parts, index: Array) -> list[dict[str, Any]]:
     return out
 
 
-def decode(rows: Sequence[Any], names: Sequence[str], *, seqs: bool = True, check: bool = False) -> Parts:
+def decode(
+    rows: Sequence[Any], names: Sequence[str], *, seqs: bool = True, check: bool = False, absent: bool = True
+) -> Parts:
     """Rows (attempt, rank, site, step0, num_records, body, front_bytes) -> their records, in the order of the rows.
 
-    Of `body` the first `front_bytes` are enough where no histogram is asked for. Without `seqs` they are 0.
+    Of `body` the first `front_bytes` are enough where no histogram is asked for. Without `seqs` they are 0; without
+    `absent` a column that no row has is left out.
 
     Raises:
         DamagedBlock: bytes that are not what was written.
     """
     lengths = [row.num_records for row in rows]
     total = sum(lengths)
-    columns = {name: filled(name, total) for name in names}
     step, seq = np.empty(total, dtype=np.int64), np.zeros(total, dtype=np.int64)
+    with_histograms = any(name in HISTOGRAMS for name in names)
+    columns = {name: filled(name, total) for name in names if absent or name == "measured"}
     end = 0
     for row in rows:
         start, end = end, end + row.num_records
-        whole = bytes(row.body)
-        body = Packed(whole[: row.front_bytes], TABLE, check=check)
-        if body.n != row.num_records:
-            raise DamagedBlock(f"a block of {body.n} records where {row.num_records} were written")
-        step[start:end] = _sums(body, "first", "gap")
+        block = _Opened(row, with_histograms, check)
+        step[start:end] = _sums(block.front, "first", "gap")
         step[start:end] += row.step0
         if seqs:
-            seq[start:end] = _sums(body, "seq0", "seq")
-        hist: Packed | None = None
+            seq[start:end] = _sums(block.front, "seq0", "seq")
         for name in names:
-            if name in HISTOGRAMS:
-                hist = hist or Packed(whole[row.front_bytes :], HISTOGRAM_TABLE, check=check)
-                hist.fill(name, columns[name][start:end])
-            else:
-                body.fill(name, columns[name][start:end])
+            part = block.of(name)
+            if name not in part:
+                continue
+            if name not in columns:
+                columns[name] = filled(name, total)
+            part.fill(name, columns[name][start:end])
     site = np.repeat(np.array([row.site for row in rows], dtype=np.uint64), lengths)
     rank = np.repeat(np.array([row.rank for row in rows], dtype=np.int64), lengths)
     attempt = np.repeat(np.array([row.attempt for row in rows], dtype=np.int64), lengths)
     return Parts(site, step, rank, attempt, seq, columns)
+
+
+class _Opened:
+    """The two parts of a block's body."""
+
+    def __init__(self, row: Any, with_histograms: bool, check: bool) -> None:
+        whole = bytes(row.body)
+        self.front = Packed(whole[: row.front_bytes], TABLE, check=check)
+        if self.front.n != row.num_records:
+            raise DamagedBlock(f"a block of {self.front.n} records where {row.num_records} were written")
+        self._histograms = Packed(whole[row.front_bytes :], HISTOGRAM_TABLE, check=check) if with_histograms else None
+
+    def of(self, name: str) -> Packed:
+        """The part that has a column."""
+        return self._histograms if name in HISTOGRAMS and self._histograms is not None else self.front
 
 
 def _sums(body: Packed, first: str, gap: str) -> npt.NDArray[np.int64]:
@@ -173,9 +192,3 @@ def with_ranks(parts: Parts) -> Parts:
 
 def _has(parts: Parts, name: str) -> npt.NDArray[np.bool_]:
     return holds(parts.columns["measured"], FIELD_BY_NAME[name].group)
-
-
-def complete(parts: Parts, names: Iterable[str]) -> Parts:
-    """The same with a column of defaults where one is missing."""
-    more = {name: filled(name, len(parts)) for name in names if name not in parts.columns}
-    return Parts(parts.site, parts.step, parts.rank, parts.attempt, parts.seq, {**parts.columns, **more})

@@ -26,7 +26,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store import batch_dedup, blocks, hot_batches
-from fp8watch_server.store.records import Parts, join, newest_of_each, over_ranks
+from fp8watch_server.store.records import Parts, complete, join, newest_of_each, over_ranks
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import pack_summary, summarize
 
@@ -111,8 +111,10 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     with engine.connect() as conn:
         cell = cell_row(conn, group.run_id, group.tenant, group.step0)
         got = hot_batches.load_all(conn, _first_here(conn, group))
-        fresh = [hot_batches.parts_of(row, batch, blocks.ALL_FIELDS, *_steps(group)) for row, batch in got]
-        new = newest_of_each(join([p for p in fresh if p is not None], blocks.ALL_FIELDS))
+        sent = {"measured"}.union(*(batch.sent for _, batch in got))
+        names = [name for name in blocks.ALL_FIELDS if name in sent]  # what no batch has takes no time
+        fresh = [hot_batches.parts_of(row, batch, names, *_steps(group)) for row, batch in got]
+        new = newest_of_each(join([p for p in fresh if p is not None], names))
         old = _there(conn, group, cell, new)
     if not got:
         return 0
@@ -206,16 +208,21 @@ def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
 
 def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
     if into != ROLLED:
-        return newest_of_each(join([p for p in (old, new) if len(p)], blocks.ALL_FIELDS))
+        return new if not len(old) else newest_of_each(_joined(old, new))
     # the detail is deleted: late records are merged into the roll-up, as one more rank
-    both = join([p for p in (old, blocks.with_ranks(new)) if len(p)], blocks.ROLLED_FIELDS)
+    both = _joined(old, blocks.with_ranks(new))
     return over_ranks(both.take(np.lexsort((both.rank, both.step, both.site))))
+
+
+def _joined(old: Parts, new: Parts) -> Parts:
+    names = list(dict.fromkeys([*old.columns, *new.columns]))
+    return join([complete(p, names) for p in (old, new) if len(p)], names)
 
 
 def read_blocks(
     conn: Connection, run_id: str, tenant: str, keys: Sequence[tuple[int, int]], step0: int, sites: Sequence[int]
 ) -> Parts:
-    """All columns of some blocks of a cell."""
+    """All columns that some blocks of a cell have."""
     b = t.block.c
     found: list[Any] = []
     for start in range(0, len(sites), SITES_AT_ONCE):
@@ -229,7 +236,7 @@ def read_blocks(
             )
         ).all()
     rolled = any(key[1] == t.ROLLED_RANK for key in keys)
-    return blocks.decode(found, blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS)
+    return blocks.decode(found, blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS, absent=False)
 
 
 @dataclass(frozen=True)

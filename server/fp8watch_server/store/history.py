@@ -26,7 +26,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, STEP_SCALARS
 from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.db import schema as t
-from fp8watch_server.store import blocks, hot_batches
+from fp8watch_server.store import hot_batches
 from fp8watch_server.store.compact import read_blocks
 from fp8watch_server.store.records import Parts
 
@@ -209,7 +209,7 @@ def _batch(run_id: str, session: str, rank: int, seq: int, steps: npt.NDArray[np
     """Some steps of a source as its agent could have sent them; histograms stay codes."""
     first, last = np.searchsorted(parts.step, [steps["step"][0], int(steps["step"][-1]) + 1])
     sent = {}
-    for name in blocks.ALL_FIELDS:
+    for name in parts.columns:
         values, field = parts.columns[name][first:last], FIELD_BY_NAME[name]
         if name in HISTOGRAMS:
             if values.any():

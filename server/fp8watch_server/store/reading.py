@@ -29,7 +29,16 @@ from fp8watch_server.store import hot_batches as hot
 from fp8watch_server.store import segment_cache
 from fp8watch_server.store.blocks import cell_of, decode
 from fp8watch_server.store.hot_batches import step_range
-from fp8watch_server.store.records import Parts, Records, counted, join, newest_of_each, over_ranks, owned
+from fp8watch_server.store.records import (
+    Parts,
+    Records,
+    counted,
+    join,
+    newest_of_each,
+    over_ranks,
+    owned,
+    with_denominators,
+)
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # attempt, rank
@@ -123,6 +132,7 @@ def read(
     rank: int | None = None,
 ) -> Parts:
     """The records of an extent, unique and sorted by site and step; of one rank, or merged over ranks."""
+    names = sorted(with_denominators(names)) if rank is None else names
     ready: list[Parts] = []
     apart: list[Any] = list(found.open)
     for key, cells in found.closed.items():

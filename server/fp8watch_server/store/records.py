@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, HISTOGRAMS, lacking
+from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, HISTOGRAMS, holds, lacking
 from fp8watch_agent.wire import encode_histogram
 from fp8watch_server.store.block_codec import short_mantissa
 
@@ -27,6 +27,11 @@ COUNTS_OF_CODES: npt.NDArray[np.int64] = np.rint(np.exp2(np.arange(256) / 8.0) -
 
 WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
 """Coordinates that follow the rank of another column's maximum."""
+OF_SAMPLES: dict[str, tuple[str, ...]] = {
+    "tile_noise_ratio_sum": ("num_tiles", "num_zero_tiles"),
+    **dict.fromkeys(("signal_energy", "noise_energy", "moment2", "moment4"), ("num_elements",)),
+}
+"""Sums that are sampled, and what they are a sum over: the first of these less the others."""
 RANK_OF = {"worst_rank": "amax_max", "noise_rank": "tile_noise_ratio_max"}
 """Columns of a roll-up: the rank of that maximum."""
 
@@ -98,6 +103,12 @@ def kept(name: str, values: Array) -> Array:
     return values.astype(np.int64) if values.dtype == np.int32 and dtype_of(name) == "<i8" else values
 
 
+def complete(parts: Parts, names: Iterable[str]) -> Parts:
+    """The same with a column of defaults where one is missing."""
+    more = {name: filled(name, len(parts)) for name in names if name not in parts.columns}
+    return Parts(parts.site, parts.step, parts.rank, parts.attempt, parts.seq, {**parts.columns, **more})
+
+
 def join(parts: Sequence[Parts], names: Iterable[str]) -> Parts:
     """Concatenate."""
     if len(parts) == 1:
@@ -135,9 +146,18 @@ def owned(parts: Parts, owner: Mapping[tuple[int, int], int] | None) -> Parts:
     return parts.take(np.flatnonzero((of == parts.attempt) | (of < 0)))
 
 
+def with_denominators(names: Iterable[str]) -> set[str]:
+    """Columns that `over_ranks` needs to merge these."""
+    asked = set(names)
+    return asked.union(*({"measured", *OF_SAMPLES[name]} for name in asked & set(OF_SAMPLES)))
+
+
 def over_ranks(parts: Parts) -> Parts:
     """Merge the ranks of each (site, step) as each field merges. Sorted by site, step, rank; rank and attempt of the
     result are those of the first. Histograms stay codes.
+
+    Ranks take full statistics in turn. A sampled sum of some ranks stands for all of them, in proportion to the tiles or
+    elements that it was taken over: ratios of the result (SQNR, kurtosis) are those of the ranks that measured.
     """
     n = len(parts)
     first = np.ones(n, dtype=bool)
@@ -154,7 +174,8 @@ def over_ranks(parts: Parts) -> Parts:
             merged[name] = encode_histogram(np.add.reduceat(COUNTS_OF_CODES[values], starts, axis=0))
         elif merge == "sum":
             with np.errstate(over="ignore", invalid="ignore"):
-                merged[name] = kept(name, np.add.reduceat(values, starts, axis=0))
+                total = np.add.reduceat(values, starts, axis=0)
+                merged[name] = kept(name, total if name not in OF_SAMPLES else total * _per_sample(parts, name, starts))
         elif merge == "max":
             with np.errstate(invalid="ignore"):
                 merged[name] = np.maximum.reduceat(values, starts)  # NaN wins, on purpose
@@ -176,6 +197,21 @@ def over_ranks(parts: Parts) -> Parts:
     return Parts(
         parts.site[starts], parts.step[starts], parts.rank[starts], parts.attempt[starts], parts.seq[starts], merged
     )
+
+
+def _per_sample(parts: Parts, name: str, starts: Array) -> Array | float:
+    """Of each group: what all of its records count over what those count that measured a sampled sum."""
+    columns = [parts.columns.get(of) for of in OF_SAMPLES[name]]
+    measured = parts.columns.get("measured")
+    if measured is None or any(column is None for column in columns):
+        return 1.0
+    there = holds(measured, FIELD_BY_NAME[name].group)
+    if there.all():
+        return 1.0
+    first, *less = (np.asarray(column, dtype=np.float64) for column in columns)
+    counts = first - sum(less) if less else first
+    of_all, of_some = (np.add.reduceat(c, starts) for c in (counts, np.where(there, counts, 0.0)))
+    return np.where(of_some > 0, of_all / np.where(of_some > 0, of_some, 1.0), 1.0)
 
 
 def _first_where(there: npt.NDArray[np.bool_], starts: Array, group: Array) -> Array:

@@ -156,7 +156,7 @@ def put_scalar_block(conn: Connection, run_id: str, tenant: str, step0: int) -> 
         gaps[0] = gaps[1] if len(gaps) > 1 else 0
         columns |= {"first": np.full((1, len(steps)), steps[0] - step0), "gap": gaps[None]}
         columns |= {name: values[None], f"{name}_present": present[None].astype(np.uint8)}
-    (body,) = pack(columns, TABLE)
+    (body,) = pack(columns, TABLE, (1, len(steps)))
     upsert(conn, t.scalar_block, [{"run_id": run_id, "tenant": tenant, "step0": step0, "body": body}])
 
 

@@ -18,7 +18,7 @@ from fp8watch_agent.record import holds
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.block_codec import DamagedBlock
 from fp8watch_server.store.fields import SERIES_FIELDS, badness, evaluate
-from fp8watch_server.store.records import Parts, counted
+from fp8watch_server.store.records import Parts, complete, counted
 
 Array = npt.NDArray[Any]
 
@@ -52,7 +52,7 @@ def summarize(parts: Parts, step0: int) -> npt.NDArray[np.void]:
     """[S] of SUMMARY, by site; records of one cell, merged over ranks, sorted by site and step."""
     if not len(parts):
         return np.zeros(0, dtype=SUMMARY)
-    columns = counted(parts).columns
+    columns = counted(complete(parts, NEEDS)).columns
     new_site = np.concatenate([[True], parts.site[1:] != parts.site[:-1]])
     sites = parts.site[new_site]
     out = np.zeros(len(sites), dtype=SUMMARY)

@@ -21,7 +21,7 @@ from fp8watch_agent.record import Measured
 from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.sessions import SessionFacts
-from fp8watch_server.detect.view import WEIGHT
+from fp8watch_server.detect.view import WEIGHT, Mask
 
 Array = npt.NDArray[Any]
 SHARDED = ("tp", "pp", "ep", "cp_weights")
@@ -37,7 +37,10 @@ class Agreement:
 
     def __init__(self) -> None:
         self._sessions: dict[int, SessionFacts] = {}
-        self._agreed_hashes: dict[tuple[int, int], int] = {}
+        self._agreed_at: Array = np.zeros(0, dtype=np.int64)  # step in which the replicas of a weight agreed last
+        self._compared: dict[
+            tuple[int, int], tuple[Array, Array]
+        ] = {}  # pair -> weights that ever agreed, ever differed
         self._agreed_scales: Array = np.zeros(0, dtype=np.int64)
         self._last_scale: Array = np.zeros(0)
 
@@ -62,40 +65,58 @@ class Agreement:
     # ---- weights
 
     def _hashes(self, now: Now, ranks: list[int]) -> Finding | None:
+        """Weights whose hashes differ between replicas. In one step there are those of a part of the weights only."""
         columns, has = _by_rank(now, "weight_hash", Measured.HASH, np.int64)
         has &= now.table.role[None, :] == WEIGHT
         if np.count_nonzero(has.any(axis=1)) < 2:
             return None
+        more = len(now) - len(self._agreed_at)
+        if more > 0:
+            self._agreed_at = np.concatenate([self._agreed_at, np.full(more, -1, dtype=np.int64)])
+        found = None
         for group in self._replicas(ranks, columns, has):
             at = np.array(group)
             both = has[at].all(axis=0)
             differ = both & (columns[at] != columns[at[0]]).any(axis=0)
-            if not differ.any():
-                continue
-            rows = now.in_flow(differ)
-            minority, majority = _minority(columns[at][:, int(rows[0])])
-            odd = [ranks[int(at[i])] for i in minority]
-            host = self._sessions[odd[0]].host if odd[0] in self._sessions else ""
-            evidence = [
-                Evidence("weight_hash", _hex(columns[at[minority[0]], rows[0]]), _hex(majority), "", now.step),
-                Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
-                Evidence("minority_ranks", len(odd), 0, f"of {len(at)} replicas", now.step),
-            ]
-            if host:
-                evidence.append(Evidence("host", host, None, "", None))
-            return now.finding(
-                "silent-data-corruption",
-                "critical",
-                rows,
-                evidence,
-                "shared",
-                rank=odd[0],
-                by_hash=True,
-                odd_ranks=odd[:64],
-                num_replicas=len(at),
-                host=host,
-            )
-        return None
+            if differ.any() and found is None:
+                found = self._corrupted(now, [ranks[int(i)] for i in at], columns[at], both, differ)
+            self._agreed_at[both & ~differ] = now.step
+        return found
+
+    def _corrupted(self, now: Now, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
+        rows = now.in_flow(differ)
+        row = int(rows[0])
+        minority, majority = _minority(hashes[:, row])
+        odd = [ranks[i] for i in minority]
+        host = self._sessions[odd[0]].host if odd[0] in self._sessions else ""
+        agreed = int(self._agreed_at[row])
+        last_agreed = agreed if 0 <= agreed < now.step else None
+        evidence = [
+            Evidence("weight_hash", _hex(hashes[minority[0], row]), _hex(majority), "", now.step),
+            Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
+            Evidence("minority_ranks", len(odd), 0, f"of {len(ranks)} replicas", now.step),
+            Evidence("last_agreed_step", last_agreed, None, "step", None),
+        ]
+        if host:
+            evidence.append(Evidence("host", host, None, "", None))
+        return now.finding(
+            "silent-data-corruption",
+            "critical",
+            rows,
+            evidence,
+            "shared",
+            rank=odd[0],
+            by_hash=True,
+            odd_ranks=odd[:64],
+            num_replicas=len(ranks),
+            host=host,
+            sampled="weight_hash",
+            # It happened after the step in which they agreed last; the hash only says that it has.
+            last_agreed=last_agreed,
+            first_differed=now.step,
+            began=now.step if last_agreed is None else last_agreed + 1,
+            not_before=now.step if last_agreed is None else last_agreed + 1,
+        )
 
     def _replicas(self, ranks: list[int], columns: Array, has: Array) -> list[list[int]]:
         """Groups of indices into `ranks` whose weights must be equal."""
@@ -109,21 +130,29 @@ class Agreement:
         return self._learned(ranks, columns, has)
 
     def _learned(self, ranks: list[int], columns: Array, has: Array) -> list[list[int]]:
-        """Ranks that have agreed with the first of their group in earlier samples."""
+        """Ranks that must agree because they have: in most of the weights that were compared, and in this one before.
+
+        Shards of a tensor differ in nearly all weights, though some begin as equal zeros.
+        """
         groups: list[list[int]] = []
         for i in range(len(ranks)):
             for group in groups:
                 key = (ranks[group[0]], ranks[i])
                 both = has[group[0]] & has[i]
                 same = both & (columns[group[0]] == columns[i])
-                mostly = np.count_nonzero(same) * 2 > np.count_nonzero(both) > 0
-                agreed = self._agreed_hashes.get(key, 0)
-                if mostly:
-                    self._agreed_hashes[key] = agreed + 1 if np.all(same == both) else agreed
-                if mostly and agreed >= 1:
+                now_same = np.flatnonzero(same)
+                agreed, differed = self._compared.get(key, (np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.bool_)))
+                agreed, differed = (np.pad(m, (0, len(both) - len(m))) for m in (agreed, differed))
+                before = int(np.count_nonzero(agreed & ~differed))
+                known = before * 2 > int(np.count_nonzero(agreed | differed)) and before > 0
+                again = bool(np.any(both & agreed))  # one that was compared before is compared again
+                agreed[now_same] = True
+                differed |= both & ~same
+                self._compared[key] = agreed, differed
+                if known and again:
                     group.append(i)
                     break
-                if mostly:
+                if len(now_same) * 2 > int(np.count_nonzero(both)):
                     break
             else:
                 groups.append([i])

@@ -28,6 +28,8 @@ CERTAIN_DAMAGE_DB = 8.0
 """What a scale that is 2x too small costs. A clip whose SQNR is as far under the floor is told at once."""
 E5M2_DB = 6.0
 """One mantissa bit less: what E5M2 gives under E4M3."""
+NOTICED_DEPTH = 2.0
+"""A single clip as deep as that costs 8 dB where it clips: a notice."""
 SAME_WINDOW = 10
 NEW_HIGH = 0.01
 """Octaves above everything seen before that make a new highest amax."""
@@ -65,6 +67,7 @@ class Delayed(Detector):
         self._clip = Latch(num_sites, 2, 3)
         self._hurt = Latch(num_sites, 3, 4)  # gradients spike: one that was clipped is no news
         self._frozen = Latch(num_sites, 2, 3)
+        self._harmed = Latch(num_sites, 2, 3)  # by the SQNR, which full samples have: a window of their own
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -74,12 +77,19 @@ class Delayed(Detector):
         fresh = Delayed(more)
         for name in _STATE:
             setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
-        for latch in (self._clip, self._hurt, self._frozen):
+        for latch in (self._clip, self._hurt, self._frozen, self._harmed):
             latch.grow(num_sites)
+
+    def resume(self) -> None:
+        """A new session: histories were loaded, or begin empty."""
+        super().resume()
+        fresh = Delayed(len(self._num))
+        for name in _STATE:
+            setattr(self, name, getattr(fresh, name))
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
-        return self._clip.open | self._hurt.open | self._frozen.open
+        return self._clip.open | self._hurt.open | self._frozen.open | self._harmed.open
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -98,17 +108,24 @@ class Delayed(Detector):
             damaged = (now.sqnr_db < floor_db) & (depth > limit.frozen_clip_depth)
             # While a model is young its activations grow out of any history: only what is certain is said then.
             hit = settled & ctx.warm & ((depth > clip_limit) | (damaged & forward))
+            harmed = settled & ctx.warm & damaged & forward
             hurt = settled & ctx.warm & damaged & ~forward & (depth > limit.clip_depth)
             sure = settled & forward & (depth > CERTAIN_DEPTH * clip_limit)
             both = (depth > clip_limit) & (now.sqnr_db < floor_db - CERTAIN_DAMAGE_DB)
             sure |= settled & ctx.warm & forward & both
         clip = self._clip.update(hit, delayed, now.step, certain=sure)
-        clip |= self._hurt.update(hurt, delayed, now.step)
+        measured = delayed & ~np.isnan(now.sqnr_db)
+        clip |= self._harmed.update(harmed, measured, now.step)
+        clip |= self._hurt.update(hurt, measured, now.step)
+        with np.errstate(invalid="ignore"):
+            mild = settled & ctx.warm & forward & (depth > NOTICED_DEPTH) & ~self.frozen()
         found = []
         if frozen.any():
             found.append(self._frozen_finding(ctx, frozen))
         if (clip & ~frozen).any():
             found.append(self._clip_finding(ctx, clip & ~frozen))
+        elif (mild & ~frozen).any():
+            found.append(self._clip_finding(ctx, mild & ~frozen, notice=True))
         return found
 
     def _judge_frozen(self, ctx: Context, delayed: Mask, settled: Mask) -> Mask:
@@ -163,12 +180,13 @@ class Delayed(Detector):
             not_before=min(since, int(self._frozen.since[row])) if since >= 0 else None,
         )
 
-    def _clip_finding(self, ctx: Context, mask: Mask) -> Finding:
+    def _clip_finding(self, ctx: Context, mask: Mask, *, notice: bool = False) -> Finding:
         now = ctx.now
         rows = now.in_flow(mask)
         row = int(rows[0])
         depth = float(now.clip_depth[row])
-        since = max(int(latch.since[row]) for latch in (self._clip, self._hurt))
+        since = max(int(latch.since[row]) for latch in (self._clip, self._hurt, self._harmed))
+        since = now.step if notice else since
         sqnr = now.sqnr_db[row]
         evidence = [
             Evidence("clip_depth", round(depth, 3), "1 or less", "ratio", since),
@@ -181,7 +199,7 @@ class Delayed(Detector):
         facts = now.table.facts[row]
         return now.finding(
             "delayed-clip",
-            "critical" if bad or depth > CERTAIN_DEPTH else "warning",
+            "info" if notice else "critical" if bad or depth > CERTAIN_DEPTH else "warning",
             rows,
             evidence,
             "fp8",

@@ -20,18 +20,27 @@ from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
 
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
+FACTOR_REST = 0.1
+"""Of a gain's distance from 1: an error that is as large, but for this share, is the gain's, and nothing else is wrong."""
 PROBE = "probe"
 """`gemm` of a probe on a module that is no Linear."""
 
 
 def faulty_outputs(view: StepView) -> Mask:
     """Records whose GEMM returned a NaN or an Inf although its operands are finite. [n]"""
-    sampled = view.has(Measured.GEMM) & (view.raw("output_num_nonfinite") > 0)
+    sampled = _nonfinite_outputs(view) > 0
     probes = (view.role == OUTPUT) & view.nonfinite
     out = np.zeros(len(view), dtype=np.bool_)
     for i in np.flatnonzero(sampled | probes):
         out[i] = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[view.nonfinite].any()
     return out
+
+
+def _nonfinite_outputs(view: StepView) -> npt.NDArray[np.int64]:
+    """Elements of each record's GEMM output that are not finite, of a look at all of it or at sampled rows. [n]"""
+    sampled = np.where(view.has(Measured.GEMM), view.raw("output_num_nonfinite"), 0)
+    looked = np.where(view.has(Measured.OUTPUTS), view.raw("num_nonfinite_outputs"), 0)
+    return np.asarray(np.maximum(sampled, looked), dtype=np.int64)
 
 
 def _operands(view: StepView, i: int) -> Mask:
@@ -48,7 +57,7 @@ def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.in
     facts = view.facts(first)
     probe = facts.operand == "output"
     count = int(view.raw("num_nan")[first] + view.raw("num_inf")[first]) if probe else 0
-    count = count or int(view.raw("output_num_nonfinite")[first])
+    count = count or int(_nonfinite_outputs(view)[first])
     operands = np.flatnonzero(_operands(view, first))
     evidence = [
         Evidence("output_num_nonfinite", count, 0, "elements", view.step),
@@ -101,7 +110,11 @@ def _tokens(view: StepView, operands: npt.NDArray[np.int64]) -> int | None:
 
 
 def wrong_outputs(view: StepView, limit: Limits) -> list[Finding]:
-    """Modes 16 and 19 by the shadow: outputs that are finite, and not what the operands give."""
+    """Modes 16 and 19 by the shadow: outputs that are finite, and not what the operands give.
+
+    A gain is a scale that is wrong, an error beyond what any accumulator loses is an output that is not the product: rows
+    that nobody wrote, or operands read in another layout or format. What is left is the accumulator's.
+    """
     has = view.has(Measured.GEMM)
     if not has.any():
         return []
@@ -109,6 +122,7 @@ def wrong_outputs(view: StepView, limit: Limits) -> list[Finding]:
     with np.errstate(invalid="ignore"):
         scaled = has & ((np.abs(high - 1) > limit.gemm_gain) | (np.abs(low - 1) > limit.gemm_gain)) & (high != 0)
         scaled &= np.isfinite(low) & np.isfinite(high)
+        scaled |= has & (error > limit.gemm_wrong)
         noisy = has & ~scaled & (error > limit.gemm_error)
     found = []
     if scaled.any():
@@ -124,6 +138,8 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
     gain = float(view.raw("gemm_gain_min")[first])
     other = float(view.raw("gemm_gain_max")[first])
     gain = gain if abs(np.log2(max(gain, 1e-30))) >= abs(np.log2(max(other, 1e-30))) else other
+    error = float(view.raw("gemm_error")[first])
+    is_factor = abs(error - abs(gain - 1)) <= FACTOR_REST * abs(gain - 1)
     evidence = [
         Evidence("gemm_error", float(f"{view.raw('gemm_error')[first]:.4g}"), "0.002 or less", "ratio", view.step)
     ]
@@ -137,7 +153,12 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
     evidence.append(Evidence("contraction", contraction, None, "elements", None))
     if len(at) > 1:
         evidence.append(Evidence("wrong_gemms", len(at), 0, "GEMMs", view.step))
-    healthy = [g for g in ("fprop", "dgrad", "wgrad") if g not in {view.facts(int(i)).gemm for i in at}]
+    wrong = {view.facts(int(i)).gemm for i in at}
+    shadowed = np.flatnonzero(
+        view.has(Measured.GEMM) & (view.raw("gemm_gain_max") > 0)
+    )  # only what was looked at is right
+    beside = {view.facts(int(i)).gemm for i in shadowed if view.facts(int(i)).module == facts.module}
+    healthy = [g for g in ("fprop", "dgrad", "wgrad") if g in beside - wrong]
     return Finding(
         mode=mode,
         severity=severity,
@@ -153,9 +174,12 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
             "sites": view.site_ids(at),
             "num_sites": len(at),
             "operands": [],
-            "gain": gain if mode == "kernel-output-fault" else None,
+            "gain": gain if mode == "kernel-output-fault" and is_factor else None,
+            "wrong_output": mode == "kernel-output-fault" and not is_factor,
+            "not_before": 0,  # GEMMs are looked at in turn: since when it has been so is not known
             "gemms": list(dict.fromkeys(view.facts(int(i)).gemm for i in at)),
             "right_gemms": healthy,
             "tokens": None,
+            "sampled": "gemm_error",
         },
     )

@@ -80,6 +80,10 @@ class LossJumps(Detector):
     def frozen(self) -> None:
         """The loss's own baseline only: `holds_loss`."""
 
+    def resume(self) -> None:
+        """A jump of the attempt before is over."""
+        self._jump = None
+
     @property
     def holds_loss(self) -> bool:
         """A jump is open: its losses are not learned."""

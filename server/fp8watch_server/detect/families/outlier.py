@@ -39,6 +39,8 @@ WITHOUT_MOMENTS = 2.0
 """Times the limit of inputs, in a step whose moments were not measured."""
 AFTER_LR_STEPS = 10
 """Observed steps after a leap of the LR in which inputs that leap are its consequence."""
+MIN_WEIGHTS = 5
+"""Weights from which on their median says what is usual in the model."""
 _QK = re.compile(r"(?:^|[._])(?:q|k|query|key)(?:_?proj|_?lin|_?b_proj)?$|(?:^|[._])(?:to_q|to_k|wq|wk)$")
 _IS_Q = re.compile(r"(?:^|[._])(?:q|query|to_q|wq)")
 
@@ -66,6 +68,12 @@ class Outliers(Detector):
             part.grow(num_sites)
         more = np.full(max(0, num_sites - len(self._ordinary)), -1, dtype=np.int64)
         self._ordinary, self._before = (np.concatenate([a, more]) for a in (self._ordinary, self._before))
+
+    def resume(self) -> None:
+        """A new session: growth across the restart is none."""
+        super().resume()
+        self._long.forget()
+        self._long_steps, self._long_growth, self._num = [], None, 0
 
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
@@ -244,6 +252,7 @@ class Outliers(Detector):
         # cannot carry is told as delayed-clip, in the step that it happens in.
         late = ~ctx.now.table.current_scaling[rows]
         borne = latch is not self._weights and bool(np.all((ctx.health_known[rows] & ~ctx.unhealthy[rows]) | late))
+        borne |= latch is self._weights and bool(np.all(self._catches_up(ctx)[rows]))
         rows = np.concatenate([rows, others])
         return ctx.now.finding(
             "outlier-growth",
@@ -255,6 +264,17 @@ class Outliers(Detector):
             growth=float(grown[row]),
             began=int(latch.since[row]),
         )
+
+    @staticmethod
+    def _catches_up(ctx: Context) -> Mask:
+        """Weights that grew and are still no larger than most weights of the model, with a quantiser that was seen to bear it:
+        what was initialised at zero, as the gates of adaLN and of LoRA, grows like that in health. [S]"""
+        amax, weights = ctx.now.log2_amax, ctx.weights()
+        known = weights & ~np.isnan(amax)
+        if np.count_nonzero(known) < MIN_WEIGHTS:
+            return np.zeros(len(ctx.now), dtype=np.bool_)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(known & (amax <= np.median(amax[known])) & ctx.health_known & ~ctx.unhealthy)
 
 
 def _growth(ring: Baseline, steps: list[int], which: Mask) -> tuple[Floats, int, Floats]:

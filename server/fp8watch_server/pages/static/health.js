@@ -6,12 +6,7 @@ const health = document.getElementById("health");
 const page = location.pathname;
 const POINTS = 400, ROW_PX = 17;
 
-const MAPS = {
-  tile_sqnr_db: { label: "tile SQNR", unit: " dB", low: 18, high: 32, flip: true },
-  num_nonfinite: { label: "non-finite elements", unit: "", low: 0, high: 8, flip: false },
-  underflow_ratio: { label: "underflow", unit: " %", factor: 100, low: 0, high: 20, flip: false },
-  amax_max: { label: "largest amax", unit: "", log2: true, flip: false },
-};
+const MAPS = new Map(JSON.parse(health.dataset.maps).map((of) => [of.field, of])); // the rows of pages/health_maps.py
 const NOISELESS_DB = 99;
 const map = tabs("map", () => redraw());
 const operand = tabs("operand", () => redraw());
@@ -43,16 +38,16 @@ function gaps({ steps, stride, rows }) {
 }
 
 async function drawHealth() {
-  const field = map(), of = MAPS[field];
+  const field = map(), of = MAPS.get(field);
   const got = await api(`${page}/health.json`, { field, operand: operand(), points: POINTS, ...asked() });
   const { rows, steps, sites } = got;
   if (!rows.length || !steps.length) return nothing(health, "No site was measured here.");
   const site = (id) => (sites[id] ? { label: text(short(sites[id][0], 90)), operand: `${text(sites[id][1])} / ${text(sites[id][2])}` } : { label: "", operand: "" });
   const label = (row) => (row.modules > 1 ? `${row.label} (${row.modules})` : row.label);
-  const shown = (v) => (v === null ? null : of.log2 ? (v > 0 ? Math.log2(v) : null) : v * (of.factor ?? 1));
-  const said = (v) => (field === "tile_sqnr_db" && v >= NOISELESS_DB ? "without loss" : `${number((v ?? 0) * (of.factor ?? 1))}${of.unit}`);
+  const shown = (v) => (v === null ? null : of.log2 ? (v > 0 ? Math.log2(v) : null) : v * of.factor);
+  const said = (v) => (field === "tile_sqnr_db" && v >= NOISELESS_DB ? "without loss" : `${number((v ?? 0) * of.factor)}${of.unit}`);
   const flat = rows.flatMap((row) => row.values.map(shown)).filter((v) => v !== null);
-  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.flip ? a : Math.max(a, v)), of.high);
+  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.low_is_bad ? a : Math.max(a, v)), of.high);
   const ramp = [0, 1, 2, 3, 4].map((k) => colour(`ramp-${k}`)); // 0 lies near the background, 4 stands out most
   const { x, from } = columns(steps, got.stride);
   const placed = (list) => from.map((j) => (j < 0 ? null : list[j]));
@@ -60,7 +55,7 @@ async function drawHealth() {
   document.getElementById("health-gaps").textContent = gaps(got);
   const traces = [{
     type: "heatmap", x, y, z: rows.map((row) => placed(row.values.map(shown))), zmin: low, zmax: high, xgap: 0, ygap: 1.5, hoverongaps: false,
-    colorscale: (of.flip ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]),
+    colorscale: (of.low_is_bad ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]),
     customdata: rows.map((row) => placed(row.values.map((v, j) => { const s = site(row.sites[j]); return [s.label, s.operand, said(v), row.sites[j] ?? ""]; }))),
     hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
     colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01 },

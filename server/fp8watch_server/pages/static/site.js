@@ -5,19 +5,11 @@ import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothi
 import { drawHistogram } from "./histogram.js";
 import { asked, followZoom, shownRange } from "./range.js";
 
-const { run: runUrl, siteFormat, operand, step } = document.body.dataset;
+const { run: runUrl, operand, step } = document.body.dataset;
 const told = (name) => JSON.parse(document.body.dataset[name]); // anew each time: it changes while the page is open
 const SITES = told("sites"); // one, or both directions: [{id, maps}]
 const POINTS = 800;
-const FLOOR_DB = { E4M3: 28, E5M2: 22 };
-
-const CHARTS = [
-  { id: "amax", kind: "octaves", fields: [["amax_max", "largest", "series-1"], ["amax_min_nonzero", "smallest above 0", "series-2"]] },
-  { id: "scale_inv", kind: "octaves", fields: [["scale_inv_max", "largest", "series-1"], ["scale_inv_min", "smallest", "series-2"]] },
-  { id: "sqnr", kind: "dB", fields: [["tile_sqnr_db", "tiles", "series-1"], ["sqnr_db", "tensor", "series-2"]], floor: FLOOR_DB[siteFormat] },
-  { id: "underflow", kind: "percent", fields: [["underflow_ratio", "underflow", "series-1"], ["saturated_ratio", "saturated", "series-2"]] },
-  { id: "clip", kind: "octaves", fields: [["clip_depth", "clip depth", "series-1"]], limit: 0 },
-];
+const CHARTS = told("charts"); // the rows of pages/site_charts.py
 
 // The step that was asked for in the address, and the incidents of this site.
 const upright = (x, stroke, dash) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: stroke, width: 1.2, dash } });
@@ -35,19 +27,19 @@ export function goToMap(element, { id }) {
 // All series of a site come in one answer, which its charts share.
 const askFor = (site) => api(`${runUrl}/sites/${site.id}/charts.json`, { points: POINTS, ...asked() });
 
-async function tracesOf({ fields, kind }, asking) {
+async function tracesOf({ curves, kind }, asking) {
   const got = await asking;
-  const series = fields.map(([field]) => got[field]);
+  const series = curves.map(({ field }) => got[field]);
   const measured = series.some((s) => s.values.some((v) => v !== null) || (s.nonfinite ?? []).length);
   const scale = kind === "octaves" ? "log2" : null;
-  const lines = series.flatMap((s, i) => line(s, { name: fields[i][1], colour: colour(fields[i][2]), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
+  const lines = series.flatMap((s, i) => line(s, { name: curves[i].label, colour: colour(curves[i].stroke), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
   const drawn = lines[0] ? bandTraces(band(lines[0].x, lines[0].y, floorOf(kind, operand)), colour("usual")) : [];
   return { traces: [...lines, ...drawn], steps: series[0].steps, measured };
 }
 
 function axis({ kind, floor, limit }, traces) {
   const values = traces.flatMap((t) => (t.meta === "mark" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
-  if (kind === "octaves") return log2Axis(limit === undefined ? traces : [...traces, { y: [limit - 1, limit + 1] }]);
+  if (kind === "octaves") return log2Axis(limit === null ? traces : [...traces, { y: [limit - 1, limit + 1] }]);
   if (kind === "percent") return { ticksuffix: " %", range: [0, Math.max(0.5, Math.max(...values, 0) * 1.15)] };
   const room = Math.max(...values, 0) - Math.min(...values, 0);
   return { ticksuffix: " dB", range: [Math.min(floor ?? 28, ...values) - 3, Math.max(...values, 32) + Math.max(2, room * 0.08)] };
@@ -62,7 +54,7 @@ async function drawChart(chart, asking) {
     const shapes = marked();
     const region = { type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" };
     if (chart.floor) shapes.push({ ...region, y0: -100, y1: chart.floor });
-    if (chart.limit !== undefined) shapes.push({ ...region, y0: chart.limit, y1: chart.limit + 200 });
+    if (chart.limit !== null) shapes.push({ ...region, y0: chart.limit, y1: chart.limit + 200 });
     await Promise.all(found.map(async ({ traces, steps, measured }, k) => {
       if (!measured) return nothing(elements[k], "Not measured at this site.");
       const figure = layout({

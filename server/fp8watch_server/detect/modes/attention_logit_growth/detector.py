@@ -42,6 +42,10 @@ class AttentionLogits(Detector):
     def frozen(self) -> None:
         """Its own series only."""
 
+    def resume(self) -> None:
+        """A new session: growth across the restart is none."""
+        self._series, self._at, self._num_over, self._since = {}, {}, {}, {}
+
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         worst: tuple[float, str, float, Severity] | None = None

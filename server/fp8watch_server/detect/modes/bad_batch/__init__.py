@@ -1,6 +1,6 @@
 """Bad batch or data shift: mode 14, bad-batch.
 
-`families.loss` finds it.
+Two find it: `families.loss` a loss that jumps, `level` one that stays a little higher.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from fp8watch_server.detect.families.loss import LossJumps
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.bad_batch.level import LossLevel
 from fp8watch_server.detect.modes.bad_batch.words import fixes, words
 
 MODE = Mode(
@@ -32,6 +33,7 @@ MODE = Mode(
         threshold("loss_jump_min", 0.2, "share", 0.001, 100, TUNED),
         threshold("grad_norm_jump", 2.5, "ratio", 1.1, 1e6, TUNED),
         threshold("recover_steps", 5, "steps", 1, 100, SPEC),
+        threshold("loss_level_min", 0.05, "share", 0.001, 100, "an info; half of the labels shifted by one: 0.18"),
     ),
-    detectors=(LossJumps,),
+    detectors=(LossJumps, LossLevel),
 )

@@ -22,6 +22,19 @@ def _inputs_words(f: Finding) -> str:
     )
 
 
+def level_words(f: Finding) -> str:
+    """` by 18 %`, or nothing."""
+    loss, usual = evidence(f, "loss"), baseline(f, "loss")
+    if not isinstance(loss, int | float) or not isinstance(usual, int | float) or usual <= 0:
+        return ""
+    return f" by {100 * abs(loss / usual - 1):.0f} %"
+
+
+def _fell(f: Finding) -> bool:
+    loss, usual = evidence(f, "loss"), baseline(f, "loss")
+    return isinstance(loss, int | float) and isinstance(usual, int | float) and loss < usual
+
+
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     loss, usual = number(evidence(f, "loss")), number(baseline(f, "loss"))
@@ -33,6 +46,20 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"Loss jumped at step {at}: {usual} → {loss}, before values broke at step {f.extra['cut']}",
             f"{norm} jumped at step {at}, {f.extra['cut'] - at} steps before values were no longer finite, or a scale no longer "
             f"right: it did not come from there. {inputs}.",
+        )
+    if f.extra.get("level"):
+        healthy = evidence(f, "quantiser_healthy")
+        of_fp8 = {
+            "yes": " Every quantiser that was looked at is as it was: FP8 is not the cause.",
+            "no": " Some quantiser is worse than it was.",
+        }
+        more = level_words(f)
+        return (
+            f"The loss {'fell' if _fell(f) else 'rose'}{more} at step {at} and stays: {usual} → {loss}",
+            f"The last {number(evidence(f, 'steps_above') or evidence(f, 'steps_below'))} losses are at {loss}, those before step {at} at {usual}."
+            f"{of_fp8.get(str(healthy), ' Whether quantisers are as they were was not measured.')} "
+            f"{'Easier data, a batch that is repeated, labels that stand in the inputs' if _fell(f) else 'Another mixture or source of data, labels that changed'}, "
+            "or a setting of the loss.",
         )
     if f.extra.get("shift"):
         if not known:
@@ -59,6 +86,11 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     about = p.extra.get("inputs")
+    if p.extra.get("level"):
+        return [
+            p.batch,
+            Fix("data", "Compare labels, mixture and tokenizer of the batches before and after that step."),
+        ]
     if not about or not about.get("ordinary"):
         return [
             Fix(

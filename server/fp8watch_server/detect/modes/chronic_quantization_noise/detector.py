@@ -6,7 +6,7 @@ Thread:     detect worker
 Two tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
 the band of its format was never healthy, and no baseline shows that. Relative: a lasting drop of the SQNR under the
 site's own baseline, which other detectors explain where they can; what nothing explains is reported here with its
-onset.
+onset. An operand that lost half of its energy is no matter of granularity: quantiser-fault.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 SIGMA = 6.0
+DEEP_DB = 6.0
+"""Under its band by so much, a site is told after three samples: it has one in 64 steps where they go round."""
 
 
 class Noise(Detector):
@@ -32,10 +34,11 @@ class Noise(Detector):
         self._chronic = Latch(num_sites, 8, 10)
         self._flushed = Latch(num_sites, 8, 10)  # counts come more often than the SQNR: each has its own window
         self._drop = Latch(num_sites, 4, 6)
+        self._deep = Latch(num_sites, 3, 4)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
-        for latch in (self._chronic, self._flushed, self._drop):
+        for latch in (self._chronic, self._flushed, self._drop, self._deep):
             latch.grow(num_sites)
 
     def frozen(self) -> Mask:
@@ -53,33 +56,50 @@ class Noise(Detector):
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
+        with np.errstate(invalid="ignore"):
+            deep = noisy & (now.sqnr_db < band - DEEP_DB) & now.table.current_scaling
+        fast = self._deep.update(deep, ~np.isnan(now.sqnr_db), now.step)
         rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
                 drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
-        hit = chronic | rounded | drop
+        hit = chronic | fast | rounded | drop
         if not hit.any():
             return []
         rows = now.in_flow(hit)
         row = int(rows[0])
+        # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
+        num_noisy = int(np.count_nonzero(self.frozen() | self._chronic.open | self._flushed.open | self._deep.open))
         onset = bool(drop[row])
-        latch = self._drop if onset else self._chronic if chronic[row] else self._flushed
+        by = "drop" if onset else "sqnr" if chronic[row] or fast[row] else "underflow"
+        latch = {
+            "drop": self._drop,
+            "sqnr": self._chronic if chronic[row] else self._deep,
+            "underflow": self._flushed,
+        }[by]
         since = int(latch.since[row])
-        evidence = []
         sqnr, usual = float(now.sqnr_db[row]), float(ctx.base.sqnr.median()[row])
+        share = float(now.underflow[row])
+        evidence = []
         if np.isfinite(sqnr):
             wanted = round(usual, 2) if onset else f"{band[row]:g} or more"
-            evidence.append(Evidence("tile_sqnr_db", round(sqnr, 2), wanted, "dB", since))
-        share = float(now.underflow[row])
+            evidence.append(
+                Evidence("tile_sqnr_db", round(sqnr, 2), wanted, "dB", since if by != "underflow" else now.step)
+            )
         if np.isfinite(share):
-            evidence.append(Evidence("underflow_ratio", round(share, 4), "0.1 or less", "share", since))
+            most = f"{limit.chronic_underflow:g} or less"
+            evidence.append(
+                Evidence("underflow_ratio", round(share, 4), most, "share", since if by == "underflow" else now.step)
+            )
+        if by == "underflow":
+            evidence.reverse()  # what made it fire comes first
         clamped = now.column("num_eps_tiles")[row]
         if clamped > 0:
             evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))
         evidence += [e for e in damage(ctx, row) if e.field == "num_saturated"]
-        evidence.append(Evidence("noisy_sites", len(rows), 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
+        evidence.append(Evidence("noisy_sites", num_noisy, 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
         return [
             now.finding(
                 "chronic-quantization-noise",
@@ -91,7 +111,8 @@ class Noise(Detector):
                 field="tile_noise_ratio_max",
                 onset=since if onset else None,
                 began=since,
-                sampled=latch is not self._flushed,
+                sampled=by != "underflow",
+                by=by,
                 sqnr_db=sqnr,
             )
         ]

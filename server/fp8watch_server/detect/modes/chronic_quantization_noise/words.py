@@ -16,9 +16,10 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{f.extra['onset']}, and nothing else explains it.",
         )
     said = []
-    if (db := evidence(f, "tile_sqnr_db")) is not None:
+    by = f.extra.get("by")
+    if by != "underflow" and (db := evidence(f, "tile_sqnr_db")) is not None:
         said.append(f"the tile SQNR is {number(db)} dB")
-    if (share := evidence(f, "underflow_ratio")) is not None:
+    if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
         said.append(f"{number(share)} of the elements become 0")
     what = " and ".join(said)
     return (

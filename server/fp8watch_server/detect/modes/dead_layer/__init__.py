@@ -12,7 +12,7 @@ MODE = Mode(
     slug="dead-layer",
     alternatives=(
         ("dying-tile", "one tile falls, the largest stands"),
-        ("gradient-underflow", "the input is as it was, only gradients vanish"),
+        ("gradient-underflow", "gradients become 0 in the cast: the underflow of the site rose, its amax did not fall"),
         ("bad-batch", "it lasts a step or two, with a masked batch"),
     ),
     words=words,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import evidence, since
+from fp8watch_server.detect.phrases import baseline, evidence, number, since
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -12,23 +12,51 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     tokens = f.extra.get("tokens")
     got = " It got no tokens." if tokens == 0 else f" It got {tokens} tokens." if tokens is not None else ""
     module = s.module if s else "A layer"
-    if evidence(f, "amax_max") is None:
+    which = f.extra.get("which")
+    if (last := evidence(f, "last_seen")) is not None:
+        what = {"not-called": "is no longer called", "frozen": "no longer computes the gradient of its weight"}
+        said = what.get(str(which), "no longer gets a gradient")
+        return (
+            f"{module} {said} since step {last + 1}",
+            f"{module} {said}: its last record is of step {last}, while other modules went on.",
+        )
+    fell = _fell(f, "amax_max", "input"), _fell(f, "gradient_amax", "gradient")
+    if which is None or not any(fell):
         return (
             f"{module} is dead",
             f"{module} no longer does anything{since(f)}; by how much it fell was not measured.{got}",
         )
+    if which == "both":
+        return (
+            f"{module} is dead: input and gradient collapsed",
+            f"The input of {module} and its gradient are both more than three octaves under what they were{since(f)} "
+            f"({'; '.join(filter(None, fell))}): the layer adds nothing and learns nothing.{got}",
+        )
+    how = "is all zero" if f.extra.get("zeros") else "collapsed"
+    if which == "input":
+        return (
+            f"The input of {module} {how}",
+            f"{fell[0]}{since(f)}. Its gradient did not fall as far, as behind a residual connection: the layer adds "
+            f"nothing, and the others go on.{got}",
+        )
     return (
-        f"{module} is dead: input and gradient collapsed",
-        f"The input of {module} and its gradient are both more than three octaves under what they were{since(f)}: the layer "
-        f"adds nothing and learns nothing.{got}",
+        f"The gradient of {module} {how}",
+        f"{fell[1]}{since(f)}, less what all gradients did; its input did not. The layer no longer learns: its output is "
+        f"frozen, cut off or masked.{got}",
     )
+
+
+def _fell(f: Finding, name: str, what: str) -> str:
+    """`input amax 2 → 0`, or nothing."""
+    value = evidence(f, name)
+    return "" if value is None else f"{what} amax {number(baseline(f, name))} → {number(value)}"
 
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     first = (
         "Look at the router: load-balancing loss, capacity factor, expert bias."
-        if p.extra.get("tokens") == 0
+        if p.extra.get("tokens") == 0 or p.extra.get("which") == "not-called"
         else (f"Look at requires_grad of {p.module} and of what feeds it, and at the gate before it.")
     )
     return [

@@ -44,6 +44,12 @@ class Dying(Detector):
         self._recent.grow(num_sites)
         self._latch.grow(num_sites)
 
+    def resume(self) -> None:
+        """A new session: a fall across the restart is none."""
+        super().resume()
+        self._recent.forget()
+        self._steps = []
+
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
         return self._latch.open

@@ -20,6 +20,9 @@ MODE = Mode(
     ),
     words=words,
     fixes=fixes,
-    thresholds=(threshold("gemm_gain", 0.05, "ratio", 1e-3, 1, "a gain off by 5 % is no rounding"),),
+    thresholds=(
+        threshold("gemm_gain", 0.05, "ratio", 1e-3, 1, "a gain off by 5 % is no rounding"),
+        threshold("gemm_wrong", 0.1, "ratio", 1e-3, 10, "a 14-bit accumulator loses 5.6 % RMS at K = 65536"),
+    ),
     step_check=wrong_outputs,
 )

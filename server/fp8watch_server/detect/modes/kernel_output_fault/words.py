@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import number
+from fp8watch_server.detect.phrases import evidence, number
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -24,6 +24,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{wrong} of {module} is {_power(gain)} of its shadow",
             f"The output of {wrong} of {module} is {_power(gain)} times what its operands give{ok}. A factor without noise is a scale that "
             "is missing or applied twice, or bytes that are read in another format: E5M2 read as E4M3 is 2^-7.",
+        )
+    if f.extra.get("wrong_output"):
+        wrong, right = "/".join(f.extra.get("gemms", [])), " and ".join(f.extra.get("right_gemms", []))
+        error, gain = number(evidence(f, "gemm_error")), number(evidence(f, "gemm_gain"))
+        return (
+            f"{wrong} of {module} is not the product of its operands: error {error}",
+            f"On the sampled rows the output of {wrong} of {module} is off what its operands give by {error} of its RMS, with a "
+            f"gain of {gain}{f', and {right} was not found wrong' if right else ''}. No accumulator loses that: rows that nobody "
+            "wrote, codes or scales that are read at another place, or scales that are read in another format.",
         )
     tokens = f.extra.get("tokens")
     rows = (
@@ -56,6 +65,19 @@ def fixes(p: Place) -> list[Fix]:
             ),
             Fix("code", f"Check that each scale_inv is applied once in the GEMMs of {p.module}."),
             p.keep_out,
+        ]
+    if p.extra.get("wrong_output"):
+        return [
+            p.keep_out,
+            Fix(
+                "code",
+                "Check what the kernel is told of its operands: strides and padding of codes and of scale_inv, and that scales are read as they were written (FP32, or powers of two in a byte).",
+            ),
+            Fix(
+                "code",
+                "Guard the kernel: allocate its output with zeros instead of empty, and see whether the error changes.",
+            ),
+            Fix("code", "Report it with the table of `fp8watch check-gemm`, which repeats it outside of training."),
         ]
     return [
         Fix(

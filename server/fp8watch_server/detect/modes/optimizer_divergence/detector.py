@@ -56,6 +56,12 @@ class Divergence(Detector):
         """Nothing is learned while the weights run away."""
         return np.ones(self._amax.num_series, dtype=np.bool_) if self._num_over or self.in_alarm else None
 
+    def resume(self) -> None:
+        """A new session: growth across the restart is none; the usual rate stays."""
+        self._steps = []
+        self._amax.forget()
+        self._num_over, self.in_alarm = 0, False
+
     def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
         """The weights were replaced or broke: growth across this point means nothing."""
         self._steps = []

@@ -6,18 +6,38 @@ Thread:     detect worker
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
+from fp8watch_server.detect.remedies import FLAG, switch_of
 from fp8watch_server.detect.sessions import Change
+
+MAX_CHANGES = 32
 
 
 def mismatch(
-    changes: list[Change], step: int, rank: int, sites: list[SiteFacts] | None = None, resumed: bool = False
+    changes: list[Change],
+    step: int,
+    rank: int,
+    sites: list[SiteFacts] | None = None,
+    resumed: bool = False,
+    backend: str = "",
+    facts: Mapping[str, Any] | None = None,
 ) -> Finding:
-    """The finding for facts that differ."""
+    """The finding for facts that differ: all of them, each under the name of what sets it.
+
+    Args:
+        backend: of the session, where no site says its own.
+        facts: of the session, among them a trainer's flags.
+    """
     sites = sorted(sites or [], key=lambda f: f.order)
     first = sites[0] if sites else None
+    backend = first.backend if first is not None else backend
+    by_flags = any(name.startswith(FLAG) for name in facts or {})
+    # A fingerprint says that something changed, the facts say what.
+    changes = sorted(changes, key=lambda c: c.fact == "fingerprint")[:MAX_CHANGES]
+    told = [(switch_of(c.fact, backend, by_flags), _text(c.value), _text(c.baseline), c.against) for c in changes]
     return Finding(
         mode="recipe-mismatch",
         severity="warning",
@@ -26,14 +46,14 @@ def mismatch(
         site=None if first is None else first.id,
         tile=None,
         element=None,
-        evidence=tuple(Evidence(c.fact, _text(c.value), _text(c.baseline), "", step) for c in changes[:12]),
+        evidence=tuple(Evidence(name, value, old, "", step) for name, value, old, _ in told),
         verdict="fp8",
         rank_in_flow=0,
         extra={
             "sites": [f.id for f in sites[:256]],
             "num_sites": len(sites),
             "operands": sorted({f.operand for f in sites}),
-            "changes": [(c.fact, _text(c.value), _text(c.baseline), c.against) for c in changes[:12]],
+            "changes": told,
             "resumed": resumed,
         },
     )

@@ -6,6 +6,9 @@ from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 
+IN_TITLE = 3
+"""Changes that the title names; the evidence has all of them."""
+
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
@@ -25,17 +28,18 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"The delayed scales of most sites are not those of {against}: {number(evidence(f, 'median_move'))} octaves off in the "
             "median. The checkpoint did not carry the FP8 state, or it was loaded into other modules.",
         )
-    listed = "; ".join(f"{c[0]} {number(c[2])} → {number(c[1])} (against {c[3]})" for c in changes[:4])
+    listed = "; ".join(f"{c[0]} {number(c[2])} → {number(c[1])} (against {c[3]})" for c in changes)
     if "recomputation" in against:
         return (
             "Forward and recomputation do not quantise alike",
             f"The forward pass and its recomputation under activation checkpointing use other FP8 settings ({listed}): the "
             "backward pass multiplies operands that the forward never saw.",
         )
+    named = [c for c in changes if c[0] != "fingerprint"] or changes or [(fact, value, old, against)]
+    title = ", ".join(f"{c[0]} {number(c[2])} → {number(c[1])}" for c in named[:IN_TITLE])
+    more = f" and {len(named) - IN_TITLE} more" if len(named) > IN_TITLE else ""
     return (
-        f"FP8 configuration changed: {fact} {number(old)} → {number(value)}"
-        if old not in ("", None)
-        else f"FP8 configuration: {value}",
+        f"FP8 configuration changed: {title}{more}" if old not in ("", None) else f"FP8 configuration: {value}",
         f"What decides how operands are quantised is not what it was: {listed}.",
     )
 
@@ -65,7 +69,7 @@ def fixes(p: Place) -> list[Fix]:
         ]
     fixes = [
         Fix("flag", f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}.")
-        for name, value, old, _ in changes[:3]
+        for name, value, old, _ in changes
         if name != "fingerprint"
     ]
     if any("recomputation" in c[3] for c in changes):

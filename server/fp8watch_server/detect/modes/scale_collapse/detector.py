@@ -58,6 +58,13 @@ class Collapse(Detector):
         if more > 0:
             self._fallen = np.concatenate([self._fallen, np.full(more, np.nan)])
 
+    def resume(self) -> None:
+        """A new session: scales begin where their history does."""
+        super().resume()
+        self._scale.forget()
+        self._num, self._fallen[:] = 0, np.nan
+        self._last_loss_scale, self._halvings = None, []
+
     def frozen(self) -> Mask:
         """Sites in alarm. [S]"""
         return self._latch.open

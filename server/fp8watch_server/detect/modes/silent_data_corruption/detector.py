@@ -39,6 +39,7 @@ class Corruption(Detector):
     def __init__(self, num_sites: int) -> None:
         self._last = np.full(num_sites, np.nan)
         self._last_step: int | None = None
+        self._last_at = np.full(num_sites, -1, dtype=np.int64)  # step of `_last`
         self._moves = Baseline(num_sites)
         self._reason = np.zeros(num_sites, dtype=np.bool_)  # of the step before: its gradient wrote what is seen now
         self._looked_at: tuple[int, Mask] | None = None  # step, sites whose gradient was measured in it
@@ -48,11 +49,17 @@ class Corruption(Detector):
         more = num_sites - len(self._last)
         if more > 0:
             self._last = np.concatenate([self._last, np.full(more, np.nan)])
+            self._last_at = np.concatenate([self._last_at, np.full(more, -1, dtype=np.int64)])
             self._reason = np.concatenate([self._reason, np.zeros(more, dtype=np.bool_)])
         self._moves.grow(num_sites)
 
     def frozen(self) -> None:
         """A leap is over when it is seen."""
+
+    def resume(self) -> None:
+        """Weights were loaded: they are those of the checkpoint, and not of the step before."""
+        self._last[:], self._last_at[:], self._last_step = np.nan, -1, None
+        self._reason[:], self._looked_at = False, None
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -63,8 +70,12 @@ class Corruption(Detector):
         if np.all(np.isnan(amax)):
             return []
         move = amax - self._last
-        apart = min(MAX_APART, now.step - self._last_step) if self._last_step is not None else 1
+        apart = now.step - self._last_step if self._last_step is not None else 1
+        # An expert that rests moves by all of its steps at once when it is called again.
+        rested = (self._last_at >= 0) & (now.step - self._last_at > 2 * apart)
+        move[rested], apart = np.nan, min(MAX_APART, apart)
         self._last = np.where(np.isnan(amax), self._last, amax)
+        self._last_at = np.where(np.isnan(amax), self._last_at, now.step)
         self._last_step = now.step
         known = ~np.isnan(move)
         spread = self._moves.spread(ctx.limit.weight_floor_octaves)

@@ -14,10 +14,22 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         odd, host = f.extra.get("odd_ranks", []), f.extra.get("host")
         ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd[:8]))}"
         on = f" on {host}" if host else ""
+        last, first = f.extra.get("last_agreed"), f.extra.get("first_differed")
+        if last is not None and first is not None:
+            when = f", since a step from {last + 1} to {first}" if first > last + 1 else f" since step {first}"
+            found = (
+                f" It happened after step {last}, where their hashes agreed last, and not after step {first}, where they were "
+                "compared next: each weight is hashed once in some steps."
+            )
+        elif first is not None:
+            when = f", found at step {first}"
+            found = f" It was found at step {first}; their hashes were not compared before, so it may be older."
+        else:
+            when = found = ""
         return (
-            f"Weights of {module} differ on {ranks}{on}",
+            f"Weights of {module} differ on {ranks}{on}{when}",
             f"The weight of {module} is not the same on all {f.extra.get('num_replicas')} replicas: {ranks}{on} alone has other bits. "
-            "Replicas get the same update, so memory, a link or a core changed it.",
+            f"Replicas get the same update, so memory, a link or a core changed it.{found}",
         )
     gradient = (
         "after a gradient of ordinary size: no optimizer does that. A flipped bit in the weight or in the optimizer's state does."

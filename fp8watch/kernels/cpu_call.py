@@ -1,0 +1,284 @@
+"""One call of the C library: what does not change is prepared once for a job and a shape, what it fills is made anew.
+
+Shapes:     x [M, K] -> codes, values [M, K] or nothing, scale_inv [Mt, Kt], one folded row     Thread: training
+
+What is measured of both directions lies in one piece of memory, because what is made anew for each call costs more than
+what is computed for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import threading
+from typing import NamedTuple
+
+import torch
+
+from fp8watch.kernels import cpu_library
+from fp8watch.kernels.backend import Into, Quantized
+from fp8watch.kernels.cpu_compiler import FILLS, FILLS_SAMPLED
+from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch_agent.record import ROW, TileFlag
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CODES, VALUES, NOTHING = 0, 1, 2
+_FORMATS = {"E4M3": 0, "E5M2": 1}
+_THREADED_ELEMENTS = 1 << 19
+_MAX_SHAPES = 256  # prepared for one job: where every step has another length, memory stays bounded
+_JOB = struct.Struct("P5q6P9ifP")  # struct job in job.h
+_BLOCK_BYTES = 1 << 20
+_empty = functools.partial(torch.empty, device="cpu")  # torch's default device and dtype may be anything
+# a tensor that makes others like itself takes half as long as torch.empty
+_new_f32 = _empty(0, dtype=torch.float32).new_empty
+_new_u8 = _empty(0, dtype=torch.uint8).new_empty
+_no_output = _empty(0, dtype=torch.float32)
+
+Scale = torch.Tensor | None
+
+
+class Direction(NamedTuple):
+    """One direction of an operand of known shape, and where in a call's memory what is measured of it lies, in bytes."""
+
+    job: QuantizeJob
+    shape: tuple[int, int]
+    num_tiles: tuple[int, int]
+    mark_type: torch.dtype
+    measured: int  # bits of Measured; 0: nothing
+    row_at: int
+    marks_at: int
+    amax_at: int
+    scale_at: int
+    num_bytes: int  # of all that
+
+
+class Prepared(NamedTuple):
+    """All that is known of a call before its operand is."""
+
+    jobs: bytes  # struct job, one a direction
+    directions: tuple[Direction, ...]
+    num_bytes: int  # of a call's memory, with all of its directions
+    is_large: bool  # worth more than one thread
+
+
+class Measured(TileStats):
+    """One direction of a call: its row, and of each tile the amax and eight small integers, where the library put them.
+
+    Tensors are made of that memory when somebody asks for them, which is seldom. It is its own `Folded`.
+    """
+
+    __slots__ = ("at", "memory", "num_bytes", "start")
+
+    def __init__(self, at: Direction, memory: torch.Tensor, start: int) -> None:
+        self.at, self.memory, self.start = at, memory, start
+        self.num_bytes = at.num_bytes  # type: ignore[misc]
+
+    @property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]
+        """Of the operand, M × K."""
+        return self.at.shape
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:  # type: ignore[override]
+        """Rows × columns."""
+        return self.at.job.tile
+
+    @property
+    def power_2_scale(self) -> bool:  # type: ignore[override]
+        """Whether scales are powers of two."""
+        return self.at.job.power_2_scale
+
+    @property
+    def eps(self) -> float:  # type: ignore[override]
+        """Floor of the amax."""
+        return self.at.job.eps
+
+    @property
+    def measured(self) -> int:  # type: ignore[override]
+        """Bits of Measured."""
+        return self.at.measured
+
+    @property
+    def tiles(self) -> None:  # type: ignore[override]
+        """Nothing in plain torch."""
+
+    @property
+    def folded(self) -> Measured:  # type: ignore[override]
+        """Itself."""
+        return self
+
+    @property
+    def scale_inv(self) -> torch.Tensor:  # type: ignore[override]
+        """float32 [Mt, Kt]."""
+        return self._floats(self.at.scale_at)
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """float32 [Mt, Kt]."""
+        return self._floats(self.at.amax_at)
+
+    @property
+    def marks(self) -> torch.Tensor:
+        """[Mt, Kt, 8]: non-zero, saturated, underflow, NaN, Inf, flags, 0, 0."""
+        marks = self.memory[self.start + self.at.marks_at : self.start + self.at.amax_at]
+        return marks.view(self.at.mark_type).view(*self.at.num_tiles, 8)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[5, Mt, Kt]."""
+        return self.marks[..., :5].movedim(-1, 0)
+
+    def flags(self) -> torch.Tensor:
+        """uint8 [Mt, Kt]."""
+        return self.marks[..., 5].to(torch.uint8)
+
+    @property
+    def off_scale(self) -> torch.Tensor:
+        """bool [Mt, Kt]."""
+        return (self.flags() & int(TileFlag.OFF_SCALE)) != 0
+
+    def release(self) -> None:
+        """The row lies in one piece with what stays."""
+
+    def merge_into(self, buffer: torch.Tensor, row: int, call_order: int) -> None:
+        """Into `buffer[row]`, as a call that comes after what is there."""
+        here = self.memory.data_ptr() + self.start + self.at.row_at
+        cpu_library.load().fp8watch_merge(buffer.data_ptr() + row * ROW.itemsize, here, call_order)
+
+    def _floats(self, at: int) -> torch.Tensor:
+        mt, kt = self.at.num_tiles
+        return self.memory[self.start + at : self.start + at + 4 * mt * kt].view(torch.float32).view(mt, kt)
+
+
+class _Memory(threading.local):
+    """Where observed calls of a thread leave what they measured, one behind the other: a block lives as long as what lies
+    in it is held. Pieces of their own, held for a few steps, would tear up the heap that training allocates from."""
+
+    block, at, used, size = _no_output, 0, 0, 0
+
+    def take(self, num_bytes: int) -> int:
+        """Bytes of `block` that nobody else has: from where on."""
+        if self.used + num_bytes > self.size:
+            self.size, self.used = max(_BLOCK_BYTES, num_bytes), 0
+            self.block = _new_u8(self.size)
+            self.at = self.block.data_ptr()
+        start, self.used = self.used, self.used + num_bytes
+        return start
+
+
+_memory = _Memory()
+
+
+def call(
+    x: torch.Tensor, job: QuantizeJob, kind: int, *, both: bool = False, given: tuple[Scale, Scale] = (None, None)
+) -> tuple[Quantized, ...]:
+    """Run the library on an operand; returns one result a direction.
+
+    Args:
+        x: [M, K] with rows in one piece each.
+        job: of the direction, or of the rowwise one.
+        kind: CODES, VALUES or NOTHING: what the first part of a result is.
+        both: the columnwise direction as well, from the same read.
+        given: scales to use, checked and contiguous.
+
+    Raises:
+        MemoryError: no working space.
+    """
+    known = job.prepared.get((x.shape, x.dtype, kind, both)) or prepare(x, job, kind, both)
+    new, directions = (_new_u8 if kind == CODES else _new_f32), known.directions
+    outs = [_no_output if kind == NOTHING else new(x.shape) for _ in directions]
+    scales = [_new_f32(at.num_tiles) for at in directions]
+    piece = _new_u8(known.num_bytes) if job.stats else _no_output
+    one, other = given
+    _checked(
+        cpu_library.load().fp8watch_operand(
+            known.jobs, len(directions), x.data_ptr(), x.stride(0), None if one is None else one.data_ptr(),
+            None if other is None else other.data_ptr(), outs[0].data_ptr(), outs[-1].data_ptr(), scales[0].data_ptr(),
+            scales[-1].data_ptr(), piece.data_ptr(), torch.get_num_threads() if known.is_large else 1, None, None, -1,
+        )
+    )  # fmt: skip
+    if not job.stats:
+        return tuple((out, scale, None) for out, scale in zip(outs, scales, strict=True))
+    found = []
+    for out, scale, at in zip(outs, scales, directions, strict=True):
+        measured = Measured(at, piece, 0)
+        measured.scale_inv.copy_(scale)
+        found.append((out, scale, measured))
+    return tuple(found)
+
+
+def call_into(
+    x: torch.Tensor, job: QuantizeJob, kind: int, into: Into, *, both: bool
+) -> tuple[list[torch.Tensor], list[TileStats]]:
+    """As `call` of a job with statistics, merged into rows of a slab: results and statistics, one a direction.
+
+    Raises:
+        MemoryError: no working space.
+    """
+    known = job.prepared.get((x.shape, x.dtype, kind, both)) or prepare(x, job, kind, both)
+    memory, directions, size = _memory, known.directions, x.shape
+    start = memory.take(known.num_bytes)
+    block, at, first, last = memory.block, memory.at + start, directions[0], directions[-1]
+    outs = [] if kind == NOTHING else [_new_f32(size), _new_f32(size)] if both else [_new_f32(size)]
+    _, (row, row_t), order = into
+    _checked(
+        cpu_library.load().fp8watch_operand(
+            known.jobs, len(directions), x.data_ptr(), x.stride(0), None, None, outs[0].data_ptr() if outs else None,
+            outs[-1].data_ptr() if outs else None, at + first.scale_at, at + last.scale_at, at,
+            torch.get_num_threads() if known.is_large else 1, row, row_t, order,
+        )
+    )  # fmt: skip
+    if both:
+        return outs, [Measured(first, block, start), Measured(last, block, start)]
+    return outs, [Measured(first, block, start)]
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise MemoryError("no memory for the working space of quantisation: a few MiB a thread are needed")
+
+
+def _wide(size: int) -> torch.dtype:
+    """The narrowest integers that can count the elements of a tile, where a byte cannot."""
+    return torch.int16 if size < 1 << 15 else torch.int32 if size < 1 << 31 else torch.int64
+
+
+def prepare(x: torch.Tensor, job: QuantizeJob, kind: int, both: bool) -> Prepared:
+    """Work out what the library is told of each call with such an operand, and remember it."""
+    rows, columns = int(x.shape[0]), int(x.shape[1])
+    packed, places, at = b"", [], 0
+    for one in (job, job.transposed()) if both else (job,):
+        bm, bk = one.tile
+        mt, kt = -(-rows // bm), -(-columns // bk)
+        size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
+        mark_type = torch.uint8 if size <= 255 else _wide(size)
+        marks_at = at + ROW.itemsize
+        amax_at = marks_at + 8 * mark_type.itemsize * mt * kt
+        places.append((one, (mt, kt), mark_type, at, marks_at, amax_at))
+        at = amax_at + _floats_bytes(mt * kt)
+        packed += _JOB.pack(
+            0, 0, rows, columns, bm, bk, 0, 0, 0, 0, 0, 0, mark_type.itemsize, DTYPES[x.dtype], _FORMATS[one.fmt.name],
+            one.power_2_scale, one.zero_guard, one.invariant, one.stats + one.heavy, kind, 1, one.eps, 0,
+        )  # fmt: skip
+    directions = []
+    for one, (mt, kt), mark_type, row_at, marks_at, amax_at in places:
+        bits = (FILLS_SAMPLED if one.heavy else FILLS) if one.stats else 0
+        num_bytes = amax_at - row_at + 2 * _floats_bytes(mt * kt)
+        shape, num_tiles = (rows, columns), (mt, kt)
+        directions.append(
+            Direction(
+                one, shape, num_tiles, mark_type, bits, row_at, marks_at, amax_at, scale_at=at, num_bytes=num_bytes
+            )
+        )
+        at += _floats_bytes(mt * kt)
+    made = Prepared(packed, tuple(directions), -(-at // 64) * 64, rows * columns >= _THREADED_ELEMENTS)
+    if len(job.prepared) >= _MAX_SHAPES:
+        job.prepared.clear()
+    job.prepared[x.shape, x.dtype, kind, both] = made
+    return made
+
+
+def _floats_bytes(n: int) -> int:
+    """Of n float32, so that numbers of eight bytes may follow."""
+    return 4 * (n + n % 2)

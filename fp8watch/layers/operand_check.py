@@ -1,0 +1,50 @@
+"""What the GEMMs of a module read, held against its operands while it has its turn.
+
+Shapes:     operand [M, K], and what was made of it -> a few counts in one slab row a direction
+Thread:     training, and autograd's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.site_rows import OperandRows
+from fp8watch.quantize.self_consistency import Reads, check_quantiser
+from fp8watch.quantize.site_quantizer import DelayedQuantizer
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: a turn in it would be taken in every replay."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any], *, codes: bool) -> None:
+    """Check each direction of an operand once in a turn, and merge what was found into its row.
+
+    Args:
+        plan: whose slab it goes to.
+        asked: the directions that were quantised.
+        x_MK: the operand.
+        outs: what the GEMMs are handed, one a row: dequantised values, or (codes, scale_inv).
+        codes: which of the two.
+    """
+    slab, canary = plan.slab, plan.canary
+    if slab is None or not plan.observing or plan.stopwatch is not None or capturing(x_MK):
+        return
+    began = perf_counter()
+    for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
+        if row in plan.sites.unobserved or not canary.takes(row, "operand"):
+            continue
+        data, scale_inv = out if codes else (out, None)
+        reads = Reads(data, scale_inv, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1]))))
+        scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
+        near = slab.tile_to_look_at(row)
+        found = check_quantiser(x_MK, reads, quantizer.spec, scale, near, canary.phase)
+        slab.accumulate_quantiser(row, found)
+    canary.spent_s += perf_counter() - began

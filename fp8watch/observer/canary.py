@@ -1,0 +1,104 @@
+"""Whose turn it is: one module after the other has its quantisers and its GEMMs checked, for as long as training runs.
+
+Thread:     training, and autograd's
+
+In the first steps of a session each module has a turn, and once more after something broke or jumped. From then on one
+module after the other has one, as often as fits into `SHARE` of the time that training takes: what a turn has cost, in
+seconds of the training thread, decides how long the next one waits. A step whose cost is being measured is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+SHARE = 0.003
+"""Of the time of training that turns may take after the first steps."""
+
+FIRST_STEPS = 16
+"""Steps in which every module has its first turn."""
+
+MAX_TRIES = 2
+"""Steps that a module's turn waits for it to be called: an expert without tokens must not keep the others waiting."""
+
+
+@dataclass
+class Canary:
+    """The turns of one attach.
+
+    `num_modules` Linears of `rows_each` rows of the slab; module i has the rows from i · rows_each.
+    """
+
+    num_modules: int = 0
+    rows_each: int = 1
+    share: float = SHARE
+    phase: int = 0  # of this turn: which tiles, rows and columns are looked at
+    forced: frozenset[int] = frozenset()  # first rows of Linears whose GEMMs are checked in each sampled step
+    turn: frozenset[int] = frozenset()  # first rows of Linears whose turn it is in this step
+    spent_s: float = 0.0  # by this turn
+    due: float = math.inf  # when the next turn may begin, by `time.perf_counter`
+    followed: int = -1  # the last step of a burst that was heard of
+    _next: int = 0  # module
+    _to_sweep: int = 0  # modules that have a turn whatever it costs
+    _since: float = 0.0  # when the last turn began
+    _tries: int = 0
+    _done: set[tuple[int, str]] = field(default_factory=set)  # (row, what was looked at) of this turn
+
+    def cover(self, num_modules: int, rows_each: int) -> None:
+        """Say what there is; all of it has a turn in the steps that follow."""
+        self.num_modules, self.rows_each = num_modules, rows_each
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give each module a turn in the next steps, whatever that costs."""
+        self._to_sweep = max(self._to_sweep, self.num_modules)
+        self.due = 0.0 if self.num_modules else math.inf
+
+    def follow(self, full_until: int) -> None:
+        """Hear until which step everything is looked at, where that is another one: if a later one, something happened."""
+        if full_until > self.followed:
+            self.sweep()
+        self.followed = full_until
+
+    def begin_step(self, now: float) -> None:
+        """Decide who has a turn in the step that begins at `now`; to be called where `due` or `turn` says so.
+
+        Args:
+            now: of `time.perf_counter`, in seconds.
+        """
+        if self.turn and not self._done and self._tries < MAX_TRIES:
+            self._tries += 1  # nothing of it ran, or its step was not observed
+            return
+        if self.turn:
+            self.due = self._since + (self.spent_s / self.share if self.share > 0 else math.inf)
+        num = 0
+        if self._to_sweep:
+            num = min(self._to_sweep, -(-self.num_modules // FIRST_STEPS))
+            self._to_sweep -= num
+        elif now >= self.due and self.num_modules:
+            num = 1
+        self.turn = frozenset((self._next + i) % self.num_modules * self.rows_each for i in range(num))
+        if self._to_sweep:
+            self.due = 0.0
+        if not num:
+            return
+        self._next = (self._next + num) % self.num_modules
+        self.phase += 1
+        self._since, self.spent_s, self._tries = now, 0.0, 0
+        self._done.clear()
+
+    def is_turn(self, row: int) -> bool:
+        """Whether the Linear of a row has its turn."""
+        return row - row % self.rows_each in self.turn
+
+    def is_forced(self, row: int) -> bool:
+        """Whether the GEMMs of the Linear of a row are checked in each sampled step."""
+        return row - row % self.rows_each in self.forced
+
+    def takes(self, row: int, what: str) -> bool:
+        """Take the one look of this turn at an operand, or at a GEMM that reads it; False where it was taken."""
+        key = row, what
+        if key in self._done:
+            return False
+        self._done.add(key)
+        return True

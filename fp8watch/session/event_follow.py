@@ -1,0 +1,141 @@
+"""What follows an event: for some steps after something broke or jumped everything is looked at, whatever `every` says.
+
+Shapes:     slab rows [sites] of ROW, and the scalars of a step -> the sites whose tile maps follow
+Thread:     training
+
+A jump begins a burst: `BURST_STEPS` steps with full statistics and tile maps. Bursts are rationed, so that a restless
+run stays near its budget. What breaks (non-finite values, a broken invariant) has a ration of its own, and needs no
+distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps later, so the burst
+begins that much later; tile maps of the jump's own step are held until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch.observer.nonfinite_checks import ALERT_STEPS
+from fp8watch.session.jumps import RowJumps, Rows, ScalarJumps, most_telling
+from fp8watch_agent.record import QUANTISER_FAULTS
+
+BURST_STEPS = 16
+APART_STEPS = 64  # from the beginning of one burst to that of the next, for jumps
+MAX_BURSTS = 4  # that a quiet run has saved up
+REFILL_STEPS = 256  # for one more of them
+MAX_FOLLOWED = 8  # sites whose tile maps follow a jump
+
+
+class Follow:
+    """For which steps everything is looked at: after what broke, and after a jump."""
+
+    def __init__(self) -> None:
+        self.outputs_until = -1  # the last step in which every output and gradient is looked at
+        self.full_until = -1  # the last step with full statistics
+        self._begun = -APART_STEPS
+        self._saved = self._saved_for_breaks = float(MAX_BURSTS)
+        self._seen = 0
+
+    def broke(self, step: int, newest: int, *, fresh: bool) -> None:
+        """Something is broken in `step`.
+
+        Args:
+            step: where it is.
+            newest: the step that was begun last.
+            fresh: it was sound in the step before. What stays broken is looked at by its outputs only.
+        """
+        self.reached(newest)
+        self.outputs_until = max(self.outputs_until, step + ALERT_STEPS)
+        if fresh and self._saved_for_breaks >= 1:
+            self._saved_for_breaks -= 1
+            self._begin(newest)
+
+    def jumped(self, newest: int) -> bool:
+        """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up."""
+        self.reached(newest)
+        if newest - self._begun < APART_STEPS or self._saved < 1:
+            return False
+        self._saved -= 1
+        self._begin(newest)
+        return True
+
+    def _begin(self, newest: int) -> None:
+        self._begun = newest
+        self.full_until = newest + BURST_STEPS
+        self.outputs_until = max(self.outputs_until, self.full_until)
+
+    def reached(self, newest: int) -> None:
+        """Training is at this step: what is saved up grows, and where training went back nothing is on any more."""
+        if newest < self._seen:
+            self._begun, self.full_until, self.outputs_until = -APART_STEPS, -1, -1
+        more = max(0, newest - self._seen) / REFILL_STEPS
+        self._saved = min(MAX_BURSTS, self._saved + more)
+        self._saved_for_breaks = min(MAX_BURSTS, self._saved_for_breaks + more)
+        self._seen = newest
+
+
+class Followed(NamedTuple):
+    """Sites whose tile maps follow a jump."""
+
+    rows: list[int]
+    begun: bool  # by this step: then what led up to it goes as well
+    jumped: bool  # in this step: what was recorded does not wait for more steps
+
+
+NOTHING_FOLLOWED = Followed([], False, False)
+
+
+class EventFollow:
+    """Looks into each step that has arrived, and says what the steps after it look at.
+
+    Args:
+        num_rows: of the slab.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.follow = Follow()
+        self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
+        self._was_broken = False  # in the step before
+        self._rows: list[int] = []
+
+    def look(
+        self, step: int, newest: int, rows: Rows, broken: npt.NDArray[np.bool_], numbers: Mapping[str, float]
+    ) -> Followed:
+        """Let full statistics follow what broke or jumped.
+
+        Args:
+            step: that has arrived.
+            newest: the step that ended last.
+            rows: [sites] of ROW.
+            broken: [sites], see `broken_rows`.
+            numbers: scalars of the step by name.
+        """
+        follow = self.follow
+        is_broken = bool(broken.any() or any(rows[name].any() for name in ("num_nonfinite_outputs", *QUANTISER_FAULTS)))
+        is_broken |= not (math.isfinite(numbers.get("loss", 0.0)) and math.isfinite(numbers.get("grad_norm", 0.0)))
+        follow.reached(newest)
+        if is_broken:
+            follow.broke(step, newest, fresh=not self._was_broken)
+        self._was_broken = is_broken
+        score = self._row_jumps.see(rows, broken)
+        jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
+        begun = jumped and not is_broken and follow.jumped(newest)
+        if begun:
+            self._rows = most_telling(score, rows["order"], MAX_FOLLOWED)
+        elif step > follow.full_until:
+            self._rows = []
+        return Followed(self._rows, begun, jumped)
+
+
+def broken_rows(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Rows with a non-finite value, a broken invariant or a sentinel tile. [sites]"""
+    found: npt.NDArray[np.bool_] = (
+        (rows["num_nan"] > 0)
+        | (rows["num_inf"] > 0)
+        | (rows["num_off_scale_tiles"] > 0)
+        | (rows["num_sentinel_tiles"] > 0)
+    )
+    return found

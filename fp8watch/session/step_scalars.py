@@ -1,0 +1,71 @@
+"""Scalars of the running step: what training says of it, and what is seen of its loss and its optimizer.
+
+Shapes:     numbers, or tensors of one element where they are     Thread: training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fp8watch.observer.step_state import StepState
+from fp8watch.session.step_optimizer import FOUND_INF
+from fp8watch_agent.guard import Guard
+
+LOSS_MISSING_STEPS = 20
+MAX_BATCH_ID = 512
+
+
+class StepScalars:
+    """Those of the steps of one watch.
+
+    Args:
+        guard: counts what goes wrong.
+        say: tells people that no loss is seen.
+    """
+
+    def __init__(self, guard: Guard, say: Callable[[str], None]) -> None:
+        self._guard, self._say = guard, say
+        self._logged: dict[str, Any] = {}
+        self._batch_id: str | None = None
+        self.facts: dict[str, Any] = {}
+        """Of the optimizer and the GradScaler: numbers, or tensors on the device. They stay until there are others."""
+        self._steps_without_loss = 0
+
+    @property
+    def loss_is_missing(self) -> bool:
+        """Whether the last steps had no loss."""
+        return self._steps_without_loss >= LOSS_MISSING_STEPS
+
+    def log(self, values: Mapping[str, float | Tensor], batch_id: str | None) -> None:
+        """Take what training says of the step that ends next."""
+        for name, value in values.items():
+            self._logged[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
+        if batch_id is not None:
+            self._batch_id = str(batch_id)[:MAX_BATCH_ID]
+
+    def take(self, step: StepState) -> tuple[dict[str, Any], str | None]:
+        """All of the step that ends, by name, and the name of its data; what belongs to it alone is forgotten. What
+        training said wins over what was seen."""
+        try:
+            return self._collected(step), self._batch_id
+        except Exception as error:  # noqa: BLE001 - the step ends without them, and the guard counts
+            self._guard.swallow("values", error)
+            return {}, self._batch_id
+        finally:
+            self._logged.clear()
+            self.facts.pop(FOUND_INF, None)
+            self._batch_id = None
+
+    def _collected(self, step: StepState) -> dict[str, Any]:
+        values = {name: value for name, value in self.facts.items() if value is not None}
+        values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
+        if step.losses:
+            values["loss"] = step.loss()
+        values.update(self._logged)
+        self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
+        if self._steps_without_loss == LOSS_MISSING_STEPS:
+            self._say(f"loss not seen for {LOSS_MISSING_STEPS} steps: call watch.log(loss=...)")
+        return values

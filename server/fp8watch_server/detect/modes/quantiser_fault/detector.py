@@ -1,0 +1,93 @@
+"""What a GEMM reads, held against its operand: mode 24, quantiser-fault.
+
+Shapes:     StepView -> at most one finding
+Thread:     detect worker
+
+Two kinds of evidence. Counts of a look that the agent takes in turn (`fp8watch.quantize.self_consistency`): each is 0
+whatever the data are, so there is no threshold and no warm-up. And the tile SQNR of a full sample: where each tile has a
+scale of its own amax, quantisation cannot take half of the energy, so an operand under 3 dB is destroyed, not noisy.
+Where the statistics say themselves that a scale is wrong, the modes of the scale invariant tell it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8watch_agent.record import QUANTISER_FAULTS, Measured
+from fp8watch_server.detect.families.invariant import tile_sqnr_db
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.limits import Limits
+from fp8watch_server.detect.sample_gaps import ENERGIES
+from fp8watch_server.detect.view import OUTPUT, Mask, StepView
+
+UNITS = {
+    "num_nan_codes": "elements",
+    "num_off_grid": "elements",
+    "num_zeroed_tiles": "tiles",
+    "num_wrong_scales": "tiles",
+}
+_LEAST_AMAX = 2.0**-100
+"""Below this the scale of a tile overflows, and what is lost is the range of float32."""
+
+
+def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
+    """The operands of one step of one rank that their GEMMs read wrongly."""
+    checked = view.has(Measured.QUANTISER)
+    wrong = np.zeros(len(view), dtype=np.bool_)
+    if checked.any():
+        for name in QUANTISER_FAULTS:
+            wrong |= checked & (view.raw(name) > 0)
+    wrong &= ~(view.has(Measured.RATIO) & (view.raw("num_off_scale_tiles") > 0))
+    destroyed = _destroyed(view, limit)
+    hit = wrong | destroyed
+    if not hit.any():
+        return []
+    at = view.in_flow(hit)
+    first = int(at[0])
+    facts = view.facts(first)
+    evidence = []
+    for name in QUANTISER_FAULTS if wrong[first] else ():
+        if count := int(view.raw(name)[first]):
+            evidence.append(Evidence(name, count, 0, UNITS[name], view.step))
+    if wrong[first]:
+        tiles = int(view.raw("num_checked_tiles")[first])
+        evidence.append(Evidence("num_checked_tiles", tiles, None, "tiles", view.step))
+    db = float(tile_sqnr_db(view)[first]) if view.has(Measured.ENERGIES)[first] else np.nan
+    if np.isfinite(db):
+        evidence.append(Evidence("tile_sqnr_db", round(db, 2), "28 or more", "dB", view.step))
+    if len(at) > 1:
+        evidence.append(Evidence("wrong_sites", len(at), 0, "sites", view.step))
+    return [
+        Finding(
+            mode="quantiser-fault",
+            severity="critical",
+            step=view.step,
+            rank=view.rank,
+            site=facts.id,
+            tile=view.tile("fault_tile", first) if wrong[first] else view.tile("noise_tile", first),
+            element=None,
+            evidence=tuple(evidence),
+            verdict="fp8",
+            rank_in_flow=int(view.flow[first]),
+            extra={
+                "sites": view.site_ids(at),
+                "num_sites": len(at),
+                "operands": view.operands(at),
+                "direction": facts.direction,
+                "sampled": "num_checked_tiles" if wrong[first] else ENERGIES,
+                "not_before": 0,  # it is looked at in turn: since when it has been so is not known
+            },
+        )
+    ]
+
+
+def _destroyed(view: StepView, limit: Limits) -> Mask:
+    """Records of which less than half of the energy is left, and nothing of their scales says why. [n]"""
+    table, row = view.columns.table, view.row
+    judged: Mask = view.has(Measured.ENERGIES | Measured.AMAX) & (view.role != OUTPUT) & table.current_scaling[row]
+    if not judged.any():
+        return judged
+    judged &= ~view.nonfinite & (view.raw("num_eps_tiles") == 0) & (view.raw("num_off_scale_tiles") == 0)
+    judged &= view.raw("amax_max") > _LEAST_AMAX
+    with np.errstate(invalid="ignore"):
+        return np.asarray(judged & (tile_sqnr_db(view) < limit.destroyed_sqnr_db))

@@ -1,0 +1,65 @@
+"""What is said of quantiser-fault: title, cause, and what to change."""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.phrases import evidence, number, site_words, tile_words
+from fp8watch_server.detect.remedies import STOCK, Fix, Place
+
+
+def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    """Title and cause."""
+    where = f"{site_words(s)}, {s.direction}" if s else "an operand"
+    said, causes = [], []
+    if nan := evidence(f, "num_nan_codes"):
+        said.append(f"{number(nan)} NaN from finite elements")
+        causes.append("codes are NaN where the operand is finite")
+    if zeroed := evidence(f, "num_zeroed_tiles"):
+        said.append(f"{number(zeroed)} tiles became zero")
+        causes.append("all codes of a tile are 0 although its amax is above what the format flushes to 0")
+    if scales := evidence(f, "num_wrong_scales"):
+        said.append(f"{number(scales)} tiles with a wrong scale")
+        causes.append("scale_inv is not what the amax of its tile gives: of another tile or step, or in another format")
+    if off := evidence(f, "num_off_grid"):
+        said.append(f"{number(off)} elements further than half a step from the operand")
+        causes.append("codes stand where other elements are, or are those of something else")
+    db = evidence(f, "tile_sqnr_db")
+    if not said and db is not None:
+        said.append(f"{number(db)} dB")
+        causes.append(
+            f"its tile SQNR is {number(db)} dB: with a scale of its own amax no tile can lose half of its energy to rounding"
+        )
+    tiles = evidence(f, "num_checked_tiles")
+    of = f" In {number(tiles)} sampled tiles" if tiles else " It was so in a full sample"
+    return (
+        f"The quantiser of {where} is broken{': ' + said[0] if said else ''}{tile_words(f)}",
+        f"What the {s.gemm if s else ''} GEMM reads of this operand is not the operand: {'; '.join(causes)}."
+        f"{of} of step {f.step}. No data do that, and finer tiles do not heal it."
+        if causes
+        else f"What the {s.gemm if s else ''} GEMM reads of this operand was found not to be the operand.",
+    )
+
+
+def fixes(p: Place) -> list[Fix]:
+    """What to change, most likely first."""
+    turned = p.extra.get("direction") == "columnwise"
+    version = (
+        "Upgrade Transformer Engine, or go back to the version before: quantisers and their layouts change with it."
+        if p.backend == STOCK
+        else "Upgrade the library that quantises, or go back to the version before: kernels and layouts change with it."
+    )
+    layout = (
+        "Check how the transposed copy is written: strides, padding, and that it is written before the GEMM reads it."
+        if turned
+        else "Check the layout that the kernel is told: strides of the operand, shape and padding of scale_inv, its format."
+    )
+    return [
+        p.keep_out,
+        Fix("code", layout),
+        Fix("code", version),
+        Fix(
+            "code",
+            "Try another kernel: attach(backend='reference') quantises in plain torch. If that is right, the kernel is wrong.",
+        ),
+        Fix("code", "Report it with the table of `fp8watch check-gemm`, which repeats it outside of training."),
+    ]

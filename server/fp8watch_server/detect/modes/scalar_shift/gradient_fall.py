@@ -1,0 +1,120 @@
+"""A gradient that all but vanished in every layer at once: mode 25, scalar-shift.
+
+Shapes:     grad norm, and log2 amax of gradients [S], per step -> at most one finding
+Thread:     detect worker
+
+A loss that is scaled by 1e-9 or by 0, an output that was detached, a mask over every token: the loss may look as ever,
+the norm of the gradient does not. What all gradients do together is taken out before one layer is judged, so no other
+detector sees it. The norm is what people log; where it is not, the median gradient against its own baseline says it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Verdict
+from fp8watch_server.detect.view import Mask
+
+SUSTAIN = 3
+"""Steps in a row: a batch whose every token is masked has no gradient for one of them."""
+MIN_GRADIENTS = 3
+
+
+class GradientFall(Detector):
+    """The gradients of a run as one."""
+
+    modes = ("scalar-shift",)
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._num_low = 0
+        self._since = -1
+        self._usual_norm: float | None = None  # when it began
+        self._num_sites = num_sites
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        self._num_sites = num_sites
+
+    def frozen(self) -> Mask | None:
+        """Nothing is learned of gradients that are not there."""
+        return np.ones(self._num_sites, dtype=np.bool_) if self._num_low else None
+
+    @property
+    def holds_loss(self) -> bool:
+        """Nor of their norm."""
+        return self._num_low > 0
+
+    def resume(self) -> None:
+        """A new session."""
+        self._num_low, self._since = 0, -1
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        if not ctx.warm or not ctx.clean:
+            return []
+        norm, usual = ctx.now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        known = (
+            norm is not None
+            and math.isfinite(norm)
+            and int(ctx.base.grad_norm.count[0]) >= ctx.limit.min_baseline_steps
+        )
+        fallen = self._fallen(ctx)
+        factor = 2.0**-ctx.limit.gradient_fall_octaves
+        by_norm = bool(known and norm is not None and usual > 0 and norm < factor * usual)
+        by_sites = fallen is not None and fallen > ctx.limit.gradient_fall_octaves
+        if not known and fallen is None:
+            return []
+        if not (by_norm or by_sites):
+            self._num_low, self._since = 0, -1
+            return []
+        if not self._num_low:
+            self._since = ctx.now.step
+        self._num_low += 1
+        if self._num_low < SUSTAIN:
+            return []
+        return [self._finding(ctx, norm if by_norm else None, usual, fallen)]
+
+    @staticmethod
+    def _fallen(ctx: Context) -> float | None:
+        """Octaves that the median gradient stands under its baseline; Inf where all are zero, None where none was seen."""
+        now = ctx.now
+        change = ctx.base.amax.median() - now.log2_amax
+        change = np.where(now.all_zero, math.inf, change)
+        known = ctx.gradients() & ctx.known(ctx.base.amax) & ~np.isnan(change)
+        return float(np.median(change[known])) if np.count_nonzero(known) >= MIN_GRADIENTS else None
+
+    def _finding(self, ctx: Context, norm: float | None, usual: float, fallen: float | None) -> Finding:
+        evidence = []
+        if norm is not None:
+            evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual:.4g}"), "", self._since))
+        if fallen is not None:
+            value = "all zero" if math.isinf(fallen) else round(fallen, 1)
+            evidence.append(Evidence("gradient_fall", value, 0, "octaves", self._since))
+        loss, usual_loss = ctx.now.scalar("loss"), float(ctx.base.loss.median()[0])
+        if loss is not None and math.isfinite(usual_loss):
+            evidence.append(Evidence("loss", round(loss, 4), round(usual_loss, 4), "", ctx.now.step))
+        gradients = ctx.gradients() & ctx.health_known & ~ctx.now.all_zero
+        worse = gradients & ctx.unhealthy
+        verdict: Verdict = "unknown"
+        if gradients.any():
+            verdict = "fp8" if np.count_nonzero(worse) * 2 > np.count_nonzero(gradients) else "shared"
+        elif fallen is not None and math.isinf(fallen):
+            verdict = "shared"  # they are zero before the cast
+        found = ctx.now.finding(
+            "scalar-shift",
+            "warning",
+            np.zeros(0, dtype=np.int64),
+            evidence,
+            verdict,
+            name="grad_norm",
+            why="fall",
+            kind="grad_norm",
+            began=self._since,
+            not_before=self._since,
+        )
+        return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

@@ -1,0 +1,199 @@
+"""Full statistics have turns: each site once in N steps, no step a burst, each rank at another place."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8watch.numerics.tile_stats import HEAVY
+from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
+from fp8watch.session.sampling_schedule import Schedule
+from fp8watch.session.site_rotation import SiteRotation, Turns, rotating_units
+from fp8watch.session.sites import SiteTable
+from fp8watch_agent.record import Measured, holds
+
+
+def table(num_layers: int) -> list[SiteTable]:
+    """Two Linears a layer, five sites each."""
+    places = [("input", "rowwise"), ("input", "columnwise"), ("weight", "rowwise")]
+    places += [("grad_output", "rowwise"), ("grad_output", "columnwise")]
+    names = [f"layers.{i}.{name}" for i in range(num_layers) for name in ("fc1", "fc2")]
+    sites = [(fqn, *place) for fqn in names for place in places]
+    return [SiteTable(*site, "fprop", i, 64 if "fc1" in site[0] else 128) for i, site in enumerate(sites)]
+
+
+@pytest.mark.parametrize("num_layers", [1, 7])
+@pytest.mark.parametrize("every", [1, 2, 7, 37, 64])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (3, 8), (77, 512)])
+def test_each_site_has_one_turn_in_n_steps_and_no_step_has_more_than_its_share(num_layers, every, rank, world_size):
+    units = rotating_units(table(num_layers))
+    turns = Turns(units, rank, world_size)
+    rows = np.array([np.frombuffer(turns.of(step, every), np.uint8) for step in range(1000, 1000 + 3 * every)])
+    assert (np.add.reduceat(rows, range(0, len(rows), every)) == 1).all()
+    num_units = len(set(units.tolist()))
+    busy = [len(set(units[row == 1].tolist())) for row in rows]
+    assert max(busy) <= math.ceil(num_units / every)
+    assert min(busy) >= num_units // every
+
+
+def test_a_fleet_sees_each_site_in_each_step():
+    units, every = rotating_units(table(3)), 16
+    for world_size in (16, 40):
+        ranks = [Turns(units, rank, world_size) for rank in range(world_size)]
+        for step in range(100, 100 + every):
+            seen = np.sum([np.frombuffer(rank.of(step, every), np.uint8) for rank in ranks], axis=0)
+            assert seen.min() >= world_size // every
+            assert seen.max() <= math.ceil(world_size / every)
+
+
+def test_few_ranks_are_as_far_apart_as_they_can_be():
+    units = rotating_units(table(1))
+    first = [next(s for s in range(64) if Turns(units, rank, 4).of(s, 64)[0]) for rank in range(4)]
+    assert first == [0, 16, 32, 48]
+
+
+def test_both_directions_and_inputs_side_by_side_have_their_turn_together():
+    names = [("attn.q", 64), ("attn.k", 64), ("mlp.down", 256), ("mlp.gate", 64), ("layers.0", 64), ("layers.1", 64)]
+    sites = [
+        SiteTable(fqn, operand, direction, "fprop", 0, width)
+        for fqn, width in names
+        for operand, direction in (("input", "rowwise"), ("input", "columnwise"), ("weight", "rowwise"))
+    ]
+    units = rotating_units(sites).tolist()
+    inputs = {fqn: units[3 * i : 3 * i + 2] for i, (fqn, _) in enumerate(names)}
+    assert all(row == column for row, column in inputs.values())
+    assert inputs["attn.q"] == inputs["attn.k"]
+    assert len({tuple(rows) for rows in inputs.values()}) == 5
+    assert len({units[3 * i + 2] for i in range(len(names))}) == len(names)
+    together = rotating_units(sites, [[0, 1, 2], [3, 4, 5]]).tolist()
+    assert together[:6] == [0, 0, 0, 1, 1, 1]
+
+
+def test_outputs_are_read_less_often_on_a_device_and_parameters_have_their_turn():
+    units = rotating_units(table(2))
+
+    def looks(late: bool, every: int) -> list[int]:
+        rotation = SiteRotation(units, units, Schedule(), ("triggered", 0), late=late)
+        samples = [rotation.sample(step, every, first=False, full=False, outputs=False) for step in range(64)]
+        assert sorted({s.gradients for s in samples}) == [
+            (i, samples[0].gradients[1]) for i in range(samples[0].gradients[1])
+        ]
+        return [sum(s.outputs[row] for s in samples) for row in range(len(units))]
+
+    assert set(looks(late=False, every=4)) == {16}
+    assert set(looks(late=True, every=4)) == {64 // OUTPUTS_EVERY}
+    assert set(looks(late=True, every=32)) == {2}
+
+
+class Deep(nn.Module):
+    """Six Linears of one width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def train(attach, num_steps=40, **kwargs):
+    torch.manual_seed(0)
+    model = Deep()
+    watch = attach(model, **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 32)).backward()
+        optimizer.step()
+    assert not watch.guard.errors
+    rows = np.array([r["measured"] for _, _, r, *_ in watch._recorder.steps])
+    return watch, rows, model
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "observe"])
+def test_in_each_step_some_sites_are_full_and_all_are_light(attach, recipe):
+    _, measured, _ = train(attach, every=8, recipe=recipe)
+    full = np.array([holds(m, HEAVY) for m in measured])
+    light = np.array([holds(m, Measured.COUNTS | Measured.AMAX) for m in measured])
+    assert light.all()
+    assert full[0].all(), "the first step shows what there is"
+    for first in (8, 16, 24, 32):
+        assert (full[first : first + 8].sum(0) == 1).all()
+    assert full[8:].sum(1).max() <= 2 * math.ceil(full.shape[1] / 8)
+    assert full[8:].any(1).all()
+
+
+def test_ranks_are_at_different_places(attach, monkeypatch):
+    monkeypatch.setenv("FP8WATCH_RUN", "one")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    of_ranks = []
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        _, measured, _ = train(attach, num_steps=10, every=8)
+        of_ranks.append([holds(m, HEAVY) for m in measured[1:]])
+    seen = np.array(of_ranks).sum(0)
+    assert (seen == 1).all(), "each site in each step by one rank of eight"
+
+
+def test_where_training_counts_steps_by_tens_each_site_has_its_turn_all_the_same(attach):
+    torch.manual_seed(0)
+    model = Deep()
+    watch = attach(model, every=8, hash_every=8)
+    for step in range(40):
+        model(torch.randn(16, 32)).backward()
+        watch.step(10 * step)
+    measured = np.array([rows["measured"] for _, _, rows, *_ in watch._recorder.steps])[8:]
+    full, hashed = (np.array([holds(m, group) for m in measured]) for group in (HEAVY, Measured.HASH))
+    assert (full.sum(0) == 4).all()
+    assert sorted(set(hashed.sum(0).tolist())) == [0, 4], "weights, and what is none"
+
+
+def test_turns_change_no_number(attach):
+    _, _, one = train(attach, every=1)
+    _, _, other = train(attach, every=8)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_after_a_pause_the_first_step_shows_everything_again(attach):
+    torch.manual_seed(0)
+    model = Deep()
+    watch = attach(model, every=100)
+    for step in range(8):
+        if step == 2:
+            watch.pause()
+        if step == 5:
+            watch.resume()
+        model(torch.randn(16, 32)).backward()
+        watch.step()
+    full = {int(h["step"]): bool(holds(rows["measured"], HEAVY).all()) for h, _, rows, *_ in watch._recorder.steps}
+    assert full == {0: True, 1: False, 5: True, 6: False, 7: False}
+
+
+def test_what_a_gemm_puts_out_is_seen_in_its_turn_and_then_everywhere(attach, monkeypatch):
+    """Finite operands, an output that is not: the site sees it in its turn, and from the step after that all look."""
+    from fp8watch.kernels import emulated_gemm
+
+    torch.manual_seed(0)
+    model, right = Deep(), copy.copy(emulated_gemm.wgrad)
+    watch = attach(model, every=8)
+
+    def wrong(*args):
+        out = right(*args)
+        out[0, 0] = math.inf
+        return out
+
+    for step in range(20):
+        monkeypatch.setattr(emulated_gemm, "wgrad", wrong if step >= 3 else right)
+        model.zero_grad()
+        model(torch.randn(16, 32)).backward()
+        watch.step()
+    bad = [int((rows["num_nonfinite_outputs"] > 0).sum()) for _, _, rows, *_ in watch._recorder.steps]
+    assert bad[:3] == [0, 0, 0]
+    found = next(step for step, n in enumerate(bad) if n)
+    assert found < 3 + 8
+    assert all(n == 6 for n in bad[found + 1 :])

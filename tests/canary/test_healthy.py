@@ -1,0 +1,47 @@
+"""Healthy training of every recipe and backend raises nothing, though a module has its turn in every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantize.backends import USABLE
+
+from fp8watch import recipe as recipes
+from fp8watch_agent.record import QUANTISER_FAULTS, Measured
+
+STEPS = [pytest.param(40, id="40"), pytest.param(300, id="300", marks=pytest.mark.long)]
+RECIPES = {
+    "blockwise": lambda: recipes.blockwise(environ={}),
+    "blockwise, FP32 scales, HYBRID": lambda: recipes.blockwise(environ={}, power_2_scale=False, fp8_format="HYBRID"),
+    "current": lambda: recipes.current(),
+    "delayed": lambda: recipes.delayed(),
+    "mxfp8": lambda: recipes.mxfp8(),
+    "observe": lambda: "observe",
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("backend", USABLE)
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_healthy_run_is_silent(train, recipe, backend, steps) -> None:
+    line, _ = train(steps, tokens=40, recipe=RECIPES[recipe](), backend=backend, share=1.0)
+    assert line.said() == []
+    checked = {i for rows in line.rows for i, row in rows.items() if row["measured"] & Measured.QUANTISER}
+    multiplied = {i for rows in line.rows for i, row in rows.items() if row["measured"] & Measured.GEMM}
+    if recipe == "observe":
+        assert not checked | multiplied
+        return
+    assert checked == set(line.sites) - {i for i, s in line.sites.items() if s.operand == "output"}
+    assert len(multiplied) == (
+        8 if recipe.startswith(("blockwise", "mxfp8")) else 6
+    )  # the input of `a` has no gradient
+    assert not any(row[name] for rows in line.rows for row in rows.values() for name in QUANTISER_FAULTS)
+    errors = [row["gemm_error"] for rows in line.rows for row in rows.values() if row["measured"] & Measured.GEMM]
+    assert max(errors) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gemm", ["emulated", "scaled_mm"])
+def test_half_precision_is_silent(train, dtype, gemm) -> None:
+    line, _ = train(30, dtype=dtype, gemm=gemm, share=1.0)
+    assert line.said() == []

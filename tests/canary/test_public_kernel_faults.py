@@ -1,0 +1,73 @@
+"""Kernels that broke their contract in public, rebuilt: named in the first step in which the site is looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canary import faults
+from canary.faults import break_site, by_codes
+
+from fp8watch import recipe as recipes
+from fp8watch.kernels import emulated_gemm, scaled_mm
+
+CASES = {
+    "codes all zero": ("b", "grad_output", False, faults.zeroed, "num_zeroed_tiles", {}),
+    "codes at the wrong place": ("c", "input", False, faults.elsewhere, "num_off_grid", {}),
+    "a transposed copy that is garbage": ("b", "input", True, faults.garbage, "num_off_grid", {}),
+    "FP32 scales read as powers of two": ("b", "input", False, faults.powers_of_two, "num_wrong_scales", {"power_2_scale": False}),
+    "stale scales of the padding": ("c", "grad_output", True, faults.stale_scales, "num_wrong_scales", {}),
+}  # fmt: skip
+NEEDS_CODES = (faults.powers_of_two, faults.stale_scales)
+
+
+@pytest.mark.parametrize("gemm", ["emulated", "scaled_mm"])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_broken_quantiser_is_named_at_its_site(train, case, gemm) -> None:
+    fqn, operand, columnwise, fault, count, how = CASES[case]
+    dequantised = by_codes(fault) if gemm == "emulated" and fault in NEEDS_CODES else None
+    line, _ = train(
+        3,
+        gemm=gemm,
+        recipe=recipes.blockwise(environ={}, **how),
+        before=lambda watch: break_site(watch, fqn, operand, columnwise, fault, dequantised=dequantised),
+    )
+    module = ["a", "b", "c"].index(fqn)  # each step of the first ones is one module's turn
+    first = line.said()[0]
+    assert first == ("quantiser-fault", "critical", module, fqn, operand, "columnwise" if columnwise else "rowwise")
+    assert {e.field for e in line.findings[0].evidence} >= {count, "num_checked_tiles"}
+    others = [row[count] for i, row in line.rows[module].items() if line.sites[i].id != line.findings[0].site]
+    assert not any(others)
+
+
+def test_scales_read_as_powers_of_two_inside_of_the_gemm_are_the_kernels(train, monkeypatch) -> None:
+    """What is handed over is right, and the product is not: 8.5 dB and a gain in the threads."""
+    right = scaled_mm._mm
+
+    def reads_powers(a, b, *, block_b, dtype):
+        if a.data.shape == (96, 272):  # fprop of b
+            a = a._replace(scale_inv=torch.exp2(torch.floor(torch.log2(a.scale_inv))))
+        return right(a, b, block_b=block_b, dtype=dtype)
+
+    monkeypatch.setattr(scaled_mm, "_mm", reads_powers)
+    recipe = recipes.blockwise(environ={}, power_2_scale=False)
+    line, _ = train(3, gemm="scaled_mm", recipe=recipe)
+    assert line.said()[0] == ("kernel-output-fault", "critical", 1, "b", "input", "rowwise")
+
+
+@pytest.mark.parametrize("left", ["zero", "what was there before"])
+@pytest.mark.parametrize(("which", "fqn", "operand", "direction"), [
+    ("fprop", "a", "input", "rowwise"), ("dgrad", "c", "grad_output", "rowwise"), ("wgrad", "c", "grad_output", "columnwise"),
+])  # fmt: skip
+def test_rows_that_nobody_wrote_are_the_kernels(train, monkeypatch, which, fqn, operand, direction, left) -> None:
+    right = getattr(emulated_gemm, which)
+    shape = {"fprop": (96, 272), "dgrad": (96, 144), "wgrad": (160, 144)}[which]
+
+    def unwritten(*args):
+        out = right(*args)
+        if tuple(out.shape) == shape:
+            out[-20:] = 0 if left == "zero" else out[:20]
+        return out
+
+    monkeypatch.setattr(emulated_gemm, which, unwritten)
+    line, _ = train(3)
+    assert line.said()[0] == ("kernel-output-fault", "critical", 0 if fqn == "a" else 2, fqn, operand, direction)

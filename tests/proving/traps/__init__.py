@@ -1,0 +1,18 @@
+"""Healthy events that look like faults: restarts, schedules, data, parts that are frozen, things done between steps.
+
+Whatever is raised about one of these above information is a false alarm. Where and how much is drawn, as with faults. Each is
+something that people do on purpose, and after which training goes on well.
+"""
+
+from __future__ import annotations
+
+from proving.training import Trap
+from proving.traps import batches, between, modules, schedules
+
+TRAPS: dict[str, type[Trap]] = {
+    found.name: found
+    for module in (batches, between, modules, schedules)
+    for found in vars(module).values()
+    if isinstance(found, type) and issubclass(found, Trap) and found.__module__ == module.__name__
+}
+"""Name -> trap."""
