@@ -1,8 +1,9 @@
 """Five seconds for a test of every change; what needs more is made faster, or marked `long`.
 
-Counted is the processor time of a test's own phase: this process, and the children that the test has waited for. A busy
-machine does not change it much, so that a test fails where it is slow, not where others are at work. What a test spends
-waiting is bounded as well, far above, by the clock. Fixtures are set apart: whoever comes first pays for all.
+Counted is the processor time of a test's own phase: this process, and the children that the test has waited for. Others at
+work on the same cores and caches make that longer by up to half, which is allowed on top, so that a test fails where it is
+slow and not where the machine is busy. What a test spends waiting is bounded as well, far above, by the clock. Fixtures are
+set apart: whoever comes first pays for all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 OPTION = "time_budget_s"
+BUSY = 1.5
+"""Times the budget: what a test may take on a machine that others use."""
 CLOCK = 12
 """Seconds of the clock for one of the budget."""
 
@@ -42,7 +45,7 @@ def now() -> Spent:
 
 def complaint(spent: Spent, budget_s: float) -> str | None:
     """What a test over its budget is told; None within it."""
-    if spent.processor > budget_s:
+    if spent.processor > BUSY * budget_s:
         what = f"took {spent.processor:.1f} s of processor time, and a test of every change has {budget_s:g} s"
     elif spent.clock > CLOCK * budget_s:
         what = f"took {spent.clock:.1f} s by the clock, and a test of every change has {CLOCK * budget_s:g} s"

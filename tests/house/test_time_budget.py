@@ -74,7 +74,8 @@ def test_the_limit_can_be_lifted(tmp_path: Path) -> None:
     ("processor", "clock", "is_over"),
     [
         (5.0, 5.0, False),
-        (5.1, 5.2, True),
+        (7.5, 7.6, False),
+        (7.6, 7.7, True),
         (0.0, CLOCK * 5.0, False),
         (0.0, CLOCK * 5.0 + 0.1, True),
         (4.9, 59.0, False),
