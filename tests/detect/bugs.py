@@ -74,7 +74,7 @@ MODES = [
         "delayed:Delayed.observe",
         "            sure |= settled & ctx.warm & forward & both\n",
         "",
-        _mild("delayed-clip"),
+        f"{T}/test_scenarios.py::test_a_single_clip_is_told_by_its_depth_or_by_its_damage_too",
     ),
     Bug(
         "frozen-scale",
