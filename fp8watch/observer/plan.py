@@ -31,7 +31,7 @@ from fp8watch.observer.shared_input import SharedInput
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows, SiteRows
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.step_state import StepState
-from fp8watch.observer.stopwatch import LIGHT, SAMPLING, Stopwatch
+from fp8watch.observer.stopwatch import FIXED, LIGHT, SAMPLING, Stopwatch
 from fp8watch.quantize.site_quantizer import measure_operand, run_quantizers
 from fp8watch.recipe import Recipe
 from fp8watch.sketch.slab import Slab
@@ -154,7 +154,9 @@ class Plan:
 
     def idle(self, first: int) -> bool:
         """Whether nothing of a Linear need be looked at now, where its GEMMs stay as they are."""
-        return self.recipe.history is None and not (self.observing and self.sites.any_observed(first))
+        if self.recipe.history is not None:
+            return False
+        return not (self.observing and self.step.sample.light[first] and self.sites.any_observed(first))
 
     def pass_through(self, asked: OperandRows, x_MK: Tensor, *, number: int | None) -> list[Tensor]:
         """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
@@ -275,7 +277,7 @@ class Plan:
         elif not self.slab.look(row, y, order, energy=heavy):
             self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=heavy), order)
         if self.stopwatch is not None:
-            self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
+            self.stopwatch.add(FIXED, began, self.stopwatch.mark())
 
 
 def _flat(y: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Shapes:     row of the slab -> 0 or 1
 Thread:     training, and autograd's
 
-Amax, scales and counts are of each step. What costs more has its turn: a part of the sites in each step.
+Amax, scales and counts are of each step, but where operands are read for that alone and it takes more than the budget.
+What costs more has its turn: a part of the sites in each step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class StepSample:
     any_full: bool
     any_outputs: bool
     gradients: tuple[int, int] = (0, 1)  # (part, of so many) of the parameters, whose gradients are looked at
+    light: ByRow = YES  # anything at all, of operands that no GEMM reads quantised
 
 
 EVERYTHING = StepSample(YES, YES, YES, NO, any_full=True, any_outputs=True)

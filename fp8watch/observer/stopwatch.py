@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-LIGHT, SAMPLING, EXTRA, STEP = "light", "sampling", "extra", "step"
-"""Of a step: what observing takes in each step, what full statistics take on top, what measuring takes, all of it."""
+LIGHT, FIXED, SAMPLING, EXTRA, STEP = "light", "fixed", "sampling", "extra", "step"
+"""Of a step: what observing takes in each step for its operands, and besides; what full statistics take on top; what
+measuring takes; all of it."""
 
 
 class Event(Protocol):
@@ -110,7 +111,7 @@ class Stopwatch:
         """Seconds by name; None while the device has not passed the last mark, or where the clock failed."""
         if self._failed:
             return None
-        seconds = dict.fromkeys((LIGHT, SAMPLING, EXTRA, STEP), 0.0)
+        seconds = dict.fromkeys((LIGHT, FIXED, SAMPLING, EXTRA, STEP), 0.0)
         try:
             if self._event is not None and not all(end.query() for *_, end, _ in self._spans[-1:]):
                 return None

@@ -94,10 +94,12 @@ def attach(
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
-            first step and in some after a jump or a break. Amax, counts and scales are of each step.
+            first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
-            what is looked at in each step takes more by itself, they cost as much again as that. None switches that off.
+            what is looked at in each step takes more by itself, they cost as much again as that. Where no GEMM reads
+            operands quantised (recipe "observe"), amax and counts of a Linear come once in up to 16 steps so that it
+            holds; loss, norms and attention outputs are of each step. None switches that off.
         optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
             those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.

@@ -1,4 +1,4 @@
-"""What observing costs, measured by itself, and how often the full statistics are taken so that it stays in its budget.
+"""What observing costs, measured by itself, and how often operands are looked at so that it stays in its budget.
 
 Thread:     training
 """
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Event, Stopwatch, events_of
+from fp8watch.observer.stopwatch import EXTRA, FIXED, LIGHT, SAMPLING, STEP, Event, Stopwatch, events_of
 
 if TYPE_CHECKING:
     from fp8watch.observer.plan import Plan
@@ -28,6 +28,9 @@ MEASURING_SHARE = 0.05
 """Of the budget: what measuring may take."""
 
 MAX_EVERY = 64
+MAX_LIGHT_EVERY = 16
+"""Fewer steps than an incident stays open without being seen again."""
+
 NOTABLE = 1.5
 """Times the budget: what costs more than this is said even where rarer statistics would not help."""
 
@@ -38,19 +41,33 @@ MAX_WAITING = 4
 class Cost(NamedTuple):
     """Of one step, as shares of what it takes without being observed."""
 
-    light: float  # in each step
+    light: float  # for the operands of a step
     sampling: float  # full statistics of all sites, on top
     measuring: float = 0.0  # of a measured step, on top
     step_s: float = 0.0  # what it takes without being observed, in seconds
+    fixed: float = 0.0  # in each step, whatever is looked at
 
 
-def choose_every(cost: Cost, budget: float) -> int:
+def choose_light_every(cost: Cost, budget: float) -> int:
+    """How often an operand is looked at at all, where no GEMM reads it quantised: a power of two, so that this takes no
+    more than half of what the budget leaves, full statistics in each step included or else come on top of it."""
+    left = budget - cost.fixed
+    if left > 0 and cost.light + cost.sampling <= left:
+        return 1
+    for every in (1, 2, 4, 8):
+        if cost.light / every <= left / 2:
+            return every
+    return MAX_LIGHT_EVERY
+
+
+def choose_every(cost: Cost, budget: float, light_every: int = 1) -> int:
     """How often full statistics fit into the budget. Where they do not even each `MAX_EVERY` steps, because what is
     looked at in each step takes most of it or more, they may cost as much again as that."""
-    left = budget - cost.light
+    each = cost.fixed + cost.light / light_every
+    left = budget - each
     if left > 0 and cost.sampling <= left * MAX_EVERY:
         return max(1, math.ceil(cost.sampling / left - 1e-9))
-    return min(MAX_EVERY, max(1, math.ceil(cost.sampling / max(cost.light, 1e-9) - 1e-9)))
+    return min(MAX_EVERY, max(1, math.ceil(cost.sampling / max(each, 1e-9) - 1e-9)))
 
 
 class Overhead:
@@ -64,10 +81,12 @@ class Overhead:
         every: full statistics of each site once in n optimizer steps, as asked for; never more often than that.
         budget: share of a step that observing may cost, or None to measure nothing and change nothing.
         say: tells people, once.
+        in_turns: operands are read for their statistics alone, and need not be in each step.
     """
 
-    def __init__(self, every: int, budget: float | None, say: Callable[[str], None]) -> None:
+    def __init__(self, every: int, budget: float | None, say: Callable[[str], None], *, in_turns: bool = False) -> None:
         self.every = self._asked = every
+        self.light_every, self._in_turns = 1, in_turns
         self.next_measured: float = FIRST_STEPS[0] if budget is not None else math.inf
         """So many steps are closed before the next one that is measured begins."""
         self.measuring = False  # a measured step is running, or is on its way from the device
@@ -86,7 +105,8 @@ class Overhead:
         if not self._costs:
             return None
         cost = self._median()
-        return cost.light + cost.sampling / self.every + cost.measuring / self._apart
+        light = cost.light / self.light_every
+        return cost.fixed + light + cost.sampling / self.every + cost.measuring / self._apart
 
     def begin_step(self, plan: Plan, num_closed: int) -> None:
         """Time the step that begins after so many closed ones, if its turn has come and it is observed."""
@@ -132,11 +152,14 @@ class Overhead:
         self.measuring = False
 
     def _judge(self, seconds: dict[str, float], recorder: Recorder) -> None:
-        light, sampling = max(seconds[LIGHT], 0.0), max(seconds[SAMPLING], 0.0)
-        bare = max(seconds[STEP] - light - sampling - seconds[EXTRA], 1e-9)
-        self._costs.append(Cost(light / bare, sampling / bare, max(seconds[EXTRA], 0.0) / bare, bare))
+        light, fixed, sampling = (max(seconds[name], 0.0) for name in (LIGHT, FIXED, SAMPLING))
+        bare = max(seconds[STEP] - light - fixed - sampling - seconds[EXTRA], 1e-9)
+        extra = max(seconds[EXTRA], 0.0)
+        self._costs.append(Cost(light / bare, sampling / bare, extra / bare, bare, fixed / bare))
         if self._budget is not None and len(self._costs) == self._costs.maxlen:
-            every = max(self._asked, choose_every(self._median(), self._budget))
+            if self._in_turns:
+                self.light_every = choose_light_every(self._median(), self._budget)
+            every = max(self._asked, choose_every(self._median(), self._budget, self.light_every))
             if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
                 self.every = every
             self._tell(self._budget)
@@ -146,12 +169,15 @@ class Overhead:
     def _tell(self, budget: float) -> None:
         """Say once what it costs, where that is more than the budget or full statistics have become rarer."""
         ratio = self.ratio
-        if self._said or ratio is None or (self.every == self._asked and ratio <= NOTABLE * budget):
+        rarer = self.every > self._asked or self.light_every > 1
+        if self._said or ratio is None or (not rarer and ratio <= NOTABLE * budget):
             return
         self._said = True
         step_s = self._median().step_s
         often = "in each step"
-        if self.every > 1:
+        if self.light_every > 1:
+            often = f"once in {max(self.every, self.light_every)} steps, and it is looked at once in {self.light_every}"
+        elif self.every > 1:
             often = f"once in {self.every} steps, and what breaks is seen in each"
         text = f"observing adds {_ms(ratio * step_s)} to a step of {_ms(step_s)} ({ratio:.1%}); full statistics of a site come {often}"
         if ratio > NOTABLE * budget:

@@ -7,6 +7,10 @@ Full statistics, checks of outputs and streamed tile maps come once in so many s
 them, and each rank is at another place: data-parallel ranks together see each operand in nearly each step. Hashes of
 weights have their turns by the weight alone, because replicas are compared by those of the same step.
 
+Where operands are read for their statistics alone, as in recipe="observe", and that takes more than the budget in each
+step, amax and counts have turns as well: all operands of a Linear in the same step, and in the steps in which one of
+them has its turn for something else.
+
 Both directions of an operand have their turn together, since one read gives both. So have the inputs of modules side by
 side (q, k and v; gate and up), which may be one tensor, and all operands of a module of Transformer Engine.
 """
@@ -61,6 +65,7 @@ class SiteRotation:
     Args:
         units: of each row of the slab, see `rotating_units`.
         weights: of each row the number of its weight among the weights; −1 for all others.
+        together: of each row the number of what is looked at in the same steps, see `light_units`.
         schedule: when weights are hashed.
         tile_maps: as in `attach(tile_maps=)`, checked.
         late: the device is read late, and reading outputs costs more there.
@@ -70,6 +75,7 @@ class SiteRotation:
         self,
         units: Ints,
         weights: Ints,
+        together: Ints,
         schedule: Schedule,
         tile_maps: tuple[str, int],
         *,
@@ -78,15 +84,17 @@ class SiteRotation:
         late: bool = False,
     ) -> None:
         self._full, self._outputs, self._maps = (Turns(units, rank, world_size) for _ in range(3))
+        self._light, self._together = Turns(together, rank, world_size), together
         self._hashes, self._hash_every = Turns(weights), schedule.hash_every
         self._mode, self._late = tile_maps, late
 
-    def sample(self, step: int, every: int, *, first: bool, full: bool, outputs: bool) -> StepSample:
+    def sample(self, step: int, every: int, light_every: int, *, first: bool, full: bool, outputs: bool) -> StepSample:
         """What a step looks at.
 
         Args:
             step: its number, counted by ones.
             every: steps in which each site has one turn.
+            light_every: steps in which each Linear is looked at once.
             first: nothing was observed in the step before: everything is looked at, to show what there is.
             full: full statistics of all sites.
             outputs: all outputs and gradients.
@@ -106,7 +114,21 @@ class SiteRotation:
             any_full=full or 1 in mine,
             any_outputs=True,
             gradients=(0, 1) if outputs else (step % period, period),
+            light=YES
+            if light_every == 1 or full or outputs or mode == "all"
+            else self._any_of_unit(self._light.of(step, light_every), mine, looked, hashes, maps),
         )
+
+    def _any_of_unit(self, *turns: ByRow) -> bytes:
+        """Of each row whether it has one of these turns, or another one of its unit has. [rows]"""
+        mine = np.zeros(len(self._together), dtype=np.bool_)
+        for turn in turns:
+            if isinstance(turn, bytes):
+                mine |= np.frombuffer(turn, dtype=np.bool_)
+        units = np.zeros(len(mine), dtype=np.bool_)
+        units[self._together[mine]] = True
+        turn_of_rows: bytes = units[self._together].tobytes()
+        return turn_of_rows
 
 
 def rotating_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = ()) -> Ints:
@@ -117,6 +139,16 @@ def rotating_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]]
         together: rows that cannot be told apart, such as those of one module of Transformer Engine.
     """
     keys: list[Hashable] = [_unit(site) for site in table]
+    for rows in together:
+        for row in rows:
+            keys[row] = ("together", rows[0])
+    return _numbered(keys, lambda row: True)
+
+
+def light_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = ()) -> Ints:
+    """Which rows are looked at in the same steps: those of a Linear, and of Linears that may read the same input. [rows]"""
+    of_input = {site.fqn: _unit(site) for site in table if site.operand == "input"}
+    keys: list[Hashable] = [of_input.get(site.fqn, site.fqn) for site in table]
     for rows in together:
         for row in rows:
             keys[row] = ("together", rows[0])
@@ -135,7 +167,7 @@ def site_rotation(attachment: Attachment, cadence: Cadence, rank: int, world_siz
     together = te.rows_of.values() if te is not None else ()
     weights = weight_units(table, (lambda row: False) if plan is None else plan.sites.is_weight)
     return SiteRotation(
-        rotating_units(table, together), weights, cadence.schedule, cadence.tile_maps,
+        rotating_units(table, together), weights, light_units(table, together), cadence.schedule, cadence.tile_maps,
         rank=rank, world_size=world_size, late=late,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.step_sample import NOTHING
-from fp8watch.observer.stopwatch import LIGHT
+from fp8watch.observer.stopwatch import FIXED
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.site_rotation import site_rotation
@@ -59,6 +59,7 @@ class StepCycle:
             sample = self._rotation.sample(
                 step // self._apart,  # where training counts by tens, turns must not
                 overhead.every,
+                1 if plan.stopwatch is not None else overhead.light_every,
                 first=self._is_first,
                 full=step <= follow.full_until,
                 # on the CPU looked at in a step that is measured: part of what full statistics cost
@@ -66,7 +67,7 @@ class StepCycle:
             )
         plan.begin_step(sample)
         if plan.stopwatch is not None:
-            plan.stopwatch.add(LIGHT, plan.stopwatch.began, plan.stopwatch.mark())
+            plan.stopwatch.add(FIXED, plan.stopwatch.began, plan.stopwatch.mark())
         if flush is not None and flush.te is not None:
             flush.te.sample = sample
 
@@ -97,7 +98,7 @@ class StepCycle:
             if plan.step.warming:
                 self._end_warmup(plan)
             if plan.stopwatch is not None:
-                plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
+                plan.stopwatch.add(FIXED, began, plan.stopwatch.mark())
             if flush is not None and self._overhead.measuring:
                 self._session.guard.run("overhead", self._overhead.step_closed, plan, flush.recorder)
             self._is_first = not recorded or plan.step.outside

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, named_gradients
 from fp8watch.observer.plan import TILE_BYTES, Plan
 from fp8watch.observer.step_sample import StepSample
-from fp8watch.observer.stopwatch import LIGHT, SAMPLING
+from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Session
 from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
 from fp8watch.session.site_registration import Rows, SiteRegistration
@@ -113,10 +113,10 @@ class StepFlush:
             gradients, found = self._gradients(slab.device, *plan.step.sample.gradients)
             if found:
                 parts["gradients"] = gradient_faults(found)
-            if plan.stopwatch is not None:  # the end of a step is timed as light
+            if plan.stopwatch is not None:  # the end of a step is timed as fixed
                 ended = plan.stopwatch.mark()
                 plan.stopwatch.add(SAMPLING, began, ended)
-                plan.stopwatch.add(LIGHT, began, ended, -1)
+                plan.stopwatch.add(FIXED, began, ended, -1)
         suspects: list[int] = []
         if self.te is not None and plan.step.sampled:
             self.te.end_step()

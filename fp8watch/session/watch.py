@@ -44,7 +44,9 @@ class Watch:
         self._recorder = attachment.recorder
         self.guard, self._recipe, self.identity = session.guard, session.recipe, session.identity
         self.session, self.url, self._say = session.id, session.url, session.say
-        self._overhead = Overhead(cadence.every, cadence.overhead_budget, session.say)
+        self._overhead = Overhead(
+            cadence.every, cadence.overhead_budget, session.say, in_turns=session.recipe.observe_only
+        )
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
@@ -236,6 +238,7 @@ class Watch:
             "num_steps": self._cycle.num_closed,
             "last_step": self.last_step,
             "every": self._overhead.every,
+            "light_every": self._overhead.light_every,
             "overhead_ratio": self._overhead.ratio,
             "attention_logits": logits_summary(self._plan),
             "loss": "not seen: call watch.log(loss=...)" if self._scalars.loss_is_missing else "seen",

@@ -14,7 +14,16 @@ from fp8watch.kernels import cpu
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer import calibration, plan
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
-from fp8watch.session.overhead_budget import AGAIN_STEPS, FIRST_STEPS, MAX_EVERY, Cost, Overhead, choose_every
+from fp8watch.session.overhead_budget import (
+    AGAIN_STEPS,
+    FIRST_STEPS,
+    MAX_EVERY,
+    MAX_LIGHT_EVERY,
+    Cost,
+    Overhead,
+    choose_every,
+    choose_light_every,
+)
 
 
 class Gauges:
@@ -28,10 +37,10 @@ class Gauges:
 class Run:
     """An Overhead whose measured steps take 100 s without observing, and these shares of it on top."""
 
-    def __init__(self, every: int = 1, budget: float | None = 0.02, extra: float = 0.0) -> None:
+    def __init__(self, every: int = 1, budget: float | None = 0.02, extra: float = 0.0, in_turns: bool = False) -> None:
         self.extra = extra
         self.said: list[str] = []
-        self.gauges, self.overhead = Gauges(), Overhead(every, budget, self.said.append)
+        self.gauges, self.overhead = Gauges(), Overhead(every, budget, self.said.append, in_turns=in_turns)
         self.num_closed, self.measured = 0, []
         slab = SimpleNamespace(device=torch.device("cpu"))
         self.plan = SimpleNamespace(slab=slab, observing=True, stopwatch=None)
@@ -108,6 +117,38 @@ def test_what_rarer_statistics_cannot_lower_is_said_too() -> None:
         "observing adds 30000 ms to a step of 100000 ms (30.0%); full statistics of a site come in each step; sites=, "
         "windows= or a larger every= bring it nearer to overhead_budget=0.02"
     )
+
+
+@pytest.mark.parametrize(
+    ("light", "sampling", "fixed", "light_every", "every"),
+    [
+        (0.004, 0.005, 0.001, 1, 1),  # all of it fits
+        (0.004, 0.5, 0.001, 1, 34),
+        (0.06, 0.06, 0.002, 8, 6),
+        (0.20, 0.10, 0.002, 16, 19),  # looked at seldom, and full statistics as often as light ones allow
+        (0.05, 0.10, 0.03, 16, 4),  # what stays in each step is more than the budget
+    ],
+)
+def test_where_nothing_is_quantised_operands_are_looked_at_so_often_that_the_budget_holds(
+    light, sampling, fixed, light_every, every
+) -> None:
+    cost = Cost(light, sampling, fixed=fixed)
+    assert choose_light_every(cost, 0.02) == light_every
+    assert choose_every(cost, 0.02, light_every) == every
+    if fixed < 0.02 and every < MAX_EVERY and light_every < MAX_LIGHT_EVERY:
+        assert fixed + light / light_every + sampling / every <= 0.02 + 1e-9
+
+
+def test_operands_that_a_gemm_reads_quantised_are_looked_at_in_each_step() -> None:
+    run = Run()
+    run.steps(12, 0.2, 0.1)
+    assert run.overhead.light_every == 1
+    run = Run(in_turns=True)
+    run.steps(12, 0.2, 0.1)
+    assert run.overhead.light_every == MAX_LIGHT_EVERY
+    (text,) = run.said
+    assert "it is looked at once in 16" in text
+    assert run.overhead.ratio == pytest.approx(0.2 / 16 + 0.1 / run.overhead.every)
 
 
 def test_measuring_counts_and_comes_less_often_where_it_takes_much() -> None:
@@ -208,10 +249,13 @@ def test_a_real_step_is_measured_and_light_rows_are_sent_between_samples(attach,
     watch._overhead.every = 1 << 20
     broken = x.clone()
     broken[3, 5] = math.nan
-    run(watch, mlp, x, x, broken)
-    rows = watch._recorder.step(-2)[1]
+    light_every = watch._overhead.light_every
+    assert light_every == (MAX_LIGHT_EVERY if recipe == "observe" else 1)
+    run(watch, mlp, *[x] * (light_every + 1))
+    rows = [row for step in range(-1, -1 - light_every, -1) for row in watch._recorder.step(step)[1].values()]
     assert rows
-    assert not any(int(row["measured"]) & HEAVY for row in rows.values())
+    assert not any(int(row["measured"]) & HEAVY for row in rows)
+    run(watch, mlp, *[broken] * (1 if recipe == "blockwise" else 2))  # a loss that is NaN is followed by all operands
     assert any(int(row["num_nan"]) for row in watch._recorder.step(-1)[1].values())
     assert not watch.guard.errors
 

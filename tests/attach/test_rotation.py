@@ -13,7 +13,7 @@ from torch import nn
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
 from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.site_rotation import SiteRotation, Turns, rotating_units
+from fp8watch.session.site_rotation import SiteRotation, Turns, light_units, rotating_units, weight_units
 from fp8watch.session.sites import SiteTable
 from fp8watch_agent.record import Measured, holds
 
@@ -78,8 +78,8 @@ def test_outputs_are_read_less_often_on_a_device_and_parameters_have_their_turn(
     units = rotating_units(table(2))
 
     def looks(late: bool, every: int) -> list[int]:
-        rotation = SiteRotation(units, units, Schedule(), ("triggered", 0), late=late)
-        samples = [rotation.sample(step, every, first=False, full=False, outputs=False) for step in range(64)]
+        rotation = SiteRotation(units, units, units, Schedule(), ("triggered", 0), late=late)
+        samples = [rotation.sample(step, every, 1, first=False, full=False, outputs=False) for step in range(64)]
         assert sorted({s.gradients for s in samples}) == [
             (i, samples[0].gradients[1]) for i in range(samples[0].gradients[1])
         ]
@@ -88,6 +88,31 @@ def test_outputs_are_read_less_often_on_a_device_and_parameters_have_their_turn(
     assert set(looks(late=False, every=4)) == {16}
     assert set(looks(late=True, every=4)) == {64 // OUTPUTS_EVERY}
     assert set(looks(late=True, every=32)) == {2}
+
+
+@pytest.mark.parametrize("light_every", [2, 8, 16])
+def test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_and_with_whatever_is_due(light_every):
+    sites = table(4)
+    weights = weight_units(sites, lambda row: sites[row].operand == "weight")
+    linears = light_units(sites)
+    rotation = SiteRotation(rotating_units(sites), weights, linears, Schedule(), ("every:1", 0), rank=1, world_size=2)
+    of = [rotation.sample(s, 64, light_every, first=False, full=False, outputs=False) for s in range(640, 704)]
+    rows = range(len(sites))
+    light = np.array([[s.light[row] for row in rows] for s in of])
+    due = np.array([[s.full[row] | s.outputs[row] | s.hashes[row] for row in rows] for s in of])
+    assert not (due & ~light).any()
+    assert (light.reshape(64, -1, 5).min(axis=2) == light.reshape(64, -1, 5).max(axis=2)).all()  # five rows a Linear
+    assert (light.sum(axis=0) >= 64 // light_every).all()
+    assert light.sum() < 64 * len(sites) / light_every + 5 * due.sum()
+    for everything in ({"first": True}, {"full": True}, {"outputs": True}):
+        flags = {"first": False, "full": False, "outputs": False} | everything
+        assert all(rotation.sample(640, 64, light_every, **flags).light[row] for row in rows)
+
+
+def test_linears_that_read_one_tensor_are_looked_at_in_the_same_step():
+    sites = [SiteTable(f"attn.{name}", o, "rowwise", "fprop", 0, 64) for name in "qkv" for o in ("input", "weight")]
+    sites += [SiteTable("norm", "output", "rowwise", "probe", 0, 64)]
+    assert light_units(sites).tolist() == [0] * 6 + [1]
 
 
 class Deep(nn.Module):
