@@ -39,7 +39,7 @@ def _add_light(plan: Plan, began: Any) -> None:
 def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) -> Tensor:
     plan, first = plan_of(site), int(site) & 0xFFFFFFFF
     if plan is not None:  # None: detached before this backward
-        if plan.idle(first):
+        if plan.idle(first) and not (operand == WEIGHT and plan.hash_due(first)):
             pass_number(plan, operand, True)
             return x.new_empty((0,))
         began = _mark(plan)
@@ -87,6 +87,13 @@ def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
     idle = plan.idle(first)
     if idle:
         pass_number(plan, INPUT, True)  # steps end all the same
+        if plan.hash_due(first):
+            _set_grad_enabled(False)
+            try:
+                _observe_now(plan, first, weight, WEIGHT, True, False)
+            finally:
+                _set_grad_enabled(grad)
+            _add_light(plan, began)
     else:
         _set_grad_enabled(False)
         try:

@@ -158,6 +158,10 @@ class Plan:
             return False
         return not (self.observing and self.step.sample.light[first] and self.sites.any_observed(first))
 
+    def hash_due(self, first: int) -> bool:
+        """Whether the weight of a Linear that is idle is hashed in this step all the same."""
+        return self.observing and bool(self.step.sample.hashes[self.sites.row(first, WEIGHT, False)])
+
     def pass_through(self, asked: OperandRows, x_MK: Tensor, *, number: int | None) -> list[Tensor]:
         """The operand itself for a GEMM in high precision, float32, one copy a row; observed as ever."""
         if number is not None and (self.slab is not None or asked.stateful):

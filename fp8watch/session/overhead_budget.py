@@ -160,6 +160,7 @@ class Overhead:
             if self._in_turns:
                 self.light_every = choose_light_every(self._median(), self._budget)
             every = max(self._asked, choose_every(self._median(), self._budget, self.light_every))
+            every = self.light_every * math.ceil(every / self.light_every)
             if abs(every - self.every) > self.every // 4:  # neighbouring figures are noise
                 self.every = every
             self._tell(self._budget)

@@ -8,8 +8,8 @@ them, and each rank is at another place: data-parallel ranks together see each o
 weights have their turns by the weight alone, because replicas are compared by those of the same step.
 
 Where operands are read for their statistics alone, as in recipe="observe", and that takes more than the budget in each
-step, amax and counts have turns as well: all operands of a Linear in the same step, and in the steps in which one of
-them has its turn for something else.
+step, amax and counts have turns as well: all operands of a Linear in the same step. Then full statistics and outputs have
+theirs among those.
 
 Both directions of an operand have their turn together, since one read gives both. So have the inputs of modules side by
 side (q, k and v; gate and up), which may be one tensor, and all operands of a module of Transformer Engine.
@@ -84,7 +84,7 @@ class SiteRotation:
         late: bool = False,
     ) -> None:
         self._full, self._outputs, self._maps = (Turns(units, rank, world_size) for _ in range(3))
-        self._light, self._together = Turns(together, rank, world_size), together
+        self._units, self._light, self._together = units, Turns(together, rank, world_size), together
         self._hashes, self._hash_every = Turns(weights), schedule.hash_every
         self._mode, self._late = tile_maps, late
 
@@ -105,7 +105,16 @@ class SiteRotation:
         if first:
             return replace(EVERYTHING, hashes=YES if self._hash_every else NO, maps=maps)
         period = max(every, OUTPUTS_EVERY) if self._late else every
-        mine, looked = self._full.of(step, every), self._outputs.of(step, period)
+        light: ByRow = YES
+        if light_every == 1:
+            mine, looked = self._full.of(step, every), self._outputs.of(step, period)
+        else:
+            light = self._light.of(step, light_every)
+            mine, looked = (self._among(light, step, light_every, n) for n in (every, period))
+            if maps is YES or full or outputs:
+                light = YES
+            elif maps is not NO:
+                light = self._whole_units(light, maps)
         return StepSample(
             full=YES if full else mine,
             outputs=YES if outputs else looked,
@@ -114,21 +123,22 @@ class SiteRotation:
             any_full=full or 1 in mine,
             any_outputs=True,
             gradients=(0, 1) if outputs else (step % period, period),
-            light=YES
-            if light_every == 1 or full or outputs or mode == "all"
-            else self._any_of_unit(self._light.of(step, light_every), mine, looked, hashes, maps),
+            light=light,
         )
 
-    def _any_of_unit(self, *turns: ByRow) -> bytes:
-        """Of each row whether it has one of these turns, or another one of its unit has. [rows]"""
-        mine = np.zeros(len(self._together), dtype=np.bool_)
-        for turn in turns:
-            if isinstance(turn, bytes):
-                mine |= np.frombuffer(turn, dtype=np.bool_)
+    def _among(self, light: bytes, step: int, light_every: int, every: int) -> bytes:
+        """Of each row whether its turn is in this step: of the turns in which its Linear is looked at, one in so many. [rows]"""
+        mine = (step // light_every + self._units) % max(1, round(every / light_every)) == 0
+        turn: bytes = (np.frombuffer(light, dtype=np.bool_) & mine).tobytes()
+        return turn
+
+    def _whole_units(self, light: bytes, maps: ByRow) -> bytes:
+        """Of each row whether it is looked at, or one of its Linear is whose tile map is to leave. [rows]"""
+        mine = np.frombuffer(light, dtype=np.bool_) | np.array([maps[row] for row in range(len(light))], dtype=np.bool_)
         units = np.zeros(len(mine), dtype=np.bool_)
         units[self._together[mine]] = True
-        turn_of_rows: bytes = units[self._together].tobytes()
-        return turn_of_rows
+        turn: bytes = units[self._together].tobytes()
+        return turn
 
 
 def rotating_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = ()) -> Ints:

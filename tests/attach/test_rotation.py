@@ -91,19 +91,28 @@ def test_outputs_are_read_less_often_on_a_device_and_parameters_have_their_turn(
 
 
 @pytest.mark.parametrize("light_every", [2, 8, 16])
-def test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_and_with_whatever_is_due(light_every):
+def test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_and_its_other_turns_are_among_them(
+    light_every,
+):
     sites = table(4)
     weights = weight_units(sites, lambda row: sites[row].operand == "weight")
     linears = light_units(sites)
-    rotation = SiteRotation(rotating_units(sites), weights, linears, Schedule(), ("every:1", 0), rank=1, world_size=2)
+    rotation = SiteRotation(rotating_units(sites), weights, linears, Schedule(), ("every", 48), rank=1, world_size=2)
     of = [rotation.sample(s, 64, light_every, first=False, full=False, outputs=False) for s in range(640, 704)]
     rows = range(len(sites))
-    light = np.array([[s.light[row] for row in rows] for s in of])
-    due = np.array([[s.full[row] | s.outputs[row] | s.hashes[row] for row in rows] for s in of])
-    assert not (due & ~light).any()
-    assert (light.reshape(64, -1, 5).min(axis=2) == light.reshape(64, -1, 5).max(axis=2)).all()  # five rows a Linear
+    light, full, outputs, hashes, maps = (
+        np.array([[getattr(s, name)[row] for row in rows] for s in of], dtype=bool)
+        for name in ("light", "full", "outputs", "hashes", "maps")
+    )
+    assert not ((full | outputs | maps) & ~light).any()
+    assert (full.sum(axis=0) == 1).all()
+    assert (outputs.sum(axis=0) == 1).all()
+    assert full.sum(axis=1).max() <= len(sites) // 4
+    of_linear = light.reshape(64, -1, 5)  # five rows each
+    assert (of_linear.min(axis=2) == of_linear.max(axis=2)).all()
     assert (light.sum(axis=0) >= 64 // light_every).all()
-    assert light.sum() < 64 * len(sites) / light_every + 5 * due.sum()
+    assert light.sum() <= 64 * len(sites) / light_every + 5 * maps.sum()
+    assert hashes.sum() == 2 * 8
     for everything in ({"first": True}, {"full": True}, {"outputs": True}):
         flags = {"first": False, "full": False, "outputs": False} | everything
         assert all(rotation.sample(640, 64, light_every, **flags).light[row] for row in rows)
@@ -113,6 +122,28 @@ def test_linears_that_read_one_tensor_are_looked_at_in_the_same_step():
     sites = [SiteTable(f"attn.{name}", o, "rowwise", "fprop", 0, 64) for name in "qkv" for o in ("input", "weight")]
     sites += [SiteTable("norm", "output", "rowwise", "probe", 0, 64)]
     assert light_units(sites).tolist() == [0] * 6 + [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_are_hashed_whatever_the_turns(attach, compiled):
+    model = Deep()
+    watch = attach(model, recipe="observe", overhead_budget=None, hash_every=8)
+    watch._overhead.light_every = 16
+    called = torch.compile(model, backend="eager") if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    hashed = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        called(torch.randn(32, 32)).backward()
+        optimizer.step()
+        rows = watch._recorder.step(-1)[1]
+        hashed.append({site for site, row in rows.items() if holds(int(row["measured"]), Measured.HASH)})
+        assert len(hashed) < 3 or len(rows) < 6 * 5
+    assert len(hashed[0]) == 6
+    assert len(set().union(*hashed[2:10])) == len(set().union(*hashed[10:18])) == 6
 
 
 class Deep(nn.Module):
