@@ -78,6 +78,12 @@ def _every(name: str, value: str) -> int:
     return int(value)
 
 
+def _merge_steps(name: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,3}", value.strip()) or not 1 <= int(value) <= 64:
+        raise _refuse(name, value, "must be a whole number from 1 to 64", "1 sends a record of each site in each step")
+    return int(value)
+
+
 def _recipe(name: str, value: str) -> str:
     if value not in RECIPES:
         raise _refuse(name, value, f"must be one of {', '.join(RECIPES)}", "unset it to leave the choice to attach")
@@ -133,6 +139,13 @@ class AgentSettings:
         str | None, Variable("FP8WATCH_RUN", "from the launcher", "id of the run, the same on all ranks", _run)
     ] = None
     every: Annotated[int, Variable("FP8WATCH_EVERY", "1", "sample each n-th optimizer step", _every)] = 1
+    merge_steps: Annotated[
+        int,
+        Variable(
+            "FP8WATCH_MERGE_STEPS", "16 from 256 ranks on, else 1", "steps that share a record where nothing new is said",
+            _merge_steps,
+        ),
+    ] = 0  # fmt: skip
     recipe: Annotated[str | None, Variable("FP8WATCH_RECIPE", "attach's", "recipe: " + ", ".join(RECIPES), _recipe)] = (
         None
     )

@@ -96,10 +96,9 @@ def attach(
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
             first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
-        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`; where
-            what is looked at in each step takes more by itself, they cost as much again as that. Where no GEMM reads
-            operands quantised (recipe "observe"), amax and counts of a Linear come once in up to 16 steps so that it
-            holds; loss, norms and attention outputs are of each step. None switches that off.
+        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`, at
+            most as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
+            to 16 steps as well. None switches that off.
         optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
             those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
@@ -138,7 +137,7 @@ def attach(
 
     cadence = Cadence(
         schedule, max(every, settings.every), maps, overhead_budget, [] if optimizer is None else torch_optimizers(optimizer),
-        start_step,
+        start_step, settings.merge_steps,
     )  # fmt: skip
     if settings.disabled == "1":
         say("switched off by FP8WATCH_DISABLED=1; the model is untouched")

@@ -70,3 +70,4 @@ class Cadence:
     overhead_budget: float | None
     optimizers: Sequence[torch.optim.Optimizer]
     start_step: int
+    merge_steps: int = 0  # FP8WATCH_MERGE_STEPS; 0: by the number of ranks

@@ -83,6 +83,7 @@ class Followed(NamedTuple):
     rows: list[int]
     begun: bool  # by this step: then what led up to it goes as well
     jumped: bool  # in this step: what was recorded does not wait for more steps
+    calm: npt.NDArray[np.bool_] | None = None  # [sites], those inside a band that is known; None: something broke
 
 
 NOTHING_FOLLOWED = Followed([], False, False)
@@ -99,6 +100,7 @@ class EventFollow:
         self.follow = Follow()
         self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
         self._was_broken = False  # in the step before
+        self._broken_until = -1  # the last step with full statistics because of that
         self._rows: list[int] = []
 
     def look(
@@ -119,6 +121,7 @@ class EventFollow:
         follow.reached(newest)
         if is_broken:
             follow.broke(step, newest, fresh=not self._was_broken)
+            self._broken_until = follow.full_until
         self._was_broken = is_broken
         score = self._row_jumps.see(rows, broken)
         jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
@@ -127,7 +130,11 @@ class EventFollow:
             self._rows = most_telling(score, rows["order"], MAX_FOLLOWED)
         elif step > follow.full_until:
             self._rows = []
-        return Followed(self._rows, begun, jumped)
+        calm = None
+        if not is_broken and step > self._broken_until:
+            calm = self._row_jumps.known & (score <= 1)
+            calm[self._rows] = False
+        return Followed(self._rows, begun, jumped, calm)
 
 
 def broken_rows(rows: Rows) -> npt.NDArray[np.bool_]:

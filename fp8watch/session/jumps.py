@@ -41,6 +41,11 @@ class Bands:
         self._middle, self._spread = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self._count = np.zeros(shape, np.float32)
 
+    @property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Numbers that are judged: enough of them were seen. [n]"""
+        return np.asarray(self._count >= LEARNED_STEPS)
+
     def see(self, values: Floats, there: npt.NDArray[np.bool_]) -> Floats:
         """Judge, then learn.
 
@@ -81,6 +86,12 @@ class RowJumps:
     def __init__(self, num_rows: int) -> None:
         self._bands = Bands(np.repeat(np.array(_FLOORS, np.float32)[:, None], num_rows, axis=1))
         self._shares = np.zeros((len(_FLOORS), num_rows), np.float32)
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Sites of whose amax enough is known to judge it. [sites]"""
+        known: npt.NDArray[np.bool_] = self._bands.known[0]
+        return known
 
     def see(self, rows: Rows, broken: npt.NDArray[np.bool_]) -> Floats:
         """Judge one step, then learn from it.

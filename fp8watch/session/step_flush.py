@@ -27,11 +27,12 @@ from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, na
 from fp8watch.observer.plan import TILE_BYTES, Plan
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.stopwatch import FIXED, SAMPLING
-from fp8watch.session.attachment import Attachment, Session
+from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
 from fp8watch.session.site_registration import Rows, SiteRegistration
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch.session.tile_map_flush import TileMapFlush
+from fp8watch.session.window_merge import WindowMerge, steps_to_merge
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
 from fp8watch.sketch.tile_cache import Held, TileHistory
 from fp8watch_agent.guard import Guard
@@ -77,6 +78,7 @@ class StepFlush:
     copies: HostCopies
     events: EventFollow
     maps: TileMapFlush
+    merge: WindowMerge | None  # None: each step leaves by itself
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[Left] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
@@ -190,12 +192,17 @@ class StepFlush:
             left.status = StepStatus.SKIPPED
         if not left.recorded:
             return
-        touched = rows["measured"] != 0  # between samples too: then without energies, moments and depth
-        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
-        self.recorder.record_step(_header(left, numbers), self._ids[touched], rows[touched], logs, left.batch_id)
         broken = broken_rows(rows)
         look = self.events.look
         followed = self.guard.run("jumps", look, left.step, self._newest, rows, broken, numbers) or NOTHING_FOLLOWED
+        leaves = rows["measured"] != 0  # between samples too: then without energies, moments and depth
+        records = None
+        if self.merge is not None and followed.calm is not None and left.status == StepStatus.OK:
+            in_burst = left.step <= self.events.follow.full_until
+            leaves, records = self.merge.leaving(left.step, rows, followed.calm, in_burst=in_burst)
+        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
+        records = rows[leaves] if records is None else records
+        self.recorder.record_step(_header(left, numbers), self._ids[leaves], records, logs, left.batch_id)
         if followed.jumped:
             self.recorder.hurry()
         counts = parts["suspects"].tolist() if "suspects" in parts else []
@@ -214,16 +221,20 @@ def _header(left: Left, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:
 
 
 def step_flush(
-    attachment: Attachment, plan: Plan | None, recorder: Recorder | None, tile_maps: tuple[str, int], session: Session
+    attachment: Attachment, plan: Plan | None, recorder: Recorder | None, cadence: Cadence, session: Session
 ) -> StepFlush | None:
     """What takes the steps of this session; None where nothing is recorded."""
     if plan is None or plan.slab is None or recorder is None:
         return None
     ids = [site.site_id for site in attachment.table]
-    plan.tiles.keeps_one = tile_maps[0] != "triggered"
+    plan.tiles.keeps_one = cadence.tile_maps[0] != "triggered"
     copies, registration = HostCopies(plan.slab.device), SiteRegistration(attachment, plan, recorder, session.say)
     maps = TileMapFlush(ids, recorder, plan.tiles, copies, TileHistory(TILE_BYTES // 4))
+    identity = session.identity
+    steps = steps_to_merge(cadence.merge_steps, identity.world_size)
+    merge = WindowMerge(len(ids), steps, identity.rank) if steps > 1 else None
+    recorder.update_facts({"merge_steps": str(steps)})
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
-        EventFollow(len(ids)), maps,
+        EventFollow(len(ids)), maps, merge,
     )  # fmt: skip

@@ -60,7 +60,7 @@ class Watch:
                 self._model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
             )
             step_boundary.start(self)
-        self._flush = step_flush(attachment, plan, recorder, cadence.tile_maps, session)
+        self._flush = step_flush(attachment, plan, recorder, cadence, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
         if plan is not None and recorder is not None and self._flush is not None:
             self.guard.run("begin_step", self._cycle.begin)
