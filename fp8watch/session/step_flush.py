@@ -232,8 +232,10 @@ def step_flush(
     maps = TileMapFlush(ids, recorder, plan.tiles, copies, TileHistory(TILE_BYTES // 4))
     identity = session.identity
     steps = steps_to_merge(cadence.merge_steps, identity.world_size)
-    merge = WindowMerge(len(ids), steps, identity.rank) if steps > 1 else None
-    recorder.update_facts({"merge_steps": str(steps)})
+    merge = None
+    if steps > 1:
+        merge = WindowMerge(len(ids), steps, identity.rank)
+        recorder.update_facts({"merge_steps": steps})
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
         EventFollow(len(ids)), maps, merge,

@@ -113,7 +113,7 @@ BUGS = [
         "if self._num_broken[row] == 1:", "if False:",
         f"{A}/test_lead_up.py::test_what_led_up_to_an_event_leaves_with_it_in_the_order_of_steps"),
     Bug("every row leaves in every step", "step_flush:StepFlush._hand_over",
-        'touched = rows["measured"] != 0', 'touched = (rows["measured"] & 16) != 0',
+        'leaves = rows["measured"] != 0', 'leaves = (rows["measured"] & 16) != 0',
         f"{A}/test_schedule.py::test_between_samples_every_row_leaves_without_what_only_samples_measure"),
     Bug("full statistics follow a jump", "step_cycle:StepCycle.begin",
         "full=step <= follow.full_until,", "full=False,", f"{A}/test_jumps.py::test_full_statistics_and_maps_follow_a_jump"),

@@ -112,7 +112,7 @@ def test_a_watch_of_many_ranks_sends_each_site_once_in_some_steps_and_a_nan_at_o
     optimizer.step()
     rows = watch._recorder.step(-1)[1]
     assert sum(int(row["num_nan"]) > 0 for row in rows.values()) >= 2
-    assert watch._recorder.facts["merge_steps"] == "4"
+    assert watch._recorder.facts["merge_steps"] == 4
     assert not watch.guard.errors
 
 
