@@ -14,7 +14,7 @@ from fp8watch_agent.version import __version__
 
 if TYPE_CHECKING:
     from fp8watch.quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
-    from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe
+    from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe, rowwise
     from fp8watch.session.attach import attach
     from fp8watch.session.watch import Watch
 
@@ -35,6 +35,7 @@ __all__ = [
     "quantize_blockwise",
     "quantize_mxfp8",
     "quantize_per_tensor",
+    "rowwise",
 ]
 
 _PUBLIC = {

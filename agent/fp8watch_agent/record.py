@@ -311,7 +311,7 @@ class Site:
     format: str  # E4M3 | E5M2
     power_2_scale: bool
     eps: float
-    recipe: str  # blockwise | current | delayed | mxfp8 | observe
+    recipe: str  # blockwise | current | delayed | mxfp8 | rowwise | observe
     backend: str
     evidence: dict[str, str]  # group of fields -> exact | derived | absent
 

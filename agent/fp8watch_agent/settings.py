@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
-RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe")  # the names of fp8watch.recipe.RECIPES
+RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe", "rowwise")  # the names of fp8watch.recipe.RECIPES
 MIN_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 32 << 20
 MAX_RUN_CHARS = 200

@@ -73,6 +73,7 @@ def named_recipes() -> dict[str, Recipe]:
         "current": recipes.current(environ=none),
         "delayed": recipes.delayed(),
         "mxfp8": recipes.mxfp8(),
+        "rowwise": recipes.rowwise(),
     }
 
 
@@ -218,8 +219,12 @@ def _refused(path: str, recipe: Recipe, shape: Shape, device: torch.device, dtyp
     reason = scaled_mm.probe(device)
     if reason is None and recipe.kind != "blockwise":
         reason = "no 1×128 and 128×128 scales to multiply"
-    formats = (recipe.input.format, recipe.weight.format, recipe.grad_output.format)
-    return reason or scaled_mm.refuses(shape.k, shape.n, *formats, dtype)
+    if reason is None and recipe.high_precision:
+        reason = f"{' and '.join(recipe.high_precision)} in high precision"
+    if reason is not None:
+        return reason
+    of_input, of_weight, of_grad = (spec.format for _, spec in recipe.quantised)
+    return scaled_mm.refuses(shape.k, shape.n, of_input, of_weight, of_grad, dtype)
 
 
 def _factors(gemm: str, made: dict[tuple[str, str], Any]) -> tuple[Factor, Factor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
-from fp8watch.layers.fp8_linear import SCALED_KEY, SITE_KEY, WatchedLinear, take_over
+from fp8watch.layers.fp8_linear import SCALED_KEY, SITE_KEY, WatchedLinear, layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.shadow_gemm import sampled_rows
 from fp8watch.observer.plan import Plan
@@ -149,7 +149,7 @@ def make_copies(
             module,
             custom_ops.site_tensor(made, i * len(made.sites.rows)),
             observe_only=False,
-            shared=recipe.shared,
+            how=layout(recipe),
             scaled=scaled,
         )
     if recipe.history is not None:

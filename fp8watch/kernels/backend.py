@@ -4,12 +4,14 @@ Upstream:   fp8watch.quantize.site_quantizer
 
 `fp8watch.kernels.reference` documents the numbers and judges every other backend. A backend that reads an operand once
 for both directions, or measures without writing what it quantised, says so by having `quantize_both`,
-`quantize_dequantize_both`, `measure` or `measure_both`; for one that does not, the functions below call the plain ones.
+`quantize_dequantize_both`, `values_and_codes`, `measure` or `measure_both`; for one that does not, the functions below
+and `fp8watch.quantize.site_quantizer` call the plain ones.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -21,6 +23,10 @@ Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, TileStats | None]
 
 Scales: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Given scales of both directions: rowwise [M, ceil(K/length)], columnwise [ceil(M/length), K]."""
+
+
+Codes: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Codes [M, K] of an FP8 dtype, scale_inv float32 [Mt, Kt]."""
 
 
 class Into(NamedTuple):
@@ -56,10 +62,10 @@ class Merging(Protocol):
     """The functions of a backend with `MERGES = True`, which write what they measure into a slab on the way."""
 
     def values_into(
-        self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool
-    ) -> tuple[list[torch.Tensor], list[TileStats]]:
+        self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool, codes: Sequence[bool] = ()
+    ) -> tuple[list[Any], list[TileStats]]:
         """`quantize_dequantize` of a job with statistics, or with `both` that of both directions: what the codes stand
-        for, and what was measured, one a direction."""
+        for, or `Codes` where `codes` says so, and what was measured, one a direction."""
 
     def measure_into(self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:
         """The statistics alone."""

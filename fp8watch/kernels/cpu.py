@@ -9,11 +9,14 @@ depend on how many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from fp8watch.kernels import cpu_library, reference
-from fp8watch.kernels.backend import Into, Quantized, Scales
-from fp8watch.kernels.cpu_call import CODES, DTYPES, NOTHING, VALUES, call, call_into
+from fp8watch.kernels.backend import Codes, Into, Quantized, Scales
+from fp8watch.kernels.cpu_call import CODES, DTYPES, NOTHING, THREADED_ELEMENTS, VALUES, call, call_into
 from fp8watch.kernels.cpu_compiler import Unavailable
 from fp8watch.numerics.operand_checks import (
     DOUBLE_SUBNORMAL,
@@ -46,14 +49,14 @@ def probe(device: torch.device) -> str | None:
 def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `fp8watch.kernels.reference.quantize`."""
     x = _readable(x)
-    ((codes, scale_inv, stats),) = call(x, job, CODES, given=(_scale(scale, x, job), None))
+    ((codes, scale_inv, stats),) = call(x, job, (CODES,), given=(_scale(scale, x, job), None))
     return codes.view(job.fmt.dtype), scale_inv, stats
 
 
 def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
     """As `fp8watch.kernels.reference.quantize_dequantize`."""
     x = _readable(x)
-    return call(x, job, VALUES, given=(_scale(scale, x, job), None))[0]
+    return call(x, job, (VALUES,), given=(_scale(scale, x, job), None))[0]
 
 
 def quantize_dequantize_both(
@@ -61,14 +64,23 @@ def quantize_dequantize_both(
 ) -> tuple[Quantized, Quantized]:
     """As `fp8watch.kernels.backend.quantize_dequantize_both`, from one read of the operand."""
     x = _readable(x)
-    row, column = call(x, job, VALUES, both=True, given=_scales(scales, x, job))
+    row, column = call(x, job, (VALUES, VALUES), given=_scales(scales, x, job))
     return row, column
+
+
+def values_and_codes(
+    x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
+) -> tuple[torch.Tensor, TileStats | None, Codes, TileStats | None]:
+    """What a forward needs of an operand, from one read: rowwise what the codes stand for, columnwise the codes."""
+    x = _readable(x)
+    (values, _, of_row), (data, scale_inv, of_column) = call(x, job, (VALUES, CODES), given=_scales(scales, x, job))
+    return values, of_row, (data.view(job.fmt.dtype), scale_inv), of_column
 
 
 def measure(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> TileStats:
     """As `fp8watch.kernels.backend.measure`: reads the operand, and writes nothing of its size."""
     x = _readable(x)
-    ((_, _, stats),) = call(x, job, NOTHING, given=(_scale(scale, x, job), None))
+    ((_, _, stats),) = call(x, job, (NOTHING,), given=(_scale(scale, x, job), None))
     assert stats is not None
     return stats
 
@@ -76,22 +88,28 @@ def measure(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None
 def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None) -> tuple[TileStats, TileStats]:
     """As `fp8watch.kernels.backend.measure_both`, from one read of the operand."""
     x = _readable(x)
-    (_, _, row), (_, _, column) = call(x, job, NOTHING, both=True, given=_scales(scales, x, job))
+    (_, _, row), (_, _, column) = call(x, job, (NOTHING, NOTHING), given=_scales(scales, x, job))
     assert row is not None
     assert column is not None
     return row, column
 
 
 def values_into(
-    x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool
-) -> tuple[list[torch.Tensor], list[TileStats]]:
+    x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool, codes: Sequence[bool] = ()
+) -> tuple[list[Any], list[TileStats]]:
     """As `fp8watch.kernels.backend.Merging.values_into`."""
-    return call_into(_readable(x), job, VALUES, into, both=both)
+    kinds = tuple(CODES if c else VALUES for c in codes) or ((VALUES, VALUES) if both else (VALUES,))
+    outs, seen = call_into(_readable(x), job, kinds, into)
+    # of what was measured the scales lie in memory that is held for some steps: those that go along are their own
+    return [
+        (out.view(job.fmt.dtype), stats.scale_inv.clone()) if kind == CODES else out
+        for kind, out, stats in zip(kinds, outs, seen, strict=True)
+    ], seen
 
 
 def measure_into(x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:
     """As `fp8watch.kernels.backend.Merging.measure_into`."""
-    return call_into(_readable(x), job, NOTHING, into, both=both)[1]
+    return call_into(_readable(x), job, (NOTHING, NOTHING) if both else (NOTHING,), into)[1]
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
@@ -106,8 +124,9 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
     data, scale_inv = data.detach().contiguous(), scale_inv.detach().contiguous()
     out = torch.empty((rows, columns), dtype=torch.float32, device="cpu")
     cpu_library.load().fp8watch_dequantize(
-        data.data_ptr(), scale_inv.data_ptr(), out.data_ptr(), rows, columns, bm, bk, known
-    )
+        data.data_ptr(), scale_inv.data_ptr(), out.data_ptr(), rows, columns, bm, bk, known,
+        torch.get_num_threads() if rows * columns >= THREADED_ELEMENTS else 1,
+    )  # fmt: skip
     return out
 
 

@@ -25,7 +25,7 @@ from fp8watch_agent.record import ROW, TileFlag
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES, VALUES, NOTHING = 0, 1, 2
 _FORMATS = {"E4M3": 0, "E5M2": 1}
-_THREADED_ELEMENTS = 1 << 19
+THREADED_ELEMENTS = 1 << 19
 _MAX_SHAPES = 256  # prepared for one job: where every step has another length, memory stays bounded
 _JOB = struct.Struct("P5q6P9ifP")  # struct job in job.h
 _BLOCK_BYTES = 1 << 20
@@ -36,6 +36,8 @@ _new_u8 = _empty(0, dtype=torch.uint8).new_empty
 _no_output = _empty(0, dtype=torch.float32)
 
 Scale = torch.Tensor | None
+Kinds = tuple[int, ...]
+"""One of CODES, VALUES and NOTHING for each direction."""
 
 
 class Direction(NamedTuple):
@@ -171,23 +173,23 @@ _memory = _Memory()
 
 
 def call(
-    x: torch.Tensor, job: QuantizeJob, kind: int, *, both: bool = False, given: tuple[Scale, Scale] = (None, None)
+    x: torch.Tensor, job: QuantizeJob, kinds: Kinds, *, given: tuple[Scale, Scale] = (None, None)
 ) -> tuple[Quantized, ...]:
     """Run the library on an operand; returns one result a direction.
 
     Args:
         x: [M, K] with rows in one piece each.
         job: of the direction, or of the rowwise one.
-        kind: CODES, VALUES or NOTHING: what the first part of a result is.
-        both: the columnwise direction as well, from the same read.
+        kinds: CODES, VALUES or NOTHING: what the first part of a result is. Two: the columnwise direction as well, from
+            the same read.
         given: scales to use, checked and contiguous.
 
     Raises:
         MemoryError: no working space.
     """
-    known = job.prepared.get((x.shape, x.dtype, kind, both)) or prepare(x, job, kind, both)
-    new, directions = (_new_u8 if kind == CODES else _new_f32), known.directions
-    outs = [_no_output if kind == NOTHING else new(x.shape) for _ in directions]
+    known = job.prepared.get((x.shape, x.dtype, kinds)) or prepare(x, job, kinds)
+    directions, size = known.directions, x.shape
+    outs = [_no_output if k == NOTHING else _new_u8(size) if k == CODES else _new_f32(size) for k in kinds]
     scales = [_new_f32(at.num_tiles) for at in directions]
     piece = _new_u8(known.num_bytes) if job.stats else _no_output
     one, other = given
@@ -209,18 +211,18 @@ def call(
 
 
 def call_into(
-    x: torch.Tensor, job: QuantizeJob, kind: int, into: Into, *, both: bool
+    x: torch.Tensor, job: QuantizeJob, kinds: Kinds, into: Into
 ) -> tuple[list[torch.Tensor], list[TileStats]]:
     """As `call` of a job with statistics, merged into rows of a slab: results and statistics, one a direction.
 
     Raises:
         MemoryError: no working space.
     """
-    known = job.prepared.get((x.shape, x.dtype, kind, both)) or prepare(x, job, kind, both)
+    known = job.prepared.get((x.shape, x.dtype, kinds)) or prepare(x, job, kinds)
     memory, directions, size = _memory, known.directions, x.shape
     start = memory.take(known.num_bytes)
     block, at, first, last = memory.block, memory.at + start, directions[0], directions[-1]
-    outs = [] if kind == NOTHING else [_new_f32(size), _new_f32(size)] if both else [_new_f32(size)]
+    outs = [_new_u8(size) if k == CODES else _new_f32(size) for k in kinds if k != NOTHING]
     _, (row, row_t), order = into
     _checked(
         cpu_library.load().fp8watch_operand(
@@ -229,7 +231,7 @@ def call_into(
             torch.get_num_threads() if known.is_large else 1, row, row_t, order,
         )
     )  # fmt: skip
-    if both:
+    if len(kinds) == 2:
         return outs, [Measured(first, block, start), Measured(last, block, start)]
     return outs, [Measured(first, block, start)]
 
@@ -244,11 +246,11 @@ def _wide(size: int) -> torch.dtype:
     return torch.int16 if size < 1 << 15 else torch.int32 if size < 1 << 31 else torch.int64
 
 
-def prepare(x: torch.Tensor, job: QuantizeJob, kind: int, both: bool) -> Prepared:
+def prepare(x: torch.Tensor, job: QuantizeJob, kinds: Kinds) -> Prepared:
     """Work out what the library is told of each call with such an operand, and remember it."""
     rows, columns = int(x.shape[0]), int(x.shape[1])
     packed, places, at = b"", [], 0
-    for one in (job, job.transposed()) if both else (job,):
+    for kind, one in zip(kinds, (job, job.transposed()) if len(kinds) == 2 else (job,), strict=True):
         bm, bk = one.tile
         mt, kt = -(-rows // bm), -(-columns // bk)
         size = bm * bk if bm <= rows and bk <= columns else min(bm, rows) * min(bk, columns)
@@ -272,10 +274,10 @@ def prepare(x: torch.Tensor, job: QuantizeJob, kind: int, both: bool) -> Prepare
             )
         )
         at += _floats_bytes(mt * kt)
-    made = Prepared(packed, tuple(directions), -(-at // 64) * 64, rows * columns >= _THREADED_ELEMENTS)
+    made = Prepared(packed, tuple(directions), -(-at // 64) * 64, rows * columns >= THREADED_ELEMENTS)
     if len(job.prepared) >= _MAX_SHAPES:
         job.prepared.clear()
-    job.prepared[x.shape, x.dtype, kind, both] = made
+    job.prepared[x.shape, x.dtype, kinds] = made
     return made
 
 

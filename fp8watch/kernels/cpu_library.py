@@ -246,7 +246,7 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_magnitude.argtypes = [pointer, i64, i32]
         library.fp8watch_magnitude.restype = i32
         library.fp8watch_look.argtypes = [pointer, i64, i32, i32, pointer, i32]
-        library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32]
+        library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32, i32]
         library.fp8watch_dequantize.restype = None
         wrong = library.fp8watch_check()
     except (OSError, AttributeError) as error:

@@ -26,6 +26,7 @@ from fp8watch.layers.shadow_gemm import hold_against_shadow
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
+from fp8watch.quantize.site_quantizer import Wanted
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[int, Plan] = {}
@@ -115,10 +116,19 @@ def keep_books(plan: Plan, asked: OperandRows, x: Tensor, number: int | None) ->
         plan.guard.run("recomputed", plan.observe, late, x, number=plan.passes.forward)
 
 
-def _run(
-    x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool, *, codes: bool
+def run_operand(
+    x: Tensor,
+    site: Tensor,
+    operand: int,
+    count: bool,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    codes: bool,
+    later: bool = False,
 ) -> list[Any]:
-    """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts."""
+    """What a GEMM reads of one operand, one result a row of the slab; observed on the way where it counts. With `later` the
+    columnwise copy is for backward, which reads its codes."""
     plan, first = lookup(site)
     number = pass_number(plan, operand, count)
     if x.numel() == 0:
@@ -139,16 +149,24 @@ def _run(
                 quantizer.settle(plan.passes.settle())
     if warming and not codes:
         return list(plan.pass_through(asked, x, number=number))
-    outs = plan.quantize(asked, x, number=number, codes=codes)
+    wanted = (Wanted.CODES,) * len(asked.rows) if codes else _wanted(asked, rowwise, columnwise) if later else ()
+    outs = plan.quantize(asked, x, number=number, wanted=wanted)
     if count and first in plan.canary.turn:
-        plan.guard.run("canary", hold_against_operand, plan, asked, x, outs, codes=codes)
+        plan.guard.run("canary", hold_against_operand, plan, asked, x, outs)
     return outs
+
+
+def _wanted(asked: OperandRows, rowwise: bool, columnwise: bool) -> tuple[Wanted, ...]:
+    """Of each row: values for the forward, codes for the backward, or both of one that serves both."""
+    if len(asked.rows) == 2:
+        return Wanted.VALUES, Wanted.CODES
+    return (Wanted.BOTH if rowwise and columnwise else Wanted.CODES if columnwise else Wanted.VALUES,)
 
 
 def _quantize_dequantize(
     x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor]:
-    outs = _run(x, site, operand, count, rowwise, columnwise, codes=False)
+    outs = run_operand(x, site, operand, count, rowwise, columnwise, codes=False)
     none = x.new_empty((0,), dtype=torch.float32)
     if not outs:  # an empty batch has no tiles; its result is as empty as F.linear's
         empty = x.to(torch.float32, copy=True)
@@ -170,7 +188,7 @@ def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnw
 def _quantize_codes(
     x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outs = _run(x, site, operand, count, rowwise, columnwise, codes=True)
+    outs = run_operand(x, site, operand, count, rowwise, columnwise, codes=True)
     none = (x.new_empty((0,), dtype=torch.uint8), x.new_empty((0,), dtype=torch.float32))
     found = [(data.view(torch.uint8), scale_inv) for data, scale_inv in outs]
     row, col = (found[0] if rowwise else none), none
@@ -221,8 +239,8 @@ def _look_at_output(
 
 
 def note_gemm_output(plan: Plan, first: int, y: Tensor, operand: int, columnwise: bool) -> None:
-    (row,) = asked_rows(plan, first, operand, not columnwise, columnwise).rows
-    plan.note_output(row, y.detach())
+    for row in asked_rows(plan, first, operand, not columnwise, columnwise).rows:
+        plan.note_output(row, y.detach())
 
 
 look_at_output_op = torch.library.custom_op("fp8watch::look_at_output", mutates_args=())(_look_at_output)

@@ -13,13 +13,14 @@ Thread:     training, and autograd's
 An operand is shared where its rowwise and columnwise copies have the same codes and scales, as a 128×128 weight has:
 then one quantisation feeds both GEMMs. Under per-tensor recipes every operand is, under mxfp8 none.
 The emulated path multiplies dequantised operands in float32 (within 3e-7 of float64, five orders below the
-quantisation itself), adds the bias in float32, and casts last.
+quantisation itself), adds the bias in float32, and casts last. For backward it keeps codes and scales: a byte an element.
+A GEMM of which the recipe leaves an operand in high precision computes what F.linear would, in the operands' own dtype.
 """
 
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,25 +34,54 @@ from fp8watch.layers.custom_ops import (
     rows_by_columns,
 )
 from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.kept_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.observe_linear import observe, observe_forward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.recipe import OperandRecipe, Recipe
 
 SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
-SHARED_KEY = "_fp8watch_shared"
+LAYOUT_KEY = "_fp8watch_layout"
 SCALED_KEY = "_fp8watch_scaled"
-_KEYS = (SITE_KEY, OBSERVE_KEY, SHARED_KEY, SCALED_KEY)
+_KEYS = (SITE_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY)
 
-Shared = tuple[bool, bool, bool]
-"""Of input, weight, grad_output: whether one quantisation serves both directions."""
+Three = tuple[bool, bool, bool]
 
-BLOCKWISE: Shared = (False, True, False)
+
+class Layout(NamedTuple):
+    """What of a recipe the GEMMs of a Linear go by: constants, for which code is compiled."""
+
+    shared: Three = (False, True, False)
+    """Of input, weight, grad_output: whether one quantisation serves both directions."""
+    gemms: Three = (True, True, True)
+    """Of fprop, dgrad, wgrad: whether it is in FP8."""
+    input_tile: tuple[int, int] = (128, 1)
+    """Of the input's copy for wgrad, in its own rows × columns; −1: all of them."""
+    weight_tile: tuple[int, int] = (128, 128)
+    """Of the weight's copy for dgrad."""
+    warms: bool = False
+    """Whether there is a warm-up in high precision."""
+
+
+BLOCKWISE = Layout()
+
+
+def layout(recipe: Recipe) -> Layout:
+    """Of the Linears under a recipe."""
+
+    def kept(spec: OperandRecipe | None) -> tuple[int, int]:
+        if spec is None or spec.tile is None:
+            return -1, -1
+        return spec.tile[1], spec.tile[0]  # across: tiles run along the other axis, blocks have two like ones
+
+    return Layout(recipe.shared, recipe.gemms, kept(recipe.input), kept(recipe.weight), recipe.warmup_steps > 0)
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """y = x·wᵀ + b with every operand quantised. Saved for backward: the dequantised operands that backward reads."""
+    """y = x·wᵀ + b with quantised operands. Saved for backward: codes and scale_inv of the operands that it reads, and
+    the operands themselves of GEMMs in high precision."""
 
     @staticmethod
     def forward(
@@ -62,54 +92,78 @@ class _Fp8Linear(torch.autograd.Function):
         count: bool,
         dgrad: bool,
         wgrad: bool,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        how: Layout,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        of_fprop, of_dgrad, of_wgrad = how.gemms
         with torch.autocast(x_MK.device.type, enabled=False):
-            xr, xc = quantize_dequantize(
-                x_MK, site, INPUT, count=count, rowwise=True, columnwise=wgrad and not shared[INPUT]
+            xr, xc, xc_scale = _operand(
+                x_MK, site, INPUT, count, of_fprop, wgrad and of_wgrad, how.input_tile, how.warms
             )
-            wr, wc = quantize_dequantize(
-                weight_NK, site, WEIGHT, count=count, rowwise=True, columnwise=dgrad and not shared[WEIGHT]
+            wr, wc, wc_scale = _operand(
+                weight_NK, site, WEIGHT, count, of_fprop, dgrad and of_dgrad, how.weight_tile, how.warms
             )
-            y = emulated_gemm.fprop(xr, wr, bias_N, x_MK.dtype)
-            if count:
-                look_at_output(y, site, INPUT, False, xr, wr, bias_N)
-            return y, (xr if shared[INPUT] and wgrad else xc), (wr if shared[WEIGHT] else wc)
+            if of_fprop:
+                y = emulated_gemm.fprop(xr, wr, bias_N, x_MK.dtype)
+                if count:
+                    look_at_output(y, site, INPUT, False, xr, wr, bias_N)
+            else:
+                y = F.linear(x_MK, weight_NK.to(x_MK.dtype), None if bias_N is None else bias_N.to(x_MK.dtype))
+            return y, xc, xc_scale, wc, wc_scale
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, site, count, dgrad, wgrad, shared = inputs
-        _, xc, wc = output
-        ctx.mark_non_differentiable(xc, wc)
-        ctx.save_for_backward(xc, wc, site)
-        ctx.count, ctx.dgrad, ctx.wgrad, ctx.shared = count, dgrad, wgrad, shared[GRAD_OUTPUT]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, site, count, dgrad, wgrad, how = inputs
+        _, of_dgrad, of_wgrad = how.gemms
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(
+            *output[1:], site, weight if dgrad and not of_dgrad else None, x if wgrad and not of_wgrad else None
+        )
+        ctx.count, ctx.dgrad, ctx.wgrad, ctx.how = count, dgrad, wgrad, how
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        xc, wc, site = ctx.saved_tensors
+        xc, xc_scale, wc, wc_scale, site, weight, x = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad, wgrad = ctx.needs_input_grad[0] and ctx.dgrad, ctx.needs_input_grad[1] and ctx.wgrad
+        shared, (_, of_dgrad, of_wgrad) = ctx.how.shared[GRAD_OUTPUT], ctx.how.gemms
         dx = dw = db = None
         with torch.no_grad(), torch.autocast(grad_MN.device.type, enabled=False):
-            if dgrad or wgrad:
-                rowwise, columnwise = dgrad or ctx.shared, wgrad and not ctx.shared
+            in_fp8 = dgrad and of_dgrad, wgrad and of_wgrad
+            if any(in_fp8):
+                rowwise, columnwise = in_fp8[0] or shared, in_fp8[1] and not shared
                 gr, gc = quantize_dequantize(
                     grad_MN, site, GRAD_OUTPUT, count=ctx.count, rowwise=rowwise, columnwise=columnwise
                 )
-                gc = gr if ctx.shared else gc
-                if dgrad:
-                    dx = emulated_gemm.dgrad(gr, wc, x_dtype)
-                    if ctx.count:
-                        look_at_output(dx, site, GRAD_OUTPUT, False, gr, wc)
-                if wgrad:
-                    dw = emulated_gemm.wgrad(gc, xc, weight_dtype)
-                    if ctx.count:
-                        look_at_output(dw, site, GRAD_OUTPUT, True, gc, xc)
+                gc = gr if shared else gc
+            if in_fp8[0]:
+                w = dequantize_kept(wc, wc_scale, site, WEIGHT)
+                dx = emulated_gemm.dgrad(gr, w, x_dtype)
+                if ctx.count:
+                    look_at_output(dx, site, GRAD_OUTPUT, False, gr, w)
+                del w
+            elif dgrad:
+                dx = grad_MN.mm(weight.to(grad_MN.dtype)).to(x_dtype)
+            if in_fp8[1]:
+                values = dequantize_kept(xc, xc_scale, site, INPUT)
+                dw = emulated_gemm.wgrad(gc, values, weight_dtype)
+                if ctx.count:
+                    look_at_output(dw, site, GRAD_OUTPUT, True, gc, values)
+            elif wgrad:
+                dw = grad_MN.t().mm(x).to(weight_dtype)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             with torch.autocast(grad_MN.device.type, enabled=False):
                 db = grad_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         return once_only(dx), once_only(dw), db, None, None, None, None, None
+
+
+def _operand(
+    x_MK: Tensor, site: Tensor, operand: int, count: bool, now: bool, later: bool, tile: tuple[int, int], warms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the GEMMs read of a forward operand, see `quantize_for_backward`; nothing where none of them is in FP8."""
+    if now or later:
+        return quantize_for_backward(x_MK, site, operand, count=count, now=now, later=later, tile=tile, warms=warms)
+    return tuple(x_MK.new_empty((0,), dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
 
 
 class _ObserveOutput(torch.autograd.Function):
@@ -168,15 +222,14 @@ def fp8_linear(
     site: Tensor,
     *,
     count: bool,
-    shared: Shared = BLOCKWISE,
+    how: Layout = BLOCKWISE,
     scaled: Formats | None = None,
 ) -> Tensor:
     """`F.linear` on the FP8 path of a site, for any leading shape.
 
     Under autocast the input is cast as F.linear would cast it, and the result has autocast's dtype; the weight is
-    quantised from its own precision. `count` says whether the call enters the statistics, `shared` which operands one
-    quantisation serves in both directions, `scaled` the formats of operands whose codes are multiplied by
-    torch._scaled_mm.
+    quantised from its own precision. `count` says whether the call enters the statistics, `how` what of the recipe the
+    GEMMs go by, `scaled` the formats of operands whose codes are multiplied by torch._scaled_mm.
 
     Raises:
         RuntimeError: an input that F.linear would refuse too, or one that is not quantised (float64, nested).
@@ -196,9 +249,7 @@ def fp8_linear(
     if scaled is not None and x.numel():
         product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
         return product.reshape(*x.shape[:-1], weight.shape[0])
-    y, _, _ = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, site, count, dgrad, wgrad, shared
-    )
+    y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
 
@@ -217,8 +268,8 @@ class WatchedLinear(nn.Linear):
         if site is None:
             return F.linear(input, self.weight, self.bias)
         if not self.__dict__[OBSERVE_KEY]:
-            shared, scaled = self.__dict__[SHARED_KEY], self.__dict__.get(SCALED_KEY)
-            return fp8_linear(input, self.weight, self.bias, site, count=self.training, shared=shared, scaled=scaled)
+            how, scaled = self.__dict__[LAYOUT_KEY], self.__dict__.get(SCALED_KEY)
+            return fp8_linear(input, self.weight, self.bias, site, count=self.training, how=how, scaled=scaled)
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
@@ -260,13 +311,13 @@ def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
 
 
 def take_over(
-    module: nn.Linear, site: Tensor, *, observe_only: bool, shared: Shared = BLOCKWISE, scaled: Formats | None = None
+    module: nn.Linear, site: Tensor, *, observe_only: bool, how: Layout = BLOCKWISE, scaled: Formats | None = None
 ) -> None:
-    """Put a Linear on its site, in place. `shared` and `scaled` are constants: compiled code is made for them."""
+    """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them."""
     module.__dict__[SITE_KEY] = site
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
-    module.__dict__[SHARED_KEY] = shared
+    module.__dict__[LAYOUT_KEY] = how
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
         module.__class__ = watched_class(type(module))

@@ -24,15 +24,14 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any], *, codes: bool) -> None:
+def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
     """Check each direction of an operand once in a turn, and merge what was found into its row.
 
     Args:
         plan: whose slab it goes to.
         asked: the directions that were quantised.
         x_MK: the operand.
-        outs: what the GEMMs are handed, one a row: dequantised values, or (codes, scale_inv).
-        codes: which of the two.
+        outs: what the GEMMs are handed, one a row: dequantised values, (codes, scale_inv), or (values, (codes, scale_inv)).
     """
     slab, canary = plan.slab, plan.canary
     if slab is None or not plan.observing or plan.stopwatch is not None or capturing(x_MK):
@@ -41,7 +40,9 @@ def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Seq
     for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
         if row in plan.sites.unobserved or not canary.takes(row, "operand"):
             continue
-        data, scale_inv = out if codes else (out, None)
+        data, scale_inv = out if isinstance(out, tuple) else (out, None)
+        if isinstance(scale_inv, tuple):
+            data, scale_inv = scale_inv
         reads = Reads(data, scale_inv, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1]))))
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
         near = slab.tile_to_look_at(row)

@@ -5,6 +5,7 @@ Thread:     training, and autograd's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +14,17 @@ from fp8watch.kernels.backend import Into
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.site_rows import OperandRows
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, Stopwatch
-from fp8watch.quantize.site_quantizer import measure_operand, run_quantizers
+from fp8watch.quantize.site_quantizer import Wanted, measure_operand, run_quantizers
 
 
 def timed_quantize(
-    stopwatch: Stopwatch, asked: OperandRows, x_MK: Tensor, *, codes: bool, into: Into | None, scratch: Into | None
+    stopwatch: Stopwatch,
+    asked: OperandRows,
+    x_MK: Tensor,
+    *,
+    wanted: Sequence[Wanted],
+    into: Into | None,
+    scratch: Into | None,
 ) -> list[tuple[Any, TileStats | None]]:
     """Quantise as training would without being observed, with the light statistics, and with all. What is merged by the
     call itself goes to the scratch rows but for the last."""
@@ -25,7 +32,7 @@ def timed_quantize(
     ways = ((False, False, None), (False, False, None), (True, False, scratch), (True, True, into))
     for stats, heavy, where in ways:  # the first warms the caches
         results = run_quantizers(
-            asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, codes=codes, into=where
+            asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, wanted=wanted, into=where
         )
         marks.append(stopwatch.mark())
     start, warm, bare, light, full = marks

@@ -32,7 +32,7 @@ from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows,
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.step_state import StepState
 from fp8watch.observer.stopwatch import FIXED, LIGHT, SAMPLING, Stopwatch
-from fp8watch.quantize.site_quantizer import measure_operand, run_quantizers
+from fp8watch.quantize.site_quantizer import Wanted, measure_operand, run_quantizers
 from fp8watch.recipe import Recipe
 from fp8watch.sketch.slab import Slab
 from fp8watch.sketch.tile_cache import HeldTiles
@@ -75,14 +75,16 @@ class Plan:
         """Whether what runs now enters the statistics."""
         return self.slab is not None and not self.step.paused and not self.step.outside
 
-    def quantize(self, asked: OperandRows, x_MK: Tensor, *, number: int | None, codes: bool = False) -> list[Any]:
+    def quantize(
+        self, asked: OperandRows, x_MK: Tensor, *, number: int | None, wanted: Sequence[Wanted] = ()
+    ) -> list[Any]:
         """Quantise for the GEMM, one result a row; observe on the way where it counts.
 
         Args:
             asked: one or both directions of one operand.
             x_MK: the operand.
             number: of the pass; None where the call does not count: evaluation, recomputation.
-            codes: results are (codes, scale_inv) in place of dequantised operands.
+            wanted: what the result of each row is, see `run_quantizers`; empty: dequantised operands.
         """
         step, stopwatch = self.step, self.stopwatch
         counts = number is not None
@@ -90,15 +92,15 @@ class Plan:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
         observe = counts and asked.observed and self.observing
-        into = self._into(asked) if observe and not codes else None
+        into = self._into(asked) if observe else None
         if observe and stopwatch is not None:
             scratch = None if into is None else self._into(asked, scratch=True)
-            results = timed_quantize(stopwatch, asked, x_MK, codes=codes, into=into, scratch=scratch)
+            results = timed_quantize(stopwatch, asked, x_MK, wanted=wanted, into=into, scratch=scratch)
         else:
             stats = observe or (counts and asked.stateful)
             heavy = observe and bool(step.sample.full[asked.rows[0]])
             results = run_quantizers(
-                asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, codes=codes, into=into
+                asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, wanted=wanted, into=into
             )
         began = stopwatch.mark() if stopwatch is not None else None
         outs: list[Any] = []

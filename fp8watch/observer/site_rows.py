@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fp8watch.quantize.site_quantizer import MxQuantizer, SiteQuantizer, can_merge, places, read_together
+from fp8watch.quantize.site_quantizer import (
+    MxQuantizer,
+    RowwiseQuantizer,
+    SiteQuantizer,
+    can_merge,
+    places,
+    read_together,
+)
 from fp8watch.recipe import OPERANDS, Recipe
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -33,7 +40,7 @@ class OperandRows:
     stateful: bool  # a scale with a history, which must see each pass
     observed: bool  # any of the rows
     looked_at: tuple[int, ...]  # rows to measure where no GEMM reads the operand quantised
-    first: int  # the rowwise row: how a forward computes is noted under it
+    first: int  # the operand's first row: how a forward computes is noted under it
     asks_column: int | None  # columnwise row of a forward operand that this call asks for
     leaves_column: int | None  # ... that it leaves out, and that a recomputation may ask for
 
@@ -57,9 +64,25 @@ class SiteRows:
     _kinds: dict[tuple[object, ...], int] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], OperandRows] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # a copy that serves both directions has one row, under the direction that is read first
+        self._alias = {
+            (operand, not columnwise): row
+            for (operand, columnwise), row in self.rows.items()
+            if row < len(self.quantizers) and self.quantizers[row].spec.shared
+        }
+
+    def find(self, first: int, operand: int, columnwise: bool) -> int | None:
+        """Row of a site; of an operand that one quantisation serves in both directions, its only one. None: no GEMM reads
+        the operand quantised in that direction."""
+        at = self.rows.get((operand, columnwise), self._alias.get((operand, columnwise)))
+        return None if at is None else first + at
+
     def row(self, first: int, operand: int, columnwise: bool) -> int:
-        """Row of a site; of an operand that one quantisation serves in both directions, its only one."""
-        return first + self.rows.get((operand, columnwise), self.rows[operand, False])
+        """Row of a site that is there."""
+        found = self.find(first, operand, columnwise)
+        assert found is not None
+        return found
 
     def asked(self, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
         """What a call needs that asks for these directions of an operand of the Linear with this first row."""
@@ -67,10 +90,11 @@ class SiteRows:
         found = self.known.get(key)
         if found is None:
             wanted = [c for c, asks in ((False, rowwise), (True, columnwise)) if asks]
-            rows = tuple(dict.fromkeys(self.row(first, operand, c) for c in wanted))
+            rows = tuple(r for r in dict.fromkeys(self.find(first, operand, c) for c in wanted) if r is not None)
             own = None if operand == GRAD_OUTPUT else self.rows.get((operand, True))
             column = None if own is None else first + own
-            found = self.known[key] = self._made(rows, self.row(first, operand, False), column, columnwise)
+            lowest = min((row for (o, _), row in self.rows.items() if o == operand), default=-1)
+            found = self.known[key] = self._made(rows, first + lowest if lowest >= 0 else -1, column, columnwise)
         return found
 
     def part(self, rows: tuple[int, ...]) -> OperandRows:
@@ -87,7 +111,7 @@ class SiteRows:
             rows,
             quantizers,
             together=read_together(quantizers),
-            merges=can_merge(quantizers) and not any(row in left for row in rows),
+            merges=bool(rows) and can_merge(quantizers) and not any(row in left for row in rows),
             kind=self._kind_of(quantizers),
             stateful=any(q.stateful for q in quantizers),
             observed=any(row not in left for row in rows),
@@ -98,14 +122,16 @@ class SiteRows:
         )
 
     def _kind_of(self, quantizers: tuple[SiteQuantizer, ...]) -> int | None:
-        if not all(type(q) in (SiteQuantizer, MxQuantizer) for q in quantizers):
+        if not all(type(q) in (SiteQuantizer, MxQuantizer, RowwiseQuantizer) for q in quantizers):
             return None
         how = tuple((type(q), q.spec, q.columnwise, q.backend.NAME) for q in quantizers)
         return self._kinds.setdefault(how, len(self._kinds))
 
     def is_weight(self, row: int) -> bool:
-        """Whether a row is a Linear's weight, rowwise."""
-        return row < len(self.quantizers) and row % len(self.rows) == self.rows[WEIGHT, False]
+        """Whether a row is a Linear's weight, rowwise where it has that."""
+        if row >= len(self.quantizers):
+            return False
+        return row % len(self.rows) == self.rows.get((WEIGHT, False), self.rows.get((WEIGHT, True)))
 
     def any_observed(self, first: int) -> bool:
         """Whether any site of the Linear with this first row is observed."""

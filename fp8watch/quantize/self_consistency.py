@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fp8watch.numerics.formats import Fp8Format, fp8_format
-from fp8watch.recipe import OperandRecipe
+from fp8watch.quantize.rowwise import scale_of_rows
+from fp8watch.recipe import ROW, OperandRecipe
 
 NUM_TILES = 32
 NUM_BLOCKS = 3  # of 128×128: one has the elements of 128 tiles
@@ -115,6 +116,8 @@ def _scale(amax: Tensor, spec: OperandRecipe, fmt: Fp8Format) -> Tensor:
         mantissa, exponent = torch.frexp(amax / torch.full_like(amax, fmt.max_finite))
         up = exponent - (mantissa == 0.5).to(exponent.dtype)  # 2^up is the power of two at or above it
         return torch.ldexp(torch.ones_like(amax), -up.clamp(-126, 127))
+    if spec.tile == ROW:
+        return scale_of_rows(amax, spec)
     scale = torch.full_like(amax, fmt.max_finite) / amax.clamp_min(spec.eps)
     if spec.power_2_scale:
         scale = scale.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -21,7 +22,16 @@ from fp8watch.numerics.quantize_job import QuantizeJob, quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from fp8watch.quantize.per_tensor import DelayedScale
-from fp8watch.recipe import OPERANDS, AmaxHistory, OperandRecipe, Recipe
+from fp8watch.quantize.rowwise import rowwise_scale
+from fp8watch.recipe import GEMMS, ROW, AmaxHistory, OperandRecipe, Recipe
+
+
+class Wanted(Enum):
+    """What a call makes of an operand for its GEMMs."""
+
+    VALUES = "what the codes stand for"
+    CODES = "codes and scale_inv"
+    BOTH = "values now, codes and scale_inv for later"
 
 
 class SitePlace(NamedTuple):
@@ -42,10 +52,16 @@ _BOTH = {
 def places(recipe: Recipe) -> tuple[SitePlace, ...]:
     """The sites of a Linear under a recipe, in the order of their rows in the slab.
 
-    An operand whose rowwise and columnwise copies have the same codes and scales has the rowwise site only: whole
-    tensors, and 128×128 blocks. So per-tensor recipes have 3 sites, blockwise 5, mxfp8 6.
+    An operand whose rowwise and columnwise copies have the same codes and scales has one site, the first: whole
+    tensors, and 128×128 blocks. So per-tensor recipes have 3 sites, blockwise 5, mxfp8 and rowwise 6; fewer where an
+    operand stays in high precision, because GEMMs that read it read nothing quantised.
     """
-    return tuple(p for o in OPERANDS for p in (_BOTH[o][:1] if recipe.operand(o).shared else _BOTH[o]))
+    in_fp8 = dict(zip(GEMMS, recipe.gemms, strict=True))
+    found: list[SitePlace] = []
+    for operand, spec in recipe.quantised:
+        read = [place for place in _BOTH[operand] if in_fp8[place.gemm]]
+        found += read[:1] if spec.shared else read
+    return tuple(found)
 
 
 @dataclass
@@ -66,12 +82,15 @@ class SiteQuantizer:
     """Whether scales are bound to the amax of the tensor that they quantise."""
 
     def __post_init__(self) -> None:
-        self._jobs = self._jobs_for(self.tile_for((0, 0))) if self.spec.tile is not None else None
+        fixed = self.spec.tile not in (None, ROW)
+        self._jobs = self._jobs_for(self.tile_for((0, 0))) if fixed else None
 
     def tile_for(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
         if self.spec.tile is None:
             return shape
+        if self.spec.tile == ROW:
+            return (shape[0], 1) if self.columnwise else (1, shape[1])
         m, k = self.spec.tile
         return (k, m) if self.columnwise else (m, k)
 
@@ -90,7 +109,7 @@ class SiteQuantizer:
 
     def job(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> QuantizeJob:
         """What the backend is asked for."""
-        jobs = self._jobs or self._jobs_for((x_MK.shape[0], x_MK.shape[1]))
+        jobs = self._jobs or self._jobs_for(self.tile_for((x_MK.shape[0], x_MK.shape[1])))
         return jobs[stats + (stats and heavy)]
 
     def _jobs_for(self, tile: tuple[int, int]) -> tuple[QuantizeJob, QuantizeJob, QuantizeJob]:
@@ -121,6 +140,15 @@ class MxQuantizer(SiteQuantizer):
     def scale(self, x_MK: Tensor) -> Tensor:
         """The amax of each tile over FP8_MAX, rounded up to a power of two."""
         return e8m0_scale(e8m0_scale_inv(mx_amax(x_MK, self.columnwise), fp8_format(self.spec.format)))
+
+
+@dataclass
+class RowwiseQuantizer(SiteQuantizer):
+    """One scale a row."""
+
+    def scale(self, x_MK: Tensor) -> Tensor:
+        """What torchao computes from the amax of each row."""
+        return rowwise_scale(x_MK, self.columnwise, self.spec)
 
 
 @dataclass
@@ -163,19 +191,42 @@ def run_quantizers(
     together: bool,
     stats: bool,
     heavy: bool,
-    codes: bool = False,
+    wanted: Sequence[Wanted] = (),
     into: Into | None = None,
 ) -> list[tuple[Any, TileStats | None]]:
-    """Run one quantiser, or both directions of an operand: from one read where `read_together` says so. With `codes` the
-    results are (codes, scale_inv), else what they stand for. `into` may be given where `can_merge` says so."""
-    if codes:
-        return _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
+    """Run one quantiser, or both directions of an operand: from one read where `read_together` says so.
+
+    `wanted` says for each what the result is: values (as without it), (codes, scale_inv), or (values, (codes, scale_inv)).
+    `into` may be given where `can_merge` says so.
+    """
+    first, codes = used[0], [w is not Wanted.VALUES for w in wanted] or [False] * len(used)
     if into is not None:
-        job = used[0].job(x_MK, stats=True, heavy=heavy)
-        outs, seen = cast(Merging, used[0].backend).values_into(x_MK, job, into, both=together)
-        return list(zip(outs, seen, strict=True))
-    if not together:
-        return [q(x_MK, stats=stats, heavy=heavy) for q in used]
+        job = first.job(x_MK, stats=True, heavy=heavy)
+        outs, seen = cast(Merging, first.backend).values_into(x_MK, job, into, both=together, codes=codes)
+        found: list[tuple[Any, TileStats | None]] = list(zip(outs, seen, strict=True))
+    elif all(codes):
+        found = _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
+    elif not together or any(codes):
+        mixed = getattr(first.backend, "values_and_codes", None)
+        if together and mixed is not None and codes == [False, True]:
+            job = first.job(x_MK, stats=stats, heavy=heavy)
+            values, of_row, later, of_column = mixed(x_MK, job, _scales(used, x_MK))
+            return [(values, of_row), (later, of_column)]
+        found = [(q.codes if c else q)(x_MK, stats=stats, heavy=heavy) for q, c in zip(used, codes, strict=True)]
+    else:
+        found = _run_together(used, x_MK, stats=stats, heavy=heavy)
+    if Wanted.BOTH in wanted:
+        shape = (x_MK.shape[0], x_MK.shape[1])
+        found = [
+            ((q.backend.dequantize(out[0], out[1], q.tile_for(shape)), out), seen) if w is Wanted.BOTH else (out, seen)
+            for q, w, (out, seen) in zip(used, wanted, found, strict=True)
+        ]
+    return found
+
+
+def _run_together(
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, stats: bool, heavy: bool
+) -> list[tuple[Any, TileStats | None]]:
     first = used[0]
     job = first.job(x_MK, stats=stats, heavy=heavy)
     both = getattr(first.backend, "quantize_dequantize_both", None) or partial(quantize_dequantize_both, first.backend)
@@ -253,6 +304,10 @@ def site_quantizer(
         state: of an earlier attach to go on with, if it is of the same format and history.
     """
     spec, columnwise = recipe.operand(place.operand), place.direction == "columnwise"
+    if spec is None:
+        raise ValueError(f"{place.operand} stays in high precision in this recipe: it has no quantiser")
+    if spec.tile == ROW:
+        return RowwiseQuantizer(spec, columnwise, backend)
     if spec.scaling == "mx":
         return MxQuantizer(spec, columnwise, backend)
     if spec.scaling != "delayed":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe
+from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe, rowwise
 from fp8watch.recipe.registry import RECIPES
 from fp8watch.recipe.resolve import resolve_recipe
-from fp8watch.recipe.spec import OPERANDS, AmaxHistory, OperandRecipe, Recipe
+from fp8watch.recipe.spec import GEMMS, OPERANDS, ROW, AmaxHistory, OperandRecipe, Recipe
 
 __all__ = [
+    "GEMMS",
     "OPERANDS",
     "RECIPES",
+    "ROW",
     "AmaxHistory",
     "OperandRecipe",
     "Recipe",
@@ -19,4 +21,5 @@ __all__ = [
     "mxfp8",
     "observe",
     "resolve_recipe",
+    "rowwise",
 ]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fp8watch.recipe.environment import capability, environment, refuse_fp32_scales_on_blackwell
 from fp8watch.recipe.foreign import READ, is_foreign, read_foreign
 from fp8watch.recipe.registry import RECIPES
-from fp8watch.recipe.spec import OPERANDS, Recipe
+from fp8watch.recipe.spec import Recipe
 from fp8watch.recipe.trainer import misfits, trainer_flags
 
 
@@ -39,8 +39,7 @@ def resolve_recipe(
         made = RECIPES[recipe].from_environment(env)
     elif isinstance(recipe, Recipe):
         made = recipe
-        for operand in OPERANDS:
-            spec = made.operand(operand)
+        for operand, spec in made.quantised:
             if spec.kind == "blockwise" and not spec.power_2_scale:
                 refuse_fp32_scales_on_blackwell(f"Recipe.{operand}.power_2_scale=False", capability())
     elif is_foreign(recipe):

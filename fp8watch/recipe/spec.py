@@ -13,7 +13,13 @@ from fp8watch.numerics.formats import fp8_format
 
 OPERANDS = ("input", "weight", "grad_output")
 
-TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), None)
+ROW = (1, -1)
+"""Tile of one scale a row, as long as the contraction is."""
+
+TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), ROW, None)
+GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+"""What each GEMM of a Linear reads."""
+
 SCALINGS = ("current", "delayed", "mx")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
@@ -26,7 +32,8 @@ Fact = str | int | float | bool
 class OperandRecipe:
     """How one operand is quantised.
 
-    `tile` is (1, 128) or (1, 32) along the contraction axis, (128, 128), or None for the whole tensor. `eps` clamps
+    `tile` is (1, 128) or (1, 32) along the contraction axis, (128, 128), ROW for the whole of the contraction axis, or
+    None for the whole tensor. `eps` clamps
     the tile's amax from below. `scaling` says where a scale comes from: "current": the amax of the tile; "delayed":
     the amax of earlier passes, whole tensors only; "mx": an E8M0 byte rounded up, tiles (1, 32) only.
     """
@@ -39,7 +46,7 @@ class OperandRecipe:
 
     def __post_init__(self) -> None:
         if self.tile not in TILES:
-            rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', or None for the whole tensor"
+            rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', (1, -1) for a row, or None for the whole tensor"
             raise ValueError(f"tile={self.tile}: {rule}")
         fp8_format(self.format)
         if not 0 <= self.eps <= FLOAT32_MAX:  # NaN too
@@ -54,12 +61,16 @@ class OperandRecipe:
             raise ValueError(f"tile={self.tile}, scaling={self.scaling!r}, power_2_scale={self.power_2_scale}: {rule}")
         if self.scaling == "mx" and self.eps:
             raise ValueError(f"eps={self.eps}: an E8M0 scale has no eps; leave it at 0")
+        if self.tile == ROW and not self.eps:
+            raise ValueError(f"eps={self.eps}: a row of zeros has no scale without one; 1e-12 is torchao's")
 
     @property
     def kind(self) -> str:
-        """The recipe that this arithmetic belongs to: blockwise, current, delayed or mxfp8."""
+        """The recipe that this arithmetic belongs to: blockwise, current, delayed, mxfp8 or rowwise."""
         if self.scaling == "mx":
             return "mxfp8"
+        if self.tile == ROW:
+            return "rowwise"
         if self.scaling == "delayed":
             return "delayed"
         return "current" if self.tile is None else "blockwise"
@@ -97,7 +108,10 @@ def _weight() -> OperandRecipe:
     return OperandRecipe((128, 128))
 
 
-def in_order(made: Mapping[str, OperandRecipe]) -> tuple[OperandRecipe, OperandRecipe, OperandRecipe]:
+Operands = tuple[OperandRecipe | None, OperandRecipe | None, OperandRecipe | None]
+
+
+def in_order(made: Mapping[str, OperandRecipe | None]) -> Operands:
     """Input, weight, grad_output, as `Recipe` takes them."""
     return made["input"], made["weight"], made["grad_output"]
 
@@ -106,6 +120,9 @@ def in_order(made: Mapping[str, OperandRecipe]) -> tuple[OperandRecipe, OperandR
 class Recipe:
     """A recipe for the three GEMMs of a Linear.
 
+    An operand that is None stays in high precision, and so does each GEMM that reads it: with `grad_output=None` the
+    forward is in FP8, and both GEMMs of the backward multiply unquantised operands.
+
     With `observe_only` the GEMMs stay as they are and operands are quantised on the side, for statistics; the name is
     then "observe". For the first `warmup_steps` steps of a run the GEMMs multiply unquantised operands, which are
     observed all the same; delayed histories fill meanwhile. `flags` are a trainer's own FP8 flags; they change
@@ -113,9 +130,9 @@ class Recipe:
     """
 
     name: str = ""
-    input: OperandRecipe = field(default_factory=_input)
-    weight: OperandRecipe = field(default_factory=_weight)
-    grad_output: OperandRecipe = field(default_factory=_input)
+    input: OperandRecipe | None = field(default_factory=_input)
+    weight: OperandRecipe | None = field(default_factory=_weight)
+    grad_output: OperandRecipe | None = field(default_factory=_input)
     observe_only: bool = False
     warmup_steps: int = 0
     history: AmaxHistory | None = None
@@ -131,12 +148,15 @@ class Recipe:
             raise ValueError(
                 f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"
             )
-        specs = [self.operand(o) for o in OPERANDS]
-        blocks = [o for o, s in zip(OPERANDS, specs, strict=True) if s.tile == (128, 128)]
+        specs = dict(self.quantised)
+        if len(specs) < 2:
+            rule = "a GEMM is in FP8 where both of its operands are; quantise two of them, or use recipe='observe'"
+            raise ValueError(f"{' and '.join(o for o in OPERANDS if o not in specs)} in high precision: {rule}")
+        blocks = [o for o, s in specs.items() if s.tile == (128, 128)]
         if len(blocks) > 1:
             rule = "no GEMM takes 128×128 blocks on both sides: give one operand (128, 128), the others (1, 128)"
             raise ValueError(f"tile=(128, 128) for {' and '.join(blocks)}: {rule}")
-        kinds = {s.kind for s in specs}
+        kinds = {s.kind for s in specs.values()}
         if self.history is None and "delayed" in kinds:
             object.__setattr__(self, "history", AmaxHistory())
         if self.history is not None and "delayed" not in kinds:
@@ -144,26 +164,44 @@ class Recipe:
         name = "observe" if self.observe_only else self.name if self.name != "observe" else ""
         object.__setattr__(self, "name", name or self.kind)
 
-    def operand(self, name: str) -> OperandRecipe:
-        """The recipe of `input`, `weight` or `grad_output`."""
-        got: OperandRecipe = getattr(self, name)
+    def operand(self, name: str) -> OperandRecipe | None:
+        """The recipe of `input`, `weight` or `grad_output`; None: it stays in high precision."""
+        got: OperandRecipe | None = getattr(self, name)
         return got
 
     @property
+    def quantised(self) -> tuple[tuple[str, OperandRecipe], ...]:
+        """The operands that are not in high precision, with their recipes, in order."""
+        return tuple((o, spec) for o in OPERANDS if (spec := self.operand(o)) is not None)
+
+    @property
+    def high_precision(self) -> tuple[str, ...]:
+        """The operands that are."""
+        return tuple(o for o in OPERANDS if self.operand(o) is None)
+
+    @property
+    def gemms(self) -> tuple[bool, bool, bool]:
+        """Of fprop, dgrad, wgrad: whether both operands are quantised."""
+        fprop, dgrad, wgrad = (all(self.operand(o) is not None for o in reads) for reads in GEMMS.values())
+        return fprop, dgrad, wgrad
+
+    @property
     def kind(self) -> str:
-        """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, or mixed."""
-        kinds = {self.operand(o).kind for o in OPERANDS}
+        """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, rowwise, or mixed."""
+        kinds = {spec.kind for _, spec in self.quantised}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
     def shared(self) -> tuple[bool, bool, bool]:
         """Of input, weight, grad_output: whether one quantisation serves both directions."""
-        return self.input.shared, self.weight.shared, self.grad_output.shared
+        input, weight, grad_output = ((s := self.operand(o)) is not None and s.shared for o in OPERANDS)
+        return input, weight, grad_output
 
     def site_recipe(self, operand: str) -> str:
         """What a site of the operand is registered with: observed sites say "observe", but for delayed scaling, whose
         scale is bound to no invariant."""
-        kind = self.operand(operand).kind
+        spec = self.operand(operand)
+        kind = "" if spec is None else spec.kind
         return "observe" if self.observe_only and kind != "delayed" else kind
 
     def facts(self) -> dict[str, Fact]:
@@ -171,7 +209,12 @@ class Recipe:
         out: dict[str, Fact] = {"recipe": self.name, "observe_only": self.observe_only}
         for name in OPERANDS:
             spec = self.operand(name)
-            out[f"{name}.tile"] = "tensor" if spec.tile is None else "x".join(map(str, spec.tile))
+            if spec is None:
+                out[f"{name}.format"] = "high precision"
+                continue
+            out[f"{name}.tile"] = (
+                "tensor" if spec.tile is None else "row" if spec.tile == ROW else "x".join(map(str, spec.tile))
+            )
             out[f"{name}.format"] = spec.format
             out[f"{name}.power_2_scale"] = spec.power_2_scale
             out[f"{name}.eps"] = spec.eps

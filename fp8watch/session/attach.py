@@ -27,7 +27,7 @@ from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import look_at_attention
-from fp8watch.layers.fp8_linear import take_over
+from fp8watch.layers.fp8_linear import layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
@@ -38,7 +38,7 @@ from fp8watch.observer.site_rows import SiteRows, rows_of
 from fp8watch.observer.step_state import StepState
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
-from fp8watch.recipe import OPERANDS, Recipe, resolve_recipe
+from fp8watch.recipe import Recipe, resolve_recipe
 from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
@@ -185,7 +185,7 @@ def attach(
     plan.modules.update(module for _, module in linears)
     for i, (_, module) in enumerate(linears):
         site = custom_ops.site_tensor(plan, i * len(plan.sites.rows))
-        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
+        take_over(module, site, observe_only=chosen.observe_only, how=layout(chosen), scaled=formats)
     plan.step.warming = start_step < chosen.warmup_steps
     if not chosen.observe_only:
         plan.canary.cover(len(linears), len(plan.sites.rows))
@@ -258,11 +258,13 @@ def _scaled_formats(
     reason = scaled_mm.probe(device)
     if reason is None and (recipe.kind != "blockwise" or recipe.observe_only):
         reason = f"recipe {recipe.name!r} has no 1×128 and 128×128 scales to multiply; use recipe='blockwise'"
+    if reason is None and recipe.high_precision:
+        reason = f"{' and '.join(recipe.high_precision)} in high precision; quantise all three"
     if reason is None and recipe.warmup_steps:
         reason = "a warm-up in high precision is not part of it; set warmup_steps=0"
     if reason is not None:
         raise ValueError(f"gemm='scaled_mm' cannot be used: {reason}; gemm='emulated' runs everywhere")
-    a, b, c = (recipe.operand(name).format for name in OPERANDS)
+    a, b, c = (spec.format for _, spec in recipe.quantised)
     for fqn, module in list(linears):
         refused = scaled_mm.refuses(module.in_features, module.out_features, a, b, c, module.weight.dtype)
         if refused is not None:

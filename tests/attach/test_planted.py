@@ -27,7 +27,7 @@ BUGS = [
         "step.hashed.add(row)", "step.hashed.update(range(99))",
         f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),
     Bug("the output of a GEMM is looked at", "fp8_linear:_Fp8Linear.backward",
-        "look_at_output(dw, site, GRAD_OUTPUT, True, gc, xc)", "pass",
+        "look_at_output(dw, site, GRAD_OUTPUT, True, gc, values)", "pass",
         f"{A}/test_provenance.py::test_the_gemm_that_makes_a_nan_of_finite_operands_is_named"),
     *(
         Bug(f"the output of a {gemm} of codes is looked at", "scaled_linear", f"look_at_output({args})", "pass",

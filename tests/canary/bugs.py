@@ -10,7 +10,7 @@ HOLDS = f"{T}/test_self_consistency.py"
 TURNS = f"{T}/test_turns.py"
 
 BUGS = [
-    Bug("what a GEMM reads is held against the operand", "custom_ops:_run",
+    Bug("what a GEMM reads is held against the operand", "custom_ops:run_operand",
         "if count and first in plan.canary.turn:", "if False:", f"{FAULTS}::test_a_broken_quantiser_is_named_at_its_site"),
     Bug("a GEMM has its turn", "custom_ops:_look_at_output",
         "if factors and (first in plan.canary.turn or first in plan.canary.forced):",

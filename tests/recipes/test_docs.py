@@ -50,7 +50,7 @@ def test_the_table_of_recipes_is_the_code():
 
 
 def test_the_table_of_arguments_is_the_code():
-    shared = {"warmup_steps", "observe_only", "environ", "device_capability"}
+    shared = {"warmup_steps", "observe_only", "high_precision", "environ", "device_capability"}
     listed = [(name, argument, ast.literal_eval(default)) for name, argument, default in table("| recipe | argument |")]
     wanted = [
         (name, argument, parameter.default)
@@ -59,7 +59,7 @@ def test_the_table_of_arguments_is_the_code():
         if name != "observe" and argument not in shared
     ]
     assert listed == wanted
-    assert "`warmup_steps` (0) and `observe_only` (False)" in PAGE
+    assert "`warmup_steps` (0), `observe_only` (False) and `high_precision` (no operand)" in PAGE
 
 
 def test_every_variable_and_flag_is_on_the_page():

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "dequantize.h"
 #include "slow.h"
 
 #define MAX_CHUNKS 64
@@ -238,23 +239,10 @@ int fp8watch_look(const void *x, int64_t n, int32_t dtype, int32_t energy, struc
 
 /* Codes [M, K], contiguous, times the scale_inv of their tile. */
 void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *out, int64_t M, int64_t K, int64_t bm,
-                         int64_t bk, int32_t format) {
+                         int64_t bk, int32_t format, int32_t threads) {
     struct mode mode = enter();
-    const int m = FORMATS[format].mantissa_bits, bias = format ? 15 : 7;
-    float value[256];
-    for (int c = 0; c < 256; c++) {
-        int e = (c & 0x7F) >> m, n = c & ((1 << m) - 1);
-        float v = e ? (float)((1 << m) + n) * float_of((127 + e - bias - m) << 23) : (float)n * float_of((128 - bias - m) << 23);
-        if (format == 0 && (c & 0x7F) == 0x7F) v = NAN;
-        if (format == 1 && e == 31) v = n ? NAN : INFINITY;
-        value[c] = c & 0x80 ? -v : v;
-    }
-    int64_t Kt = ceil_div(K, bk);
-    for (int64_t r = 0; r < M; r++)
-        for (int64_t j = 0; j < Kt; j++) {
-            float s = scale_inv[r / bm * Kt + j];
-            for (int64_t c = j * bk, end = least(c + bk, K); c < end; c++) out[r * K + c] = value[codes[r * K + c]] * s;
-        }
+    struct dequantize work = {codes, scale_inv, out, M, K, bm, bk, 1, format, 0};
+    dequantize(&work, threads);
     leave(mode);
 }
 
@@ -272,7 +260,7 @@ int fp8watch_check(void) {
         struct row row;
         for (int c = 0; c < 256; c++) codes[c] = codes[256 + c] = (uint8_t)c;
         scale_inv[0] = 1;
-        fp8watch_dequantize(codes, scale_inv, x, 2, 256, 2, 256, format);
+        fp8watch_dequantize(codes, scale_inv, x, 2, 256, 2, 256, format, 1);
         for (int c = 0; c < 512; c++)
             if (!is_finite(x[c])) x[c] = 0, codes[c] = 0;
         for (int dtype = 0; dtype < 3; dtype++)

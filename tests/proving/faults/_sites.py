@@ -81,6 +81,23 @@ class WrongKernel(Wrapped):
     def __init__(self, base: Backend, spoil: Spoil) -> None:
         super().__init__(base)
         self.spoil = spoil
+        self._kept: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the address of codes: those, and what is read in their place
+
+    def quantize(self, x: Tensor, job: QuantizeJob, scale: Tensor | None = None) -> Quantized:
+        codes, scale_inv, stats = self.base.quantize(x, job, scale)
+        if len(self._kept) >= 64:  # micro-batches between forward and backward
+            del self._kept[next(iter(self._kept))]
+        self._kept[codes.data_ptr()] = (
+            codes,
+            self.quantize_dequantize(x, replace(job, stats=False, heavy=False), scale)[0],
+        )
+        return codes, scale_inv, stats
+
+    def dequantize(self, data: Tensor, scale_inv: Tensor, tile_shape: tuple[int, int]) -> Tensor:
+        kept = self._kept.get(data.data_ptr())
+        return self.base.dequantize(data, scale_inv, tile_shape) if kept is None else kept[1]
 
     def quantize_dequantize(self, x: Tensor, job: QuantizeJob, scale: Tensor | None = None) -> Quantized:
         right, scale_inv, stats = self.base.quantize_dequantize(x, job, scale)
@@ -158,6 +175,9 @@ def _put(plan: Any, rows: list[int], backend: Backend) -> None:
 ChangeGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(output, a, b) -> output: a [rows, K] and b [K, columns] are the dequantised operands as they are multiplied."""
 
+QUANTISE = ("quantize_dequantize", "quantize_for_backward")
+"""Through which a Linear quantises its gradients, and its forward operands."""
+
 _changes: dict[tuple[int, str], ChangeGemm] = {}
 _sound: dict[str, Any] = {}
 _running = 0
@@ -174,7 +194,7 @@ def change_gemm(module: nn.Module, gemm: str, change: ChangeGemm) -> Callable[[]
         _changes.pop(key, None)
         if not _changes:
             for name, function in _sound.items():
-                setattr(fp8_linear if name == "quantize_dequantize" else emulated_gemm, name, function)
+                setattr(fp8_linear if name in QUANTISE else emulated_gemm, name, function)
             _sound.clear()
 
     return undo
@@ -183,19 +203,23 @@ def change_gemm(module: nn.Module, gemm: str, change: ChangeGemm) -> Callable[[]
 def _watch_gemms() -> None:
     """A GEMM belongs to the Linear whose operand was quantised last: both happen in one call of its forward or backward."""
     _sound.update({name: getattr(emulated_gemm, name) for name in GEMMS})
-    quantize = _sound["quantize_dequantize"] = fp8_linear.quantize_dequantize
     fprop, dgrad, wgrad = (_sound[name] for name in GEMMS)
+    _sound.update({name: getattr(fp8_linear, name) for name in QUANTISE})
 
-    def noting(x: Tensor, site: Tensor, *args: Any, **kwargs: Any) -> Any:
-        global _running
-        _running = int(site)
-        return quantize(x, site, *args, **kwargs)
+    def noting(quantize: Any) -> Any:
+        def noted(x: Tensor, site: Tensor, *args: Any, **kwargs: Any) -> Any:
+            global _running
+            _running = int(site)
+            return quantize(x, site, *args, **kwargs)
+
+        return noted
 
     def changed(gemm: str, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         change = _changes.get((_running, gemm))
         return out if change is None else change(out, a, b).to(out.dtype).contiguous()
 
-    fp8_linear.quantize_dequantize = noting
+    for name in QUANTISE:
+        setattr(fp8_linear, name, noting(_sound[name]))
     emulated_gemm.fprop = lambda x, w, bias, dtype: changed("fprop", fprop(x, w, bias, dtype), x, w.t())
     emulated_gemm.dgrad = lambda g, w, dtype: changed("dgrad", dgrad(g, w, dtype), g, w)
     emulated_gemm.wgrad = lambda g, x, dtype: changed("wgrad", wgrad(g, x, dtype), g.t(), x)
