@@ -45,6 +45,7 @@ class Measured(IntFlag):
     CAST = 1024  # is never set: a field that has it needs a record without CODES
     QUANTISER = 8192  # what a GEMM reads was held against its operand
     OUTPUTS = 16384  # the output of a GEMM was looked at, and something in it was not finite
+    GAIN = 32768  # goes with ENERGIES
 
 
 SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS
@@ -56,6 +57,9 @@ LATER = Measured(sum(group for group in Measured if group > Measured.CAST))
 EVERY_CALL = LATER & ~SOME_CALLS
 """Groups that a merged record holds only if every call and every rank in it measured them: a backend that does not know
 a group makes it absent, not smaller."""
+
+WITH_ENERGIES = Measured.GAIN
+"""Of these, groups of full statistics: only calls and ranks that measured energies are asked."""
 
 
 class StepStatus(IntEnum):
@@ -91,12 +95,14 @@ _INF = float("inf")
 _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
 _CK, _AK = Measured.COUNTS | Measured.CAST, Measured.AMAX | Measured.CAST
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
-_G, _Q, _O = Measured.GEMM, Measured.QUANTISER, Measured.OUTPUTS
+_G, _Q, _O, _B = Measured.GEMM, Measured.QUANTISER, Measured.OUTPUTS, Measured.GAIN
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
     Field("signal_energy", "<f8", "sum", _E, 0, "x²", "Σ x² over finite elements", 16),
     Field("noise_energy", "<f8", "sum", _E, 0, "x²", "Σ (x − dequantised x)² over finite elements", 17),
+    Field("gain_energy", "<f8", "sum", _B, 0, "x²", "Σ x · (dequantised x − x) over finite elements", 51,
+          label="gain energy"),
     Field("tile_noise_ratio_sum", "<f8", "sum", _E, 0, "ratio", "Σ over tiles of noise energy / signal energy", 6),
     Field("moment2", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)² over finite elements", 24),
     Field("moment4", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)⁴ over finite elements", 25),
@@ -215,9 +221,12 @@ def empty_rows(num_rows: int) -> npt.NDArray[np.void]:
 def lacking(measured: Any) -> Any:
     """Groups of EVERY_CALL that a record with calls does not hold: they are taken from whatever it is merged with.
 
-    Works bit by bit, so `measured` may be an int, a numpy array or a tensor: a record has calls where COUNTS, bit 0, is set.
+    Works bit by bit, so `measured` may be an int, a numpy array or a tensor: a record has calls where COUNTS, bit 0, is set,
+    and those of WITH_ENERGIES are asked of it where ENERGIES, bit 4, is.
     """
-    return ~measured & -(measured & int(Measured.COUNTS)) & int(EVERY_CALL)
+    of_calls = -(measured & int(Measured.COUNTS)) & int(EVERY_CALL & ~WITH_ENERGIES)
+    of_energies = -((measured >> 4) & 1) & int(WITH_ENERGIES)
+    return ~measured & (of_calls | of_energies)
 
 
 def merge_measured(into: Any, other: Any) -> Any:

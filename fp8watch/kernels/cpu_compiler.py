@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.per_tile import HEAVY, LIGHT
-from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, Measured
+from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, WITH_ENERGIES, Measured
 
 SOURCES = Path(__file__).with_name("cpu_source")
 COMPILE_TIMEOUT_S = 90.0
@@ -25,8 +25,8 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=of
 
 FILLS = int(LIGHT)
 """Groups that the sources fill in every call; a later field's group is added here once fold.h counts it."""
-FILLS_SAMPLED = FILLS | int(HEAVY)
-"""The same with energies, moments and depth."""
+FILLS_SAMPLED = FILLS | int(HEAVY) | int(Measured.GAIN)
+"""The same with energies, moments, depth and gain."""
 
 _MERGES = {  # of b into a
     "sum": "{a} += {b};",
@@ -73,7 +73,8 @@ def row_header() -> str:
             f"static const struct row EMPTY_ROW = {{{', '.join(defaults)}}};",
             "#define MERGE_FIELDS(a, b) \\\n    " + " \\\n    ".join(merges),
             f"#define MEASURED_CALLS {int(Measured.COUNTS)}",
-            f"#define MEASURED_BY_EVERY_CALL {int(EVERY_CALL)}",
+            f"#define MEASURED_BY_EVERY_CALL {int(EVERY_CALL & ~WITH_ENERGIES)}",
+            f"#define MEASURED_WITH_ENERGIES {int(WITH_ENERGIES)}",
             f"#define MEASURED_LIGHT {FILLS}",
             f"#define MEASURED_ALL {FILLS_SAMPLED}",
             f"#define MEASURED_PROBE {int(Measured.COUNTS | Measured.AMAX)}",

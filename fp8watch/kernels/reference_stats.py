@@ -72,7 +72,8 @@ def measure(operand: Operand, shape: tuple[int, int], job: QuantizeJob) -> TileS
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
-    tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy)
+    later = {} if heavy is None else {"gain_energy": heavy.gain}
+    tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy, later)
     return TileStats(
         shape,
         job.tile,
@@ -169,18 +170,20 @@ def _heavy(
         error_t = error_t.where(finite_t & (dequantized_t.abs() < INF), 0.0).double()
         scaled_t = scaled_t.double()
     error_t.mul_(unit_t)
+    shortfall = (torch.copysign(scaled_t, operand.x_t) * error_t).sum((1, 3))
     noise = error_t.mul_(error_t).sum((1, 3))
     square_t = scaled_t.mul_(scaled_t)
     signal = square_t.sum((1, 3))
     fourth = square_t.mul_(square_t).sum((1, 3))
-    signal, noise, fourth = torch.stack((signal, noise, fourth)).double()
+    signal, noise, fourth, shortfall = torch.stack((signal, noise, fourth, shortfall)).double()
     ratio = noise / signal
     per_unit, per_amax = torch.stack((unit, scaled_amax)).double().square_().reciprocal_()
     terms = torch.stack((signal * per_unit, noise * per_unit, ratio, signal * per_amax, fourth * per_amax.square()))
+    gain = (shortfall * per_unit).sum().neg_()
     if operand.kind is not Kind.ORDINARY:  # nothing over nothing is nothing
         ratio.masked_fill_(signal == 0, 0.0)
         terms[2:].masked_fill_(signal == 0, 0.0)
-    return Heavy(terms.sum((1, 2)), ratio, depth_hist)
+    return Heavy(terms.sum((1, 2)), ratio, depth_hist, gain)
 
 
 def _depth_hist(scaled_t: torch.Tensor, scaled_amax: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

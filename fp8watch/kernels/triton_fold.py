@@ -40,7 +40,7 @@ from fp8watch.kernels.triton_line import (
     WORST_TILE,
     ZERO_TILES,
 )
-from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, Measured
+from fp8watch_agent.record import EVERY_CALL, LAYOUT, ROW, WITH_ENERGIES, Measured
 
 _SECTIONS = (  # fields that one program writes as a vector: they must lie side by side
     ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"),
@@ -67,14 +67,16 @@ if not _side_by_side():
 
 ITEMSIZE = tl.constexpr(ROW.itemsize)
 ENERGIES_F8, NOISE_MAX_F8 = _place("signal_energy", 8), _place("tile_noise_ratio_max", 8)
+GAIN_F8 = _place("gain_energy", 8)
 ELEMENTS_I8, DEPTH_I8 = _place("num_elements", 8), _place("depth_hist", 8)
 TILES_I4, HIST_I4 = _place("num_tiles", 4), _place("amax_hist", 4)
 MAXIMA_F4, MINIMA_F4 = _place("amax_max", 4), _place("amax_min_nonzero", 4)
 WORST_I4, NOISE_I4 = _place("worst_tile", 4), _place("noise_tile", 4)
 OFF_I4, FIRST_I4 = _place("off_scale_tile", 4), _place("first_nonfinite", 4)
 ORDER_I4, MEASURED_I4 = _place("order", 4), _place("measured", 4)
-NUM_ENERGIES = tl.constexpr(5)
-CALLS, BY_EVERY_CALL = tl.constexpr(int(Measured.COUNTS)), tl.constexpr(int(EVERY_CALL))
+NUM_ENERGIES, GAIN = tl.constexpr(5), tl.constexpr(6)
+CALLS, BY_EVERY_CALL = tl.constexpr(int(Measured.COUNTS)), tl.constexpr(int(EVERY_CALL & ~WITH_ENERGIES))
+ENERGIES, BY_ENERGIES = tl.constexpr(int(Measured.ENERGIES)), tl.constexpr(int(WITH_ENERGIES))
 
 NUM_WORDS = int(WORDS.value)
 """Of one line."""
@@ -98,7 +100,8 @@ def _better(best, place, value, other):
 @triton.jit
 def _lacking(bits):
     """What fp8watch_agent.record.lacking says of `measured`."""
-    return tl.where((bits & CALLS) != 0, ~bits & BY_EVERY_CALL, 0)
+    asked = tl.where((bits & CALLS) != 0, BY_EVERY_CALL, 0) | tl.where((bits & ENERGIES) != 0, BY_ENERGIES, 0)
+    return ~bits & asked
 
 
 @triton.jit
@@ -206,8 +209,9 @@ def _fold_energies(lines, row8, row4, num_lines, tile_columns, WHOLE: tl.constex
         line = lines + index.to(tl.int64) * WORDS
         words = (line + SUMS).to(tl.pointer_type(tl.float64))
         parts += tl.load(
-            words[:, None] + column[None, :], mask=here[:, None] & (column < NUM_ENERGIES)[None, :], other=0.0
-        )
+            words[:, None] + column[None, :],
+            mask=here[:, None] & ((column < NUM_ENERGIES) | (column == GAIN))[None, :], other=0.0,
+        )  # fmt: skip
         noise, noise_at = _better(
             noise, noise_at, tl.load(words + NUM_ENERGIES, mask=here, other=-1.0),
             tl.load(line + COUNTS + NOISE_TILE, mask=here, other=NOWHERE),
@@ -224,6 +228,8 @@ def _fold_energies(lines, row8, row4, num_lines, tile_columns, WHOLE: tl.constex
     into = row8.to(tl.pointer_type(tl.float64)) + ENERGIES_F8 + column
     five = column < NUM_ENERGIES
     tl.store(into, tl.load(into, mask=five, other=0.0) + sums, mask=five)
+    into_gain = row8.to(tl.pointer_type(tl.float64)) + GAIN_F8
+    tl.store(into_gain, tl.load(into_gain) + tl.sum(tl.where(column == GAIN, sums, 0.0), 0))
     into_max = row8.to(tl.pointer_type(tl.float64)) + NOISE_MAX_F8
     old = tl.load(into_max)
     if noise_max > old:

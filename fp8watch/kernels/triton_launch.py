@@ -17,6 +17,7 @@ from fp8watch.kernels.triton_job import How, Output
 from fp8watch.numerics.operand_checks import check_scale
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import HEAVY, LIGHT, TileStats
+from fp8watch_agent.record import Measured
 
 REGION = 128
 """Rows and columns of what one program reads: one 128×128 block, or the 128 tiles of 128 in it."""
@@ -64,7 +65,7 @@ class _Side:
         out = self.out if self.output is Output.VALUES else self.out.view(job.fmt.dtype)
         if self.lines is None or self.amax is None:
             return out, self.scale_inv, None
-        measured = int(LIGHT | HEAVY) if job.heavy else int(LIGHT)
+        measured = int(LIGHT | HEAVY | Measured.GAIN) if job.heavy else int(LIGHT)
         (rows, columns), (mt, kt) = self.shape, self.num_tiles
         folded = triton_fold.FoldedLines(
             self.lines, self.amax, self.marks, rows * columns, mt * kt, columns, kt, measured, job.heavy

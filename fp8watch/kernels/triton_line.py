@@ -15,7 +15,7 @@ import triton.language as tl
 from fp8watch.kernels.triton_cast import INF_BITS, bits_of, float_of, largest, smallest, total
 
 # In 32-bit words. Sums of energies come first: they are float64.
-SUMS = tl.constexpr(0)  # float64: signal, noise, tile noise ratio, moment2, moment4, largest tile noise ratio
+SUMS = tl.constexpr(0)  # float64: signal, noise, tile noise ratio, moment2, moment4, largest tile noise ratio, gain
 FIRST = tl.constexpr(16)  # int64: index of the first non-finite element, row by row
 COUNTS = tl.constexpr(18)  # int32: the thirteen below
 EXTREMES = tl.constexpr(32)  # float32: three maxima, three minima, worst deviation from the scale invariant
@@ -145,8 +145,8 @@ def depth_buckets(scaled, wide_amax, countable, N: tl.constexpr):
 
 
 @triton.jit
-def energies_of(signal, noise, fourth, unit, scaled_amax):
-    """float64 terms of tiles from sums in units: signal, noise, their ratio, second and fourth moment of x/amax."""
+def energies_of(signal, noise, fourth, shortfall, unit, scaled_amax):
+    """float64 terms of tiles from sums in units: signal, noise, their ratio, second and fourth moment of x/amax, gain."""
     signal = signal.to(tl.float64)
     noise = noise.to(tl.float64)
     some = signal > 0.0
@@ -155,11 +155,11 @@ def energies_of(signal, noise, fourth, unit, scaled_amax):
     ratio = tl.where(some, noise / tl.where(some, signal, 1.0), 0.0)
     moment2 = tl.where(some, signal * per_amax, 0.0)
     moment4 = tl.where(some, fourth.to(tl.float64) * per_amax * per_amax, 0.0)
-    return signal * per_unit, noise * per_unit, ratio, moment2, moment4
+    return signal * per_unit, noise * per_unit, ratio, moment2, moment4, -shortfall.to(tl.float64) * per_unit
 
 
 @triton.jit
-def store_energies(line, signal, noise, ratio, moment2, moment4, worst_ratio, worst_at, depth_hist):
+def store_energies(line, signal, noise, ratio, moment2, moment4, gain, worst_ratio, worst_at, depth_hist):
     """Sums of the terms, each [tiles, tiles] but for the histogram, and the tile of the largest ratio."""
     sums = (line + SUMS).to(tl.pointer_type(tl.float64))
     worst = largest(worst_ratio)
@@ -169,5 +169,6 @@ def store_energies(line, signal, noise, ratio, moment2, moment4, worst_ratio, wo
     tl.store(sums + 3, total(moment2))
     tl.store(sums + 4, total(moment4))
     tl.store(sums + 5, worst)
+    tl.store(sums + 6, total(gain))
     tl.store(line + COUNTS + NOISE_TILE, smallest(tl.where(worst_ratio == worst, worst_at, NOWHERE)))
     tl.store(line + DEPTH_HIST + tl.arange(0, 32), depth_hist)

@@ -59,16 +59,19 @@ def quantize_strip(
 
 @triton.jit
 def squares_of(value, error, unit, SUB: tl.constexpr, BK: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, CLIPS: tl.constexpr):  # fmt: skip
-    """Magnitudes and squares of elements and errors in units of their tile; 0 where an element is not finite."""
+    """Magnitudes of elements, squares of errors and element times error, in units of their tile; 0 where an element is not
+    finite."""
     wide_unit = spread(unit, SUB // TM, TM, BK // TK, TK)
     mag = bits_of(value) & 0x7FFFFFFF
     scaled = tl.where(mag < INF_BITS, float_of(mag), 0.0) * wide_unit
     if CLIPS:  # a given scale may be anything, and the error with it: float64 holds its square
         exact = error.to(tl.float64) * wide_unit.to(tl.float64)
-        return scaled, exact * exact
+        signed = float_of(bits_of(scaled) | (bits_of(value) & -0x80000000))
+        return scaled, exact * exact, signed.to(tl.float64) * exact
     else:
         error = error * wide_unit
-        return scaled, error * error
+        signed = float_of(bits_of(scaled) | (bits_of(value) & -0x80000000))
+        return scaled, error * error, signed * error
 
 
 @triton.jit

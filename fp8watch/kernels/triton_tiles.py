@@ -71,7 +71,7 @@ def _along_rows(
     amax_hist = tl.zeros([64], tl.int32)
     depth_hist = tl.zeros([32], tl.int32)
     zero64 = tl.zeros([SUB, GK], tl.float64)
-    s_signal, s_noise, s_ratio, s_moment2, s_moment4 = zero64, zero64, zero64, zero64, zero64
+    s_signal, s_noise, s_ratio, s_moment2, s_moment4, s_gain = zero64, zero64, zero64, zero64, zero64, zero64
     noise_max, noise_at = zero64 - 1.0, none + NOWHERE
     for strip in range(BM // SUB):
         rows = row0 + strip * SUB + tl.arange(0, SUB)
@@ -142,20 +142,21 @@ def _along_rows(
         if STATS and HEAVY:
             unit = unit_of(finite_top)
             scaled_amax = tl.where(top == 0, float("inf"), amax * unit)
-            scaled, noise = squares_of(value, error, unit, SUB, BK, 1, TK, CLIPS)
+            scaled, noise, lost = squares_of(value, error, unit, SUB, BK, 1, TK, CLIPS)
             wide_amax = spread(scaled_amax, SUB, 1, GK, TK)
             countable = (mag != 0) & (mag < INF_BITS) & (bits_of(wide_amax) < INF_BITS)
             depth_hist += depth_buckets(scaled, wide_amax, countable, SUB * BK)
             square = scaled * scaled
-            signal, noise, ratio, moment2, moment4 = energies_of(
+            signal, noise, ratio, moment2, moment4, gain = energies_of(
                 tile_sum(square, SUB, 1, GK, TK), tile_sum(noise, SUB, 1, GK, TK),
-                tile_sum(square * square, SUB, 1, GK, TK), unit, scaled_amax,
+                tile_sum(square * square, SUB, 1, GK, TK), tile_sum(lost, SUB, 1, GK, TK), unit, scaled_amax,
             )  # fmt: skip
             s_signal += signal
             s_noise += noise
             s_ratio += ratio
             s_moment2 += moment2
             s_moment4 += moment4
+            s_gain += gain
             worse = mine & (ratio > noise_max)
             noise_at = tl.where(worse, place, noise_at)
             noise_max = tl.where(worse, ratio, noise_max)
@@ -168,8 +169,9 @@ def _along_rows(
         )  # fmt: skip
         if HEAVY:
             store_energies(
-                line, s_signal, s_noise, s_ratio, s_moment2, s_moment4, tl.maximum(noise_max, 0.0), noise_at, depth_hist
-            )
+                line, s_signal, s_noise, s_ratio, s_moment2, s_moment4, s_gain, tl.maximum(noise_max, 0.0), noise_at,
+                depth_hist,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -235,6 +237,7 @@ def _across_rows(
     signal = tl.zeros([SUB, BK], tl.float32)
     fourth = tl.zeros([SUB, BK], tl.float32)
     noise = tl.zeros([SUB, BK], tl.float64 if CLIPS else tl.float32)
+    lost = tl.zeros([SUB, BK], tl.float64 if CLIPS else tl.float32)
     depth_hist = tl.zeros([32], tl.int32)
     for strip in range(BM // SUB):
         rows = row0 + strip * SUB + tl.arange(0, SUB)
@@ -248,7 +251,7 @@ def _across_rows(
             if CLIPS:
                 clips += strip_clips
         if STATS and HEAVY:
-            scaled, strip_noise = squares_of(value, error, unit, SUB, BK, SUB, TK, CLIPS)
+            scaled, strip_noise, strip_lost = squares_of(value, error, unit, SUB, BK, SUB, TK, CLIPS)
             wide_amax = spread(scaled_amax, 1, SUB, GK, TK)
             mag = bits_of(value) & 0x7FFFFFFF
             countable = (mag != 0) & (mag < INF_BITS) & (bits_of(wide_amax) < INF_BITS)
@@ -257,6 +260,7 @@ def _across_rows(
             signal += square
             fourth += square * square
             noise += strip_noise
+            lost += strip_lost
     if STATS:
         line = workspace + pid.to(tl.int64) * WORDS
         seen = tile_sum(seen, 1, SUB, GK, TK)
@@ -282,12 +286,12 @@ def _across_rows(
             tl.where(mine, deviation, 0.0), tl.where(mine, place, NOWHERE), amax_buckets(amax, mine, GK),
         )  # fmt: skip
         if HEAVY:
-            signals, noises, ratios, moment2, moment4 = energies_of(
+            signals, noises, ratios, moment2, moment4, gains = energies_of(
                 tile_sum(signal, 1, SUB, GK, TK), tile_sum(noise, 1, SUB, GK, TK), tile_sum(fourth, 1, SUB, GK, TK),
-                unit, scaled_amax,
+                tile_sum(lost, 1, SUB, GK, TK), unit, scaled_amax,
             )  # fmt: skip
             worst_at = tl.where(mine, place, NOWHERE)
-            store_energies(line, signals, noises, ratios, moment2, moment4, ratios, worst_at, depth_hist)
+            store_energies(line, signals, noises, ratios, moment2, moment4, gains, ratios, worst_at, depth_hist)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 RELEASED: dict[str, tuple[int, str]] = {
     "signal_energy": (16, "ENERGIES"),
     "noise_energy": (17, "ENERGIES"),
+    "gain_energy": (51, "GAIN"),
     "tile_noise_ratio_sum": (6, "ENERGIES"),
     "moment2": (24, "MOMENTS"),
     "moment4": (25, "MOMENTS"),

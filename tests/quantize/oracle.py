@@ -141,7 +141,7 @@ def sketch(
 ) -> dict[str, Any]:
     """Every field of the record, counted one element after the other."""
     f: dict[str, Any] = dict.fromkeys(
-        ["signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"], 0.0
+        ["signal_energy", "noise_energy", "gain_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"], 0.0
     )
     f.update(dict.fromkeys(["num_elements", "num_nonzero", "num_saturated", "num_underflow", "num_nan", "num_inf"], 0))
     f.update(num_tiles=0, num_zero_tiles=0, num_eps_tiles=0, num_sentinel_tiles=0, num_off_scale_tiles=0)
@@ -168,6 +168,7 @@ def sketch(
             signal += float(x) ** 2
             if np.isfinite(t.dequantized[index]):
                 noise += (float(x) - float(t.dequantized[index])) ** 2
+                f["gain_energy"] += float(x) * (float(t.dequantized[index]) - float(x))
             if x != 0 and np.isfinite(t.amax):
                 share = float(abs(x)) / float(t.amax)
                 f["moment2"] += share**2

@@ -24,6 +24,13 @@ LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 NOT_COMPARED = ("weight_hash", "order", "measured", *OF_THE_GEMM, *LOOKS, *SUMS)
 
 
+def gain_tolerance(sketch: Any) -> Any:
+    """Terms of both signs: the error is a share of what they are without them, √(Σx²·Σ(x − x̂)²) at most. Errors that
+    are subnormal in units of their tile are none in float32."""
+    signal, noise = sketch["signal_energy"], sketch["noise_energy"]
+    return 1e-6 * np.sqrt(signal) * np.sqrt(noise) + 1e-30 * signal + 1e-300
+
+
 def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any], who: str = "reference") -> None:
     """Counts, extremes and coordinates exactly; energies and moments within 1e-6."""
     for f in FIELDS:
@@ -31,6 +38,9 @@ def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any], who: str =
             continue
         if f.name in SUMS:
             assert got[f.name] == pytest.approx(expected[f.name], rel=1e-6, abs=1e-300), (who, f.name)
+        elif f.name == "gain_energy":
+            tolerance = gain_tolerance(expected)
+            assert got[f.name] == pytest.approx(expected[f.name], rel=1e-6, abs=tolerance), (who, f.name)
         elif f.name == "noise_tile" and expected["tile_noise_ratio_max"] > 0:
             # two tiles may be equally bad but for the last bits of a sum
             ratios = expected["noise_ratios"]

@@ -165,11 +165,12 @@ INLINE void note_ratio(struct fold *f, int64_t place, double ratio) {
 
 /* Energies and moments of a tile: signal and noise in units of x², the moments in units of amax. */
 static void fold_energies(const struct job *job, struct fold *f, const struct tile *t, double signal, double noise,
-                          double moment2, double moment4) {
+                          double shortfall, double moment2, double moment4) {
     int64_t place = t->i * ceil_div(job->K, job->bk) + t->j;
     double ratio = signal > 0 ? noise / signal : 0;
     f->row.signal_energy += signal;
     f->row.noise_energy += noise;
+    f->row.gain_energy -= shortfall;
     f->row.tile_noise_ratio_sum += ratio;
     f->row.moment2 += moment2;
     f->row.moment4 += moment4;
@@ -184,21 +185,21 @@ static void fold_sums(const struct job *job, struct fold *f, const struct tile *
     double whole = inverse_of(unit), per_unit = whole * whole;
     double peak = (double)t->amax * unit, per_amax = 1.0 / (peak * peak);
     f->vector_nonzero += t->nonzero;
-    fold_energies(job, f, t, t->signal * per_unit, t->noise * per_unit, t->signal * per_amax,
+    fold_energies(job, f, t, t->signal * per_unit, t->noise * per_unit, t->shortfall * per_unit, t->signal * per_amax,
                   t->fourth * (per_amax * per_amax));
 }
 
 /* The same for a group of tiles, from its lanes. */
 static void fold_group_sums(const struct job *job, struct fold *f, const struct tile *tiles, const struct group *g) {
-    float sums[3][GROUP];
-    double signal[GROUP], noise[GROUP], ratio[GROUP], moment2[GROUP], moment4[GROUP];
-    for (int q = 0; q < 3; q++)
+    float sums[4][GROUP];
+    double signal[GROUP], noise[GROUP], shortfall[GROUP], ratio[GROUP], moment2[GROUP], moment4[GROUP];
+    for (int q = 0; q < 4; q++)
         for (int k = 0; k < GROUP; k += 4)
             sums_of_lanes(g->lanes[q][k], g->lanes[q][k + 1], g->lanes[q][k + 2], g->lanes[q][k + 3], sums[q] + k);
     for (int k = 0; k < GROUP; k++) {
         double whole = inverse_of(g->unit[k]), per_unit = whole * whole;
         double peak = (double)float_of(g->amax[k]) * g->unit[k], per_amax = 1.0 / (peak * peak);
-        signal[k] = sums[0][k] * per_unit, noise[k] = sums[1][k] * per_unit;
+        signal[k] = sums[0][k] * per_unit, noise[k] = sums[1][k] * per_unit, shortfall[k] = sums[3][k] * per_unit;
         ratio[k] = noise[k] / signal[k]; /* a group has no zero tile */
         moment2[k] = sums[0][k] * per_amax, moment4[k] = sums[2][k] * (per_amax * per_amax);
     }
@@ -207,6 +208,7 @@ static void fold_group_sums(const struct job *job, struct fold *f, const struct 
         f->vector_nonzero += tiles[k].nonzero;
         row->signal_energy += signal[k];
         row->noise_energy += noise[k];
+        row->gain_energy -= shortfall[k];
         row->tile_noise_ratio_sum += ratio[k];
         row->moment2 += moment2[k];
         row->moment4 += moment4[k];
@@ -215,7 +217,10 @@ static void fold_group_sums(const struct job *job, struct fold *f, const struct 
 }
 
 /* Bits of `measured` of two records: a group of MEASURED_BY_EVERY_CALL is lost where a record with calls lacks it. */
-INLINE int32_t lacking(int32_t bits) { return bits & MEASURED_CALLS ? ~bits & MEASURED_BY_EVERY_CALL : 0; }
+INLINE int32_t lacking(int32_t bits) {
+    int32_t asked = (bits & MEASURED_CALLS ? MEASURED_BY_EVERY_CALL : 0) | (bits & MEASURED_ENERGIES ? MEASURED_WITH_ENERGIES : 0);
+    return ~bits & asked;
+}
 INLINE int32_t merged_bits(int32_t a, int32_t b) { return (a | b) & ~(lacking(a) | lacking(b)); }
 
 /* Sums, extremes and `measured` of two records; coordinates are the callers' business. */

@@ -2,8 +2,8 @@
  * operand.h.
  */
 
-/* Sums of squares, squared errors and fourth powers. */
-struct NAME(sums) { vf signal, noise, fourth; };
+/* Sums of squares, squared errors and fourth powers, and of what is lost of each square. */
+struct NAME(sums) { vf signal, noise, fourth, shortfall; };
 
 /* One vector of finite elements: its sums in units of `unit`, its depths, its lifted products.
  *
@@ -23,15 +23,16 @@ INLINE vf NAME(vector_full)(vi magnitude, vf scale, vf scale_inv, vf unit, vi pe
     to->signal += square;
     to->noise = mul_add(error, error, to->noise);
     to->fourth = mul_add(square, square, to->fourth);
+    to->shortfall = mul_add(share, error, to->shortfall);
     /* for two normal numbers the difference of their bits, shifted, is floor(log2) of their quotient */
     *depth = (peak - (exact ? (vi)share : magnitude)) >> 23;
     return t;
 }
 
 /* What comes out of a run, with all statistics from the same look; returns whether one of its codes may be 0.
- * `lanes`: signal, noise, fourth powers; added to, or written where they are `fresh`. */
+ * `lanes`: signal, noise, fourth powers, shortfall; added to, or written where they are `fresh`. */
 INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile *tile, float unit,
-                             const struct rounding *r, int stream, int64_t ahead, struct fold *f, float *const lanes[3],
+                             const struct rounding *r, int stream, int64_t ahead, struct fold *f, float *const lanes[4],
                              int fresh, int kind, int exact) {
     const vf s = splat_f(tile->scale), q = splat_f(tile->scale_inv), u = splat_f(unit);
     const vi peak = splat_i(bits_of(exact ? tile->amax * tile->scale : tile->amax));
@@ -42,6 +43,7 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
         sum[v].signal = fresh ? splat_f(0) : load_f(lanes[0] + v * VL);
         sum[v].noise = fresh ? splat_f(0) : load_f(lanes[1] + v * VL);
         sum[v].fourth = fresh ? splat_f(0) : load_f(lanes[2] + v * VL);
+        sum[v].shortfall = fresh ? splat_f(0) : load_f(lanes[3] + v * VL);
     }
     for (int64_t i = 0; i < n; i += BLOCK) {
         const int whole = i + BLOCK <= n;
@@ -79,6 +81,7 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
         store_f(lanes[0] + v * VL, sum[v].signal);
         store_f(lanes[1] + v * VL, sum[v].noise);
         store_f(lanes[2] + v * VL, sum[v].fourth);
+        store_f(lanes[3] + v * VL, sum[v].shortfall);
     }
     depth_put(f, &depth);
     return any_b(zero);
@@ -86,7 +89,7 @@ INLINE int NAME(run_full_as)(const T *x, int64_t n, void *out, const struct tile
 
 static __attribute__((noinline)) int NAME(run_full)(const T *x, int64_t n, void *out, const struct tile *t, float unit,
                                                     const struct rounding *r, int stream, int64_t ahead, struct fold *f,
-                                                    float *const lanes[3], int fresh, int kind, int exact) {
+                                                    float *const lanes[4], int fresh, int kind, int exact) {
     if (kind == CODES)
         return exact ? NAME(run_full_as)(x, n, out, t, unit, r, stream, ahead, f, lanes, fresh, CODES, 1)
                      : NAME(run_full_as)(x, n, out, t, unit, r, stream, ahead, f, lanes, fresh, CODES, 0);
@@ -100,7 +103,8 @@ static __attribute__((noinline)) int NAME(run_full)(const T *x, int64_t n, void 
 /* Sums of 4·VL columns over `rows` rows, by column, and their depths; `mask` is 0 for a column that does not count. */
 INLINE void NAME(column_full_as)(const T *x, int64_t ld, int64_t rows, const float *scale, const float *scale_inv,
                                  const float *unit, const int32_t *amax, const int32_t *mask, const struct rounding *r,
-                                 struct fold *f, double *signal, double *noise, double *fourth, int exact) {
+                                 struct fold *f, double *signal, double *noise, double *fourth,
+                                 double *shortfall, int exact) {
     vf s[4], q[4], u[4];
     vi peak[4], m[4], d[4];
     struct depth depth = depth_take(f);
@@ -123,14 +127,16 @@ INLINE void NAME(column_full_as)(const T *x, int64_t ld, int64_t rows, const flo
             depth_count(f, &depth, d);
         }
         for (int k = 0; k < 4; k++) {
-            float part[3][VL];
+            float part[4][VL];
             store_f(part[0], sum[k].signal);
             store_f(part[1], sum[k].noise);
             store_f(part[2], sum[k].fourth);
+            store_f(part[3], sum[k].shortfall);
             for (int c = 0; c < VL; c++) {
                 signal[k * VL + c] += part[0][c];
                 noise[k * VL + c] += part[1][c];
                 fourth[k * VL + c] += part[2][c];
+                shortfall[k * VL + c] += part[3][c];
             }
         }
     }
@@ -139,7 +145,8 @@ INLINE void NAME(column_full_as)(const T *x, int64_t ld, int64_t rows, const flo
 
 static void NAME(column_full)(const T *x, int64_t ld, int64_t rows, const float *scale, const float *scale_inv,
                               const float *unit, const int32_t *amax, const int32_t *mask, const struct rounding *r,
-                              struct fold *f, double *signal, double *noise, double *fourth, int exact) {
-    if (exact) NAME(column_full_as)(x, ld, rows, scale, scale_inv, unit, amax, mask, r, f, signal, noise, fourth, 1);
-    else NAME(column_full_as)(x, ld, rows, scale, scale_inv, unit, amax, mask, r, f, signal, noise, fourth, 0);
+                              struct fold *f, double *signal, double *noise, double *fourth,
+                                 double *shortfall, int exact) {
+    if (exact) NAME(column_full_as)(x, ld, rows, scale, scale_inv, unit, amax, mask, r, f, signal, noise, fourth, shortfall, 1);
+    else NAME(column_full_as)(x, ld, rows, scale, scale_inv, unit, amax, mask, r, f, signal, noise, fourth, shortfall, 0);
 }

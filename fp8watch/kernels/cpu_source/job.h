@@ -62,6 +62,7 @@ struct tile {
     float scale, scale_inv, quotient;
     int64_t nonzero, saturated, underflow, nan, inf;
     double signal, noise, fourth;  /* Σ x², Σ (x − x̂)², Σ x⁴ in units of a power of two near amax */
+    double shortfall;              /* Σ x (x − x̂), in the same units */
 };
 
 #define GROUP 16  /* a multiple of every VL */
@@ -71,7 +72,7 @@ struct group {
     int32_t amax[GROUP], low[GROUP]; /* low: smallest magnitude, where nothing comes out */
     float scale[GROUP], scale_inv[GROUP], ratio[GROUP];
     int some_vanished; /* a tile has counts of its own; else every element is non-zero and none vanished */
-    float unit[GROUP], lanes[3][GROUP][LANES]; /* with all statistics: signal, noise and fourth powers in `unit` */
+    float unit[GROUP], lanes[4][GROUP][LANES]; /* with all statistics: signal, noise, fourth powers, shortfall in `unit` */
 };
 
 #define LANE_ELEMENTS 512 /* so many at most are summed in float32 lanes, then in float64 */

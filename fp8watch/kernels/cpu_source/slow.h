@@ -87,7 +87,7 @@ COLD void slow_tile(const struct job *job, struct fold *f, struct tile *t, int64
     const struct format *fmt = &FORMATS[job->format];
     const float lift = (float)(1 << (23 - fmt->mantissa_bits));
     const int offset = (bits_of(fmt->min_normal * lift) >> 23) << fmt->mantissa_bits;
-    double signal = 0, noise = 0, moment2 = 0, moment4 = 0;
+    double signal = 0, noise = 0, shortfall = 0, moment2 = 0, moment4 = 0;
     t->nonzero = t->saturated = t->underflow = t->nan = t->inf = 0;
     for (int64_t r = 0; r < t->rows; r++)
         for (int64_t c = 0; c < t->columns; c++) {
@@ -122,6 +122,7 @@ COLD void slow_tile(const struct job *job, struct fold *f, struct tile *t, int64
             if (is_finite(value)) {
                 float error = x - value; /* in float32, as everywhere: what a far-off scale loses is lost everywhere */
                 noise += (double)error * error;
+                shortfall += (double)x * error;
             }
             if (a > 0 && t->amax < INFINITY) {
                 double share = (double)a / t->amax;
@@ -131,7 +132,7 @@ COLD void slow_tile(const struct job *job, struct fold *f, struct tile *t, int64
                 f->row.depth_hist[depth > 31 ? 31 : depth]++;
             }
         }
-    if (heavy) fold_energies(job, f, t, signal, noise, moment2, moment4);
+    if (heavy) fold_energies(job, f, t, signal, noise, shortfall, moment2, moment4);
 }
 
 #endif

@@ -9,7 +9,7 @@ struct NAME(stretch) {
     int32_t high[MAX_STRETCH], low[MAX_STRETCH], amax[MAX_STRETCH], mask[MAX_STRETCH], count[3][MAX_STRETCH];
     float unit[MAX_STRETCH];
     struct NAME(scales) by;
-    double signal[MAX_STRETCH], noise[MAX_STRETCH], fourth[MAX_STRETCH];
+    double signal[MAX_STRETCH], noise[MAX_STRETCH], fourth[MAX_STRETCH], shortfall[MAX_STRETCH];
     struct tile tiles[MAX_STRETCH];
     struct group groups[MAX_STRETCH / GROUP];
     uint8_t ordinary[MAX_STRETCH / GROUP]; /* groups of columns whose scales were made together */
@@ -36,7 +36,7 @@ static void NAME(group_columns)(const struct job *job, struct fold *f, struct NA
     for (int64_t c = k; c < k + GROUP; c++) {
         struct tile *t = w->tiles + c;
         t->amax = float_of(w->high[c]);
-        t->signal = w->signal[c], t->noise = w->noise[c], t->fourth = w->fourth[c];
+        t->signal = w->signal[c], t->noise = w->noise[c], t->fourth = w->fourth[c], t->shortfall = w->shortfall[c];
         fold_sums(job, f, t, w->unit[c]);
     }
 }
@@ -51,7 +51,10 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
     const int64_t num_tiles = ceil_div(real, bk);
     int exact = job->power_2 || job->given; /* until a tile is found that is not */
     for (int64_t c = 0; c < n; c++) w->mask[c] = 0, w->amax[c] = 0x7F000000, w->by.scale[c] = w->by.scale_inv[c] = w->unit[c] = 1;
-    if (stats == ALL_STATS) memset(w->signal, 0, sizeof w->signal), memset(w->noise, 0, sizeof w->noise), memset(w->fourth, 0, sizeof w->fourth);
+    if (stats == ALL_STATS) {
+        memset(w->signal, 0, sizeof w->signal), memset(w->noise, 0, sizeof w->noise);
+        memset(w->fourth, 0, sizeof w->fourth), memset(w->shortfall, 0, sizeof w->shortfall);
+    }
     memset(w->ordinary, 0, sizeof w->ordinary);
     if (job->seen) {
         memset(w->high, 0, sizeof w->high), memset(w->low, 0, sizeof w->low); /* padding */
@@ -104,7 +107,7 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
         if (exact) memcpy(w->unit, w->by.scale, (size_t)n * sizeof w->unit[0]);
         for (int64_t c = 0; c < n; c += BLOCK)
             NAME(column_full)(x + c, ld, rows, w->by.scale + c, w->by.scale_inv + c, w->unit + c, w->amax + c, w->mask + c, &r, f,
-                              w->signal + c, w->noise + c, w->fourth + c, exact);
+                              w->signal + c, w->noise + c, w->fourth + c, w->shortfall + c, exact);
     }
     int64_t counted = -1; /* the vector of columns whose counts are there */
     for (int64_t k = 0; k < num_tiles; k++) {
@@ -142,8 +145,9 @@ static void NAME(columns_of)(const struct job *job, struct fold *f, struct NAME(
             slow_tile(job, f, &again, ld, out_ld, 0, 1);
             continue;
         }
-        t->signal = t->noise = t->fourth = 0;
-        for (int64_t c = c0; c < c0 + t->columns; c++) t->signal += w->signal[c], t->noise += w->noise[c], t->fourth += w->fourth[c];
+        t->signal = t->noise = t->fourth = t->shortfall = 0;
+        for (int64_t c = c0; c < c0 + t->columns; c++)
+            t->signal += w->signal[c], t->noise += w->noise[c], t->fourth += w->fourth[c], t->shortfall += w->shortfall[c];
         fold_sums(job, f, t, w->unit[c0]);
     }
 }

@@ -9,7 +9,7 @@
 static void NAME(lanes_flush)(struct tile *t, float sums[4][LANES], int64_t *held) {
     float total[4];
     sums_of_lanes(sums[0], sums[1], sums[2], sums[3], total);
-    t->signal += total[0], t->noise += total[1], t->fourth += total[2];
+    t->signal += total[0], t->noise += total[1], t->fourth += total[2], t->shortfall += total[3];
     *held = 0;
 }
 
@@ -30,11 +30,10 @@ static __attribute__((noinline)) void NAME(tile_rows)(const struct job *job, str
     const int exact = exact_scale(t, fmt), size = kind == CODES ? 1 : 4;
     float unit = 1;
     if (full) {
-        float sums[4][LANES], *const lanes[3] = {sums[0], sums[1], sums[2]};
+        float sums[4][LANES], *const lanes[4] = {sums[0], sums[1], sums[2], sums[3]};
         int64_t held = 0;
-        memset(sums[3], 0, sizeof sums[3]);
         unit = exact ? t->scale : unit_of(t->amax);
-        t->signal = t->noise = t->fourth = 0;
+        t->signal = t->noise = t->fourth = t->shortfall = 0;
         for (int64_t i = 0; i < t->rows; i++)
             for (int64_t c = 0, n; c < t->columns; c += n) {
                 char *out = t->out + (i * out_ld + c) * size;
@@ -97,7 +96,7 @@ INLINE void NAME(group_rows)(const struct job *job, struct fold *f, struct tile 
         const float scale = g->scale[k], scale_inv = g->scale_inv[k];
         int vanished = 0;
         if (stats == ALL_STATS) {
-            float *const lanes[3] = {g->lanes[0][k], g->lanes[1][k], g->lanes[2][k]};
+            float *const lanes[4] = {g->lanes[0][k], g->lanes[1][k], g->lanes[2][k], g->lanes[3][k]};
             t->amax = float_of(g->amax[k]), t->scale = scale, t->scale_inv = scale_inv;
             g->unit[k] = exact ? scale : unit_of(t->amax);
             vanished = NAME(run_full)(x, t->columns, t->out, t, g->unit[k], r, stream, second, f, lanes, 1, kind, exact);

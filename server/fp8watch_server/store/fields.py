@@ -79,6 +79,16 @@ _DERIVED: tuple[SeriesField, ...] = (
         lambda c: c["signal_energy"] != 0,
     ),
     SeriesField(
+        "gain_error",
+        ("gain_energy", "signal_energy"),
+        _E | Measured.GAIN,
+        "ratio",
+        "Σ x·(dequantised x) / Σ x² − 1: what quantising adds to the size of an operand, or takes from it",
+        "max",
+        lambda c: _ratio(c["gain_energy"], c["signal_energy"]),
+        lambda c: c["signal_energy"] != 0,
+    ),
+    SeriesField(
         "underflow_ratio",
         ("num_underflow", "num_nonzero"),
         _CK,

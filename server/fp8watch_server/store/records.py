@@ -29,7 +29,7 @@ WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
 """Coordinates that follow the rank of another column's maximum."""
 OF_SAMPLES: dict[str, tuple[str, ...]] = {
     "tile_noise_ratio_sum": ("num_tiles", "num_zero_tiles"),
-    **dict.fromkeys(("signal_energy", "noise_energy", "moment2", "moment4"), ("num_elements",)),
+    **dict.fromkeys(("signal_energy", "noise_energy", "gain_energy", "moment2", "moment4"), ("num_elements",)),
 }
 """Sums that are sampled, and what they are a sum over: the first of these less the others."""
 RANK_OF = {"worst_rank": "amax_max", "noise_rank": "tile_noise_ratio_max"}
