@@ -72,7 +72,7 @@ def measure(operand: Operand, shape: tuple[int, int], job: QuantizeJob) -> TileS
     heavy = None
     if operand.dequantized_t is not None:
         heavy = _heavy(operand, magnitude_t, operand.dequantized_t, finite_t, finite_amax, counts[0])
-    later = {} if heavy is None else {"gain_energy": heavy.gain}
+    later = {} if heavy is None or heavy.gain is None else {"gain_energy": heavy.gain}
     tiles = PerTile(amax, operand.scale, ratio, invariant, counts, first, heavy, later)
     return TileStats(
         shape,

@@ -1,7 +1,5 @@
 """Forward operands of a Linear: values for the GEMM that runs now, codes and scales for the one in backward.
 
-Upstream:   fp8watch.layers.fp8_linear
-Downstream: fp8watch.layers.custom_ops
 Shapes:     operand [M, K] -> values [M, K] float32, codes [M, K] uint8, scale_inv [Mt, Kt]
 Thread:     training, and autograd's
 

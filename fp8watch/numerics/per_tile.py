@@ -37,7 +37,7 @@ class Heavy:
     sums: torch.Tensor  # float64 [5]: signal_energy … moment4
     noise_ratio: torch.Tensor  # float64 [Mt, Kt]: noise / signal energy of a tile, 0 where there is no signal
     depth_hist: torch.Tensor  # int64 [32]
-    gain: torch.Tensor  # float64, 0-d: gain_energy
+    gain: torch.Tensor | None = None  # float64, 0-d: gain_energy
 
 
 class PerTile(NamedTuple):

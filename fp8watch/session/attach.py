@@ -22,15 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch.integrations import te_modules
 from fp8watch.integrations.te_modules import TeModule
 from fp8watch.integrations.transformer_engine import TeObserver
-from fp8watch.kernels import scaled_mm
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.fp8_linear import layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
-from fp8watch.layers.scaled_linear import Formats
-from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.probes import ATTENTION_LOGITS, Probe, is_attention, shows_logits
 from fp8watch.observer.probes import select as select_probes
@@ -45,6 +42,7 @@ from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_laye
 from fp8watch.selection.module_roles import role_facts
 from fp8watch.session.arguments import check_arguments, check_url
 from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.gemm_choice import GemmChoice, choose_gemm, scaled_formats
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
@@ -74,7 +72,7 @@ def attach(
     start_step: int = 0,
     collector: str | None = None,
     backend: str | None = None,
-    gemm: str = "emulated",
+    gemm: str = "auto",
     probes: Sequence[str] | None = None,
     sites: Sequence[str] | None = None,
     windows: Sequence[Window] | None = None,
@@ -105,8 +103,10 @@ def attach(
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: which of `fp8watch.kernels.BACKEND_NAMES` quantises, or an error says why it cannot; None: the fastest
             that can.
-        gemm: "emulated" multiplies dequantised operands in float32, on any device; "scaled_mm" multiplies codes with
-            torch's block-scaled product (Hopper, recipe "blockwise"), or an error says why it cannot.
+        gemm: how the GEMMs are computed. "scaled_mm" multiplies codes with torch's block-scaled product (Hopper, recipe
+            "blockwise"), or an error says why it cannot. "emulated" multiplies dequantised operands in float32, on any
+            device. "auto": on a GPU "scaled_mm", and where that cannot be had the GEMMs stay as they are and are observed,
+            because emulation would make training slower; elsewhere "emulated".
         probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and Linears that stay in
             high precision), "attention_logits" (of fused attention), names and shell patterns; None: the first three.
         sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
@@ -150,7 +150,9 @@ def attach(
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
     device = _device(linears, left_out)
     chosen_backend = resolve(backend, device)
-    formats = _scaled_formats(gemm, linears, left_out, chosen, device)
+    by = choose_gemm(gemm, chosen, device, len(linears))
+    chosen = by.recipe
+    formats = scaled_formats(linears, left_out, chosen) if by.how == "scaled_mm" else None
     # loss, steps and probes are recorded of every model, but not twice of one
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
@@ -190,7 +192,7 @@ def attach(
     if not chosen.observe_only:
         plan.canary.cover(len(linears), len(plan.sites.rows))
     backend_name = chosen_backend.NAME
-    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
+    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign, by)
     say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
@@ -240,37 +242,6 @@ def _observed_as_operands(
     if any(m.reason == WATCHED for m in left_out):
         return {id(m) for _, m in named}
     return {id(inner) for m in te for inner in m.module.modules()} | {id(m) for _, m in linears}
-
-
-def _scaled_formats(
-    gemm: str, linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut], recipe: Recipe, device: torch.device
-) -> Formats | None:
-    """Dtypes of the codes where GEMMs multiply codes; None where they are emulated. Linears that the product does not
-    take move to `left_out`.
-
-    Raises:
-        ValueError: an unknown name, or why the product cannot be had.
-    """
-    if gemm == "emulated":
-        return None
-    if gemm != "scaled_mm":
-        raise ValueError(f"gemm={gemm!r}: must be 'emulated' or 'scaled_mm'")
-    reason = scaled_mm.probe(device)
-    if reason is None and (recipe.kind != "blockwise" or recipe.observe_only):
-        reason = f"recipe {recipe.name!r} has no 1×128 and 128×128 scales to multiply; use recipe='blockwise'"
-    if reason is None and recipe.high_precision:
-        reason = f"{' and '.join(recipe.high_precision)} in high precision; quantise all three"
-    if reason is None and recipe.warmup_steps:
-        reason = "a warm-up in high precision is not part of it; set warmup_steps=0"
-    if reason is not None:
-        raise ValueError(f"gemm='scaled_mm' cannot be used: {reason}; gemm='emulated' runs everywhere")
-    a, b, c = (spec.format for _, spec in recipe.quantised)
-    for fqn, module in list(linears):
-        refused = scaled_mm.refuses(module.in_features, module.out_features, a, b, c, module.weight.dtype)
-        if refused is not None:
-            linears.remove((fqn, module))
-            left_out.append(LeftOut(fqn, refused))
-    return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
 
 
 def _observe_te(
@@ -368,7 +339,8 @@ def _line(
     recorder: Recorder | None,
     te: TeObserver | None,
     covered: Coverage,
-    foreign: str | None = None,
+    foreign: str | None,
+    by: GemmChoice,
 ) -> str:
     """The one line that attach prints."""
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
@@ -381,9 +353,14 @@ def _line(
     elif recipe.observe_only:
         how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
         parts = [f"{n} observed, computing as before ({how}backend {backend})"]
+        if by.reason is not None:
+            parts.append(f"not in FP8, because {by.reason}; gemm='emulated' computes it in float32 products, slower")
     else:
         warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
-        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}){warmup}; recipe='observe' to only watch"]
+        codes = ", codes multiplied by torch._scaled_mm" if by.how == "scaled_mm" else ""
+        parts = [
+            f"{n} now compute in FP8 ({recipe.name}, backend {backend}{codes}){warmup}; recipe='observe' to only watch"
+        ]
     if te is not None:
         s = "s" if len(te.modules) != 1 else ""
         parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")

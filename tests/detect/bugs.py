@@ -35,6 +35,27 @@ MODES = [
         f"{T}/test_modes.py::test_an_operand_under_three_decibels_is_destroyed_not_noisy",
     ),
     Bug(
+        "a lasting bias is told",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "hit = chronic | fast | rounded | drop | biased",
+        "hit = chronic | fast | rounded | drop",
+        f"{T}/test_gain.py::test_a_lasting_bias_is_a_warning",
+    ),
+    Bug(
+        "a gain beyond rounding is the quantiser's",
+        "quantiser_fault.detector:quantiser_faults",
+        "hit = wrong | rescaled |",
+        "hit = wrong |",
+        f"{T}/test_gain.py::test_more_than_rounding_can_do_is_a_fault_of_the_quantiser_at_once",
+    ),
+    Bug(
+        "what a few elements are rounded by is no bias",
+        "gain:beyond",
+        "np.maximum(np.where(e5m2, COARSER * limit, limit), chance)",
+        "np.where(e5m2, COARSER * limit, limit)",
+        f"{T}/test_gain.py::test_what_is_healthy_is_not_told",
+    ),
+    Bug(
         "nan-in-loss",
         "nonfinite:examine",
         "    if loss_broken and not len(forward):\n",

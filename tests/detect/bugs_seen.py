@@ -74,9 +74,9 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "an operand that is noise is critical",
-        "quantiser_fault.detector:_destroyed",
-        '    judged &= view.raw("amax_max") > _LEAST_AMAX\n',
-        "    judged[:] = False\n",
+        "quantiser_fault.detector:_intact",
+        'judged & (view.raw("amax_max") > _LEAST_AMAX)',
+        'judged & (view.raw("amax_max") < 0)',
         f"{SEEN}::test_an_operand_that_is_noise_is_critical_and_no_matter_of_granularity",
     ),
     Bug(

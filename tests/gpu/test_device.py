@@ -85,7 +85,7 @@ def test_forward_and_backward_of_an_attached_model_do_not_wait(
 
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
     net = model()
-    watch = fp8watch.attach(net, run="gpu", overhead_budget=None)
+    watch = fp8watch.attach(net, run="gpu", gemm="emulated", overhead_budget=None)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     x = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16)
     for step in range(4):
@@ -109,7 +109,7 @@ def test_closing_a_step_does_not_wait(
 
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
     net = model()
-    watch = fp8watch.attach(net, run="gpu", overhead_budget=None)
+    watch = fp8watch.attach(net, run="gpu", gemm="emulated", overhead_budget=None)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     x = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16)
     for step in range(4):

@@ -14,7 +14,7 @@ from house import field_gaps
 from house.field_gaps import all_gaps, gaps
 from quantize.backends import USABLE
 
-from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, FIELDS, HISTOGRAMS, Measured
+from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, FIELDS, HISTOGRAMS, Measured, merge_measured
 from fp8watch_server.store import blocks
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +60,16 @@ def test_a_code_that_changed_is_named() -> None:
     assert sentence == (
         "field num_inf: it is (12, 'COUNTS|CAST'), and stored blocks know it as (14, 'COUNTS|CAST'): put that back"
     )
+
+
+def test_a_group_of_full_statistics_is_asked_of_those_alone() -> None:
+    light, full = int(Measured.COUNTS | Measured.AMAX), int(Measured.COUNTS | Measured.ENERGIES)
+    gain = int(Measured.GAIN)
+    assert merge_measured(light, full | gain) & gain  # micro-batches and ranks of which some have a full sample
+    assert merge_measured(full | gain, light) & gain
+    assert not merge_measured(full, full | gain) & gain  # energies of a backend that does not know it
+    assert not merge_measured(full | gain, full) & gain
+    assert merge_measured(0, full | gain) & gain
 
 
 def with_a_later_field(*tests: str) -> str:

@@ -141,7 +141,16 @@ def sketch(
 ) -> dict[str, Any]:
     """Every field of the record, counted one element after the other."""
     f: dict[str, Any] = dict.fromkeys(
-        ["signal_energy", "noise_energy", "gain_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"], 0.0
+        [
+            "signal_energy",
+            "noise_energy",
+            "gain_energy",
+            "tile_noise_ratio_sum",
+            "moment2",
+            "moment4",
+            "tile_noise_ratio_max",
+        ],
+        0.0,
     )
     f.update(dict.fromkeys(["num_elements", "num_nonzero", "num_saturated", "num_underflow", "num_nan", "num_inf"], 0))
     f.update(num_tiles=0, num_zero_tiles=0, num_eps_tiles=0, num_sentinel_tiles=0, num_off_scale_tiles=0)

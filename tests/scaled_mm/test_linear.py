@@ -203,7 +203,7 @@ def test_training_has_the_same_bits_without_the_observer(attach, monkeypatch):
 
 def test_what_cannot_be_is_refused_or_left_out(attach, monkeypatch, capsys):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48))
-    with pytest.raises(ValueError, match="gemm='fast': must be 'emulated' or 'scaled_mm'"):
+    with pytest.raises(ValueError, match="gemm='fast': must be one of 'auto', 'emulated', 'scaled_mm'"):
         attach(model, gemm="fast")
     for recipe in ("current", "observe", "mxfp8"):
         with pytest.raises(ValueError, match=f"'{recipe}' has no 1×128 and 128×128 scales"):

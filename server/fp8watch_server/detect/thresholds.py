@@ -52,14 +52,14 @@ _LISTED = (
 """Modes in the order of the table; those of others stand behind them, by number."""
 
 
-_LATER = ("loss_level_min",)
+_LATER = ("loss_level_min", "chronic_gain", "destroyed_gain")
 """Thresholds that a mode of the table was given later: `fp8watch rules list` keeps the order that people know."""
 
 
 def _by_mode() -> Iterator[Threshold]:
     others = [slug for slug in SLUGS if slug not in _LISTED]
     every = [t for slug in (*_LISTED, *others) for t in MODE_BY_SLUG[slug].thresholds]
-    yield from sorted(every, key=lambda t: t.name in _LATER)
+    yield from sorted(every, key=lambda t: _LATER.index(t.name) if t.name in _LATER else -1)
 
 
 TABLE: tuple[Threshold, ...] = (*_ENGINE, *_by_mode())

@@ -64,6 +64,10 @@ CHARTS = (
         (Curve("underflow_ratio", "underflow", "series-1"), Curve("saturated_ratio", "saturated", "series-2")),
     ),
     SiteChart(
+        "gain", "Gain error", "what quantising adds to the size of the operand, or takes from it; beyond ±0.5 % it is biased", "percent",
+        (Curve("gain_error", "gain error", "series-1"),),
+    ),
+    SiteChart(
         "clip", "Clip depth", "largest amax × scale ÷ largest code; above 1 values were clipped", "octaves",
         (Curve("clip_depth", "clip depth", "series-1"),), limit=0.0,
     ),

@@ -40,7 +40,7 @@ async function tracesOf({ curves, kind }, asking) {
 function axis({ kind, floor, limit }, traces) {
   const values = traces.flatMap((t) => (t.meta === "mark" ? [] : t.y)).filter((v) => v !== null && Number.isFinite(v));
   if (kind === "octaves") return log2Axis(limit === null ? traces : [...traces, { y: [limit - 1, limit + 1] }]);
-  if (kind === "percent") return { ticksuffix: " %", range: [0, Math.max(0.5, Math.max(...values, 0) * 1.15)] };
+  if (kind === "percent") return { ticksuffix: " %", range: [Math.min(...values, 0) * 1.15, Math.max(0.5, Math.max(...values, 0) * 1.15)] };
   const room = Math.max(...values, 0) - Math.min(...values, 0);
   return { ticksuffix: " dB", range: [Math.min(floor ?? 28, ...values) - 3, Math.max(...values, 32) + Math.max(2, room * 0.08)] };
 }

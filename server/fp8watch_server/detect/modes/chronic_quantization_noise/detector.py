@@ -3,10 +3,11 @@
 Shapes:     tile SQNR and underflow [S] -> at most one finding
 Thread:     detect worker
 
-Two tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
+Three tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
 the band of its format was never healthy, and no baseline shows that. Relative: a lasting drop of the SQNR under the
 site's own baseline, which other detectors explain where they can; what nothing explains is reported here with its
-onset. An operand that lost half of its energy is no matter of granularity: quantiser-fault.
+onset. Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
+that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from fp8watch_server.detect.context import SQNR_FLOOR_DB, Context, damage
 from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
@@ -35,10 +37,11 @@ class Noise(Detector):
         self._flushed = Latch(num_sites, 8, 10)  # counts come more often than the SQNR: each has its own window
         self._drop = Latch(num_sites, 4, 6)
         self._deep = Latch(num_sites, 3, 4)
+        self._biased = Latch(num_sites, 8, 10)
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
-        for latch in (self._chronic, self._flushed, self._drop, self._deep):
+        for latch in (self._chronic, self._flushed, self._drop, self._deep, self._biased):
             latch.grow(num_sites)
 
     def frozen(self) -> Mask:
@@ -60,21 +63,27 @@ class Noise(Detector):
             deep = noisy & (now.sqnr_db < band - DEEP_DB) & now.table.current_scaling
         fast = self._deep.update(deep, ~np.isnan(now.sqnr_db), now.step)
         rounded = self._flushed.update(flushed, forward & ~np.isnan(now.underflow), now.step)
+        error, signal, noise = gain.of_now(now)
+        amax = now.column("amax_max")
+        off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, limit.chronic_gain)
+        biased = self._biased.update(off & ~now.nonfinite, ~np.isnan(error), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
             with np.errstate(invalid="ignore"):
                 drop = self._drop.update(self._lasting(ctx.sqnr_drop > need, now), ~np.isnan(ctx.sqnr_drop), now.step)
-        hit = chronic | fast | rounded | drop
+        hit = chronic | fast | rounded | drop | biased
         if not hit.any():
             return []
         rows = now.in_flow(hit)
         row = int(rows[0])
         # In one step a part of the sites has an SQNR: those in alarm are counted, not those of this step.
-        num_noisy = int(np.count_nonzero(self.frozen() | self._chronic.open | self._flushed.open | self._deep.open))
+        others = self._chronic.open | self._flushed.open | self._deep.open | self._biased.open
+        num_noisy = int(np.count_nonzero(self.frozen() | others))
         onset = bool(drop[row])
-        by = "drop" if onset else "sqnr" if chronic[row] or fast[row] else "underflow"
+        by = "drop" if onset else "sqnr" if chronic[row] or fast[row] else "underflow" if rounded[row] else "gain"
         latch = {
+            "gain": self._biased,
             "drop": self._drop,
             "sqnr": self._chronic if chronic[row] else self._deep,
             "underflow": self._flushed,
@@ -95,6 +104,9 @@ class Noise(Detector):
             )
         if by == "underflow":
             evidence.reverse()  # what made it fire comes first
+        if np.isfinite(error[row]) and off[row]:
+            told = Evidence("gain_error", round(float(error[row]), 4), f"±{limit.chronic_gain:g}", "share", since)
+            evidence.insert(0 if by == "gain" else len(evidence), told)
         clamped = now.column("num_eps_tiles")[row]
         if clamped > 0:
             evidence.append(Evidence("num_eps_tiles", int(clamped), 0, "tiles", since))

@@ -17,6 +17,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     said = []
     by = f.extra.get("by")
+    if by == "gain":
+        return _biased(f, s)
     if by != "underflow" and (db := evidence(f, "tile_sqnr_db")) is not None:
         said.append(f"the tile SQNR is {number(db)} dB")
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
@@ -29,12 +31,32 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _biased(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    bias = evidence(f, "gain_error")
+    by = "" if bias is None else f" by {100 * float(bias):+.2f} %"
+    return (
+        f"Quantising {site_words(s)} is biased{by}",
+        f"In most of the measured steps of {site_words(s)}{since(f)} quantising changes the size of the operand{by}. "
+        "Noise averages out over steps, and a bias adds up.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     kind, text = set_to(p.backend, [p.operand if p.operand in OPERANDS else "input"], 1e-12, p.power_2_scale)
     eps = [Fix(kind, f"{text}: {p.eps:g} is in use, and may clamp whole tiles.")] if p.eps > 1e-12 else []
     return [
         *eps,
+        *(
+            [
+                Fix(
+                    "code",
+                    "Check how it rounds: to nearest even, not towards zero. `fp8watch check-gemm` tries each quantiser.",
+                )
+            ]
+            if p.extra.get("by") == "gain"
+            else []
+        ),
         Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32)."),
         Fix("flag", "Less margin under delayed scaling: --fp8-margin 0."),
         Fix("env", FP32_SCALES),

@@ -17,6 +17,9 @@ MODE = Mode(
     ),
     words=words,
     fixes=fixes,
-    thresholds=(threshold("destroyed_sqnr_db", 3, "dB", 0.1, 20, SPEC),),
+    thresholds=(
+        threshold("destroyed_sqnr_db", 3, "dB", 0.1, 20, SPEC),
+        threshold("destroyed_gain", 0.05, "share", 0.001, 1, "of many elements no rounding to nearest comes near it"),
+    ),
     step_check=quantiser_faults,
 )

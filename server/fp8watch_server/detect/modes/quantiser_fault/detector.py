@@ -5,7 +5,8 @@ Thread:     detect worker
 
 Two kinds of evidence. Counts of a look that the agent takes in turn (`fp8watch.quantize.self_consistency`): each is 0
 whatever the data are, so there is no threshold and no warm-up. And the tile SQNR of a full sample: where each tile has a
-scale of its own amax, quantisation cannot take half of the energy, so an operand under 3 dB is destroyed, not noisy.
+scale of its own amax, quantisation cannot take half of the energy, so an operand under 3 dB is destroyed, not noisy; nor can
+rounding make many elements larger or smaller by 5 %, so a gain error of that size is a scale read as another.
 Where the statistics say themselves that a scale is wrong, the modes of the scale invariant tell it.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
+from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
@@ -38,8 +40,9 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
         for name in QUANTISER_FAULTS:
             wrong |= checked & (view.raw(name) > 0)
     wrong &= ~(view.has(Measured.RATIO) & (view.raw("num_off_scale_tiles") > 0))
-    destroyed = _destroyed(view, limit)
-    hit = wrong | destroyed
+    intact = _intact(view)
+    rescaled = intact & _rescaled(view, limit)
+    hit = wrong | rescaled | (intact & _destroyed(view, limit))
     if not hit.any():
         return []
     at = view.in_flow(hit)
@@ -52,6 +55,9 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
     if wrong[first]:
         tiles = int(view.raw("num_checked_tiles")[first])
         evidence.append(Evidence("num_checked_tiles", tiles, None, "tiles", view.step))
+    if rescaled[first]:
+        error = float(gain.of_view(view)[0][first])
+        evidence.append(Evidence("gain_error", round(error, 4), f"±{limit.destroyed_gain:g}", "share", view.step))
     db = float(tile_sqnr_db(view)[first]) if view.has(Measured.ENERGIES)[first] else np.nan
     if np.isfinite(db):
         evidence.append(Evidence("tile_sqnr_db", round(db, 2), "28 or more", "dB", view.step))
@@ -81,13 +87,26 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
     ]
 
 
+def _rescaled(view: StepView, limit: Limits) -> Mask:
+    """Records of which what comes out is larger or smaller than what went in. [n]"""
+    if not view.has(Measured.GAIN).any():
+        return np.zeros(len(view), dtype=np.bool_)
+    error, signal, noise = gain.of_view(view)
+    e5m2 = view.columns.table.e5m2[view.row]
+    return gain.beyond(error, view.values("amax_max"), signal, noise, e5m2, limit.destroyed_gain)
+
+
 def _destroyed(view: StepView, limit: Limits) -> Mask:
-    """Records of which less than half of the energy is left, and nothing of their scales says why. [n]"""
+    """Records of which less than half of the energy is left. [n]"""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(tile_sqnr_db(view) < limit.destroyed_sqnr_db)
+
+
+def _intact(view: StepView) -> Mask:
+    """Records with energies, and nothing in their scales that says why they should be off. [n]"""
     table, row = view.columns.table, view.row
     judged: Mask = view.has(Measured.ENERGIES | Measured.AMAX) & (view.role != OUTPUT) & table.current_scaling[row]
     if not judged.any():
         return judged
     judged &= ~view.nonfinite & (view.raw("num_eps_tiles") == 0) & (view.raw("num_off_scale_tiles") == 0)
-    judged &= view.raw("amax_max") > _LEAST_AMAX
-    with np.errstate(invalid="ignore"):
-        return np.asarray(judged & (tile_sqnr_db(view) < limit.destroyed_sqnr_db))
+    return np.asarray(judged & (view.raw("amax_max") > _LEAST_AMAX))

@@ -23,6 +23,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if off := evidence(f, "num_off_grid"):
         said.append(f"{number(off)} elements further than half a step from the operand")
         causes.append("codes stand where other elements are, or are those of something else")
+    if (bias := evidence(f, "gain_error")) is not None:
+        said.append(f"the operand comes out {100 * float(bias):+.1f} %")
+        causes.append(
+            f"its size changes by {100 * float(bias):+.1f} %, which rounding to nearest cannot do: a scale is read as another, or in "
+            "another format"
+        )
     db = evidence(f, "tile_sqnr_db")
     if not said and db is not None:
         said.append(f"{number(db)} dB")

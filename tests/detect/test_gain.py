@@ -1,0 +1,85 @@
+"""A quantiser that changes the size of its operand: a lasting bias is a warning, more than rounding can do is a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from detect.healthy_run import Run
+from detect.test_modes import DOWN, detect, evidence, modes
+
+from fp8watch_agent.record import Measured
+from fp8watch_server.detect.engine import Engine
+
+STEPS = range(60, 90)
+
+
+def biased(run: Run, operand: str, error: float, *, owner: float = 1e-5, from_step: int = 0, known: bool = True):
+    """A change of rows: one site's gain is off, and its largest element owns a share of its energy."""
+    i = run.index(DOWN, operand)
+
+    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        held = rows["measured"][i] & int(Measured.ENERGIES)
+        if not held:
+            return
+        signal = float(rows["amax_max"][i]) ** 2 / owner
+        tiles = rows["num_tiles"][i] - rows["num_zero_tiles"][i]
+        rows["signal_energy"][i] = signal
+        rows["noise_energy"][i] = signal * (rows["tile_noise_ratio_sum"][i] / tiles + error**2)
+        if known:
+            rows["measured"][i] |= int(Measured.GAIN)
+            rows["gain_energy"][i] = signal * (error if step >= from_step else 0.001)
+
+    return change
+
+
+@pytest.mark.parametrize("operand", ["input", "weight"])
+@pytest.mark.parametrize("error", [-0.012, 0.008])
+def test_a_lasting_bias_is_a_warning(operand: str, error: float) -> None:
+    run = Run()
+    found = detect(run, biased(run, operand, error), STEPS)
+    assert modes(found) == {"chronic-quantization-noise"}
+    first = found[0]
+    assert first.severity == "warning"
+    assert run.facts[first.site or 0].operand == operand
+    assert first.extra["by"] == "gain"
+    assert evidence(first)["gain_error"] == pytest.approx(error)
+    assert first.step >= STEPS.start + 7  # eight of ten
+
+
+@pytest.mark.parametrize(
+    ("operand", "error", "owner"),
+    [("input", 0.003, 1e-5), ("grad_output", 0.03, 1e-5), ("input", 0.03, 0.05), ("input", 0.058, 1.0)],
+    ids=["within", "of a gradient", "of a few large elements", "of one element"],
+)
+def test_what_is_healthy_is_not_told(operand: str, error: float, owner: float) -> None:
+    run = Run()
+    assert detect(run, biased(run, operand, error, owner=owner), STEPS) == []
+
+
+def test_a_bias_that_nobody_measured_is_not_told() -> None:
+    run = Run()
+    assert detect(run, biased(run, "input", 0.3, known=False), STEPS) == []
+
+
+@pytest.mark.parametrize(("operand", "error"), [("input", 0.31), ("weight", -0.3), ("grad_output", -0.08)])
+def test_more_than_rounding_can_do_is_a_fault_of_the_quantiser_at_once(operand: str, error: float) -> None:
+    run = Run()
+    found = detect(run, biased(run, operand, error, from_step=65), range(60, 68))
+    first = found[0]
+    assert (first.mode, first.severity, first.step) == ("quantiser-fault", "critical", 65)
+    assert run.facts[first.site or 0].operand == operand
+    assert evidence(first)["gain_error"] == pytest.approx(error)
+
+
+def test_e5m2_has_twice_the_room() -> None:
+    run = Run()
+    i = run.index(DOWN, "input")
+    run.sites[i] = replace(run.sites[i], format="E5M2")
+    facts = dict(run.facts)
+    facts[run.sites[i].id] = replace(facts[run.sites[i].id], format="E5M2")
+    engine, found = Engine(facts), []
+    for first in range(60, 90, 3):
+        found += engine.observe(run.batch(range(first, first + 3), biased(run, "input", 0.008)))
+    assert modes(found) == set()
