@@ -99,12 +99,7 @@ def values_into(
 ) -> tuple[list[Any], list[TileStats]]:
     """As `fp8watch.kernels.backend.Merging.values_into`."""
     kinds = tuple(CODES if c else VALUES for c in codes) or ((VALUES, VALUES) if both else (VALUES,))
-    outs, seen = call_into(_readable(x), job, kinds, into)
-    # of what was measured the scales lie in memory that is held for some steps: those that go along are their own
-    return [
-        (out.view(job.fmt.dtype), stats.scale_inv.clone()) if kind == CODES else out
-        for kind, out, stats in zip(kinds, outs, seen, strict=True)
-    ], seen
+    return call_into(_readable(x), job, kinds, into)
 
 
 def measure_into(x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:
@@ -117,10 +112,12 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
     known = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}.get(data.dtype)
     if known is None:
         return reference.dequantize(data, scale_inv, tile_shape)
-    bm, bk = check_tile_shape(tile_shape)
-    rows, columns = data.shape
-    check_scale(scale_inv, (-(-rows // bm), -(-columns // bk)), data)
-    check_denormals(data)
+    (bm, bk), (rows, columns) = tile_shape, data.shape
+    plain = bm > 0 < bk and scale_inv.dtype is torch.float32 and scale_inv.is_cpu and data.is_cpu
+    if not plain or scale_inv.shape != (-(-rows // bm), -(-columns // bk)) or DOUBLE_SUBNORMAL * 1.0 == 0.0:
+        bm, bk = check_tile_shape(tile_shape)
+        check_scale(scale_inv, (-(-rows // bm), -(-columns // bk)), data)
+        check_denormals(data)
     data, scale_inv = data.detach().contiguous(), scale_inv.detach().contiguous()
     out = torch.empty((rows, columns), dtype=torch.float32, device="cpu")
     cpu_library.load().fp8watch_dequantize(

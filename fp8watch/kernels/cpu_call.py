@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -210,10 +210,9 @@ def call(
     return tuple(found)
 
 
-def call_into(
-    x: torch.Tensor, job: QuantizeJob, kinds: Kinds, into: Into
-) -> tuple[list[torch.Tensor], list[TileStats]]:
-    """As `call` of a job with statistics, merged into rows of a slab: results and statistics, one a direction.
+def call_into(x: torch.Tensor, job: QuantizeJob, kinds: Kinds, into: Into) -> tuple[list[Any], list[TileStats]]:
+    """As `call` of a job with statistics, merged into rows of a slab: values, or codes and scale_inv, and statistics, one
+    a direction.
 
     Raises:
         MemoryError: no working space.
@@ -231,9 +230,14 @@ def call_into(
             torch.get_num_threads() if known.is_large else 1, row, row_t, order,
         )
     )  # fmt: skip
+    seen: list[TileStats] = [Measured(first, block, start)]
     if len(kinds) == 2:
-        return outs, [Measured(first, block, start), Measured(last, block, start)]
-    return outs, [Measured(first, block, start)]
+        seen.append(Measured(last, block, start))
+    if CODES not in kinds:
+        return outs, seen
+    # what was measured lies in memory that is held for some steps: scales that go along with codes are their own
+    pairs = zip(kinds, outs, seen, strict=True)
+    return [(o.view(job.fmt.dtype), s.scale_inv.clone()) if k == CODES else o for k, o, s in pairs], seen
 
 
 def _checked(status: int) -> None:
