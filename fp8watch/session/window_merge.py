@@ -17,15 +17,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.record import FIELDS, LATER, ROW, SOME_CALLS, Measured, empty_rows, merge_rows
+from fp8watch_agent.record import FIELDS, LATER, ROW, SOME_CALLS, WITH_ENERGIES, Measured, empty_rows, merge_rows
 
 MANY_RANKS = 256
 """Ranks from which on rows are merged where nobody says otherwise."""
 MERGE_STEPS = 16
 
-_LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.CODES | LATER & ~SOME_CALLS
+_LIGHT = (
+    Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO | Measured.CODES
+    | LATER & ~SOME_CALLS & ~WITH_ENERGIES
+)  # fmt: skip
 _CLIPPED = 1.5  # amax·scale over FP8_MAX: a history is often a little behind, and this is more than that
-_HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH
+_HEAVY = Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH | WITH_ENERGIES
 _FULL = tuple(f for f in FIELDS if f.group & _HEAVY)
 
 Rows = npt.NDArray[np.void]

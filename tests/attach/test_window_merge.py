@@ -121,7 +121,7 @@ def test_after_a_jump_the_sites_that_jumped_send_all_and_the_others_do_not(attac
     watch = attach(mlp, overhead_budget=None, every=1 << 20, hash_every=0, probes=[])
     optimizer = torch.optim.SGD(mlp.parameters(), lr=1e-6)
     x = torch.randn(32, 64)
-    heavy = int(Measured.ENERGIES)
+    heavy = int(Measured.ENERGIES | Measured.GAIN)
 
     def step(scale: float) -> dict[tuple[str, str, str], int]:
         optimizer.zero_grad()
