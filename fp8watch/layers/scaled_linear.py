@@ -3,7 +3,7 @@
 Shapes:     x [M, K], weight [N, K], bias [N] -> y [M, N]
 Thread:     training, and autograd's
 
-Saved for backward are codes and scales: one byte an element of input and weight where the emulated path keeps four.
+Saved for backward are codes and scales, a byte an element of input and weight, as on the emulated path.
 """
 
 from __future__ import annotations

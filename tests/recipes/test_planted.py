@@ -23,6 +23,12 @@ BUGS = [
         "(all(self.operand(o)", "(any(self.operand(o)", f"{HIGH}::test_its_gemms_are_those_of_the_plain_linear"),
     Bug("what no GEMM reads quantised has no site", "site_quantizer:places",
         "if in_fp8[place.gemm]", "if place", f"{HIGH}::test_observed_it_has_no_site_and_changes_nothing"),
+    Bug("a GPU that cannot multiply codes is left alone", "gemm_choice:choose_gemm",
+        'GemmChoice("observe", observe(recipe), reason)', 'GemmChoice("emulated", recipe, reason)',
+        "tests/scaled_mm/test_gemm_choice.py::test_elsewhere_on_a_gpu_it_is_observed_with_the_reason"),
+    Bug("a lightened row takes its gain along", "window_merge",
+        "Measured.DEPTH | WITH_ENERGIES", "Measured.DEPTH",
+        "tests/attach/test_window_merge.py::test_after_a_jump_the_sites_that_jumped_send_all_and_the_others_do_not"),
     Bug("a scale of a row is divided in float64", "rowwise:scale_of_rows",
         ".to(torch.float64)", "", f"{ROWS}::test_codes_and_scales_are_torchaos"),
 ]  # fmt: skip
