@@ -24,12 +24,13 @@ from pathlib import Path
 import msgspec
 
 from fp8watch_agent.batch import Kind, Parcel, batches
-from fp8watch_agent.ring import RING_SUFFIX, live_paths
+from fp8watch_agent.ring import RING_SUFFIX
 from fp8watch_agent.ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
+from fp8watch_agent.ring_memory import live_paths
 from fp8watch_agent.ring_recovery import recover
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
-from fp8watch_agent.spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
+from fp8watch_agent.spool_segment import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
 from fp8watch_agent.transport import Transport, Verdict
 from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import WireError, decode_batch
@@ -155,10 +156,14 @@ class Sync:
         except DamagedRing as e:
             aside = ring.with_suffix(".damaged")
             ring.rename(aside)
+            self.report.num_damaged_bytes += aside.stat().st_size
             self.report.problems.append(f"{aside}: {e}; put aside, nothing of it can be sent")
             return
         self.report.num_lost_frames += got.num_lost_frames
         self.report.num_lost_records += got.num_lost_records
+        if got.num_missing_bytes:
+            what = f"cut by {got.num_missing_bytes} bytes; what is left of it was read"
+            self.report.problems.append(f"{ring}: {what}")
         parcels = []
         if got.in_flight is not None:
             f = got.in_flight

@@ -161,7 +161,7 @@ BUGS = (
     ),
     Bug(
         "what broke goes last on disk",
-        "spool:SegmentWriter.append",
+        "spool_segment:SegmentWriter.append",
         "        self.segment.precious |= parcel.precious\n",
         "        pass\n",
         "tests/faults/test_bounded.py::test_on_disk_what_broke_goes_last",
@@ -175,7 +175,7 @@ BUGS = (
     ),
     Bug(
         "a full disk takes back what was begun",
-        "spool:SegmentWriter._append",
+        "spool_segment:SegmentWriter._append",
         "            os.ftruncate(self._fd, s.num_bytes)\n",
         "            pass\n",
         f"{SPOOL}::test_a_full_disk_takes_back_what_was_begun",
@@ -189,21 +189,21 @@ BUGS = (
     ),
     Bug(
         "a damaged payload is not believed",
-        "spool:_frame_at",
+        "spool_segment:_frame_at",
         "    if len(payload) != length or zlib.crc32(payload) != crc or kind",
         "    if len(payload) != length or kind",
         f"{SPOOL}::test_mutations_lose_only_what_they_hit tests/agent/test_sync.py::test_damage_is_counted_and_the_rest_arrives",
     ),
     Bug(
         "a damaged header is not believed",
-        "spool:_frame_at",
+        "spool_segment:_frame_at",
         "    if magic != MAGIC or zlib.crc32(raw[at : at + FRAME.size]) != header_crc:\n",
         "    if magic != MAGIC:\n",
         f"{SPOOL}::test_every_header_bit_flipped",
     ),
     Bug(
         "behind damage the next frame is found",
-        "spool:read_segment",
+        "spool_segment:read_segment",
         "            at = raw.find(MAGIC, at + 1)\n",
         "            at = -1\n",
         f"{SPOOL}::test_every_header_bit_flipped",
