@@ -40,7 +40,9 @@ class FolderWatch:
         except OSError as e:
             self._look_at = now + TRY_AGAIN_S
             rest = "until it can be, a SIGKILL loses the last steps"
-            self._warn("folder", f"files of the spool folder {folder} were deleted and cannot be made anew ({e}); {rest}")
+            self._warn(
+                "folder", f"files of the spool folder {folder} were deleted and cannot be made anew ({e}); {rest}"
+            )
             return
         if gone:
             rest = "they were made anew; what only they held is counted as dropped (spool_damaged)"

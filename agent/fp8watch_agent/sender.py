@@ -322,6 +322,10 @@ class Sender:
             self._warn(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
             if self.spool is not None:
                 self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
+        if receipt.num_rekeyed:
+            self._warn(
+                "rekeyed", "the sequence number of a batch was taken by another body; it was sent under another one"
+            )
         self.num_batches += receipt.acknowledged > 0 or not receipt.refused
         self.num_bytes += receipt.num_bytes
         if receipt.captures is not None:
