@@ -18,6 +18,7 @@ from fp8watch_agent import sync
 from fp8watch_agent.record import TileMap
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
+from fp8watch_agent.wire import encode_batch
 from fp8watch_server.auth import command
 from fp8watch_server.auth.command import Unusable, end_of
 from fp8watch_server.db import schema as t
@@ -140,7 +141,11 @@ def test_only_the_scope_ingest_is_held_to_runs(serving: Serving, capsys: pytest.
 
 
 def test_a_session_belongs_to_whoever_registered_it(serving: Serving) -> None:
-    with client_of(serving, key="a" * 32) as ours, client_of(serving, key="b" * 32) as theirs, client_of(serving) as none:
+    with (
+        client_of(serving, key="a" * 32) as ours,
+        client_of(serving, key="b" * 32) as theirs,
+        client_of(serving) as none,
+    ):
         victim = Agent(ours).register([SITE])
         victim.send([SITE], [0])
         for client in (theirs, none):
@@ -179,6 +184,28 @@ def test_of_a_real_agent_nobody_takes_a_sequence_number(serving: Serving, tmp_pa
         assert health.records.dropped == {}
         assert health.records.acknowledged == 24
         assert client.get(f"/api/v1/runs/{session.run_id}").json()["last_step"] == 7
+
+
+@pytest.mark.long
+def test_two_jobs_in_one_run_are_an_incident(serving: Serving) -> None:
+    with client_of(serving, key="a" * 32) as one, client_of(serving, key="b" * 32) as other:
+        jobs = [
+            Agent(client, run="shared", session=name * 32, pid=pid).register([SITE])
+            for client, name, pid in ((one, "a", 7), (other, "b", 8))
+        ]
+        incidents: list[Any] = []
+        for step in range(30):
+            for job in jobs:
+                header, columns = job.batch([SITE], [step])
+                columns[0]["time"] = time.time()
+                assert job.post(encode_batch(header, *columns)).status_code == 200
+            time.sleep(2)
+            incidents = one.get("/api/v1/runs/shared/incidents").json()["items"]
+            if incidents:
+                break
+    assert [(i["mode"], i["severity"], i["attempt"]) for i in incidents] == [("two-jobs-one-run", "warning", 2)]
+    assert "process 8 on node-1" in incidents[0]["cause"]
+    assert 10 <= step <= 20
 
 
 def test_what_a_spool_holds_is_sent_with_its_key(serving: Serving, tmp_path: Path) -> None:

@@ -136,11 +136,8 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     Raises:
         Exposed: with the remedy.
     """
-    if (
-        settings.loopback
-        or settings.insecure
-        or any(not grant.expired for grant in read_tokens(engine).grants.values())
-    ):
+    guarded = any(not grant.expired for grant in read_tokens(engine).grants.values())
+    if settings.loopback or settings.insecure or guarded:
         return
     raise Exposed(
         f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "

@@ -1,0 +1,89 @@
+"""What is broken on purpose in whose runs and sessions they are, and the test that sees it: a promise a line."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+WHOSE = "tests/collector/test_whose_run_it_is.py"
+TOKEN = f"{WHOSE}::test_a_token_is_worth_the_runs_that_it_names"
+SESSION = f"{WHOSE}::test_a_session_belongs_to_whoever_registered_it"
+
+RUNS = [
+    Bug(
+        "a token registers the runs that it names",
+        "ingest.routes:_register",
+        "    sender_of(request).grant.require(run_id)\n",
+        "",
+        TOKEN,
+    ),
+    Bug(
+        "a token sends batches of the runs that it names",
+        "group_commit:Committer._open",
+        "            waiting.sender.grant.require(batch.header.run)\n",
+        "",
+        TOKEN,
+    ),
+    Bug(
+        "a token sends tile maps of the runs that it names",
+        "ingest.routes:post_tile_maps",
+        "        sender.grant.require(maps.run)\n",
+        "",
+        TOKEN,
+    ),
+    Bug(
+        "a token ends when it says",
+        "tokens:Auth._refusal",
+        "        if grant is None or grant.expired:\n",
+        "        if grant is None:\n",
+        f"{WHOSE}::test_a_token_ends_when_it_says",
+    ),
+    Bug(
+        "a batch shows the key of its session",
+        "commit:_commit_run",
+        "        if not key_fits(session.key_sha256, item.key_sha256):\n",
+        "        if not item.sha256:\n",
+        f"{WHOSE}::test_of_a_real_agent_nobody_takes_a_sequence_number {SESSION}",
+    ),
+    Bug(
+        "tile maps show the key of their session",
+        "registrations:require_session",
+        "    if not key_fits(row.key_sha256, key_sha256):\n        raise WrongKey\n",
+        "",
+        SESSION,
+    ),
+    Bug(
+        "sites show the key of their session",
+        "registrations:require_registered",
+        "    if not key_fits(row.key_sha256, key_sha256):\n        raise WrongKey\n",
+        "",
+        SESSION,
+    ),
+    Bug(
+        "a session is registered again by its own agent",
+        "registrations:register_session",
+        "    if known is not None and not key_fits(known.key_sha256, key_sha256):\n        raise WrongKey\n",
+        "",
+        SESSION,
+    ),
+    Bug(
+        "a session that has no key is not taken by giving it one",
+        "registrations:register_session",
+        '"registered_at", "key_sha256"}',
+        '"registered_at"}',
+        SESSION,
+    ),
+    Bug(
+        "one session that is refused does not hold up the others of a spool",
+        "sync:Sync.run",
+        "                if session_of(path) not in self._forbidden:\n",
+        "                if session_of(path):\n",
+        f"{WHOSE}::test_what_a_spool_holds_is_sent_with_its_key",
+    ),
+    Bug(
+        "a batch whose key was taken is no silent loss",
+        "uploader:Uploader.send",
+        "            if verdict is Verdict.REFUSED and answer.status == 409 and rekey:\n",
+        "            if verdict is Verdict.REFUSED and answer.status == 0 and rekey:\n",
+        "tests/agent/test_delivery.py::test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted",
+    ),
+]
