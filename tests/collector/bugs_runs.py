@@ -86,4 +86,19 @@ RUNS = [
         "            if verdict is Verdict.REFUSED and answer.status == 0 and rekey:\n",
         "tests/agent/test_delivery.py::test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted",
     ),
+    Bug(
+        "bytes mean what the page of the wire says",
+        "column_words:expected_scale_inv",
+        "np.uint32(0x600000)",
+        "np.uint32(0x500000)",
+        "tests/collector/test_wire_page.py::test_every_value_is_read_as_it_was_meant",
+    ),
+    Bug(
+        "the tables of the wire are those of the code",
+        "docs/wire.md",
+        "| `worst_tile` | `<i4` | 2 | -1 |",
+        "| `worst_tile` | `<i4` | 2 | 0 |",
+        "tests/house/test_wire_page.py::test_the_page_has_what_the_code_has"
+        " tests/collector/test_wire_page.py::test_every_value_is_read_as_it_was_meant",
+    ),
 ]

@@ -187,8 +187,12 @@ def test_of_a_real_agent_nobody_takes_a_sequence_number(serving: Serving, tmp_pa
 
 
 @pytest.mark.long
-def test_two_jobs_in_one_run_are_an_incident(serving: Serving) -> None:
-    with client_of(serving, key="a" * 32) as one, client_of(serving, key="b" * 32) as other:
+def test_two_jobs_in_one_run_are_an_incident(tmp_path: Path) -> None:
+    with (
+        Serving(tmp_path, "--port", "0", FP8WATCH_TEST_WHOLE="1") as serving,
+        client_of(serving, key="a" * 32) as one,
+        client_of(serving, key="b" * 32) as other,
+    ):
         jobs = [
             Agent(client, run="shared", session=name * 32, pid=pid).register([SITE])
             for client, name, pid in ((one, "a", 7), (other, "b", 8))
