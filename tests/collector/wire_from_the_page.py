@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import struct
 from pathlib import Path
 from typing import Any
