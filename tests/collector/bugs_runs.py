@@ -101,4 +101,19 @@ RUNS = [
         "tests/house/test_wire_page.py::test_the_page_has_what_the_code_has"
         " tests/collector/test_wire_page.py::test_every_value_is_read_as_it_was_meant",
     ),
+    Bug(
+        "a health check speaks TLS where it is on",
+        "http.probe:connection",
+        '    if environ.get("FP8WATCH_TLS_CERT"):\n',
+        '    if environ.get("FP8WATCH_TLS"):\n',
+        "tests/collector/test_serve.py::"
+        "test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on",
+    ),
+    Bug(
+        "serve --pg starts a PostgreSQL",
+        "fp8watch_server.cli:main",
+        "        if settings.pg:\n",
+        "        if settings.pg is None:\n",
+        "tests/collector/test_serve.py::test_it_starts_a_postgresql_of_its_own",
+    ),
 ]
