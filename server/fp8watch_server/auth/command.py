@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="WHEN",
         help="when it ends: so many days or hours from now (90d, 12h), or a day (2030-01-31, UTC) (default: never)",
     )
-    create.add_argument("--tenant", default=t.DEFAULT_TENANT, help=f"whose runs (default: {t.DEFAULT_TENANT})")
+    create.add_argument("--tenant", default=t.DEFAULT_TENANT, help=f"label for the list (default: {t.DEFAULT_TENANT})")
     commands.add_parser("list", help="show names, scopes and ids; never a token")
     revoke = commands.add_parser("revoke", help="make tokens useless")
     revoke.add_argument("which", help="a name, or an id from the list")
