@@ -106,8 +106,7 @@ RUNS = [
         "http.probe:connection",
         '    if environ.get("FP8WATCH_TLS_CERT"):\n',
         '    if environ.get("FP8WATCH_TLS"):\n',
-        "tests/collector/test_serve.py::"
-        "test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on",
+        "tests/collector/test_serve.py::test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on",
     ),
     Bug(
         "serve --pg starts a PostgreSQL",
