@@ -1,0 +1,107 @@
+"""Puts modules on their sites: Linears of the plan's recipe, those with a forward of their own, and Transformer Engine's.
+
+Thread:     training, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from fp8watch.integrations.te_modules import TeModule
+from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.layers import custom_ops
+from fp8watch.layers.foreign_linear import ForeignLinear
+from fp8watch.layers.fp8_linear import take_over
+from fp8watch.layers.scaled_linear import Formats
+from fp8watch.layers.torchao_casts import watch_casts
+from fp8watch.observer.foreign import Foreign
+from fp8watch.observer.plan import Plan
+from fp8watch.selection.module_filter import LeftOut
+from fp8watch.selection.own_forward import TORCHAO, has_own_forward
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.recorder import Recorder
+
+
+def put_on_sites(
+    plan: Plan, linears: Sequence[tuple[str, nn.Linear]], in_fp8: Mapping[int, Foreign], scaled: Formats | None
+) -> int:
+    """Put each Linear on its rows of the slab; returns how many compute in FP8 by a forward of their own.
+
+    Args:
+        plan: whose recipe the others compute by, or are observed by.
+        linears: in the order of their rows.
+        in_fp8: by the id of the module.
+        scaled: formats of codes that are multiplied, where they are.
+    """
+    recipe = plan.recipe
+    for i, (_, module) in enumerate(linears):
+        first = i * len(plan.sites.rows)
+        site = custom_ops.site_tensor(plan, first)
+        if has_own_forward(module):
+            if id(module) in in_fp8:
+                plan.sites.foreign[first] = in_fp8[id(module)]
+            take_over(module, site, observe_only=True, mixin=ForeignLinear)
+        else:
+            take_over(module, site, observe_only=recipe.observe_only, shared=recipe.shared, scaled=scaled)
+    if any(f.backend == TORCHAO and f.casts for f in plan.sites.foreign.values()):
+        plan.guard.run("torchao", watch_casts)
+    return len(plan.sites.foreign)
+
+
+def turns_of(plan: Plan, num_linears: int, te: TeObserver | None) -> list[int]:
+    """First rows of the modules whose quantisers and GEMMs are checked in turn: those that compute in FP8."""
+    each, foreign = len(plan.sites.rows), plan.sites.foreign
+    firsts = [i * each for i in range(num_linears) if not plan.recipe.observe_only or i * each in foreign]
+    return firsts
+
+
+def told_of(plan: Plan) -> tuple[int, str]:
+    """How many modules with a forward of their own are observed in FP8, and by which recipe; for the line of attach."""
+    foreign = plan.sites.foreign.values()
+    if not foreign:
+        return 0, ""
+    own = sum(f.recipe is not None and f.site_recipe(plan.recipe, "input") != "observe" for f in foreign)
+    reasons = sorted({f.reason or "its configuration is another" for f in foreign} if own < len(foreign) else ())
+    if not reasons:
+        return len(foreign), f" by their own configuration ({plan.recipe.kind})"
+    rest = "" if not own else f", {own} by their own configuration"
+    return len(foreign), f" as {plan.recipe.kind}{rest}: {'; '.join(reasons)}"
+
+
+def observe_te(
+    plan: Plan,
+    te: list[TeModule],
+    left_out: list[LeftOut],
+    guard: Guard,
+    recorder: Recorder | None,
+    say: Callable[[str], None],
+) -> TeObserver | None:
+    """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
+    if plan.slab is None or not te:
+        return None
+
+    def entered(backward: bool) -> None:
+        if backward:
+            plan.step.saw_backward()
+        else:
+            custom_ops.enter_forward(plan)
+
+    def tell(line: str | None, facts: Mapping[str, str]) -> None:
+        if line is not None:
+            say(line)
+        if recorder is not None:
+            recorder.update_facts(facts)
+
+    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell)
+    try:
+        reason = observer.start()
+    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
+        guard.swallow("te start", error)
+        reason = f"transformer_engine cannot be observed ({type(error).__name__}: {error})"
+    if reason is None:
+        return observer
+    observer.stop()
+    left_out += [LeftOut(module.fqn, f"Transformer Engine module: {reason}") for module in te]
+    return None
