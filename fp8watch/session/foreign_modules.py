@@ -38,16 +38,22 @@ def put_on_sites(
     recipe = plan.recipe
     for i, (_, module) in enumerate(linears):
         first = i * len(plan.sites.rows)
-        site = custom_ops.site_tensor(plan, first)
         if has_own_forward(module):
-            if id(module) in in_fp8:
-                plan.sites.foreign[first] = in_fp8[id(module)]
-            take_over(module, site, observe_only=True, mixin=ForeignLinear)
+            put_on_site(plan, first, module, in_fp8)
         else:
+            site = custom_ops.site_tensor(plan, first)
             take_over(module, site, observe_only=recipe.observe_only, shared=recipe.shared, scaled=scaled)
-    if any(f.backend == TORCHAO and f.casts for f in plan.sites.foreign.values()):
-        plan.guard.run("torchao", watch_casts)
     return len(plan.sites.foreign)
+
+
+def put_on_site(plan: Plan, first: int, module: nn.Linear, in_fp8: Mapping[int, Foreign]) -> None:
+    """Put a Linear with a forward of its own on its rows of the slab, to be observed as it is."""
+    foreign = in_fp8.get(id(module))
+    if foreign is not None:
+        plan.sites.foreign[first] = foreign
+        if foreign.backend == TORCHAO and foreign.casts:
+            plan.guard.run("torchao", watch_casts)
+    take_over(module, custom_ops.site_tensor(plan, first), observe_only=True, mixin=ForeignLinear)
 
 
 def turns_of(plan: Plan, num_linears: int, te: TeObserver | None) -> list[int]:

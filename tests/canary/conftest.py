@@ -21,7 +21,7 @@ class Line:
     """In place of a recorder: what it is handed goes over the wire into an engine at once."""
 
     def __init__(self, settings, session, *_, **__):
-        self.sites, self.findings, self.rows = {}, [], []
+        self.sites, self.findings, self.rows, self.facts = {}, [], [], {}
         self.engine = Engine({})
 
     def register_sites(self, sites):
@@ -44,7 +44,7 @@ class Line:
         return frozenset()
 
     def update_facts(self, facts):
-        pass
+        self.facts.update(facts)
 
     def set_gauge(self, name, value):
         pass
