@@ -38,7 +38,9 @@ class StepState:
     outside: bool = False  # of the windows that attach was given
     warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
     on_stuck: weakref.WeakMethod[Callable[[], None]] | None = None  # says that no step ends
-    on_unwatched: weakref.WeakMethod[Callable[[], None]] | None = None  # hears that the model ran, and no watched module
+    on_unwatched: weakref.WeakMethod[Callable[[], None]] | None = (
+        None  # hears that the model ran, and no watched module
+    )
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------

@@ -45,7 +45,7 @@ from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.session.arguments import check_arguments, check_url
 from fp8watch.session.attachment import Attachment, Cadence, Session
-from fp8watch.session.foreign_modules import observe_te, put_on_sites, told_of, turns_of
+from fp8watch.session.foreign_modules import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
@@ -126,9 +126,13 @@ def attach(
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
-    foreign = foreign_fp8(model) if asked is None else None
-    in_fp8 = foreign_linears(model)
-    chosen = resolve_recipe(asked if foreign is None else recipe_of(in_fp8.values()) or "observe")
+    computing = foreign_fp8(model)
+    foreign, in_fp8 = (computing if asked is None else None), foreign_linears(model)
+    chosen = resolve_recipe(
+        asked if foreign is None else recipe_of(in_fp8.values()) or "observe", as_it_is=foreign is not None
+    )
+    if computing is None:
+        chosen = with_declared(chosen)
     guard = Guard()
     session = uuid.uuid4().hex
     identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)

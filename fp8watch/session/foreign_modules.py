@@ -6,6 +6,7 @@ Thread:     training, once
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -18,6 +19,8 @@ from fp8watch.layers.scaled_linear import Formats
 from fp8watch.layers.torchao_casts import watch_casts
 from fp8watch.observer.foreign import Foreign
 from fp8watch.observer.plan import Plan
+from fp8watch.recipe import Recipe
+from fp8watch.recipe.declared import declared_fp8, not_active
 from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import TORCHAO, has_own_forward
 from fp8watch_agent.guard import Guard
@@ -74,6 +77,12 @@ def told_of(plan: Plan) -> tuple[int, str]:
         return len(foreign), f" by their own configuration ({plan.recipe.kind})"
     rest = "" if not own else f", {own} by their own configuration"
     return len(foreign), f" as {plan.recipe.kind}{rest}: {'; '.join(reasons)}"
+
+
+def with_declared(recipe: Recipe) -> Recipe:
+    """The recipe with a warning where a trainer was asked for FP8 and nothing in the model computes in it."""
+    said = not_active(declared_fp8(), converted=not recipe.observe_only)
+    return recipe if said is None else replace(recipe, warnings=(*recipe.warnings, said))
 
 
 def observe_te(

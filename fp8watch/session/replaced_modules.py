@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.selection.flop_coverage import coverage
 from fp8watch.selection.module_filter import LeftOut, named_modules
@@ -62,7 +61,9 @@ class ReplacedModules:
                 plan.modules.add(module)
                 again[_kind(module)] += 1
             else:
-                left.append(LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach"))
+                left.append(
+                    LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach")
+                )
         plan.canary.cover(turns_of(plan, len(plan.sites.quantizers) // each, self.attachment.te), each)
         self._tell(named, again, left)
 

@@ -14,11 +14,11 @@ from fp8watch_agent.record import Measured
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from fp8watch.recipe.spec import TILES  # noqa: E402
-from fp8watch.recipe.torchao import ROW  # noqa: E402
-from fp8watch.layers.torchao_casts import FUNCTION, MODULE, unwatch_casts  # noqa: E402
+from fp8watch.layers.torchao_casts import FUNCTION, MODULE, unwatch_casts
+from fp8watch.recipe.spec import TILES
+from fp8watch.recipe.torchao import ROW
 
 ROWS = ROW in TILES
 RECIPES = ("tensorwise", *(("rowwise", "rowwise_with_gw_hp") if ROWS else ()))
@@ -78,7 +78,7 @@ if not ROWS:
 def test_a_broken_cast_is_named_at_its_site(train, monkeypatch, name) -> None:
     recipe, fqn, role, number, shape, fault, count = CASTS[name]
     broken_cast(monkeypatch, role, number, shape, fault)
-    line, watch = train(3, model=converted(recipe))
+    line, _ = train(3, model=converted(recipe))
     step = ["a", "b", "c"].index(fqn)
     assert line.said()[0][:5] == ("quantiser-fault", "critical", step, fqn, role)
     assert {e.field for e in line.findings[0].evidence} >= {count, "num_checked_tiles"}
