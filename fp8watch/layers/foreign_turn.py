@@ -214,7 +214,7 @@ def begin_turn(site: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     foreign = plan.sites.foreign.get(first)
     if foreign is None or not plan.observing or plan.stopwatch is not None or graph_task() != -1:
         return None
-    if not x.numel() or is_virtual(x) or is_virtual(weight) or capturing(x):
+    if is_virtual(x) or is_virtual(weight) or capturing(x):
         return None
     before = plan.turns.get(first)
     if before is not None and before.gradient is None and not before.closed:

@@ -13,7 +13,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def cast(x, dtype, where):
-    amax = x.abs().amax().float().clamp_min(1e-12)
+    amax = x.abs().amax().float().clamp_min(1e-12) if x.numel() else torch.tensor(1.0)
     scale = torch.finfo(dtype).max / amax
     top = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-top, top).to(dtype), 1 / scale
