@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 from canary.conftest import Small
+from canary.test_healthy import LONG, Tiny
 from canary.test_own_forward import elsewhere, garbage, zeroed
+from counts import part_of
 
 from fp8watch_agent.record import Measured
 
@@ -151,3 +153,13 @@ def test_converting_after_attach_drops_no_site_in_silence(train, capsys) -> None
     assert len(line.rows) >= 3
     watch.detach()
     assert "fp8watch" not in str(vars(watch._model.a))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [None, 1.0])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_long_healthy_run_is_silent(train, name, share) -> None:
+    model = Tiny(torch.nn.Linear)
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(name))
+    line, _ = train(part_of(LONG), model=model, tokens=32, share=share)
+    assert line.said() == []
