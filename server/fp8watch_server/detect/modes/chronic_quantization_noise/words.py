@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number, since, site_words
-from fp8watch_server.detect.remedies import Fix, OPERANDS, Place, finer, fp32_scales, set_to
+from fp8watch_server.detect.remedies import OPERANDS, Fix, Place, finer, fp32_scales, set_to
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
