@@ -197,7 +197,7 @@ class _BeforeInput(torch.autograd.Function):
         return alias
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         turn: Turn = ctx.turn
         turn.plan.guard.run("foreign dgrad", turn.saw_dgrad, gradient)
         return gradient, None

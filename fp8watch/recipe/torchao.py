@@ -69,7 +69,8 @@ def read_torchao(config: Any) -> TorchaoCasts | str:
         casts[place] = OperandRecipe(tile, fmt, power_2, EPS)
     if any((operand, False) not in casts for operand in range(3)):
         return "an operand stays in high precision"
-    recipe = Recipe("observe", *(casts[operand, False] for operand in range(3)), observe_only=True)
+    a, b, c = (casts[operand, False] for operand in range(3))
+    recipe = Recipe("observe", a, b, c, observe_only=True)
     fast = [bool(getattr(getattr(config, name, None), "use_fast_accum", False)) for name in _GEMMS]
     fprop, dgrad, wgrad = (FAST if is_fast else ROUNDED for is_fast in fast)
     return TorchaoCasts(recipe, tuple(casts.items()), (fprop, dgrad, wgrad))

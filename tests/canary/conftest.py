@@ -40,6 +40,9 @@ class Line:
     def record_tile_maps(self, maps):
         pass
 
+    def hurry(self):
+        pass
+
     def wanted_captures(self):
         return frozenset()
 
