@@ -1,7 +1,5 @@
 """A Linear with a forward of its own, which computes as before: its operands, output and gradient are looked at.
 
-Upstream:   fp8watch.session.attach
-Downstream: fp8watch.layers.observe_linear, fp8watch.layers.foreign_turn
 Shapes:     x [..., K] -> y [..., N], whatever the module makes of it
 Thread:     training, and autograd's
 """

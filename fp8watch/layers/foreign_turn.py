@@ -1,7 +1,5 @@
 """One call of a Linear that computes in FP8 by a forward of its own, in its turn: its three GEMMs against float64.
 
-Upstream:   fp8watch.layers.foreign_linear, fp8watch.layers.torchao_casts
-Downstream: fp8watch.layers.shadow_gemm, fp8watch.quantize.self_consistency
 Shapes:     x [M, K], weight [N, K], y and its gradient [M, N], gradients of x and weight -> fields of slab rows
 Thread:     training, and autograd's
 

@@ -1,6 +1,6 @@
 """The three GEMMs of a Linear in FP8, and which site feeds which.
 
-Upstream:   fp8watch.session.attach
+Upstream:   fp8watch.session.site_placement
 Downstream: fp8watch.layers.custom_ops
 Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
 Thread:     training, and autograd's

@@ -1,7 +1,5 @@
 """torchao's casts to FP8 as they happen: codes and scales of an operand, for the module whose turn it is.
 
-Upstream:   torchao.float8.float8_linear
-Downstream: fp8watch.layers.foreign_turn
 Shapes:     operand [..., K] -> codes [rows, columns], scale_inv [rows / tile, columns / tile]
 Thread:     training, and autograd's
 

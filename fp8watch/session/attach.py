@@ -1,6 +1,6 @@
 """Find the Linears of a model, put them on the FP8 path, and return a Watch.
 
-Downstream: fp8watch.layers.fp8_linear
+Downstream: fp8watch.session.site_placement
 Thread:     training, once
 
 A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held
@@ -45,9 +45,9 @@ from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.session.arguments import check_arguments, check_url
 from fp8watch.session.attachment import Attachment, Cadence, Session
-from fp8watch.session.foreign_modules import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
+from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
 from fp8watch.session.start import start_recorder
 from fp8watch.session.step_optimizer import torch_optimizers

@@ -18,7 +18,7 @@ from fp8watch.selection.flop_coverage import coverage
 from fp8watch.selection.module_filter import LeftOut, named_modules
 from fp8watch.selection.own_forward import foreign_linears, own_class
 from fp8watch.session.attachment import Attachment, Session
-from fp8watch.session.foreign_modules import put_on_site, turns_of
+from fp8watch.session.site_placement import put_on_site, turns_of
 
 FIRST_CHECKS = 2
 CHECK_EVERY = 64

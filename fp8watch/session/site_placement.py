@@ -1,5 +1,8 @@
 """Puts modules on their sites: Linears of the plan's recipe, those with a forward of their own, and Transformer Engine's.
 
+Upstream:   fp8watch.session.attach
+Downstream: fp8watch.layers.fp8_linear
+Shapes:     modules and the rows of their sites
 Thread:     training, once
 """
 
