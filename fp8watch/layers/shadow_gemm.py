@@ -30,8 +30,7 @@ NUM_ROWS = 64
 TURN_ROWS, TURN_COLUMNS = 16, 64
 """Of the output of a GEMM whose turn it is: 1024 elements tell its RMS within 3 %."""
 
-_LENGTHS = (128, 32)  # of a tile along the contraction
-_BLOCK = 128
+_LENGTHS = (128, 32)  # of tiles
 _CANCELLED = 2.0**-20  # of the energy without signs
 
 
@@ -67,10 +66,11 @@ class Factor(NamedTuple):
 
 
 def _scale_index(index: Tensor, size: int, num: int) -> Tensor:
-    """Of rows (or columns) the scale that they have: one for all, one each, or one for each 128."""
+    """Of rows (or columns) the scale that they have: one for all, one each, or one a tile."""
     if num == 1:
         return torch.zeros_like(index)
-    return index if num == size else index.div(_BLOCK, rounding_mode="floor")
+    tile = next((t for t in (1, *_LENGTHS) if -(-size // t) == num), 1)
+    return index.div(tile, rounding_mode="floor")
 
 
 class Allowed(NamedTuple):

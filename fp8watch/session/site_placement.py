@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp8watch.integrations.te_modules import TeModule
+from fp8watch.integrations.te_tensors import QuantizedView
+from fp8watch.integrations.te_turns import TeTurns
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.foreign_linear import ForeignLinear
 from fp8watch.layers.fp8_linear import take_over
 from fp8watch.layers.scaled_linear import Formats
+from fp8watch.layers.shadow_gemm import TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.layers.torchao_casts import watch_casts
 from fp8watch.observer.foreign import Foreign
 from fp8watch.observer.plan import Plan
+from fp8watch.quantize.output_checks import GemmCheck
 from fp8watch.recipe import Recipe
 from fp8watch.recipe.declared import declared_fp8, not_active
+from fp8watch.recipe.torchao import FAST
 from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import TORCHAO, has_own_forward
 from fp8watch_agent.guard import Guard
@@ -66,7 +71,7 @@ def turns_of(plan: Plan, num_linears: int, te: TeObserver | None) -> list[int]:
     """First rows of the modules whose quantisers and GEMMs are checked in turn: those that compute in FP8."""
     each, foreign = len(plan.sites.rows), plan.sites.foreign
     firsts = [i * each for i in range(num_linears) if not plan.recipe.observe_only or i * each in foreign]
-    return firsts
+    return firsts + ([te.rows_of[id(module)][0] for module in te.modules] if te is not None else [])
 
 
 def told_of(plan: Plan) -> tuple[int, str]:
@@ -80,6 +85,15 @@ def told_of(plan: Plan) -> tuple[int, str]:
         return len(foreign), f" by their own configuration ({plan.recipe.kind})"
     rest = "" if not own else f", {own} by their own configuration"
     return len(foreign), f" as {plan.recipe.kind}{rest}: {'; '.join(reasons)}"
+
+
+def _check_codes(
+    output: Tensor, left: QuantizedView, right: QuantizedView, bias: Tensor | None, phase: int
+) -> GemmCheck:
+    """A product of Transformer Engine, in bfloat16 or float32, against the codes that it reads."""
+    a, b = (Factor(v.codes.view(v.fmt.dtype), v.scale_inv) for v in (left, right))
+    rows, columns = TURN_ROWS, TURN_COLUMNS
+    return check_gemm(output, a, b.t(), bias, phase, num_rows=rows, num_columns=columns, allow=Allowed(FAST))
 
 
 def with_declared(recipe: Recipe) -> Recipe:
@@ -112,7 +126,8 @@ def observe_te(
         if recorder is not None:
             recorder.update_facts(facts)
 
-    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell)
+    turns = TeTurns(plan.canary, plan.slab, _check_codes, lambda: plan.observing and plan.stopwatch is None)
+    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell, turns=turns)
     try:
         reason = observer.start()
     except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations

@@ -197,3 +197,33 @@ def test_others_with_a_forward_of_their_own_are_observed_and_held_to_nothing(tra
     watch.detach()
     _, watch = train(1, model=Model(), recipe="blockwise")
     assert {s.fqn for s in watch._table if s.operand == "input"} == {"plain"}
+
+
+def test_what_replaces_a_linear_after_attach_is_observed(train, capsys) -> None:
+    line, watch = train(0)
+    model = watch._model
+    for name in ("a", "b", "c"):
+        old = getattr(model, name)
+        made = ScriptFloat8Linear(old.in_features, old.out_features, bias=False)
+        made.weight, made.bias = old.weight, old.bias
+        setattr(model, name, made)
+    for _ in range(4):
+        model(torch.randn(96, 160)).backward()
+        watch.step()
+    said = capsys.readouterr().err
+    assert said.count("3 Linears were replaced by canary ScriptFloat8Linear after attach: observed as they are") == 1
+    assert {s.module for s in line.sites.values()} == {"a", "b", "c"}
+    assert line.facts["replaced"] == "3 by canary ScriptFloat8Linear, observed"
+    assert line.said() == []
+
+
+def test_what_cannot_be_observed_any_more_is_named_once(train, capsys) -> None:
+    line, watch = train(2)
+    watch._model.b = nn.Sequential(nn.Linear(272, 144))
+    for _ in range(130):
+        watch._model(torch.randn(16, 160)).backward()
+        watch.step()
+    said = capsys.readouterr().err
+    assert said.count("no longer observed: b (replaced after attach by torch Sequential)") == 1
+    assert line.facts["gemm_flops_observed"] < 1
+    assert line.facts["replaced"] == "b (replaced after attach by torch Sequential)"
