@@ -38,6 +38,9 @@ class StepState:
     outside: bool = False  # of the windows that attach was given
     warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
     on_stuck: weakref.WeakMethod[Callable[[], None]] | None = None  # says that no step ends
+    on_unwatched: weakref.WeakMethod[Callable[[], None]] | None = (
+        None  # hears that the model ran, and no watched module
+    )
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
@@ -91,6 +94,8 @@ class StepState:
         """The model returned. Where no watched module ran in it, this is all that is known of the pass."""
         if not grad or self.forward_seen:
             return
+        if self.on_unwatched is not None and (look := self.on_unwatched()) is not None:
+            self.guard.run("replaced", look)
         if self.on_forward is not None:
             self.guard.run("on_forward", self.on_forward)
         self.root_seen = True

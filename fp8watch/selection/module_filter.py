@@ -6,7 +6,7 @@ DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,21 @@ class LeftOut:
     reason: str
 
 
-def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
+def select_linears(
+    model: nn.Module,
+    filter_fn: FilterFn | None,
+    in_fp8: Collection[int] = (),
+    *,
+    observe_only: bool = False,
+) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
     """Linears to take over, in the order of the model's modules, and those left out.
+
+    Args:
+        model: whose Linears.
+        filter_fn: as for attach.
+        in_fp8: ids of those that compute in FP8 by a forward of their own: what is asked of a Linear that is to be
+            converted is not asked of them.
+        observe_only: nothing is converted, so that others with a forward of their own can be observed as well.
 
     Raises:
         TypeError: `filter_fn` is not callable, or returned something else than a bool.
@@ -56,7 +69,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         wanted: bool | None = None
         if SITE_KEY in module.__dict__:
             reason = WATCHED
-        elif type(module).forward not in (nn.Linear.forward, WatchedLinear.forward) or "forward" in module.__dict__:
+        elif "forward" in module.__dict__ or not (_plain_forward(module) or observe_only or id(module) in in_fp8):
             reason = f"own forward ({type(module).__name__})"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "never called by MultiheadAttention, which reads its weight"
@@ -71,16 +84,24 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
             if not isinstance(wanted, bool | None):
                 raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True, False or None (default)")
         if reason is None and wanted is None:
-            reason = role_of.get(id(module))
+            reason = None if id(module) in in_fp8 else role_of.get(id(module))
         elif reason is None and not wanted:
             reason = "filter_fn"
-        if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+        if (
+            reason is None
+            and id(module) not in in_fp8
+            and (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+        ):
             reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
         if reason is None:
             taken.append((fqn, module))
         else:
             left.append(LeftOut(fqn, reason))
     return taken, left
+
+
+def _plain_forward(module: nn.Linear) -> bool:
+    return type(module).forward in (nn.Linear.forward, WatchedLinear.forward)
 
 
 def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:

@@ -1,6 +1,6 @@
 """Find the Linears of a model, put them on the FP8 path, and return a Watch.
 
-Downstream: fp8watch.layers.fp8_linear
+Downstream: fp8watch.session.site_placement
 Thread:     training, once
 
 A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import quote
 
 import torch
@@ -27,7 +27,6 @@ from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import look_at_attention
-from fp8watch.layers.fp8_linear import take_over
 from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
@@ -43,10 +42,12 @@ from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
 from fp8watch.selection.module_roles import role_facts
+from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.session.arguments import check_arguments, check_url
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
+from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
 from fp8watch.session.start import start_recorder
 from fp8watch.session.step_optimizer import torch_optimizers
@@ -125,8 +126,13 @@ def attach(
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
-    foreign = foreign_fp8(model) if asked is None else None
-    chosen = resolve_recipe(asked if foreign is None else "observe")
+    computing = foreign_fp8(model)
+    foreign, in_fp8 = (computing if asked is None else None), foreign_linears(model)
+    chosen = resolve_recipe(
+        asked if foreign is None else recipe_of(in_fp8.values()) or "observe", as_it_is=foreign is not None
+    )
+    if computing is None:
+        chosen = with_declared(chosen)
     guard = Guard()
     session = uuid.uuid4().hex
     identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
@@ -144,7 +150,7 @@ def attach(
         return Watch(Attachment(model), Session(chosen, identity, session, guard, say), cadence)
 
     named = list(named_modules(model))
-    linears, left_out = select_linears(model, filter_fn)
+    linears, left_out = select_linears(model, filter_fn, in_fp8, observe_only=chosen.observe_only)
     leave_wrapped(linears, left_out)
     te = te_modules.find(named)
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
@@ -180,17 +186,25 @@ def attach(
         if recorder is None:
             plan.slab = None
             guard.emit()
-    observer = _observe_te(plan, te, left_out, guard, recorder, say)
+    observer = observe_te(plan, te, left_out, guard, recorder, say)
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
-    for i, (_, module) in enumerate(linears):
-        site = custom_ops.site_tensor(plan, i * len(plan.sites.rows))
-        take_over(module, site, observe_only=chosen.observe_only, shared=chosen.shared, scaled=formats)
+    num_foreign = put_on_sites(plan, linears, in_fp8, formats)
     plan.step.warming = start_step < chosen.warmup_steps
-    if not chosen.observe_only:
-        plan.canary.cover(len(linears), len(plan.sites.rows))
-    backend_name = chosen_backend.NAME
-    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign)
+    plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
+    told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
+    line = (
+        linears,
+        left_out,
+        chosen,
+        chosen_backend.NAME,
+        settings,
+        identity,
+        recorder,
+        observer,
+        covered,
+        told_foreign,
+    )
     say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
     for text in (*chosen.warnings, *chosen.declared_not_effective):
         say(text)
@@ -271,43 +285,6 @@ def _scaled_formats(
     return fp8_format(a).dtype, fp8_format(b).dtype, fp8_format(c).dtype
 
 
-def _observe_te(
-    plan: Plan,
-    te: list[TeModule],
-    left_out: list[LeftOut],
-    guard: Guard,
-    recorder: Recorder | None,
-    say: Callable[[str], None],
-) -> TeObserver | None:
-    """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
-    if plan.slab is None or not te:
-        return None
-
-    def entered(backward: bool) -> None:
-        if backward:
-            plan.step.saw_backward()
-        else:
-            custom_ops.enter_forward(plan)
-
-    def tell(line: str | None, facts: Mapping[str, str]) -> None:
-        if line is not None:
-            say(line)
-        if recorder is not None:
-            recorder.update_facts(facts)
-
-    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell)
-    try:
-        reason = observer.start()
-    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
-        guard.swallow("te start", error)
-        reason = f"transformer_engine cannot be observed ({type(error).__name__}: {error})"
-    if reason is None:
-        return observer
-    observer.stop()
-    left_out += [LeftOut(module.fqn, f"Transformer Engine module: {reason}") for module in te]
-    return None
-
-
 def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe], *, fused: bool) -> list[RemovableHandle]:
     """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
     first = len(table) - len(probed)
@@ -371,7 +348,7 @@ def _line(
     """The one line that attach prints."""
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
     if foreign is not None:
-        parts = [left_as_it_is(foreign, len(linears))]
+        parts = [foreign]
     elif not linears and te is not None:
         parts = []
     elif not linears:

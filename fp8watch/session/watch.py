@@ -24,6 +24,7 @@ from fp8watch.session import step_boundary
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
 from fp8watch.session.overhead_budget import Overhead
+from fp8watch.session.replaced_modules import ReplacedModules
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
@@ -61,10 +62,13 @@ class Watch:
             )
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session)
+        self._replaced = ReplacedModules(attachment, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
         if plan is not None and recorder is not None and self._flush is not None:
             self.guard.run("begin_step", self._cycle.begin)
             plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
+            if plan.sites.quantizers:
+                plan.step.on_unwatched = weakref.WeakMethod(self._on_unwatched)
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -134,6 +138,12 @@ class Watch:
         self._stuck = True
         self._tell({STUCK_FACT: NO_STEP_ENDED})
 
+    def _on_unwatched(self) -> None:
+        """The model returned, and no watched module ran in it."""
+        assert self._plan is not None
+        self._plan.step.on_unwatched = None
+        self._replaced.look()
+
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Facts of the session that only running shows."""
         if self._recorder is not None:
@@ -199,6 +209,8 @@ class Watch:
         finally:
             self._ending = False
             plan.step.on_stuck = None
+            if self._replaced.due(cycle.num_closed):
+                self.guard.run("replaced", self._replaced.look)
             if cycle.num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
                 self._tell({"logits_unseen": unseen})
             if self._stuck:

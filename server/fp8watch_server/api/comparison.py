@@ -65,6 +65,7 @@ class Comparison(msgspec.Struct):
     high_precision: Annotated[str, msgspec.Meta(max_length=100)]
     first_diverging_step: int | None = None
     first_diverging_layer: Name | None = None
+    try_next: Annotated[list[Annotated[str, msgspec.Meta(max_length=1500)]], msgspec.Meta(max_length=8)] = []
 
 
 def _error(layer: LayerPair) -> float:
