@@ -129,6 +129,10 @@ class Transport:
         """PUT JSON. `key`: of the session, if it has one."""
         return self._request("PUT", path, msgspec.json.encode(value), {"Content-Type": "application/json"}, key)
 
+    def get(self, path: str) -> Answer:
+        """GET; an answer beyond 64 KiB comes cut."""
+        return self._request("GET", path, None, {"Accept": "application/json"}, "")
+
     def post(self, path: str, body: bytes, content_type: str, key: str = "") -> Answer:
         """POST a compressed body."""
         return self._request("POST", path, body, {"Content-Type": content_type, "Content-Encoding": "zstd"}, key)
@@ -136,7 +140,7 @@ class Transport:
     def close(self) -> None:
         self._pool.clear()
 
-    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str], key: str) -> Answer:
+    def _request(self, method: str, path: str, body: bytes | None, headers: dict[str, str], key: str) -> Answer:
         timeout_s = self._timeout_s
         if self.deadline is not None:
             timeout_s = min(timeout_s, self.deadline - time.monotonic())

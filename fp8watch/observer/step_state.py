@@ -50,6 +50,7 @@ class StepState:
     root_seen: bool = False  # the model returned, with gradients
     num_passes: int = 0  # backward passes; forward passes where no backward of a watched module is seen
     losses: list[Tensor] = field(default_factory=list)
+    share_of: int = 1  # ranks, where a loss that adds up is this rank's share of it
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
@@ -130,7 +131,7 @@ class StepState:
     def loss(self) -> Tensor:
         """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
         losses = torch.stack([x.float() for x in self.losses])
-        return losses.sum() if self.losses_add_up else losses.mean()
+        return losses.sum() * self.share_of if self.losses_add_up else losses.mean()
 
     def note_logits(self, fqn: str, largest: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of. [] float32"""

@@ -6,7 +6,7 @@ DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,12 @@ from torch import nn
 
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
 from fp8watch.selection.module_roles import roles
+from fp8watch.selection.wrappers import named_modules
 from fp8watch_agent.roles import pattern
 
 FilterFn = Callable[[nn.Module, str], "bool | None"]
 """(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
 
-WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_ENGINES = frozenset({"DeepSpeedEngine", "PipelineEngine"})
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 MULTIPLE = 16
 WATCHED = "watched already by another attach"
 
@@ -110,24 +108,6 @@ def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
     for m in left_out:
         groups.setdefault((pattern(m.fqn), m.reason), []).append(m)
     return [of[0] if len(of) == 1 else LeftOut(name, reason) for (name, reason), of in groups.items()]
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by their names without compile, checkpoint and data-parallel wrappers: the same Linears are selected
-    under the same names wherever in a script attach is called.
-    """
-    plain = {"": ""}  # name with wrappers -> name without wrappers
-    for fqn, module in model.named_modules():
-        if fqn:
-            parent, _, name = fqn.rpartition(".")
-            wraps = name in WRAPPED_NAMES or (name == "module" and _wraps(model.get_submodule(parent)))
-            plain[fqn] = plain[parent] if wraps else f"{plain[parent]}.{name}".lstrip(".")
-        yield plain[fqn], module
-
-
-def _wraps(module: nn.Module) -> bool:
-    """Whether it holds the whole model as `.module` and adds no computation of its own."""
-    return isinstance(module, _PARALLEL) or type(module).__name__ in _ENGINES
 
 
 def _gathered_by_fsdp(model: nn.Module) -> set[int]:

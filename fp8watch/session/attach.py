@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8watch.integrations import te_modules
 from fp8watch.integrations.te_modules import TeModule
-from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.kernels import scaled_mm
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
@@ -29,6 +28,7 @@ from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
 from fp8watch.layers.scaled_linear import Formats
+from fp8watch.layers.training_step import LossOfTrainingStep
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.probes import ATTENTION_LOGITS, Probe, is_attention, shows_logits
@@ -40,11 +40,13 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, pl
 from fp8watch.recipe import OPERANDS, Recipe, resolve_recipe
 from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
-from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
+from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, select_linears
 from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
+from fp8watch.selection.wrappers import is_lightning_module, named_modules
 from fp8watch.session.arguments import check_arguments, check_url
-from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.attach_line import attach_line, untested_versions
+from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
@@ -55,7 +57,6 @@ from fp8watch.session.watch import Watch
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import site_id
-from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
 
 _states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
@@ -66,6 +67,7 @@ def attach(
     model: nn.Module,
     *,
     run: str | None = None,
+    run_id: str | None = None,
     recipe: object = None,
     filter_fn: FilterFn | None = None,
     every: int = 1,
@@ -88,7 +90,9 @@ def attach(
 
     Args:
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
-        run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
+        run: name for people.
+        run_id: identity of the run, for one that goes on: that of `watch.state_dict()` in its checkpoint. None: from
+            FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
             one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, or
             a recipe object of Transformer Engine.
@@ -100,8 +104,8 @@ def attach(
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`, at
             most as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
             to 16 steps as well. None switches that off.
-        optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
-            those that hold watched parameters, or copies of them.
+        optimizer: the one whose steps count, or a list of those that end a step together: a torch optimizer, or an engine's
+            or trainer's that has one inside; default: those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: which of `fp8watch.kernels.BACKEND_NAMES` quantises, or an error says why it cannot; None: the fastest
@@ -135,7 +139,7 @@ def attach(
         chosen = with_declared(chosen)
     guard = Guard()
     session = uuid.uuid4().hex
-    identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
+    identity = identify(run_id=run_id) if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
 
     def say(text: str) -> None:
         if identity.rank == 0:
@@ -205,12 +209,15 @@ def attach(
         covered,
         told_foreign,
     )
-    say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
-    for text in (*chosen.warnings, *chosen.declared_not_effective):
+    say(guard.call("line", lambda: attach_line(*line), f"attached to {len(linears)} Linears"))
+    versions = guard.run("versions", untested_versions, model) or []
+    for text in (*chosen.warnings, *chosen.declared_not_effective, *versions):
         say(text)
     hook = ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
-    handles = [model.register_forward_hook(hook)] if hook is not None else []
+    handles: list[Removable] = [model.register_forward_hook(hook)] if hook is not None else []
     if plan.slab is not None:
+        if is_lightning_module(model):
+            handles.append(LossOfTrainingStep(model, plan.step, custom_ops.site_tensor(plan, 0), guard))
         handles += guard.call(
             "probes", lambda: _place_probes(plan, table, probed, fused=ATTENTION_LOGITS in (probes or ())), []
         )
@@ -331,47 +338,3 @@ def _plan(
         devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     return Plan(SiteRows(quantizers, rows_of(recipe)), slab, guard, recipe, StepState(guard)), table
-
-
-def _line(
-    linears: list[tuple[str, nn.Linear]],
-    left_out: list[LeftOut],
-    recipe: Recipe,
-    backend: str,
-    settings: AgentSettings,
-    identity: Identity,
-    recorder: Recorder | None,
-    te: TeObserver | None,
-    covered: Coverage,
-    foreign: str | None = None,
-) -> str:
-    """The one line that attach prints."""
-    n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
-    if foreign is not None:
-        parts = [foreign]
-    elif not linears and te is not None:
-        parts = []
-    elif not linears:
-        parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
-    elif recipe.observe_only:
-        how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
-        parts = [f"{n} observed, computing as before ({how}backend {backend})"]
-    else:
-        warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
-        parts = [f"{n} now compute in FP8 ({recipe.name}, backend {backend}){warmup}; recipe='observe' to only watch"]
-    if te is not None:
-        s = "s" if len(te.modules) != 1 else ""
-        parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
-    if settings.disabled != "stats" and (text := covered.line()) is not None:
-        parts.append(text)
-    if left_out:
-        layers = in_layers(left_out)
-        more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
-        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in layers[:6]) + more)
-    if settings.disabled == "stats":
-        parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
-    elif recorder is not None:
-        where = settings.collector or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
-        local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
-        parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
-    return "; ".join(parts)
