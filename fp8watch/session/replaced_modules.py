@@ -15,8 +15,9 @@ from torch import nn
 
 from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.selection.flop_coverage import coverage
-from fp8watch.selection.module_filter import LeftOut, named_modules
+from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import foreign_linears, own_class
+from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.attachment import Attachment, Session
 from fp8watch.session.site_placement import put_on_site, turns_of
 
