@@ -23,6 +23,7 @@ from fp8watch.session.site_placement import put_on_site, turns_of
 
 FIRST_CHECKS = 2
 CHECK_EVERY = 64
+"""Steps: it is looked after each of the first ones, and then after so many."""
 
 
 @dataclass
@@ -32,10 +33,6 @@ class ReplacedModules:
     attachment: Attachment
     session: Session
     _told: set[int] = field(default_factory=set)  # first rows that were said to be gone
-
-    def due(self, num_steps: int) -> bool:
-        """Whether to look, after so many steps."""
-        return num_steps <= FIRST_CHECKS or num_steps % CHECK_EVERY == 0
 
     def look(self) -> None:
         """Look at what is in the model now; say what is not what it was, once."""

@@ -24,7 +24,7 @@ from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
-from fp8watch.session.replaced_modules import ReplacedModules
+from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
@@ -238,7 +238,7 @@ class Watch:
         finally:
             self._ending = False
             plan.step.on_stuck = None
-            if self._replaced.due(cycle.num_closed):
+            if cycle.num_closed <= FIRST_CHECKS or cycle.num_closed % CHECK_EVERY == 0:
                 self.guard.run("replaced", self._replaced.look)
             if cycle.num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
                 self._tell({"logits_unseen": unseen})

@@ -201,7 +201,7 @@ BUGS = [
     Bug("nested backwards are one", "step_state:StepState.saw_backward",
         "if self.forward_since:", "if True:",
         f"{A}/test_step_owner.py::test_the_nested_backwards_of_reentrant_checkpointing_are_one"),
-    Bug("nothing is observed of a trace", "fp8_linear:WatchedLinear.forward",
+    Bug("nothing is observed of a trace", "fp8_linear:observed",
         "if torch._C._get_tracing_state() is not None:", "if False:",
         f"{A}/test_edges.py::test_a_model_that_is_traced_while_it_is_observed_traces_as_it_computes"),
     Bug("subclasses are copied for the library in C", "cpu:_readable",
