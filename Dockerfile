@@ -3,7 +3,7 @@
 #   docker run -p 8420:8420 --read-only --tmpfs /tmp -v fp8watch:/data -e FP8WATCH_TOKEN_FILE=/run/secrets/token ... fp8watch
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE docker-compose.yml ./
 COPY fp8watch ./fp8watch
 COPY agent ./agent
 COPY server ./server
@@ -26,6 +26,6 @@ VOLUME /data
 EXPOSE 8420
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
-  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8420/healthz', timeout=2)"]
+  CMD ["python", "-m", "fp8watch_server.http.probe", "/healthz"]
 ENTRYPOINT ["fp8watch"]
 CMD ["serve"]

@@ -5,7 +5,6 @@ python examples/checkpoint_and_resume.py --checkpoint checkpoint.pt    # steps 1
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -30,10 +29,9 @@ def main() -> None:
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        # Under torchrun or Slurm the launcher names the run; otherwise the checkpoint does.
-        os.environ.setdefault("FP8WATCH_RUN", saved["fp8watch"]["run_id"])
 
-    with fp8watch.attach(model, run="checkpoint and resume", recipe="delayed") as watch:
+    run_id = None if saved is None else saved["fp8watch"]["run_id"]  # the run goes on
+    with fp8watch.attach(model, run="checkpoint and resume", run_id=run_id, recipe="delayed") as watch:
         if saved is not None:
             watch.load_state_dict(saved["fp8watch"])  # step number, delayed scales and their amax histories
         first = 0 if saved is None else saved["step"]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fp8watch.quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
     from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe, rowwise
     from fp8watch.session.attach import attach
+    from fp8watch.session.mirror import mirror
     from fp8watch.session.watch import Watch
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "blockwise",
     "current",
     "delayed",
+    "mirror",
     "mxfp8",
     "observe",
     "quantize_blockwise",
@@ -41,6 +43,7 @@ __all__ = [
 _PUBLIC = {
     **dict.fromkeys((name for name in __all__ if name != "__version__"), "recipe"),
     "attach": "session.attach",
+    "mirror": "session.mirror",
     "Watch": "session.watch",
     **dict.fromkeys((name for name in __all__ if "uantize" in name or name == "TileStats"), "quantize"),
 }

@@ -228,3 +228,22 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
         body = encode_batch(part, steps, batch.step[of_rows], batch.site[of_rows], rows[of_rows])
         halves.append(Parcel(Kind.BATCH, seq, body, part.num_records))
     return halves[0], halves[1]
+
+
+def rekeyed(parcel: Parcel) -> Parcel | None:
+    """The same content under another key: its own was taken by somebody else's body. None: there is no key left.
+
+    The key is the one of its first half, which is never made of a body that came back with this answer.
+    """
+    path = (parcel.seq >> SPLIT_SHIFT) or 1
+    if path * 2 >= MAX_SPLIT_PATH:
+        return None
+    seq = (path * 2) << SPLIT_SHIFT | parcel.seq & ((1 << SPLIT_SHIFT) - 1)
+    if parcel.kind == Kind.MAPS:
+        got = decode_tile_maps(parcel.body)
+        body = encode_tile_maps(got.run, got.session, got.rank, seq, got.maps)
+    else:
+        batch = decode_batch(parcel.body)
+        header = msgspec.structs.replace(batch.header, seq=seq)
+        body = encode_batch(header, batch.steps, batch.step, batch.site, rows_of(batch))
+    return Parcel(parcel.kind, seq, body, parcel.amount)

@@ -182,6 +182,11 @@ class Recorder:
 
     # --- any thread
 
+    @property
+    def settings(self) -> AgentSettings:
+        """What the agent was told."""
+        return self._settings
+
     def health(self) -> Health:
         """A health snapshot."""
         if self._inert:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ from fp8watch_agent.ring_file import (
     FRAME,
     FRAME_CRC_BYTES,
     FRAME_MAGIC,
-    NEW_SUFFIX,
     SEAL,
     SITES_BLOCK,
     SLOT,
@@ -43,20 +41,22 @@ from fp8watch_agent.ring_file import (
     WORD_DURABLE,
     WORD_DURABLE_FRAME,
     WORD_NEXT_SEQ,
+    WORD_PUSHED_FRAMES,
+    WORD_PUSHED_RECORDS,
     WORDS_OFFSET,
     Frame,
     Layout,
     commit_word,
-    create_file,
     frame_bytes,
     head_bytes,
     parse_frame,
 )
+from fp8watch_agent.ring_memory import RingMemory
 from fp8watch_agent.session import Session, encode_registration
 
 RING_SUFFIX = ".ring"
 _MASK = (1 << 64) - 1
-live_paths: set[Path] = set()  # a POSIX lock does not exclude its own process: this set does
+_PIECE_BYTES = 1 << 20  # copied without letting go of the interpreter's lock
 
 
 class _Slot(NamedTuple):
@@ -83,21 +83,15 @@ class Ring:
         self._data, self._size, self._max_frames = layout.data, layout.data_bytes, layout.num_seals
         self.session = session
         self.path = None if directory is None else directory / f"{session.session}{RING_SUFFIX}"
-        self._fd = -1
         head = head_bytes(layout, session)
-        if self.path is None:
-            self._map = mmap.mmap(-1, total_bytes)
-        else:
-            self._fd, self._map = create_file(self.path.with_suffix(NEW_SUFFIX), total_bytes)
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self._bytes[:] = 0  # page faults happen here, not in a step
+        self._memory = RingMemory(self.path, total_bytes)
+        self._fresh: RingMemory | None = None  # takes the place of one whose file was deleted, at the next step
+        self._map = self._memory.map
         self._map[: len(head)] = head
-        for word in (WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ):
+        self._durable = 0
+        for word in (WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ, WORD_PUSHED_FRAMES, WORD_PUSHED_RECORDS):
             self._put_word(word, 0)
-        if self.path is not None:
-            # Renamed to its final name only when locked and complete: `fp8watch sync` may scan at any moment.
-            os.rename(self.path.with_suffix(NEW_SUFFIX), self.path)
-            live_paths.add(self.path.resolve())
+        self._memory.publish()
         self._frames: deque[_Slot] = deque()
         self._limit = 0  # write position of the producer, set before it writes
         self._head = 0
@@ -126,6 +120,8 @@ class Ring:
             rows: [N] of ROW, contiguous.
             extra: what is not in a column: logs and batch id as msgpack.
         """
+        if self._fresh is not None:
+            self._go_over(self._fresh)
         n = len(rows)
         size = self._size
         length = frame_bytes(n, len(extra))
@@ -168,7 +164,41 @@ class Ring:
         self.pushed_frames += 1
         frames.append(_Slot(position, length, number, n, len(extra)))
 
+    def _go_over(self, fresh: RingMemory) -> None:
+        """Go on in memory that `renew` has prepared, with what has changed since: no system call."""
+        self._copy(self._map, fresh, 0, self._data)
+        begin = max(self._durable, self._head - self._size)
+        at, end = begin % self._size, begin % self._size + self._head - begin
+        self._copy(self._map, fresh, self._data + at, self._data + min(end, self._size))
+        self._copy(self._map, fresh, self._data, self._data + max(0, end - self._size))
+        self._map, self._memory, self._fresh = fresh.map, fresh, None
+
+    @staticmethod
+    def _copy(source: mmap.mmap, fresh: RingMemory, begin: int, end: int) -> None:
+        for at in range(begin, end, _PIECE_BYTES):
+            piece = slice(at, min(at + _PIECE_BYTES, end))
+            fresh.map[piece] = source[piece]
+
     # --- consumer: the sender thread
+
+    def renew(self) -> bool:
+        """Make the file anew where somebody has deleted it; the producer goes over to it at its next step.
+
+        Returns:
+            Whether it had been deleted.
+
+        Raises:
+            OSError: it cannot be made; the ring stays in memory.
+        """
+        if self.path is None or self._fresh is not None or not self._memory.vanished:
+            return False
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = RingMemory(self.path, self.layout.total_bytes)
+        self._copy(self._map, fresh, 0, self.layout.total_bytes)  # what a process that ends without another step leaves
+        fresh.publish()
+        self._memory.release()
+        self._fresh = fresh
+        return True
 
     def claim(self, wanted: Callable[[Frame], bool] | None = None) -> Frame | None:
         """Take and copy the oldest step; None when there is none, or when it is not `wanted`.
@@ -209,16 +239,24 @@ class Ring:
 
     def seal(self) -> None:
         """Write a CRC for each new frame, off the training thread; only sealed frames survive a reboot."""
+        self._note_pushed()
         for slot in list(self._frames):
             if slot.number < self._sealed_to:
                 continue
             at = self._data + slot.position % self._size
-            crc = zlib.crc32(self._bytes[at + BODY_OFFSET : at + slot.length].data)  # without the GIL
+            crc = zlib.crc32(self._memory.bytes[at + BODY_OFFSET : at + slot.length].data)  # without the GIL
             if self._limit - self._size <= slot.position:
                 check = zlib.crc32(SEAL.pack(slot.number, crc, 0)[:12])
                 place = self.layout.seals + (slot.number % self.layout.num_seals) * SEAL.size
                 SEAL.pack_into(self._map, place, slot.number, crc, check)
             self._sealed_to = slot.number + 1
+
+    def _note_pushed(self) -> None:
+        """Store how much there was, so that recovery knows what a damaged file lacks."""
+        frames, records = self.pushed_frames, self.pushed_records
+        if frames == self.pushed_frames:  # else a push came in between, and the next look finds both
+            self._put_word(WORD_PUSHED_FRAMES, frames)
+            self._put_word(WORD_PUSHED_RECORDS, records)
 
     def journal(self, seq: int, kind: int, num_records: int, body: bytes, end: int, frames_to: int) -> bool:
         """Store the body that is about to be sent: after a SIGKILL the same bytes are sent under the same key.
@@ -242,6 +280,7 @@ class Ring:
 
     def release(self, end: int, frames_to: int) -> None:
         """Mark everything before `end` as acknowledged, spooled or dropped: it need not be sent again."""
+        self._durable = end
         self._put_word(WORD_DURABLE, end)
         self._put_word(WORD_DURABLE_FRAME, frames_to)
 
@@ -291,22 +330,15 @@ class Ring:
 
     def close(self, *, keep: bool) -> None:
         """Close the file. `keep`: leave it for `fp8watch sync`; else it is removed."""
-        if self.path is None:
-            return
-        live_paths.discard(self.path.resolve())
-        if not keep:
-            self.path.unlink(missing_ok=True)
-        if self._fd >= 0:
-            os.close(self._fd)  # closing releases the lock
-            self._fd = -1
+        (self._fresh or self._memory).close(keep=keep)
 
     def unmap(self) -> None:
         """Release the memory. No push or claim may follow."""
-        self._bytes = np.empty(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._memory.unmap()
 
     def _put_word(self, index: int, value: int) -> None:
         at = WORDS_OFFSET + index * 2 * WORD.size
-        WORD.pack_into(self._map, at, value, value ^ _MASK)
-        WORD.pack_into(self._map, at + WORD.size, value, value ^ _MASK)
+        fresh = self._fresh
+        for into in (self._map,) if fresh is None else (self._map, fresh.map):
+            WORD.pack_into(into, at, value, value ^ _MASK)
+            WORD.pack_into(into, at + WORD.size, value, value ^ _MASK)

@@ -48,9 +48,10 @@ SLOT = struct.Struct("<QQQIIII")  # end position, frames to, seq, records, kind,
 SITES_BLOCK = struct.Struct("<II")  # bytes, CRC
 STEP_BYTES = 56  # STEP, padded so that site ids and rows lie on 8 bytes
 BODY_OFFSET = 64
+SITES_SHARE = 16  # of the file, for facts of sites: one part in so many
 NEW_SUFFIX = ".new"  # until the file is locked and whole
 
-WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ = range(3)
+WORD_DURABLE, WORD_DURABLE_FRAME, WORD_NEXT_SEQ, WORD_PUSHED_FRAMES, WORD_PUSHED_RECORDS = range(5)
 
 BROKEN = (
     "num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "num_nonfinite_outputs", *QUANTISER_FAULTS,
@@ -66,7 +67,7 @@ class Layout:
 
     @property
     def sites_bytes(self) -> int:
-        return self.total_bytes // 16
+        return self.total_bytes // SITES_SHARE
 
     @property
     def slot_bytes(self) -> int:
@@ -153,23 +154,31 @@ class DamagedRing(ValueError):
 
 
 def read_head(raw: bytes) -> tuple[Layout, Session, str]:
-    """Layout, session and boot id of a ring file.
+    """Layout, session and boot id of a ring file. The layout is that of the whole file, however much of it is left.
 
     Raises:
         DamagedRing: no ring, or its head was damaged.
     """
     if len(raw) < HEAD_BYTES:
-        raise DamagedRing(f"{len(raw)} bytes; a ring has more than {HEAD_BYTES}")
+        raise DamagedRing(f"{len(raw)} bytes are left; the head alone has {HEAD_BYTES}")
     magic, data, sites, slot, seals, size, boot, crc = HEAD.unpack_from(raw)
     session_raw = raw[SESSION_OFFSET : SESSION_OFFSET + size]
-    layout = Layout(len(raw))
-    same = (layout.data_bytes, layout.sites_bytes, layout.slot_bytes, layout.num_seals) == (data, sites, slot, seals)
-    if magic != MAGIC or not same or zlib.crc32(session_raw, zlib.crc32(raw[: HEAD.size - 4])) != crc:
-        raise DamagedRing("the head is damaged, or the file was cut")
+    layout = _layout_of(data, sites, slot, seals)
+    if magic != MAGIC or layout is None or zlib.crc32(session_raw, zlib.crc32(raw[: HEAD.size - 4])) != crc:
+        raise DamagedRing("the head is damaged")
     try:
         return layout, msgspec.json.decode(session_raw, type=Session), boot.decode("ascii").strip("\0")
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise DamagedRing(f"the session cannot be read: {e}") from e
+
+
+def _layout_of(data: int, sites: int, slot: int, seals: int) -> Layout | None:
+    """The layout with parts of these sizes: the length of the file is not believed."""
+    for total_bytes in range(sites * SITES_SHARE, (sites + 1) * SITES_SHARE):
+        layout = Layout(total_bytes)
+        if (layout.data_bytes, layout.sites_bytes, layout.slot_bytes, layout.num_seals) == (data, sites, slot, seals):
+            return layout
+    return None
 
 
 def read_boot_id() -> str:

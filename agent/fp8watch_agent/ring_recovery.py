@@ -3,7 +3,8 @@
 Thread:     the process that recovers; no live one may own the file
 
 Damage costs only the frames that it hits: they are found by their headers wherever they lie. Gaps in the frame numbers,
-and the record count that each header carries, tell how many records were lost.
+the record count that each header carries, and the totals in the head tell how many records were lost. The head says how
+long the file was, so one that was cut is read as far as it goes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from fp8watch_agent.ring_file import (
     WORD_DURABLE,
     WORD_DURABLE_FRAME,
     WORD_NEXT_SEQ,
+    WORD_PUSHED_FRAMES,
+    WORD_PUSHED_RECORDS,
     WORDS_OFFSET,
     Frame,
     Layout,
@@ -61,6 +64,7 @@ class Recovered:
     next_seq: int = 0
     num_lost_frames: int = 0  # damaged records that are known to have existed
     num_lost_records: int = 0
+    num_missing_bytes: int = 0  # cut off at the end of the file
 
 
 def read_word(raw: bytes | memoryview, index: int) -> int | None:
@@ -106,7 +110,7 @@ class _Header:
 
 
 def _scan(raw: bytes, layout: Layout) -> list[_Header]:
-    """All frame headers with a valid CRC, of any lap."""
+    """All frame headers with a valid CRC, of any lap, whose frame ends within the bytes that are there."""
     found = []
     at = raw.find(FRAME_MAGIC, layout.data)
     while at >= 0:
@@ -131,9 +135,11 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
         DamagedRing: nothing can be read.
         OSError: the file cannot be opened.
     """
-    raw = path.read_bytes()
-    layout, session, written_in = read_head(raw)
-    out = Recovered(Registration(session))
+    there = path.read_bytes()
+    layout, session, written_in = read_head(there)
+    there = there[: layout.total_bytes]
+    raw = there.ljust(layout.total_bytes, b"\0")  # what is missing reads as never written
+    out = Recovered(Registration(session), num_missing_bytes=len(raw) - len(there))
     # Records are sent without their sites, too; the collector then names the ones that it does not know.
     with contextlib.suppress(ValueError, msgspec.MsgspecError):
         _read_sites(raw, layout, out.registration)
@@ -144,13 +150,14 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
     out.next_seq = read_word(raw, WORD_NEXT_SEQ) or 0
     if out.in_flight is not None:
         out.next_seq = max(out.next_seq, out.in_flight.seq + 1)
-    headers = _scan(raw, layout)
-    if not headers:
-        return out
+    headers = _scan(there, layout)
     # A frame that was begun has overwritten the data one lap before its end, committed or not.
-    floor = max(h.position + h.length for h in headers) - layout.data_bytes
+    floor = max((h.position + h.length for h in headers), default=0) - layout.data_bytes
     expected = frames_to
     records_seen = None if frames_to else 0
+    settled = [h for h in headers if h.position + h.length <= durable]
+    if settled and settled[-1].number + 1 >= expected:  # its number may not have been noted, and its records are not
+        expected, records_seen = settled[-1].number + 1, settled[-1].records_before + settled[-1].num_records
     for h in headers:
         if h.position < max(durable, floor) or not h.committed:
             continue
@@ -162,6 +169,11 @@ def recover(path: Path, boot_id: str, spooled_to: int = 0) -> Recovered:
             out.num_lost_records += max(0, h.records_before - records_seen)
         expected, records_seen = h.number + 1, h.records_before + h.num_records
         out.frames.append(frame)
+    num_frames, num_records = read_word(raw, WORD_PUSHED_FRAMES), read_word(raw, WORD_PUSHED_RECORDS)
+    if num_frames is not None and num_frames > expected:  # what lay behind the last frame that is left
+        out.num_lost_frames += num_frames - expected
+        if num_records is not None and records_seen is not None:
+            out.num_lost_records += max(0, num_records - records_seen)
     return out
 
 

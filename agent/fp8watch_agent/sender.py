@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, complete, end_parcel, maps_parcel
+from fp8watch_agent.folder_watch import FolderWatch
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_ENCODE, DROP_RING_FULL, DeliveryCounts, merged
 from fp8watch_agent.ring import Ring
@@ -88,6 +89,7 @@ class Sender:
         self._urgent_to = 0  # frames before this number do not wait for others
         self._bytes_per_record = FIRST_BYTES_PER_RECORD
         self._told: set[str] = set()
+        self._folder = FolderWatch(ring, spool, self._warn)
         self._announced = -1  # version of the session's facts that the collector has
         self.thread = threading.Thread(target=self._run, name="fp8watch-sender", daemon=True)
 
@@ -130,6 +132,7 @@ class Sender:
         self._drain()
         with self.lock:
             self._thin()
+            self._folder.look()
 
     @property
     def num_building(self) -> int:
@@ -319,6 +322,10 @@ class Sender:
             self._warn(reason, f"{self.last_error}; counted, and kept in the spool folder under refused/")
             if self.spool is not None:
                 self._guard.call("quarantine", partial(self.spool.quarantine, refused, reason), None)
+        if receipt.num_rekeyed:
+            self._warn(
+                "rekeyed", "the sequence number of a batch was taken by another body; it was sent under another one"
+            )
         self.num_batches += receipt.acknowledged > 0 or not receipt.refused
         self.num_bytes += receipt.num_bytes
         if receipt.captures is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import msgspec
 
@@ -32,8 +33,11 @@ class Session:
     fingerprint: str
     backend: str
     facts: dict[str, str | int | float | bool] = field(default_factory=dict)
+    key: str = ""  # secret, shown with every request: nobody else can send under this session; empty: none
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9a-zA-Z]{0,64}", self.key):
+            raise ValueError("key=(hidden): must be up to 64 letters and digits; give token_hex(16)")
         if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", self.session):  # used in file names and URLs
             raise ValueError(f"session={self.session!r}: must be 1 to 64 letters and digits; give uuid4().hex")
 
@@ -45,6 +49,10 @@ class Session:
             "backend": self.backend,
             "world_size": self.world_size,
         }
+
+    def session_facts(self) -> dict[str, Any]:
+        """The body of `PUT /v1/runs/{run_id}/sessions/{session}`: all but the key, which is a header."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "key"}
 
 
 class Registration:

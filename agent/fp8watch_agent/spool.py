@@ -1,178 +1,22 @@
 """Disk spool for batches while the collector is away, in self-describing segments.
 
 Upstream:   fp8watch_agent.sender
-Shapes:     segment = frames; the first is the registration (session and sites as JSON in zstd), the rest are bodies
+Shapes:     parcels -> segment files (fp8watch_agent.spool_segment), oldest first
 Thread:     sender
 
-Each frame has a CRC over its header and one over its payload, its number in the segment, and the count of records
-before it: a reader finds the next intact frame after a damaged one and knows what was lost. At the cap the oldest
-segment without failures is deleted, then the oldest; its records are counted.
+At the cap the oldest segment without failures is deleted, then the oldest; its records are counted.
 """
 
 from __future__ import annotations
 
-import os
-import struct
-import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-import zstandard
-
 from fp8watch_agent.batch import Kind, Parcel
-from fp8watch_agent.session import Registration, decode_registration, encode_registration
-from fp8watch_agent.wire import WireError, decompress
+from fp8watch_agent.session import Registration
+from fp8watch_agent.spool_segment import FRAME_BYTES, SEGMENT_SUFFIX, Segment, SegmentWriter, quarantine, read_segment
 
-MAGIC = b"FP8WSPL\x01"
-SEGMENT_SUFFIX = ".spool"
-KIND_REGISTRATION = 0
-FRAME = struct.Struct("<8sIIQQQQII")  # magic, kind, records, seq, number, records before, ring position, length, CRC
-HEADER_CRC = struct.Struct("<I")
-FRAME_BYTES = FRAME.size + HEADER_CRC.size
 SEGMENT_BYTES = 4 << 20
 MAX_QUARANTINED = 16
-
-
-@dataclass
-class SegmentContents:
-    """Contents of a segment file."""
-
-    registration: Registration | None = None
-    parcels: list[Parcel] = field(default_factory=list)
-    num_damaged_bytes: int = 0
-    num_lost_frames: int = 0  # lost records, as later frames prove
-    num_lost_records: int = 0
-
-
-def pack_frame(kind: int, parcel: Parcel | None, number: int, records_before: int, payload: bytes) -> bytes:
-    """Encode one frame, header and payload. `records_before`: in earlier frames of the segment."""
-    amount, seq, end = (0, 0, 0) if parcel is None else (parcel.amount, parcel.seq, parcel.end)
-    head = FRAME.pack(MAGIC, kind, amount, seq, number, records_before, end, len(payload), zlib.crc32(payload))
-    return head + HEADER_CRC.pack(zlib.crc32(head)) + payload
-
-
-def read_segment(path: Path) -> SegmentContents:
-    """All intact frames of a segment, however damaged the rest of it is.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    raw = path.read_bytes()
-    out = SegmentContents()
-    at = good_to = expected = records = 0
-    while 0 <= at < len(raw):
-        frame = _frame_at(raw, at)
-        if frame is None:
-            at = raw.find(MAGIC, at + 1)
-            continue
-        kind, amount, seq, number, records_before, end, payload = frame
-        out.num_damaged_bytes += at - good_to
-        out.num_lost_frames += max(0, number - expected)
-        out.num_lost_records += max(0, records_before - records)
-        expected, records = number + 1, records_before + (amount if kind == Kind.BATCH else 0)
-        if kind == KIND_REGISTRATION:
-            _take_registration(out, payload)
-        else:
-            out.parcels.append(Parcel(Kind(kind), seq, payload, amount, end))
-        at += FRAME_BYTES + len(payload)
-        good_to = at
-    out.num_damaged_bytes += len(raw) - good_to
-    return out
-
-
-def _frame_at(raw: bytes, at: int) -> tuple[int, int, int, int, int, int, bytes] | None:
-    if at + FRAME_BYTES > len(raw):
-        return None
-    magic, kind, amount, seq, number, records_before, end, length, crc = FRAME.unpack_from(raw, at)
-    (header_crc,) = HEADER_CRC.unpack_from(raw, at + FRAME.size)
-    if magic != MAGIC or zlib.crc32(raw[at : at + FRAME.size]) != header_crc:
-        return None
-    payload = raw[at + FRAME_BYTES : at + FRAME_BYTES + length]
-    if len(payload) != length or zlib.crc32(payload) != crc or kind not in (KIND_REGISTRATION, *Kind):
-        return None
-    return kind, amount, seq, number, records_before, end, payload
-
-
-def _take_registration(out: SegmentContents, payload: bytes) -> None:
-    try:
-        got = decode_registration(decompress(payload))
-    except (WireError, msgspec.MsgspecError):
-        out.num_lost_frames += 1
-        return
-    if out.registration is None:
-        out.registration = got
-    else:
-        out.registration.add(got.sites())
-
-
-@dataclass
-class _Segment:
-    path: Path
-    num_bytes: int = 0
-    num_frames: int = 0
-    records: int = 0  # written in total
-    open_records: int = 0  # neither delivered nor dropped
-    open_maps: int = 0
-    precious: bool = False  # holds a step with a failure
-
-
-class SegmentWriter:
-    """Appends frames to one segment file."""
-
-    def __init__(self, path: Path) -> None:
-        self.segment = _Segment(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-
-    def append_registration(self, registration: Registration) -> None:
-        """Write the current session and sites."""
-        plain = encode_registration(registration.session, registration.sites())
-        self._append(KIND_REGISTRATION, None, zstandard.ZstdCompressor(level=3).compress(plain))
-
-    def append(self, parcel: Parcel) -> None:
-        """Write one body."""
-        self._append(parcel.kind, parcel, parcel.body)
-        self.segment.precious |= parcel.precious
-        if parcel.kind == Kind.BATCH:
-            self.segment.records += parcel.amount
-            self.segment.open_records += parcel.amount
-        else:
-            self.segment.open_maps += parcel.amount
-
-    def _append(self, kind: int, parcel: Parcel | None, payload: bytes) -> None:
-        """Write one frame atomically.
-
-        Raises:
-            OSError: no room; what was begun is taken back.
-        """
-        s = self.segment
-        raw = pack_frame(kind, parcel, s.num_frames, s.records, payload)
-        written = 0
-        try:
-            while written < len(raw):
-                written += os.write(self._fd, raw[written:])
-        except OSError:
-            os.ftruncate(self._fd, s.num_bytes)
-            os.lseek(self._fd, s.num_bytes, os.SEEK_SET)
-            raise
-        s.num_bytes += len(raw)
-        s.num_frames += 1
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def quarantine(directory: Path, session: str, parcel: Parcel, reason: str) -> None:
-    """Store a refused body under `refused/`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    folder = directory / "refused"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / f"{session}-{parcel.seq}-{reason}.zst").write_bytes(parcel.body)
 
 
 class Spool:
@@ -183,7 +27,7 @@ class Spool:
         self._registration = registration
         self._max_bytes = max_bytes
         self._segment_bytes = min(SEGMENT_BYTES, max(max_bytes // 4, 4096))
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
         self._writer: SegmentWriter | None = None
         self._written_sites = 0
         self._next_segment = 0
@@ -214,6 +58,8 @@ class Spool:
             OSError: the disk is full or gone; nothing of the parcel was kept.
         """
         size = FRAME_BYTES + len(parcel.body)
+        if self._writer is not None and self._writer.vanished:
+            self.look_after()
         if self._writer is not None and self._writer.segment.num_bytes + size > self._segment_bytes:
             self._seal()
         while self._segments and self.num_bytes + size > self._max_bytes:
@@ -227,6 +73,23 @@ class Spool:
         if self._written_sites < len(self._registration):
             self._write_registration(writer)
         writer.append(parcel)
+
+    def look_after(self) -> bool:
+        """Write the newest segment anew where somebody has deleted it, and count those that are gone for good.
+
+        Returns:
+            Whether any was deleted.
+
+        Raises:
+            OSError: it cannot be written; it is tried again the next time.
+        """
+        gone = [segment for segment in self._segments if not segment.path.exists()]
+        for segment in gone:
+            if self._writer is not None and self._writer.segment is segment:
+                self._writer.restore()
+            else:
+                self._give_up(self._segments.index(segment), self.dropped_damaged)
+        return bool(gone)
 
     def peek(self) -> Parcel | None:
         """The oldest parcel on disk; None when there is none."""
@@ -266,6 +129,7 @@ class Spool:
 
     def _open(self) -> None:
         name = f"{self._registration.session.session}-{self._next_segment:06d}{SEGMENT_SUFFIX}"
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have deleted it
         writer = SegmentWriter(self._directory / name)
         try:
             self._write_registration(writer)

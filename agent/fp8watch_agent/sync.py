@@ -24,17 +24,20 @@ from pathlib import Path
 import msgspec
 
 from fp8watch_agent.batch import Kind, Parcel, batches
-from fp8watch_agent.ring import RING_SUFFIX, live_paths
+from fp8watch_agent.ring import RING_SUFFIX
 from fp8watch_agent.ring_file import NEW_SUFFIX, DamagedRing, read_boot_id
+from fp8watch_agent.ring_memory import live_paths
 from fp8watch_agent.ring_recovery import recover
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
-from fp8watch_agent.spool import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
+from fp8watch_agent.spool_segment import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
 from fp8watch_agent.transport import Transport, Verdict
 from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import WireError, decode_batch
 
 RECORDS_PER_BATCH = 4096
+FORBIDDEN = (b'"session-key"', b'"token-runs"')
+"""Errors of the collector that are about one session, or the run of one."""
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 
@@ -50,6 +53,7 @@ class Report:
     num_damaged_bytes: int = 0
     num_lost_frames: int = 0
     num_lost_records: int = 0
+    num_rekeyed: int = 0
     num_running: int = 0
     num_left: int = 0  # files left for the next run
     problems: list[str] = field(default_factory=list)
@@ -63,6 +67,8 @@ class Report:
                 f"lost to damage: {self.num_lost_frames} frames and {self.num_lost_records} records that are known of, "
                 f"{self.num_damaged_bytes} damaged bytes"
             )
+        if self.num_rekeyed:
+            yield f"{self.num_rekeyed} bodies went under other sequence numbers: those of theirs were taken"
         if self.num_running:
             yield f"{self.num_running} sessions are running, and send for themselves"
         yield from self.problems
@@ -114,6 +120,7 @@ class Sync:
         self._directory = directory
         self._uploader = uploader
         self._until = time.monotonic() + timeout_s
+        self._forbidden: set[str] = set()  # sessions that are refused by themselves: the others go on
         self.report = Report()
 
     def run(self) -> Report:
@@ -135,9 +142,13 @@ class Sync:
             [p for p in self._directory.glob(f"*{SEGMENT_SUFFIX}") if session_of(p) not in running]
         )
         for i, path in enumerate(segments):
-            if not self._send_segment(path):
-                self.report.num_left += len(segments) - i
-                break
+            if session_of(path) in self._forbidden:
+                self.report.num_left += 1
+            elif not self._send_segment(path):
+                if session_of(path) not in self._forbidden:
+                    self.report.num_left += len(segments) - i
+                    break
+                self.report.num_left += 1
         return self.report
 
     def _in_order(self, segments: Sequence[Path]) -> list[Path]:
@@ -155,10 +166,14 @@ class Sync:
         except DamagedRing as e:
             aside = ring.with_suffix(".damaged")
             ring.rename(aside)
+            self.report.num_damaged_bytes += aside.stat().st_size
             self.report.problems.append(f"{aside}: {e}; put aside, nothing of it can be sent")
             return
         self.report.num_lost_frames += got.num_lost_frames
         self.report.num_lost_records += got.num_lost_records
+        if got.num_missing_bytes:
+            what = f"cut by {got.num_missing_bytes} bytes; what is left of it was read"
+            self.report.problems.append(f"{ring}: {what}")
         parcels = []
         if got.in_flight is not None:
             f = got.in_flight
@@ -237,12 +252,15 @@ class Sync:
             delay_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 16)))
             delay_s = max(delay_s, receipt.answer.retry_after_s or 0.0)
             num_failures += 1
+            if receipt.answer.status == 403 and any(e in receipt.answer.body for e in FORBIDDEN):
+                self._forbidden.add(registration.session.session)
             if receipt.verdict is Verdict.HOLD or time.monotonic() + delay_s > self._until:
                 self.report.problems.append(f"the collector does not take it: {receipt.answer}")
                 return False
             time.sleep(delay_s)
         report = self.report
         report.num_bodies += 1
+        report.num_rekeyed += receipt.num_rekeyed
         if parcel.kind == Kind.BATCH:
             report.num_records += receipt.acknowledged
         else:

@@ -24,6 +24,7 @@ from fp8watch_agent.settings import read_token_file
 
 MAX_ANSWER_BYTES = 64 << 10
 MAX_RETRY_AFTER_S = 3600.0
+SESSION_KEY = "Fp8watch-Session-Key"
 
 
 class Verdict(Enum):
@@ -124,24 +125,30 @@ class Transport:
             with contextlib.suppress(ValueError):
                 self._token = read_token_file(self._token_file)
 
-    def put(self, path: str, value: Any) -> Answer:
-        """PUT JSON."""
-        return self._request("PUT", path, msgspec.json.encode(value), {"Content-Type": "application/json"})
+    def put(self, path: str, value: Any, key: str = "") -> Answer:
+        """PUT JSON. `key`: of the session, if it has one."""
+        return self._request("PUT", path, msgspec.json.encode(value), {"Content-Type": "application/json"}, key)
 
-    def post(self, path: str, body: bytes, content_type: str) -> Answer:
+    def get(self, path: str) -> Answer:
+        """GET; an answer beyond 64 KiB comes cut."""
+        return self._request("GET", path, None, {"Accept": "application/json"}, "")
+
+    def post(self, path: str, body: bytes, content_type: str, key: str = "") -> Answer:
         """POST a compressed body."""
-        return self._request("POST", path, body, {"Content-Type": content_type, "Content-Encoding": "zstd"})
+        return self._request("POST", path, body, {"Content-Type": content_type, "Content-Encoding": "zstd"}, key)
 
     def close(self) -> None:
         self._pool.clear()
 
-    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+    def _request(self, method: str, path: str, body: bytes | None, headers: dict[str, str], key: str) -> Answer:
         timeout_s = self._timeout_s
         if self.deadline is not None:
             timeout_s = min(timeout_s, self.deadline - time.monotonic())
             if timeout_s <= 0:
                 return Answer(0, error="no time left")
         headers["User-Agent"] = "fp8watch-agent"
+        if key:
+            headers[SESSION_KEY] = key
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         self.num_requests += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from fp8watch_agent.batch import Kind, Parcel, split
+from fp8watch_agent.batch import Kind, Parcel, rekeyed, split
 from fp8watch_agent.health import DROP_UNREGISTERED
 from fp8watch_agent.session import Registration
 from fp8watch_agent.transport import Ack, Answer, Transport, Verdict, judge, read_ack
@@ -38,6 +38,7 @@ class Receipt:
     refused_bodies: list[tuple[Parcel, str]] = field(default_factory=list)
     captures: dict[int, int] | None = None  # site -> last step with wanted tile maps; None: no answer about it
     num_bytes: int = 0
+    num_rekeyed: int = 0  # bodies that went under another key, because somebody else's had theirs
 
     def refuse(self, parcel: Parcel, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + parcel.amount
@@ -46,6 +47,7 @@ class Receipt:
     def merge(self, other: Receipt) -> None:
         self.acknowledged += other.acknowledged
         self.num_bytes += other.num_bytes
+        self.num_rekeyed += other.num_rekeyed
         self.refused_bodies += other.refused_bodies
         for reason, n in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + n
@@ -67,17 +69,17 @@ class Uploader:
         """Register run, session and new sites. None on success, else the failed response."""
         version, session = registration.version, registration.session
         run = f"/v1/runs/{quote(session.run_id, safe='')}"
+        of_session = f"{run}/sessions/{quote(session.session, safe='')}"
         start = self._known.get(session.session, -1)
         if start < 0:
-            puts = ((run, session.run_facts()), (f"{run}/sessions/{quote(session.session, safe='')}", session))
-            for path, facts in puts:
-                failed = self._put(path, facts)
+            for path, facts in ((run, session.run_facts()), (of_session, session.session_facts())):
+                failed = self._put(path, facts, session.key)
                 if failed is not None:
                     return failed
             start = self._known[session.session] = 0
             self._versions[session.session] = version
         elif self._versions.get(session.session, version) != version:
-            failed = self._put(f"{run}/sessions/{quote(session.session, safe='')}", session)
+            failed = self._put(of_session, session.session_facts(), session.key)
             if failed is not None:
                 return failed
             self._versions[session.session] = version
@@ -85,14 +87,14 @@ class Uploader:
         sites = registration.sites(start) if count > start else []
         for at in range(0, len(sites), SITES_PER_REQUEST):
             value: dict[str, object] = {"session": session.session, "sites": sites[at : at + SITES_PER_REQUEST]}
-            failed = self._put(f"{run}/sites", value)
+            failed = self._put(f"{run}/sites", value, session.key)
             if failed is not None:
                 return failed
         self._known[session.session] = count
         return None
 
-    def _put(self, path: str, value: object) -> Answer | None:
-        answer = self.transport.put(path, value)
+    def _put(self, path: str, value: object, key: str) -> Answer | None:
+        answer = self.transport.put(path, value, key)
         verdict = judge(answer)
         if verdict is Verdict.ACKNOWLEDGED:
             return None
@@ -101,8 +103,12 @@ class Uploader:
             return None
         return answer
 
-    def send(self, parcel: Parcel, registration: Registration) -> Receipt:
-        """Deliver a parcel and the registrations it needs. Never raises for what the collector answers."""
+    def send(self, parcel: Parcel, registration: Registration, *, rekey: bool = True) -> Receipt:
+        """Deliver a parcel and the registrations it needs. Never raises for what the collector answers.
+
+        Args:
+            rekey: whether it goes under another key where somebody else's body has its own.
+        """
         if (registration.session.session, parcel.seq) in self._halved:
             halves = split(parcel)
             if halves is not None:  # one half may be stored already: the whole would store it again under another key
@@ -117,8 +123,14 @@ class Uploader:
                     return Receipt(verdict, failed)
                 answer = failed
             else:
-                answer = self.transport.post(path, parcel.body, content_type)
+                answer = self.transport.post(path, parcel.body, content_type, registration.session.key)
             verdict = judge(answer)
+            if verdict is Verdict.REFUSED and answer.status == 409 and rekey:
+                again = rekeyed(parcel)
+                if again is not None:
+                    receipt = self.send(again, registration, rekey=False)
+                    receipt.num_rekeyed += receipt.verdict is Verdict.ACKNOWLEDGED and not receipt.refused
+                    return receipt
             if verdict is not Verdict.REGISTER:
                 return self._receipt(parcel, registration, answer, verdict)
             self._known.pop(registration.session.session, None)

@@ -59,7 +59,7 @@ def compare_bf16(
             would run without FP8.
 
     Returns:
-        The Verdict. `print(verdict)` says it in a sentence; `verdict.send(incident_id)` attaches it to an incident.
+        The Verdict. `print(verdict)` says it in a sentence, and what to try where FP8 explains it; `verdict.send(incident_id)` attaches it to an incident.
 
     Raises:
         TypeError, ValueError: an argument that cannot work, with value, rule and remedy.
@@ -79,7 +79,8 @@ def compare_bf16(
         finally:
             fp8.close()
     name = _precision(high.model, autocast)
-    return judge(tuple(pairs), tuple(layers), chosen.name, name)
+    gather = any(flag == "fp8_param_gather" for flag, _ in chosen.flags)
+    return judge(tuple(pairs), tuple(layers), chosen.name, name, kind=chosen.kind, param_gather=gather)
 
 
 def _precision(model: nn.Module, autocast: torch.dtype | None) -> str:

@@ -68,9 +68,14 @@ class Verdict:
     high_precision: str
     first_diverging_step: int | None
     first_diverging_layer: str | None
+    try_next: tuple[str, ...] = ()  # where FP8 explains it: what to change, one after the other, most telling first
 
     def __str__(self) -> str:
-        return self.sentence
+        if not self.try_next:
+            return self.sentence
+        return "\n".join(
+            (f"{self.sentence} Try, one after the other:", *(f"  {i}. {s}" for i, s in enumerate(self.try_next, 1)))
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
@@ -107,12 +112,50 @@ class Verdict:
             raise OSError(f"collector {url} answered {answer.status}: {answer.data[:500].decode('utf-8', 'replace')}")
 
 
-def judge(steps: tuple[StepPair, ...], layers: tuple[LayerPair, ...], recipe: str, high_precision: str) -> Verdict:
+FINER = {
+    "delayed": "a finer recipe: scales of the operand at hand (--fp8-recipe tensorwise, recipe='current'), then blockwise",
+    "current": "a finer recipe: --fp8-recipe blockwise, recipe='blockwise'; torchao: Float8LinearConfig.from_recipe_name('rowwise')",
+    "rowwise": "a finer recipe: grad_weight in high precision (torchao: 'rowwise_with_gw_hp'), or blockwise",
+    "blockwise": "a finer recipe: FP32 scales in place of powers of two (not on Blackwell), then mxfp8",
+}
+"""Recipe -> the next finer one, by the names that frameworks have for it."""
+
+
+def switches(recipe: str, layer: str | None, *, param_gather: bool) -> tuple[str, ...]:
+    """What to change where FP8 explains a failure, in the order to try.
+
+    Args:
+        recipe: arithmetic of the FP8 path, as `Recipe.kind` names it.
+        layer: the first that differs.
+        param_gather: weights are kept in FP8 by the trainer.
+    """
+    out = (
+        [f"the same seed with {layer} in BF16: filter_fn=lambda module, fqn: False if fqn == {layer!r} else None"]
+        if layer
+        else []
+    )
+    if recipe in FINER:
+        out.insert(0, FINER[recipe])
+    if param_gather:
+        out.insert(0, "--fp8-param-gather off: weights in high precision, cast anew in each step")
+    return (*out, "the learning rate 10 to 20 % lower")
+
+
+def judge(
+    steps: tuple[StepPair, ...],
+    layers: tuple[LayerPair, ...],
+    recipe: str,
+    high_precision: str,
+    *,
+    kind: str = "",
+    param_gather: bool = False,
+) -> Verdict:
     """Derive the verdict: FP8 explains a failure that only the FP8 path shows.
 
-    A failure that both show is shared, however far apart they are by then: two diverging runs drift apart.
+    A failure that both show is shared, however far apart they are by then: two diverging runs drift apart. `kind` and
+    `param_gather` are for `switches`.
     """
-    apart = _apart(steps)
+    apart, arithmetic = _apart(steps), kind or recipe
     early = [x for x in layers if x.first_diverging_step is not None]
     named = min(early, key=lambda x: x.first_diverging_step or 0, default=None)  # the first in data-flow order
     layer = named.module if named else None
@@ -120,7 +163,8 @@ def judge(steps: tuple[StepPair, ...], layers: tuple[LayerPair, ...], recipe: st
 
     def verdict(kind: str, sentence: str) -> Verdict:
         step = apart.step if apart is not None else None
-        return Verdict(kind, sentence, steps, layers, recipe, high_precision, step, layer)
+        then = switches(arithmetic, layer, param_gather=param_gather) if kind == "fp8" else ()
+        return Verdict(kind, sentence, steps, layers, recipe, high_precision, step, layer, then)
 
     lost = next((s for s in steps if not math.isfinite(s.loss_high)), None)
     lost_fp8 = next((s for s in steps if not math.isfinite(s.loss_fp8)), None)

@@ -55,6 +55,25 @@ class TeSite:
         return EXACT if self.visible else DERIVED
 
 
+@dataclass(frozen=True)
+class SiteNumerics:
+    """Format and scaling of a site, as found at its first observation."""
+
+    tile: tuple[int, int]
+    format: str
+    power_2_scale: bool
+    eps: float
+    evidence: dict[str, str]
+    recipe: str  # our name of the recipe: it determines which scales are valid
+
+
+def recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
+    """Our name of a tensor's recipe. `bound`: whether the scale comes from this operand, not from a history."""
+    if hasattr(tensor, "_scale_inv"):
+        return "current" if bound else "delayed"
+    return "mxfp8" if 32 in tile else "blockwise"
+
+
 @dataclass
 class TeModule:
     """One module, and the sites of each of its GEMMs."""

@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8watch.integrations.te_modules import DERIVED, EXACT, TeModule, weights_of
+from fp8watch.integrations.te_modules import DERIVED, EXACT, SiteNumerics, TeModule, recipe_of, weights_of
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
+from fp8watch.integrations.te_turns import TeTurns
 from fp8watch.integrations.te_unread import Tell, Unread, silent
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.pass_counter import in_backward
@@ -43,6 +44,7 @@ from fp8watch_agent.guard import Guard
 
 Record = Callable[[int, tuple[int, int], TileStats], None]
 """(row, shape of the operand, statistics): what becomes of one observation."""
+
 
 _MODULE_FILES = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
 _FUNCTIONS = ("general_gemm", "general_grouped_gemm")
@@ -93,25 +95,6 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-@dataclass(frozen=True)
-class SiteNumerics:
-    """Format and scaling of a site, as found at its first observation."""
-
-    tile: tuple[int, int]
-    format: str
-    power_2_scale: bool
-    eps: float
-    evidence: dict[str, str]
-    recipe: str  # our name of the recipe: it determines which scales are valid
-
-
-def _recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
-    """`bound`: whether the scale comes from this operand, not from a history."""
-    if hasattr(tensor, "_scale_inv"):
-        return "current" if bound else "delayed"
-    return "mxfp8" if 32 in tile else "blockwise"
-
-
 class TeObserver:
     """Observes the Transformer Engine modules of one model, from `start` to `stop`.
 
@@ -123,6 +106,7 @@ class TeObserver:
         heavy: whether to measure energies, moments and depth where the operand is seen.
         entered: told of each forward (False) and backward (True) of a module in training, sampled or not.
         tell: takes what could not be read: a line for people, and facts of the session.
+        turns: whose turn it is, and what is checked then (te_turns); None: nothing is.
     """
 
     def __init__(
@@ -135,7 +119,9 @@ class TeObserver:
         heavy: bool = True,
         entered: Callable[[bool], None] = lambda backward: None,
         tell: Tell = silent,
+        turns: TeTurns | None = None,
     ) -> None:
+        self.turns = turns
         self._entered, self._tell = entered, tell
         self.version, self.backend, self.unread = "", STOCK, Unread()
         self.facts: dict[int, SiteNumerics] = {}
@@ -216,7 +202,8 @@ class TeObserver:
         stack.append(None)  # whatever happens below: each call must leave what it entered
         if te.module.training and not torch.compiler.is_compiling():
             again = in_backward()
-            sampled = bool(self.sample.full[self.rows_of[id(te)][0]])
+            first = self.rows_of[id(te)][0]
+            sampled = bool(self.sample.full[first]) or (self.turns is not None and self.turns.has(first))
             frame = stack[-1] = _Frame(te, again=again, sampled=sampled, trains=torch.is_grad_enabled())
             if not again:
                 self._entered(False)
@@ -262,9 +249,15 @@ class TeObserver:
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def product(*args: Any, **kwargs: Any) -> Any:
-            if self.sample.any_full and len(args) >= 2:
-                self._guard.run("te gemm", self._see, args[0], args[1], str(kwargs.get("layout", "TN")))
-            return original(*args, **kwargs)
+            layout, turns = str(kwargs.get("layout", "TN")), self.turns
+            turn = turns is not None and turns.any
+            if (self.sample.any_full or turn) and len(args) >= 2:
+                self._guard.run("te gemm", self._see, args[0], args[1], layout)
+            out = original(*args, **kwargs)
+            if turn and turns is not None and len(args) >= 2 and (frame := self._frame(layout != "TN")) is not None:
+                first = self.rows_of[id(frame.te)][0]
+                self._guard.run("te turn", turns.gemm, frame, self._rows, first, args[0], args[1], layout, kwargs, out)
+            return out
 
         return product
 
@@ -361,12 +354,14 @@ class TeObserver:
         x = self._operand(frame, index, operand, view, offset)
         if x is not None:
             stats = exact(x, view, power_2, eps, bound=bound, heavy=self._heavy)
+            if self.turns is not None and self.turns.has(self.rows_of[id(frame.te)][0]):
+                self.turns.operand(row, x, view, recipe_of(held, view.tile, bound), power_2, eps)
         else:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
             evidence = EXACT if x is not None else DERIVED
-            recipe = _recipe_of(held, view.tile, bound)
+            recipe = recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
             self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)

@@ -1,6 +1,6 @@
 """The three GEMMs of a Linear in FP8, and which site feeds which.
 
-Upstream:   fp8watch.session.attach
+Upstream:   fp8watch.session.site_placement
 Downstream: fp8watch.layers.custom_ops
 Shapes:     x [..., K], weight [N, K], bias [N] -> y [..., N] in the dtype that F.linear would give
 Thread:     training, and autograd's
@@ -273,20 +273,7 @@ class WatchedLinear(nn.Linear):
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
-        if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
-            return y
-        if is_eager(y, input, self.weight):
-            observe_forward(input, self.weight, y, site)
-            return y
-        grad = torch.is_grad_enabled()
-        wgrad = self.weight.requires_grad and grad
-        observe(rows_by_columns(input.detach()), site, INPUT, True, wgrad)
-        observe(self.weight.detach(), site, WEIGHT, True, False)
-        look_at_output(y.detach(), site, INPUT, False)
-        if y.requires_grad:
-            out: Tensor = _ObserveOutput.apply(y, site, input.requires_grad, wgrad)  # type: ignore[no-untyped-call]
-            return out
-        return y
+        return observed(self, input, y, site)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
@@ -297,30 +284,56 @@ class WatchedLinear(nn.Linear):
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
+def observed(module: nn.Linear, x: Tensor, y: Tensor, site: Tensor) -> Tensor:
+    """The output of a Linear that computes as before, looked at together with its operands and, in backward, its gradient."""
+    weight = module.weight
+    if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
+        return y
+    if is_eager(y, x, weight):
+        observe_forward(x, weight, y, site)
+        return y
+    grad = torch.is_grad_enabled()
+    wgrad = weight.requires_grad and grad
+    observe(rows_by_columns(x.detach()), site, INPUT, True, wgrad)
+    observe(weight.detach(), site, WEIGHT, True, False)
+    look_at_output(y.detach(), site, INPUT, False)
+    if y.requires_grad:
+        out: Tensor = _ObserveOutput.apply(y, site, x.requires_grad, wgrad)  # type: ignore[no-untyped-call]
+        return out
+    return y
+
+
 _classes: dict[type[nn.Linear], type[WatchedLinear]] = {}
 
 
-def watched_class(base: type[nn.Linear]) -> type[WatchedLinear]:
+def watched_class(base: type[nn.Linear], mixin: type[WatchedLinear] = WatchedLinear) -> type[WatchedLinear]:
     """The watched subclass of a Linear's own class, made once."""
     got = _classes.get(base)
     if got is None:
         namespace = {"_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-        got = type(base.__name__, (WatchedLinear, base) if base is not nn.Linear else (WatchedLinear,), namespace)
+        got = type(base.__name__, (mixin, base) if base is not nn.Linear else (mixin,), namespace)
         _classes[base] = got
     return got
 
 
 def take_over(
-    module: nn.Linear, site: Tensor, *, observe_only: bool, how: Layout = BLOCKWISE, scaled: Formats | None = None
+    module: nn.Linear,
+    site: Tensor,
+    *,
+    observe_only: bool,
+    how: Layout = BLOCKWISE,
+    scaled: Formats | None = None,
+    mixin: type[WatchedLinear] = WatchedLinear,
 ) -> None:
-    """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them."""
+    """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them. `mixin` goes
+    over its class."""
     module.__dict__[SITE_KEY] = site
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
     module.__dict__[LAYOUT_KEY] = how
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
-        module.__class__ = watched_class(type(module))
+        module.__class__ = watched_class(type(module), mixin)
 
 
 def release(module: nn.Module) -> None:

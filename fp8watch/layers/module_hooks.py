@@ -58,6 +58,8 @@ class LossHook:
     def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
         grad = torch.is_grad_enabled()
         loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping):
+            loss = output.get("loss")
         if loss is None:
             loss = output[0] if isinstance(output, tuple) and output else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.operand_check import capturing
+from fp8watch.numerics.formats import Fp8Format
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT
 from fp8watch.quantize.output_checks import GemmCheck
@@ -29,7 +30,7 @@ NUM_ROWS = 64
 TURN_ROWS, TURN_COLUMNS = 16, 64
 """Of the output of a GEMM whose turn it is: 1024 elements tell its RMS within 3 %."""
 
-_LENGTH = 128  # of a tile along the contraction
+_LENGTHS = (128, 32)  # of tiles
 _CANCELLED = 2.0**-20  # of the energy without signs
 
 
@@ -55,11 +56,37 @@ class Factor(NamedTuple):
             values = (data if at is None else data.index_select(axis, at)).double()
         if scale_inv is None:
             return values
-        one_each = scale_inv.shape[axis] == data.shape[axis]
         index = torch.arange(data.shape[axis], device=data.device) if at is None else at
-        scales = scale_inv.index_select(axis, index if one_each else index.div(_LENGTH, rounding_mode="floor")).double()
-        along = scales.repeat_interleave(_LENGTH, 1 - axis)
-        return values * along.narrow(1 - axis, 0, data.shape[1 - axis])
+        scales = scale_inv.index_select(axis, _scale_index(index, data.shape[axis], scale_inv.shape[axis])).double()
+        length, num = data.shape[1 - axis], scale_inv.shape[1 - axis]
+        if num in (1, length):  # one scale along all of it, or one for each
+            return values * scales
+        tile = next(t for t in _LENGTHS if -(-length // t) == num)
+        return values * scales.repeat_interleave(tile, 1 - axis).narrow(1 - axis, 0, length)
+
+
+def _scale_index(index: Tensor, size: int, num: int) -> Tensor:
+    """Of rows (or columns) the scale that they have: one for all, one each, or one a tile."""
+    if num == 1:
+        return torch.zeros_like(index)
+    tile = next((t for t in (1, *_LENGTHS) if -(-size // t) == num), 1)
+    return index.div(tile, rounding_mode="floor")
+
+
+class Allowed(NamedTuple):
+    """What the output of a GEMM may lose against the product of what is held here."""
+
+    error: float = 0.0  # a share of its RMS
+    formats: tuple[Fp8Format, Fp8Format] | None = None  # the operands are cast in there, with one scale a tensor
+    times: float = 2.5  # so much of what that cast alone loses: other roundings, of smaller tiles lose less
+
+
+def _cast(values: Tensor, of: Tensor, fmt: Fp8Format) -> Tensor:
+    """Some rows or columns of an operand cast with one scale for all of it, float64."""
+    amax = of.abs().amax().double()
+    scale = (fmt.max_finite / amax).where((amax > 0) & amax.isfinite(), 1.0)
+    codes = (values * scale).clamp(-fmt.max_finite, fmt.max_finite).float().to(fmt.dtype)
+    return codes.double() / scale
 
 
 def sampled_rows(num_rows: int, phase: int, num: int = NUM_ROWS) -> list[int]:
@@ -81,6 +108,7 @@ def check_gemm(
     *,
     num_rows: int = NUM_ROWS,
     num_columns: int | None = None,
+    allow: Allowed | None = None,
 ) -> GemmCheck:
     """Compare sampled rows of `output` with a·b + bias computed in float64.
 
@@ -92,6 +120,7 @@ def check_gemm(
         phase: which rows, see `sampled_rows`.
         num_rows: how many rows at most. The first and the last of the output are among them where there are two or more.
         num_columns: how many columns at most; None: all.
+        allow: what may be lost; within it there is no error, and the gain is 1.
 
     Returns:
         Error, gain and the count of non-finite outputs. Elements where the shadow itself is not finite enter none of
@@ -121,8 +150,18 @@ def check_gemm(
     got, shadow, without_signs = (t.where(both, 0.0) for t in (got, shadow, without_signs))
     energy = torch.maximum(shadow.square().sum(), without_signs.square().sum() * _CANCELLED)
     wrong = got - shadow
-    error = (wrong.square().sum() / energy).sqrt()
+    lost = wrong.square().sum()
+    error = (lost / energy).sqrt()
     gain = 1 + (wrong * shadow).sum() / energy
+    if allow is not None:
+        fine = lost <= energy * allow.error**2
+        if allow.formats is not None and left.data.numel():
+            casts = [
+                _cast(part, f.data, fmt) for part, f, fmt in zip((x, y), (left, right), allow.formats, strict=True)
+            ]
+            noise = (casts[0] @ casts[1] - x @ y).where(both, 0.0)
+            fine |= lost <= noise.square().sum() * allow.times**2
+        error, gain = error.masked_fill(fine, 0.0), gain.masked_fill(fine, 1.0)
     empty = energy == 0  # nothing to compare: no error, gain 1, unless the output has something where the shadow is 0
     error = error.masked_fill(empty, 0.0).masked_fill(empty & (got != 0).any(), torch.inf)
     return GemmCheck(error.float(), gain.masked_fill(empty, 1.0).float(), (~finite_output & finite_shadow).sum())
@@ -151,7 +190,7 @@ def hold_against_shadow(
     given = [*factors, *[None] * (5 - len(factors))]
     first, second, bias, first_scale, second_scale = given
     slab, canary = plan.slab, plan.canary
-    if first is None or second is None or not (output.numel() and first.numel()):
+    if first is None or second is None or not output.numel():  # without tokens wgrad has an output all the same: 0
         return
     if slab is None or not plan.observing or row in plan.sites.unobserved or capturing(output):
         return

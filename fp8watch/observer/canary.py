@@ -10,6 +10,7 @@ seconds of the training thread, decides how long the next one waits. A step whos
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SHARE = 0.003
@@ -24,12 +25,12 @@ MAX_TRIES = 2
 
 @dataclass
 class Canary:
-    """The turns of one attach.
+    """The turns of one attach: of modules that compute in FP8, each known by its first row of the slab.
 
-    `num_modules` Linears of `rows_each` rows of the slab; module i has the rows from i · rows_each.
+    Linears have `rows_each` rows each, from 0 on; modules behind them ask for their turn by their first row.
     """
 
-    num_modules: int = 0
+    firsts: Sequence[int] = ()
     rows_each: int = 1
     share: float = SHARE
     phase: int = 0  # of this turn: which tiles, rows and columns are looked at
@@ -44,15 +45,15 @@ class Canary:
     _tries: int = 0
     _done: set[tuple[int, str]] = field(default_factory=set)  # (row, what was looked at) of this turn
 
-    def cover(self, num_modules: int, rows_each: int) -> None:
+    def cover(self, firsts: Sequence[int], rows_each: int) -> None:
         """Say what there is; all of it has a turn in the steps that follow."""
-        self.num_modules, self.rows_each = num_modules, rows_each
+        self.firsts, self.rows_each = firsts, rows_each
         self.sweep()
 
     def sweep(self) -> None:
         """Give each module a turn in the next steps, whatever that costs."""
-        self._to_sweep = max(self._to_sweep, self.num_modules)
-        self.due = 0.0 if self.num_modules else math.inf
+        self._to_sweep = max(self._to_sweep, len(self.firsts))
+        self.due = 0.0 if self.firsts else math.inf
 
     def follow(self, full_until: int) -> None:
         """Hear until which step everything is looked at, where that is another one: if a later one, something happened."""
@@ -73,16 +74,16 @@ class Canary:
             self.due = self._since + (self.spent_s / self.share if self.share > 0 else math.inf)
         num = 0
         if self._to_sweep:
-            num = min(self._to_sweep, -(-self.num_modules // FIRST_STEPS))
+            num = min(self._to_sweep, -(-len(self.firsts) // FIRST_STEPS))
             self._to_sweep -= num
-        elif now >= self.due and self.num_modules:
+        elif now >= self.due and self.firsts:
             num = 1
-        self.turn = frozenset((self._next + i) % self.num_modules * self.rows_each for i in range(num))
+        self.turn = frozenset(self.firsts[(self._next + i) % len(self.firsts)] for i in range(num))
         if self._to_sweep:
             self.due = 0.0
         if not num:
             return
-        self._next = (self._next + num) % self.num_modules
+        self._next = (self._next + num) % len(self.firsts)
         self.phase += 1
         self._since, self.spent_s, self._tries = now, 0.0, 0
         self._done.clear()
@@ -94,6 +95,10 @@ class Canary:
     def is_forced(self, row: int) -> bool:
         """Whether the GEMMs of the Linear of a row are checked in each sampled step."""
         return row - row % self.rows_each in self.forced
+
+    def took(self, row: int, what: str) -> bool:
+        """Whether that look of this turn was taken."""
+        return (row, what) in self._done
 
     def takes(self, row: int, what: str) -> bool:
         """Take the one look of this turn at an operand, or at a GEMM that reads it; False where it was taken."""

@@ -59,6 +59,7 @@ class Plan:
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     handle: int = 0
+    turns: dict[int, Any] = field(default_factory=dict)  # first row of a foreign Linear -> the call that is looked at
     modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
 
     def begin_step(self, sample: StepSample) -> None:

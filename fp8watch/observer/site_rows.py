@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fp8watch.observer.foreign import Foreign
 from fp8watch.quantize.site_quantizer import (
     MxQuantizer,
     RowwiseQuantizer,
@@ -58,6 +59,8 @@ class SiteRows:
     quantizers: Sequence[SiteQuantizer]
     rows: dict[tuple[int, bool], int]
     unobserved: frozenset[int] = frozenset()
+    foreign: dict[int, Foreign] = field(default_factory=dict)
+    """First row of a Linear that computes in FP8 by a forward of its own -> what is known of it."""
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> shape of the operand at its first call
     known: dict[tuple[int, int, bool, bool], OperandRows] = field(default_factory=dict)
     """What `asked` has given before, by its arguments."""

@@ -38,6 +38,9 @@ class StepState:
     outside: bool = False  # of the windows that attach was given
     warming: bool = False  # the recipe's warm-up: GEMMs multiply unquantised operands
     on_stuck: weakref.WeakMethod[Callable[[], None]] | None = None  # says that no step ends
+    on_unwatched: weakref.WeakMethod[Callable[[], None]] | None = (
+        None  # hears that the model ran, and no watched module
+    )
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
@@ -47,6 +50,7 @@ class StepState:
     root_seen: bool = False  # the model returned, with gradients
     num_passes: int = 0  # backward passes; forward passes where no backward of a watched module is seen
     losses: list[Tensor] = field(default_factory=list)
+    share_of: int = 1  # ranks, where a loss that adds up is this rank's share of it
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
@@ -91,6 +95,8 @@ class StepState:
         """The model returned. Where no watched module ran in it, this is all that is known of the pass."""
         if not grad or self.forward_seen:
             return
+        if self.on_unwatched is not None and (look := self.on_unwatched()) is not None:
+            self.guard.run("replaced", look)
         if self.on_forward is not None:
             self.guard.run("on_forward", self.on_forward)
         self.root_seen = True
@@ -125,7 +131,7 @@ class StepState:
     def loss(self) -> Tensor:
         """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
         losses = torch.stack([x.float() for x in self.losses])
-        return losses.sum() if self.losses_add_up else losses.mean()
+        return losses.sum() * self.share_of if self.losses_add_up else losses.mean()
 
     def note_logits(self, fqn: str, largest: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of. [] float32"""

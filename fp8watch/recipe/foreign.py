@@ -161,6 +161,10 @@ def _current(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]
 
 
 def _delayed(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> Recipe:
+    if (interval := getattr(recipe, "interval", 1)) not in (1, -1, None):
+        notes.append(
+            f"{cls}.interval={interval} is declared; its quantisers do not read it, scales roll with each pass"
+        )
     if callable(recipe.amax_compute_algo) or getattr(recipe, "scaling_factor_compute_algo", None) is not None:
         which = "amax_compute_algo" if callable(recipe.amax_compute_algo) else "scaling_factor_compute_algo"
         raise ValueError(f"{cls}({which}=<function>): only 'max' and 'most_recent' are computed here")

@@ -16,7 +16,11 @@ from fp8watch.recipe.trainer import misfits, trainer_flags
 
 
 def resolve_recipe(
-    recipe: object, *, environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+    recipe: object,
+    *,
+    environ: Mapping[str, str] | None = None,
+    argv: Sequence[str] | None = None,
+    as_it_is: bool = False,
 ) -> Recipe:
     """What `attach(recipe=...)` was given, as a Recipe.
 
@@ -25,6 +29,7 @@ def resolve_recipe(
             Transformer Engine: Float8BlockScaling, Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling.
         environ: instead of `os.environ`.
         argv: the trainer's arguments, instead of `sys.argv`.
+        as_it_is: the model computes in FP8 by its trainer: its flags are those of the model.
 
     Raises:
         ValueError: an unknown name, or settings that cannot be meant or are not computed here.
@@ -50,7 +55,7 @@ def resolve_recipe(
             f"Transformer Engine's {', '.join(READ)}"
         )
     flags = made.flags or trainer_flags(argv)
-    warnings, notes = misfits(flags, made.kind)
+    warnings, notes = misfits(flags, None if as_it_is else made.kind)
     return replace(
         made,
         flags=flags,

@@ -82,12 +82,12 @@ def _from_argv(argv: Sequence[str]) -> dict[str, str]:
     return got
 
 
-def misfits(flags: Sequence[tuple[str, str]], kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def misfits(flags: Sequence[tuple[str, str]], kind: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the flags say that cannot be meant together, and what they say that is not computed here.
 
     Args:
         flags: as `trainer_flags` gives them.
-        kind: the arithmetic of the recipe that is used here.
+        kind: the arithmetic of the recipe that is used here; None: the trainer's own modules compute.
 
     Returns:
         Configuration warnings, and declared-but-not-effective notes.
@@ -102,6 +102,8 @@ def misfits(flags: Sequence[tuple[str, str]], kind: str) -> tuple[tuple[str, ...
             f"{form} with {said}: e4m3 and blockwise belong together; give --fp8-format e4m3 --fp8-recipe blockwise, or neither"
         )
     notes: list[str] = []
+    if kind is None:
+        return tuple(warnings), ()
     if recipe is not None and _OURS.get(recipe, recipe) != kind:
         notes.append(f"--fp8-recipe {recipe} is declared, the Linears taken over here use {kind}")
     if "fp8_param_gather" in got:

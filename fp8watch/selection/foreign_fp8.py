@@ -8,7 +8,6 @@ Detected by names and dtypes; nothing of Transformer Engine or torchao is import
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import torch
@@ -16,8 +15,8 @@ from torch import nn
 
 from fp8watch.integrations.te_modules import kind_of, unseen
 from fp8watch.selection.module_filter import LeftOut
+from fp8watch.selection.own_forward import FP8_NAME, computes_in_fp8, own_class
 
-_FP8_NAME = re.compile(r"fp8|float8|fp4|float4|mx_?linear|mxfp", re.IGNORECASE)
 _WRAPPERS = ("torchao.", "transformer_engine.")
 
 
@@ -30,7 +29,7 @@ def foreign_fp8(model: nn.Module) -> str | None:
     found: Counter[str] = Counter()
     operations = {fqn for fqn, _ in unseen(model.named_modules())}
     for fqn, module in model.named_modules():
-        cls = type(module)
+        cls = own_class(module)
         if cls.__module__.split(".")[0] == "fp8watch":
             continue
         kind = kind_of(module)
@@ -38,7 +37,9 @@ def foreign_fp8(model: nn.Module) -> str | None:
             found[f"transformer_engine.pytorch.{kind}"] += 1
         elif fqn in operations:
             found[f"transformer_engine.pytorch.ops.{cls.__name__}"] += 1
-        elif _FP8_NAME.search(cls.__name__) and "linear" in cls.__name__.lower() and not _holds_linears(module):
+        elif computes_in_fp8(module) or (
+            FP8_NAME.search(cls.__name__) and "linear" in cls.__name__.lower() and not _holds_linears(module)
+        ):
             found[f"{cls.__module__.split('.')[0]} {cls.__name__}"] += 1
         elif not any(fqn.startswith(f"{name}.") for name in operations):
             held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -55,13 +56,20 @@ def _holds_linears(module: nn.Module) -> bool:
     return sum(isinstance(m, nn.Linear) for m in module.modules() if m is not module) > 1
 
 
-def left_as_it_is(found: str, num_linears: int) -> str:
-    """What attach prints of such a model."""
-    rest = ""
+def left_as_it_is(found: str, num_linears: int, num_foreign: int = 0, by: str = "") -> str:
+    """What attach prints of such a model.
+
+    Args:
+        found: as `foreign_fp8` gives it.
+        num_linears: Linears in high precision that are observed.
+        num_foreign: modules with a forward of their own that are observed.
+        by: how those are observed: their own recipe, or another one and why.
+    """
+    rest = f", {num_foreign} of them observed{by}" if num_foreign else ""
     if num_linears:
         s, them = ("s", "them") if num_linears != 1 else ("", "it")
         they = "they are" if num_linears != 1 else "it is"
-        rest = f", {num_linears} Linear{s} observed as {they}; recipe='blockwise' to convert {them}"
+        rest += f", {num_linears} Linear{s} observed as {they}; recipe='blockwise' to convert {them}"
     return f"model computes in FP8 already ({found}): nothing is converted{rest}"
 
 

@@ -6,7 +6,7 @@ DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,12 @@ from torch import nn
 
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
 from fp8watch.selection.module_roles import roles
+from fp8watch.selection.wrappers import named_modules
 from fp8watch_agent.roles import pattern
 
 FilterFn = Callable[[nn.Module, str], "bool | None"]
 """(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
 
-WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_ENGINES = frozenset({"DeepSpeedEngine", "PipelineEngine"})
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 MULTIPLE = 16
 WATCHED = "watched already by another attach"
 
@@ -34,8 +32,21 @@ class LeftOut:
     reason: str
 
 
-def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
+def select_linears(
+    model: nn.Module,
+    filter_fn: FilterFn | None,
+    in_fp8: Collection[int] = (),
+    *,
+    observe_only: bool = False,
+) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
     """Linears to take over, in the order of the model's modules, and those left out.
+
+    Args:
+        model: whose Linears.
+        filter_fn: as for attach.
+        in_fp8: ids of those that compute in FP8 by a forward of their own: what is asked of a Linear that is to be
+            converted is not asked of them.
+        observe_only: nothing is converted, so that others with a forward of their own can be observed as well.
 
     Raises:
         TypeError: `filter_fn` is not callable, or returned something else than a bool.
@@ -56,7 +67,7 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
         wanted: bool | None = None
         if SITE_KEY in module.__dict__:
             reason = WATCHED
-        elif type(module).forward not in (nn.Linear.forward, WatchedLinear.forward) or "forward" in module.__dict__:
+        elif "forward" in module.__dict__ or not (_plain_forward(module) or observe_only or id(module) in in_fp8):
             reason = f"own forward ({type(module).__name__})"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "never called by MultiheadAttention, which reads its weight"
@@ -71,10 +82,14 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
             if not isinstance(wanted, bool | None):
                 raise TypeError(f"filter_fn returned {wanted!r} for {fqn!r}: must return True, False or None (default)")
         if reason is None and wanted is None:
-            reason = role_of.get(id(module))
+            reason = None if id(module) in in_fp8 else role_of.get(id(module))
         elif reason is None and not wanted:
             reason = "filter_fn"
-        if reason is None and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+        if (
+            reason is None
+            and id(module) not in in_fp8
+            and (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+        ):
             reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
         if reason is None:
             taken.append((fqn, module))
@@ -83,30 +98,16 @@ def select_linears(model: nn.Module, filter_fn: FilterFn | None) -> tuple[list[t
     return taken, left
 
 
+def _plain_forward(module: nn.Linear) -> bool:
+    return type(module).forward in (nn.Linear.forward, WatchedLinear.forward)
+
+
 def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
     """The same module of several layers merged into one."""
     groups: dict[tuple[str, str], list[LeftOut]] = {}
     for m in left_out:
         groups.setdefault((pattern(m.fqn), m.reason), []).append(m)
     return [of[0] if len(of) == 1 else LeftOut(name, reason) for (name, reason), of in groups.items()]
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by their names without compile, checkpoint and data-parallel wrappers: the same Linears are selected
-    under the same names wherever in a script attach is called.
-    """
-    plain = {"": ""}  # name with wrappers -> name without wrappers
-    for fqn, module in model.named_modules():
-        if fqn:
-            parent, _, name = fqn.rpartition(".")
-            wraps = name in WRAPPED_NAMES or (name == "module" and _wraps(model.get_submodule(parent)))
-            plain[fqn] = plain[parent] if wraps else f"{plain[parent]}.{name}".lstrip(".")
-        yield plain[fqn], module
-
-
-def _wraps(module: nn.Module) -> bool:
-    """Whether it holds the whole model as `.module` and adds no computation of its own."""
-    return isinstance(module, _PARALLEL) or type(module).__name__ in _ENGINES
 
 
 def _gathered_by_fsdp(model: nn.Module) -> set[int]:

@@ -1,6 +1,6 @@
 """Find the Linears of a model, put them on the FP8 path, and return a Watch.
 
-Downstream: fp8watch.layers.fp8_linear
+Downstream: fp8watch.session.site_placement
 Thread:     training, once
 
 A Linear is taken over by swapping its class, as FSDP2 does: parameters, names, hooks, tied weights, references held
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import quote
 
 import torch
@@ -21,13 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8watch.integrations import te_modules
 from fp8watch.integrations.te_modules import TeModule
-from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import look_at_attention
-from fp8watch.layers.fp8_linear import layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
+from fp8watch.layers.training_step import LossOfTrainingStep
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.probes import ATTENTION_LOGITS, Probe, is_attention, shows_logits
 from fp8watch.observer.probes import select as select_probes
@@ -38,13 +37,17 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, pl
 from fp8watch.recipe import Recipe, resolve_recipe
 from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
-from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, in_layers, named_modules, select_linears
+from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, select_linears
 from fp8watch.selection.module_roles import role_facts
+from fp8watch.selection.own_forward import foreign_linears, recipe_of
+from fp8watch.selection.wrappers import is_lightning_module, named_modules
 from fp8watch.session.arguments import check_arguments, check_url
-from fp8watch.session.attachment import Attachment, Cadence, Session
-from fp8watch.session.gemm_choice import GemmChoice, choose_gemm, scaled_formats
+from fp8watch.session.attach_line import attach_line, untested_versions
+from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
+from fp8watch.session.gemm_choice import choose_gemm, scaled_formats
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
+from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
 from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
 from fp8watch.session.start import start_recorder
 from fp8watch.session.step_optimizer import torch_optimizers
@@ -52,7 +55,6 @@ from fp8watch.session.watch import Watch
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.record import site_id
-from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
 
 _states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
@@ -63,6 +65,7 @@ def attach(
     model: nn.Module,
     *,
     run: str | None = None,
+    run_id: str | None = None,
     recipe: object = None,
     filter_fn: FilterFn | None = None,
     every: int = 1,
@@ -85,7 +88,9 @@ def attach(
 
     Args:
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
-        run: name for people. The run's identity comes from FP8WATCH_RUN or the launcher.
+        run: name for people.
+        run_id: identity of the run, for one that goes on: that of `watch.state_dict()` in its checkpoint. None: from
+            FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
             one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, or
             a recipe object of Transformer Engine.
@@ -97,8 +102,8 @@ def attach(
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`, at
             most as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
             to 16 steps as well. None switches that off.
-        optimizer: the one whose steps count: a torch optimizer, or an engine's or trainer's that has one inside; default:
-            those that hold watched parameters, or copies of them.
+        optimizer: the one whose steps count, or a list of those that end a step together: a torch optimizer, or an engine's
+            or trainer's that has one inside; default: those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.
         collector: URL; else FP8WATCH_COLLECTOR; else a local spool for `fp8watch sync`.
         backend: which of `fp8watch.kernels.BACKEND_NAMES` quantises, or an error says why it cannot; None: the fastest
@@ -125,11 +130,16 @@ def attach(
     schedule = Schedule.checked(windows, hash_every)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
-    foreign = foreign_fp8(model) if asked is None else None
-    chosen = resolve_recipe(asked if foreign is None else "observe")
+    computing = foreign_fp8(model)
+    foreign, in_fp8 = (computing if asked is None else None), foreign_linears(model)
+    chosen = resolve_recipe(
+        asked if foreign is None else recipe_of(in_fp8.values()) or "observe", as_it_is=foreign is not None
+    )
+    if computing is None:
+        chosen = with_declared(chosen)
     guard = Guard()
     session = uuid.uuid4().hex
-    identity = identify() if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
+    identity = identify(run_id=run_id) if settings.disabled != "1" else Identity("disabled", "local", 0, 1)
 
     def say(text: str) -> None:
         if identity.rank == 0:
@@ -144,7 +154,7 @@ def attach(
         return Watch(Attachment(model), Session(chosen, identity, session, guard, say), cadence)
 
     named = list(named_modules(model))
-    linears, left_out = select_linears(model, filter_fn)
+    linears, left_out = select_linears(model, filter_fn, in_fp8, observe_only=chosen.observe_only)
     leave_wrapped(linears, left_out)
     te = te_modules.find(named)
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
@@ -182,23 +192,35 @@ def attach(
         if recorder is None:
             plan.slab = None
             guard.emit()
-    observer = _observe_te(plan, te, left_out, guard, recorder, say)
+    observer = observe_te(plan, te, left_out, guard, recorder, say)
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
-    for i, (_, module) in enumerate(linears):
-        site = custom_ops.site_tensor(plan, i * len(plan.sites.rows))
-        take_over(module, site, observe_only=chosen.observe_only, how=layout(chosen), scaled=formats)
+    num_foreign = put_on_sites(plan, linears, in_fp8, formats)
     plan.step.warming = start_step < chosen.warmup_steps
-    if not chosen.observe_only:
-        plan.canary.cover(len(linears), len(plan.sites.rows))
-    backend_name = chosen_backend.NAME
-    line = (linears, left_out, chosen, backend_name, settings, identity, recorder, observer, covered, foreign, by)
-    say(guard.call("line", lambda: _line(*line), f"attached to {len(linears)} Linears"))
-    for text in (*chosen.warnings, *chosen.declared_not_effective):
+    plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
+    told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
+    line = (
+        linears,
+        left_out,
+        chosen,
+        chosen_backend.NAME,
+        settings,
+        identity,
+        recorder,
+        observer,
+        covered,
+        told_foreign,
+        by,
+    )
+    say(guard.call("line", lambda: attach_line(*line), f"attached to {len(linears)} Linears"))
+    versions = guard.run("versions", untested_versions, model) or []
+    for text in (*chosen.warnings, *chosen.declared_not_effective, *versions):
         say(text)
     hook = ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
-    handles = [model.register_forward_hook(hook)] if hook is not None else []
+    handles: list[Removable] = [model.register_forward_hook(hook)] if hook is not None else []
     if plan.slab is not None:
+        if is_lightning_module(model):
+            handles.append(LossOfTrainingStep(model, plan.step, custom_ops.site_tensor(plan, 0), guard))
         handles += guard.call(
             "probes", lambda: _place_probes(plan, table, probed, fused=ATTENTION_LOGITS in (probes or ())), []
         )
@@ -242,43 +264,6 @@ def _observed_as_operands(
     if any(m.reason == WATCHED for m in left_out):
         return {id(m) for _, m in named}
     return {id(inner) for m in te for inner in m.module.modules()} | {id(m) for _, m in linears}
-
-
-def _observe_te(
-    plan: Plan,
-    te: list[TeModule],
-    left_out: list[LeftOut],
-    guard: Guard,
-    recorder: Recorder | None,
-    say: Callable[[str], None],
-) -> TeObserver | None:
-    """Observe the Transformer Engine modules; where that cannot be, each is left out with the reason."""
-    if plan.slab is None or not te:
-        return None
-
-    def entered(backward: bool) -> None:
-        if backward:
-            plan.step.saw_backward()
-        else:
-            custom_ops.enter_forward(plan)
-
-    def tell(line: str | None, facts: Mapping[str, str]) -> None:
-        if line is not None:
-            say(line)
-        if recorder is not None:
-            recorder.update_facts(facts)
-
-    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell)
-    try:
-        reason = observer.start()
-    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations
-        guard.swallow("te start", error)
-        reason = f"transformer_engine cannot be observed ({type(error).__name__}: {error})"
-    if reason is None:
-        return observer
-    observer.stop()
-    left_out += [LeftOut(module.fqn, f"Transformer Engine module: {reason}") for module in te]
-    return None
 
 
 def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe], *, fused: bool) -> list[RemovableHandle]:
@@ -327,53 +312,3 @@ def _plan(
         devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     return Plan(SiteRows(quantizers, rows_of(recipe)), slab, guard, recipe, StepState(guard)), table
-
-
-def _line(
-    linears: list[tuple[str, nn.Linear]],
-    left_out: list[LeftOut],
-    recipe: Recipe,
-    backend: str,
-    settings: AgentSettings,
-    identity: Identity,
-    recorder: Recorder | None,
-    te: TeObserver | None,
-    covered: Coverage,
-    foreign: str | None,
-    by: GemmChoice,
-) -> str:
-    """The one line that attach prints."""
-    n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
-    if foreign is not None:
-        parts = [left_as_it_is(foreign, len(linears))]
-    elif not linears and te is not None:
-        parts = []
-    elif not linears:
-        parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
-    elif recipe.observe_only:
-        how = "" if recipe.kind == "blockwise" else f"{recipe.kind}, "
-        parts = [f"{n} observed, computing as before ({how}backend {backend})"]
-        if by.reason is not None:
-            parts.append(f"not in FP8, because {by.reason}; gemm='emulated' computes it in float32 products, slower")
-    else:
-        warmup = f" after {recipe.warmup_steps} steps in high precision" if recipe.warmup_steps else ""
-        codes = ", codes multiplied by torch._scaled_mm" if by.how == "scaled_mm" else ""
-        parts = [
-            f"{n} now compute in FP8 ({recipe.name}, backend {backend}{codes}){warmup}; recipe='observe' to only watch"
-        ]
-    if te is not None:
-        s = "s" if len(te.modules) != 1 else ""
-        parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
-    if settings.disabled != "stats" and (text := covered.line()) is not None:
-        parts.append(text)
-    if left_out:
-        layers = in_layers(left_out)
-        more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
-        parts.append("left out: " + ", ".join(f"{m.fqn} ({m.reason})" for m in layers[:6]) + more)
-    if settings.disabled == "stats":
-        parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
-    elif recorder is not None:
-        where = settings.collector or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
-        local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
-        parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
-    return "; ".join(parts)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
@@ -24,6 +24,13 @@ from fp8watch_agent.guard import Guard
 from fp8watch_agent.recorder import Recorder
 
 
+class Removable(Protocol):
+    """What attach put on a model: a hook, or a class of its own."""
+
+    def remove(self) -> None:
+        """Take it off."""
+
+
 @dataclass
 class Attachment:
     """What attach put on a model."""
@@ -32,7 +39,7 @@ class Attachment:
     plan: Plan | None = None  # None: switched off
     table: list[SiteTable] = field(default_factory=list)  # one a row of the slab
     recorder: Recorder | None = None  # None: nothing is recorded
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
     te: TeObserver | None = None  # what observes Transformer Engine's modules
 
     def undo(self) -> None:

@@ -1,4 +1,4 @@
-"""Which run, session and rank this process is: from the environment, else through torch.distributed's store.
+"""Which run, session and rank this process is: as given, from the environment, else through torch.distributed's store.
 
 No collective is issued: rank 0 publishes one id in the key-value store that every process group has.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 STORE_KEY = "fp8watch/run_id"
 STORE_TIMEOUT_S = 30
 _ALLOWED = re.compile(r"[A-Za-z0-9._:@+-]{1,128}")
+_RULE = "must be 1 to 128 letters, digits or . _ : @ + -"
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,25 @@ def _shared_through_store(rank: int) -> str | None:
         return None
 
 
-def identify(environ: Mapping[str, str] | None = None) -> Identity:
-    """Run id from FP8WATCH_RUN, TORCHELASTIC_RUN_ID, SLURM_JOB_ID, the process group's store, else a local UUID.
+def identify(environ: Mapping[str, str] | None = None, *, run_id: str | None = None) -> Identity:
+    """Run id as given, from FP8WATCH_RUN, TORCHELASTIC_RUN_ID, SLURM_JOB_ID, the process group's store, else a local UUID.
 
     Raises:
-        ValueError: FP8WATCH_RUN holds characters that no address can carry.
+        ValueError: `run_id` or FP8WATCH_RUN holds characters that no address can carry.
     """
     env = os.environ if environ is None else environ
     rank, world_size = _rank(env)
+    if run_id is not None:
+        if not isinstance(run_id, str) or not _ALLOWED.fullmatch(run_id):
+            raise ValueError(f"run_id={run_id!r}: {_RULE}; give the one of a checkpoint's watch.state_dict()")
+        return Identity(run_id, "as given", rank, world_size)
     for variable in ("FP8WATCH_RUN", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         value = env.get(variable, "")
         if not value or (variable == "TORCHELASTIC_RUN_ID" and value == "none"):
             continue
         if not _ALLOWED.fullmatch(value):
             if variable == "FP8WATCH_RUN":
-                raise ValueError(
-                    f"FP8WATCH_RUN={value!r}: must be 1 to 128 letters, digits or . _ : @ + -; "
-                    "a name for people goes into attach(run=...)"
-                )
+                raise ValueError(f"FP8WATCH_RUN={value!r}: {_RULE}; a name for people goes into attach(run=...)")
             continue
         return Identity(value, variable, rank, world_size)
     shared = _shared_through_store(rank)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8watch.integrations.transformer_engine import TeObserver
+from fp8watch.observer.foreign import EVIDENCE
 from fp8watch.observer.probes import PROBE
 from fp8watch.observer.site_rows import SiteRows
 from fp8watch.recipe import Recipe
@@ -57,10 +58,13 @@ def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver 
         )  # fmt: skip
     quantizer = rows.quantizers[row]
     spec = quantizer.spec
+    foreign = rows.foreign.get(row - row % len(rows.rows))
     return Site(
         id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
-        recipe=recipe.site_recipe(s.operand), backend=quantizer.backend.NAME, evidence={"all": "exact"},
+        recipe=recipe.site_recipe(s.operand) if foreign is None else foreign.site_recipe(recipe, s.operand),
+        backend=quantizer.backend.NAME if foreign is None else foreign.backend,
+        evidence={"all": "exact"} if foreign is None else EVIDENCE,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import socket
 import sys
 import time
@@ -68,6 +69,7 @@ def start_recorder(
             fingerprint=recipe.fingerprint(),
             backend=backend,
             facts=facts,
+            key=secrets.token_hex(16),
         ),
         guard,
     )

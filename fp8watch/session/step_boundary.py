@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8watch.layers import custom_ops
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.step_sample import NOTHING
+from fp8watch.session.gradient_norm import wrap_clipping
 from fp8watch_agent.guard import Guard
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class StepListener(Protocol):
 
     def _on_scaler(self, scale: torch.Tensor | None, optimizers: set[int]) -> None:
         """A GradScaler has updated its scale."""
+
+    def _on_clip(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
+        """Gradients have been clipped."""
 
     def _on_death(self) -> None:
         """The process ends, or training raised."""
@@ -97,6 +101,10 @@ def _wrap_scaler() -> Callable[[], None]:
     return undo
 
 
+def _after_clipping(parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
+    _each(lambda w: None if is_capturing() else w._on_clip(parameters, norm))
+
+
 def _wrap_excepthook() -> Callable[[], None]:
     original = sys.excepthook
 
@@ -144,7 +152,9 @@ def start(watch: StepListener) -> None:
         if not _undo:
             handle = register_optimizer_step_post_hook(_after_optimizer)
             atexit.register(_at_exit)
-            _undo.extend([handle.remove, _wrap_scaler(), _wrap_excepthook(), _wrap_sigterm()])
+            _undo.extend(
+                [handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping), _wrap_excepthook(), _wrap_sigterm()]
+            )
             _undo.append(lambda: atexit.unregister(_at_exit))
         _watches.add(watch)
 

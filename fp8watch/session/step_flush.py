@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,16 @@ class Left:
     handed_over: bool = False
 
 
+class StepMirror(Protocol):
+    """Who is shown the rows of each step as well."""
+
+    def see(self, step: int, rows: Rows) -> None:
+        """They have arrived on the host."""
+
+    def stop(self) -> None:
+        """The watch ends."""
+
+
 @dataclass
 class StepFlush:
     """Takes what the steps of one watch leave, and hands it over when it has arrived on the host."""
@@ -79,6 +89,7 @@ class StepFlush:
     events: EventFollow
     maps: TileMapFlush
     merge: WindowMerge | None  # None: each step leaves by itself
+    mirrors: list[StepMirror] = field(default_factory=list)  # are shown the rows of each step as well
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[Left] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
@@ -176,6 +187,11 @@ class StepFlush:
                 left.copy.release()
         self.maps.drain(wait=wait)
 
+    def stop_mirrors(self) -> None:
+        """Let each tell what it has not told yet."""
+        while self.mirrors:
+            self.mirrors.pop().stop()
+
     def _hand_over(self, left: Left, tensors: list[Tensor]) -> None:
         if left.handed_over:  # a signal came in between
             return
@@ -203,6 +219,8 @@ class StepFlush:
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
         records = rows[leaves] if records is None else records
         self.recorder.record_step(_header(left, numbers), self._ids[leaves], records, logs, left.batch_id)
+        for mirror in self.mirrors:
+            self.guard.run("mirror", mirror.see, left.step, rows)
         if followed.jumped:
             self.recorder.hurry()
         counts = parts["suspects"].tolist() if "suspects" in parts else []

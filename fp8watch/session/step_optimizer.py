@@ -36,14 +36,14 @@ FOUND_INF = "found_inf"
 
 def torch_optimizers(given: object) -> list[Optimizer]:
     """Those whose steps torch tells of, in what an engine or a trainer calls its optimizer: what was given, else what
-    its `.optimizer` holds, and so on; several where it chains several.
+    its `.optimizer` holds, and so on; several where it chains several, or is a list of them.
 
     Raises:
         TypeError: no optimizer at all.
         ValueError: an optimizer without a torch optimizer inside.
     """
     looked: list[str] = []
-    level: list[object] = [given]
+    level: list[object] = list(given) if isinstance(given, (list, tuple)) and given else [given]
     for _ in range(MAX_WRAPPERS):
         found = [o for o in level if isinstance(o, Optimizer) and getattr(type(o).step, "hooked", False)]
         if found:
@@ -146,6 +146,14 @@ class StepOwner:
         """A GradScaler is about to let it step, or to skip it."""
         if not self.owns(optimizer) and ran:
             self._adopts(optimizer, num_passes)
+
+    def named(self) -> list[Optimizer]:
+        """Those that the user named."""
+        return list(self._named)
+
+    def has(self, parameter: int) -> bool:
+        """Whether an optimizer that has been met holds the parameter of this id."""
+        return any(id(p) == parameter for o in self._known for g in o.param_groups for p in g["params"])
 
     def owns_any(self, ids: set[int]) -> bool:
         """Whether one of the optimizers that has been met has one of these ids."""

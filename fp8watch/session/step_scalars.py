@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8watch.observer.step_state import StepState
+from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch_agent.guard import Guard
 
@@ -24,10 +25,11 @@ class StepScalars:
     Args:
         guard: counts what goes wrong.
         say: tells people that no loss is seen.
+        norms: of the gradients that training clips.
     """
 
-    def __init__(self, guard: Guard, say: Callable[[str], None]) -> None:
-        self._guard, self._say = guard, say
+    def __init__(self, guard: Guard, say: Callable[[str], None], norms: GradientNorm) -> None:
+        self._guard, self._say, self.norms = guard, say, norms
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self.facts: dict[str, Any] = {}
@@ -64,6 +66,8 @@ class StepScalars:
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
         if step.losses:
             values["loss"] = step.loss()
+        if (norm := self.norms.take()) is not None:
+            values["grad_norm"] = norm
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from fp8watch.layers import custom_ops
 from fp8watch.layers.attention_calls import logits_summary, logits_unseen
@@ -21,9 +20,11 @@ from fp8watch.layers.fp8_linear import SITE_KEY, release
 from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.session import step_boundary
-from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
+from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
+from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
@@ -50,9 +51,9 @@ class Watch:
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
-        self._scalars = StepScalars(session.guard, session.say)
+        self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has))
         self._stuck = self._ending = self._paused = False
-        self._hooks: list[RemovableHandle] = list(attachment.hooks)
+        self._hooks: list[Removable] = list(attachment.hooks)
         plan, recorder = self._plan, self._recorder
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
@@ -61,10 +62,13 @@ class Watch:
             )
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session)
+        self._replaced = ReplacedModules(attachment, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
         if plan is not None and recorder is not None and self._flush is not None:
             self.guard.run("begin_step", self._cycle.begin)
             plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
+            if plan.sites.quantizers:
+                plan.step.on_unwatched = weakref.WeakMethod(self._on_unwatched)
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
 
@@ -72,6 +76,8 @@ class Watch:
 
     def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
         """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
+        What is seen by itself (a loss that the model returns, the norm that torch's `clip_grad_norm_` returns, the learning
+        rate) need not be given; what is given wins.
 
         Tensors of one element are kept as they are and read when the step closes.
         """
@@ -80,6 +86,28 @@ class Watch:
     def step(self, step: int | None = None) -> None:
         """End the step by hand, in loops without a torch optimizer. `step` sets the number of the step that ends."""
         self.guard.run("step", self._end_by_hand, step)
+
+    def number(self, step: int) -> None:
+        """Number of the step that runs, where training counts its own; the one after it has the next. Adapters of trainers
+        call it, so that a step has one number everywhere."""
+        self.guard.run("number", self._number, step)
+
+    def _number(self, step: int) -> None:
+        self._cycle.step = int(step)
+
+    def _keep(self, hook: Removable) -> None:
+        """Take it off with the rest at the end."""
+        self._hooks.append(hook)
+
+    def _skipped(self, step: int) -> None:
+        """The step that runs was skipped by an engine that does so itself."""
+        if self._ran():
+            self._close(StepStatus.SKIPPED, step)
+
+    def _share_of(self, ranks: int) -> None:
+        """A loss that adds up is this rank's share of the mean over so many."""
+        if self._plan is not None:
+            self._plan.step.share_of = ranks
 
     def _end_by_hand(self, step: int | None) -> None:
         if self._owner.ended_by_hand() and not self._ran():
@@ -134,6 +162,12 @@ class Watch:
         self._stuck = True
         self._tell({STUCK_FACT: NO_STEP_ENDED})
 
+    def _on_unwatched(self) -> None:
+        """The model returned, and no watched module ran in it."""
+        assert self._plan is not None
+        self._plan.step.on_unwatched = None
+        self._replaced.look()
+
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Facts of the session that only running shows."""
         if self._recorder is not None:
@@ -163,6 +197,10 @@ class Watch:
         if self._ran():
             self._close(StepStatus.SKIPPED)
 
+    def _on_clip(self, parameters: list[Tensor], norm: Tensor) -> None:
+        if self._plan is not None and not self._detached:
+            self._scalars.norms.see(parameters, norm)
+
     def _close_unfinished(self) -> None:
         """End a step that no optimizer will end any more."""
         plan = self._plan
@@ -176,6 +214,7 @@ class Watch:
         self.guard.run("death", self._close_unfinished)
         if self._flush is not None:
             self.guard.run("death", self._flush.drain, wait=True)
+            self.guard.run("death", self._flush.stop_mirrors)
         if self._recorder is not None:
             self._recorder.close(timeout_s=2.0)
 
@@ -199,6 +238,8 @@ class Watch:
         finally:
             self._ending = False
             plan.step.on_stuck = None
+            if cycle.num_closed <= FIRST_CHECKS or cycle.num_closed % CHECK_EVERY == 0:
+                self.guard.run("replaced", self._replaced.look)
             if cycle.num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
                 self._tell({"logits_unseen": unseen})
             if self._stuck:
@@ -249,8 +290,11 @@ class Watch:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed job gives to `attach(start_step=...)`: the next step, and where the last one was recorded."""
-        known = {"step": self._cycle.step, "run_id": self.identity.run_id, "session": self.session}
+        """What a resumed job gives to `load_state_dict`: the next step and what was quantised how; and `run_id`, which it
+        gives to `attach(run_id=...)`, so that the run goes on."""
+        known: dict[str, Any] = {"step": self._cycle.step}
+        if self._plan is not None:  # one that was switched off has no run to go on with
+            known |= {"run_id": self.identity.run_id, "session": self.session}
         return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,6 +323,7 @@ class Watch:
             self.guard.run("detach", self._close_unfinished)
         if self._flush is not None:
             self.guard.run("detach", self._flush.drain, wait=True)
+            self.guard.run("detach", self._flush.stop_mirrors)
         self._detached = True
         self._plan.settle()
         for hook in self._hooks:

@@ -18,12 +18,13 @@ from fastapi import FastAPI
 from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.app import create_app
+from fp8watch_server.db import embedded
 from fp8watch_server.db.dialect import parse_url
 from fp8watch_server.db.migrations import UnknownRevision
 from fp8watch_server.http import logs
 from fp8watch_server.http.connections import LIMITS
 from fp8watch_server.http.server import Server, limits_within, raise_descriptor_limit
-from fp8watch_server.settings import SETTINGS, SettingError, Settings, default_database_url
+from fp8watch_server.settings import SETTINGS, SettingError, Settings, data_folder, default_database_url
 
 DRAIN_S = 10
 EXIT_USAGE = 2
@@ -116,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     args: dict[str, Any] = vars(parser().parse_args(argv))
     try:
         settings = Settings.from_environ(**args)
+        if settings.pg:
+            settings = replace(settings, database_url=embedded.start(data_folder() / "pg"))
         logs.set_up(settings)
         sock = listen(settings.host, settings.port)
         try:
@@ -135,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if server.started else 1
         finally:
             sock.close()
-    except (CannotServe, SettingError) as e:
+    except (CannotServe, SettingError, embedded.EmbeddedError) as e:
         print(f"fp8watch serve: {e}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

@@ -155,7 +155,28 @@ def test_records_of_sites_that_were_never_registered_do_not_block_the_next(
     assert recorder.health().records.dropped == {"unregistered": 3}
 
 
-@pytest.mark.parametrize("status", [400, 409, 415, 422])
+def test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted(
+    collector: Collector, settings: AgentSettings, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.script = [Reply(409)]
+    recorder = Recorder(replace(settings, collector=collector.url), session)
+    with caplog.at_level(logging.WARNING, "fp8watch"):
+        record(recorder, [0])
+        assert recorder.flush(10)
+    assert "taken by another body" in caplog.text
+    assert recorder.health().records.dropped == {}
+    collector.script = [Reply(409), Reply(409)]
+    record(recorder, [1])
+    assert recorder.flush(10)
+    recorder.close()
+    health = recorder.health()
+    assert collector.steps() == [0]
+    assert health.records.dropped == {"http_409": 3}
+    assert health.records.balanced
+    assert len(list((settings.spool_dir / "refused").iterdir())) == 1
+
+
+@pytest.mark.parametrize("status", [400, 415, 422])
 def test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on(
     collector: Collector, settings: AgentSettings, session: Session, status: int
 ) -> None:

@@ -201,6 +201,65 @@ def test_damage_costs_the_frames_it_hits_and_they_are_counted(ring: Ring) -> Non
             assert (got.num_lost_frames, got.num_lost_records) == (1, 3)
 
 
+def test_a_file_that_was_cut_is_read_as_far_as_it_goes_and_the_rest_is_counted(ring: Ring) -> None:
+    for s in range(10):
+        push(ring, s)
+    ring.seal()
+    clean, used = path_of(ring).read_bytes(), ring.layout.data + ring._head
+    slots = list(ring._frames)
+    cuts = [MIB - 1, used, used - 1, *(ring.layout.data + slot.position + k for slot in slots for k in (1, 70))]
+    for cut in (*cuts, ring.layout.data, ring.layout.seals + 5, ring.layout.slot + 3, ring.layout.sites, MIB + 100):
+        path_of(ring).write_bytes(clean[:cut].ljust(cut, b"x"))
+        got = recover(path_of(ring), read_boot_id())
+        there = [s for s in slots if ring.layout.data + s.position + s.length <= cut]
+        assert [int(f.steps["step"][0]) for f in got.frames] == [s.number for s in there], cut
+        assert (got.num_lost_frames, got.num_lost_records) == (10 - len(there), 3 * (10 - len(there))), cut
+        assert got.num_missing_bytes == max(0, MIB - cut)
+    path_of(ring).write_bytes(clean[:1000])
+    with pytest.raises(DamagedRing, match="1000 bytes are left"):
+        recover(path_of(ring), read_boot_id())
+
+
+def test_of_a_cut_file_what_was_settled_is_no_loss(ring: Ring) -> None:
+    for s in range(10):
+        push(ring, s)
+    ring.seal()
+    frames = [ring.claim() for _ in range(10)]
+    for num_settled in (4, 10):
+        last = frames[num_settled - 1]
+        assert last is not None
+        ring.release(last.end, num_settled)
+        path = path_of(ring).with_name("cut.ring")
+        path.write_bytes(path_of(ring).read_bytes()[: ring.layout.data])
+        got = recover(path, read_boot_id())
+        assert got.num_lost_frames == 10 - num_settled
+
+
+def test_a_ring_whose_file_was_deleted_goes_on_in_a_new_one(ring: Ring) -> None:
+    ring.add_sites(make_sites(3))
+    for s in range(300):
+        push(ring, s, num_rows=40)
+    frames = [ring.claim() for _ in range(4)]
+    assert frames[3] is not None
+    first = int(frames[3].steps["step"][0]) + 1
+    ring.release(frames[3].end, frames[3].number + 1)
+    assert not ring.renew()
+    path_of(ring).unlink()
+    assert ring.renew()
+    assert [int(f.steps["step"][0]) for f in recover(path_of(ring), read_boot_id()).frames] == list(range(first, 300))
+    for s in range(300, 304):
+        push(ring, s, num_rows=40)
+    ring.seal()
+    ring.note_next_seq(7)
+    got = recover(path_of(ring), "another boot")
+    steps = [int(f.steps["step"][0]) for f in got.frames]
+    assert steps == list(range(steps[0], 304))
+    assert len(steps) == len(ring) > 10
+    assert all(f.rows.tobytes() == make_rows(40, s).tobytes() for f, s in zip(got.frames, steps, strict=True))
+    assert (got.next_seq, len(got.registration), got.num_lost_frames) == (7, 3, 0)
+    assert not ring.renew()
+
+
 def test_random_damage_never_invents_a_step(ring: Ring) -> None:
     for s in range(10):
         push(ring, s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration
-from fp8watch_agent.spool import FRAME_BYTES, Spool, read_segment
+from fp8watch_agent.spool import Spool
+from fp8watch_agent.spool_segment import FRAME_BYTES, read_segment
 
 
 def parcel(seq: int, size: int = 100, amount: int = 3) -> Parcel:
@@ -110,6 +112,8 @@ def test_truncated_at_every_byte(tmp_path: Path) -> None:
         assert got.parcels == [parcel(i, 40) for i in range(whole)]
         good_to = first + whole * size if cut >= first else 0
         assert got.num_damaged_bytes == cut - good_to
+        known = cut >= good_to + FRAME_BYTES  # the header is there: it says what is lost; the first frame is no batch
+        assert (got.num_lost_frames, got.num_lost_records) == (known, 3 * (known and cut > first)), cut
 
 
 def test_every_header_bit_flipped(tmp_path: Path) -> None:
@@ -148,6 +152,24 @@ def test_mutations_lose_only_what_they_hit(tmp_path: Path, num_mutated: int) -> 
         assert all(p == parcel(p.seq, 30) for p in got.parcels), "two flips of one bit may cancel; nothing is invented"
 
     one()
+
+
+def test_a_folder_that_was_deleted_is_made_anew_and_what_is_gone_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    spool = fill(folder, 2)  # a file that is closed
+    spool.append(parcel(2))
+    spool.append(parcel(3))
+    shutil.rmtree(folder)
+    spool.append(parcel(4))
+    assert (spool.num_records, spool.dropped_damaged) == (9, [6, 0])
+    assert [p.seq for p in read_segment(only_segment(folder)).parcels] == [2, 3, 4]
+    spool.close()
+    shutil.rmtree(folder)
+    spool.append(parcel(5))
+    assert spool.look_after()
+    assert (spool.num_records, spool.dropped_damaged) == (3, [15, 0])
+    assert not spool.look_after()
 
 
 def test_a_damaged_segment_of_a_running_session_is_counted_and_left_behind(tmp_path: Path) -> None:

@@ -75,6 +75,58 @@ def test_what_a_killed_process_had_in_its_ring_arrives(tmp_path: Path, collector
     assert run_sync(tmp_path, collector) == 0, "the second time there is nothing to do"
 
 
+def test_of_a_ring_short_by_one_byte_all_arrives_and_of_two_thirds_what_is_there(
+    tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+    recorder = Recorder(settings(batch_interval_s=600.0), make_session())
+    record(recorder, range(40), num_sites=25)
+    time.sleep(0.1)
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    kill_when_ready(child(code, tmp_path / "0"))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    for place, size in (("0", (1 << 20) - 1), ("1", (1 << 20) * 2 // 3)):
+        collector.stored.clear()
+        (ring,) = (tmp_path / place).glob("*.ring")
+        os.truncate(ring, size)
+        assert run_sync(tmp_path / place, collector) == 1, "somebody must look at that disk"
+        said = capsys.readouterr().out
+        assert f"cut by {(1 << 20) - size} bytes" in said
+        num = collector.num_records()
+        if place == "0":
+            assert collector.steps() == list(range(40))
+            assert "lost to damage" not in said
+        else:
+            assert 0 < num < 1000
+            assert f"{40 - num // 25} frames and {1000 - num} records that are known of" in said
+
+
+def test_a_spool_folder_deleted_in_mid_run_is_said_and_made_anew(tmp_path: Path, collector: Collector) -> None:
+    code = """
+    import logging, shutil
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    recorder = Recorder(settings(batch_interval_s=600.0), make_session())
+    record(recorder, range(10))
+    shutil.rmtree(sys.argv[1])
+    deadline = time.monotonic() + 20
+    while not list(Path(sys.argv[1]).glob("*.ring")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    record(recorder, range(10, 20))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    process = child(code, tmp_path / "spool", str(tmp_path / "spool"))
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    assert str(tmp_path / "spool") in said
+    assert "were deleted while training runs" in said
+    kill_when_ready(process)
+    assert run_sync(tmp_path / "spool", collector) == 0
+    assert collector.steps() == list(range(20))
+
+
 def test_a_body_that_was_in_flight_at_the_kill_is_sent_again_under_its_key(
     tmp_path: Path, collector: Collector
 ) -> None:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8watch.selection.flop_coverage import coverage
-from fp8watch.selection.module_filter import named_modules, select_linears
+from fp8watch.selection.module_filter import select_linears
+from fp8watch.selection.wrappers import named_modules
 
 
 class Conv1D(nn.Module):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from attach import bugs_trainers
 from planted import Bug, all_fit, seen_to_fail
 
 A = "tests/attach"
 BUGS = [
+    *bugs_trainers.BUGS,
     Bug("a step on its way is not read before it arrived", "step_flush:StepFlush.drain",
         "if not wait and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",
         "if False:", f"{A}/test_arrival.py::test_a_step_is_consumed_a_step_later_and_nothing_is_waited_for"),
@@ -199,7 +201,7 @@ BUGS = [
     Bug("nested backwards are one", "step_state:StepState.saw_backward",
         "if self.forward_since:", "if True:",
         f"{A}/test_step_owner.py::test_the_nested_backwards_of_reentrant_checkpointing_are_one"),
-    Bug("nothing is observed of a trace", "fp8_linear:WatchedLinear.forward",
+    Bug("nothing is observed of a trace", "fp8_linear:observed",
         "if torch._C._get_tracing_state() is not None:", "if False:",
         f"{A}/test_edges.py::test_a_model_that_is_traced_while_it_is_observed_traces_as_it_computes"),
     Bug("subclasses are copied for the library in C", "cpu:_readable",

@@ -104,7 +104,7 @@ def test_the_shadow_changes_no_number_and_can_be_switched_off(attach, mlp, train
     twin = copy.deepcopy(mlp)
     watch, _ = attach(mlp), attach(twin)
     watch.shadow("up", "down")
-    watch._plan.canary.num_modules = 0  # nobody has a turn
+    watch._plan.canary.firsts = ()  # nobody has a turn
     before = torch.get_rng_state()
     train(mlp, steps=2)
     torch.set_rng_state(before)

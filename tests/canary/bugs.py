@@ -8,6 +8,7 @@ T = "tests/canary"
 FAULTS = f"{T}/test_public_kernel_faults.py"
 HOLDS = f"{T}/test_self_consistency.py"
 TURNS = f"{T}/test_turns.py"
+OWN = f"{T}/test_own_forward.py"
 
 BUGS = [
     Bug("what a GEMM reads is held against the operand", "custom_ops:run_operand",
@@ -47,4 +48,22 @@ BUGS = [
     Bug("check-gemm fails where a GEMM is wrong", "gemm_conformance:check_gemms",
         "abs(gain - 1) <= GEMM_GAIN and not bad", "not bad",
         f"{T}/test_check_gemm.py::test_a_gain_alone_fails"),
+    Bug("a foreign GEMM has its turn", "foreign_turn:begin_turn",
+        "if first not in canary.turn and first not in canary.forced:", "if first not in canary.forced:",
+        f"{OWN}::test_a_public_fault_inside_of_it_is_named_in_its_turn"),
+    Bug("what a cast to its format loses is allowed", "shadow_gemm:check_gemm",
+        "fine |= lost <= noise.square().sum() * allow.times**2", "pass",
+        f"{OWN}::test_it_computes_as_before_and_nothing_is_raised"),
+    Bug("the gradient of a weight that calls share is no product", "foreign_turn:Turn.saw_wgrad",
+        "if not self.shared:", "if True:", f"{OWN}::test_a_weight_that_two_calls_share_is_no_fault"),
+    Bug("a switch says whether a module is in FP8", "own_forward:computes_in_fp8",
+        "return any(said) if said else", "return", f"{OWN}::test_what_computes_in_fp8_is_told_from_what_does_not"),
+    Bug("others with a forward of their own are held to nothing", "site_placement:put_on_site",
+        "if foreign is not None:", "foreign = foreign or Foreign('', ('E4M3', 'E4M3', 'E5M2'))\n    if True:",
+        f"{OWN}::test_others_with_a_forward_of_their_own_are_observed_and_held_to_nothing"),
+    Bug("without tokens a weight gradient is zero", "shadow_gemm:hold_against_shadow",
+        "not output.numel():", "not (output.numel() and first.numel()):",
+        f"{FAULTS}::test_the_weight_gradient_of_an_expert_without_tokens_is_zero"),
+    Bug("a module that was replaced is observed again", "replaced_modules:ReplacedModules.look",
+        "put_on_site(plan, row, module, in_fp8)", "pass", f"{OWN}::test_what_replaces_a_linear_after_attach_is_observed"),
 ]  # fmt: skip

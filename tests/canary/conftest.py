@@ -21,7 +21,7 @@ class Line:
     """In place of a recorder: what it is handed goes over the wire into an engine at once."""
 
     def __init__(self, settings, session, *_, **__):
-        self.sites, self.findings, self.rows = {}, [], []
+        self.sites, self.findings, self.rows, self.facts = {}, [], [], {}
         self.engine = Engine({})
 
     def register_sites(self, sites):
@@ -40,11 +40,14 @@ class Line:
     def record_tile_maps(self, maps):
         pass
 
+    def hurry(self):
+        pass
+
     def wanted_captures(self):
         return frozenset()
 
     def update_facts(self, facts):
-        pass
+        self.facts.update(facts)
 
     def set_gauge(self, name, value):
         pass

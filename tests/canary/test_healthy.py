@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from canary.own_forward import ScriptFloat8Linear
+from counts import part_of
 from quantize.backends import USABLE
+from torch import nn
 
 from fp8watch import recipe as recipes
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
@@ -38,6 +41,37 @@ def test_a_healthy_run_is_silent(train, recipe, backend, steps) -> None:
     assert not any(row[name] for rows in line.rows for row in rows.values() for name in QUANTISER_FAULTS)
     errors = [row["gemm_error"] for rows in line.rows for row in rows.values() if row["measured"] & Measured.GEMM]
     assert max(errors) < 1e-4
+
+
+class Tiny(nn.Module):
+    """Two Linears and a residual, of FP8 by whoever makes them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.up, self.down = linear(160, 48), linear(48, 160)
+
+    def forward(self, x):
+        return (x + self.down(torch.tanh(self.up(x)))).square().mean()
+
+
+LONG = 2000
+"""Steps in which nothing may be raised; CI runs a part of them."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", USABLE)
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_long_healthy_run_at_the_defaults_is_silent(train, recipe, backend) -> None:
+    line, _ = train(part_of(LONG), model=Tiny(nn.Linear), tokens=24, recipe=RECIPES[recipe](), backend=backend)
+    assert line.said() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_a_long_healthy_run_of_own_forwards_is_silent(train, share, dtype) -> None:
+    line, _ = train(part_of(LONG), model=Tiny(ScriptFloat8Linear), tokens=32, dtype=dtype, share=share)
+    assert line.said() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from canary import faults
+from canary import faults, own_forward
 from canary.faults import break_site, by_codes
+from torch import nn
 
 from fp8watch import recipe as recipes
 from fp8watch.kernels import emulated_gemm, scaled_mm
@@ -71,3 +72,37 @@ def test_rows_that_nobody_wrote_are_the_kernels(train, monkeypatch, which, fqn, 
     monkeypatch.setattr(emulated_gemm, which, unwritten)
     line, _ = train(3)
     assert line.said()[0] == ("kernel-output-fault", "critical", 0 if fqn == "a" else 2, fqn, operand, direction)
+
+
+class Experts(nn.Module):
+    """Two experts behind a Linear; the last one gets no token in one step."""
+
+    def __init__(self, expert, step):
+        super().__init__()
+        self.step = step
+        self.a, self.e0, self.e1 = nn.Linear(160, 160), expert(160, 160), expert(160, 160)
+        self.calls = 0
+
+    def forward(self, x):
+        cut = len(x) if self.calls == self.step else len(x) // 2
+        x, self.calls = self.a(x), self.calls + 1
+        return torch.cat((self.e0(x[:cut]), self.e1(x[cut:]))).square().mean()
+
+
+@pytest.mark.parametrize("whose", ["ours", "own forward"])
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_weight_gradient_of_an_expert_without_tokens_is_zero(train, monkeypatch, whose, broken) -> None:
+    """What nobody wrote is finite, and enters the optimizer."""
+    if broken and whose == "ours":
+        right = emulated_gemm.wgrad
+        monkeypatch.setattr(emulated_gemm, "wgrad", lambda g, *a: right(g, *a) + (0 if g.numel() else 1e-3))
+    elif broken:
+        made = own_forward.product
+        monkeypatch.setattr(own_forward, "product", lambda a, *rest: made(a, *rest) + (0 if a.numel() else 1e-3))
+    expert = nn.Linear if whose == "ours" else own_forward.ScriptFloat8Linear
+    turn = 2 if whose == "ours" else 1  # of e1: a Linear in high precision has none
+    line, _ = train(4, model=Experts(expert, turn))
+    if broken:
+        assert line.said()[0] == ("kernel-output-fault", "critical", turn, "e1", "grad_output", "columnwise")
+    else:
+        assert line.said() == []

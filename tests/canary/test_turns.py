@@ -39,14 +39,14 @@ def turns(canary, steps, clock, *, cost_s=0.0, step_s=1.0):
 @pytest.mark.parametrize("num", [1, 5, 16, 17, 100])
 def test_each_module_has_a_turn_in_the_first_steps(clock, num):
     canary = Canary()
-    canary.cover(num, 5)
+    canary.cover([5 * i for i in range(num)], 5)
     first = [module for turn in turns(canary, FIRST_STEPS, clock, cost_s=10.0) for module in turn]
     assert first == [5 * i for i in range(num)]
 
 
 def test_then_one_after_the_other_within_its_share_of_the_time(clock):
     canary = Canary()
-    canary.cover(4, 5)
+    canary.cover([5 * i for i in range(4)], 5)
     turns(canary, 4, clock, cost_s=0.006)
     later = turns(canary, 400, clock, cost_s=0.006)
     assert all(len(turn) <= 1 for turn in later)
@@ -57,7 +57,7 @@ def test_then_one_after_the_other_within_its_share_of_the_time(clock):
 
 def test_what_happens_gives_each_a_turn_again(clock):
     canary = Canary()
-    canary.cover(3, 5)
+    canary.cover([5 * i for i in range(3)], 5)
     turns(canary, 3, clock, cost_s=50.0)
     assert turns(canary, 3, clock) == [[], [], []]
     canary.follow(40)
@@ -68,7 +68,7 @@ def test_what_happens_gives_each_a_turn_again(clock):
 
 def test_a_module_that_is_not_called_does_not_keep_the_others_waiting(clock):
     canary = Canary()
-    canary.cover(2, 5)
+    canary.cover([5 * i for i in range(2)], 5)
     seen = []
     for _ in range(6):
         begin(canary, clock[0])
@@ -98,7 +98,7 @@ def test_losses_and_weights_are_those_of_a_run_without_turns(train) -> None:
 
 
 def no_turns(watch):
-    watch._plan.canary.num_modules, watch._plan.canary.turn = 0, frozenset()
+    watch._plan.canary.firsts, watch._plan.canary.turn = (), frozenset()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collector.bugs_limits import EDGE
+from collector.bugs_runs import RUNS
 from collector.bugs_security import DEFENCES
 from planted import Bug
 
@@ -272,4 +273,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *EDGE, *STORE]
+BUGS = [*INGEST, *DEFENCES, *EDGE, *RUNS, *STORE]

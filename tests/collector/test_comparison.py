@@ -37,6 +37,7 @@ def test_it_is_kept_and_an_unknown_verdict_takes_it(client: Any, incident: str, 
     assert event["kind"] == "comparison"
     assert event["detail"]["sentence"].startswith("FP8 explains it: from step 1 on")
     assert event["detail"]["steps"][1]["loss_fp8"] == "nan"
+    assert event["detail"]["try_next"] == sent()["try_next"] != []
     assert [x["module"] for x in event["detail"]["layers"]] == [f"layers.{i}.up" for i in range(16, 80)]
     again = client.post(f"/v1/incidents/{incident}/comparison", json=sent(verdict="shared", sentence="no"))
     assert again.json()["verdict"] == "fp8"  # a verdict that is known is not overwritten

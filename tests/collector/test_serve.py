@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -13,8 +18,11 @@ import pytest
 from collector.kit import Agent, Serving, make_site
 
 from fp8watch_server.cli import main
+from fp8watch_server.http import probe
+from fp8watch_server.settings import SETTINGS
 
 SITE = make_site("up")
+SERVER = Path(probe.__file__).parents[2]
 
 
 def test_it_serves_on_the_port_that_it_prints_and_drains_on_sigterm(tmp_path: Path) -> None:
@@ -93,3 +101,68 @@ def test_listening_for_others_without_a_token_is_refused(capsys: pytest.CaptureF
 def test_bad_settings_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--port='99999'" in refusal(capsys, "--port", "99999")
     assert "--public-url" in refusal(capsys, "--public-url", "collector.example")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def probed(path: str = "/readyz", **environ: str) -> int:
+    """A health check, as the container runs it."""
+    command = [sys.executable, "-S", "-m", "fp8watch_server.http.probe", path]  # -S: none of the packages is needed
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SERVER), **environ}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode == 0) == (done.stderr == ""), done.stderr
+    return done.returncode
+
+
+def test_a_health_check_asks_the_port_that_is_set_and_speaks_tls_where_it_is_on(tmp_path: Path) -> None:
+    cert, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", str(free_port())
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=somewhere.example", "-keyout", str(key), "-out", str(cert)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+    with Serving(tmp_path, FP8WATCH_PORT=port):
+        assert probed(FP8WATCH_PORT=port) == 0
+        assert probed("/nothing", FP8WATCH_PORT=port) == 1
+        assert probed(FP8WATCH_PORT=port, FP8WATCH_TLS_CERT=str(cert)) == 1
+    tls = {"FP8WATCH_PORT": port, "FP8WATCH_TLS_CERT": str(cert)}
+    assert probed(**tls) == 1, "nobody is there"
+    with Serving(tmp_path, FP8WATCH_TLS_KEY=str(key), FP8WATCH_HOST="127.0.0.1", **tls):
+        assert probed(**tls, FP8WATCH_HOST="0.0.0.0") == 0
+        assert probed(FP8WATCH_PORT=port) == 1
+        assert probed(FP8WATCH_PORT="x") == 1
+
+
+def test_a_health_check_reads_the_variables_of_the_collector() -> None:
+    known = {s.variable: s for s in SETTINGS}
+    source = Path(probe.__file__).read_text()
+    assert set(re.findall(r'"(FP8WATCH_\w+)"', source)) <= set(known)
+    assert str(known["FP8WATCH_PORT"].default) == probe.DEFAULT_PORT
+
+
+@pytest.mark.long
+def test_it_starts_a_postgresql_of_its_own(tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(dir="/tmp")  # a socket has a short path
+    os.chmod(folder, 0o755)  # under root the server is a user of its own
+    command = [sys.executable, "-c", "import sys; from fp8watch_server.cli import main; sys.exit(main(sys.argv[1:]))"]
+    env = {"FP8WATCH_DATABASE_URL": "", "XDG_DATA_HOME": folder}
+    try:
+        for last_step in (1, 2):  # the second time it goes on with what is there
+            with Serving(tmp_path, "--pg", "--port", "0", command=command, **env) as serving:
+                assert "postgresql+psycopg://" in serving.line
+                with httpx.Client(base_url=serving.url, timeout=20) as client:
+                    Agent(client, session="ab"[last_step - 1] * 32).register([SITE]).send([SITE], [last_step])
+                    assert client.get("/api/v1/runs/run-1").json()["attempt"] == last_step
+                assert serving.kill(signal.SIGTERM)[0] in (0, -signal.SIGTERM)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_postgresql_of_its_own_and_another_database_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "keep one of them" in refusal(capsys, "--pg")

@@ -404,7 +404,7 @@ def test_a_collector_raises_its_own_limit_of_descriptors(tmp_path: Path) -> None
 
 
 def test_a_request_that_finds_no_descriptor_is_a_503(app: Any, client: httpx.Client) -> None:
-    async def out_of_files(body: bytes) -> Any:
+    async def out_of_files(body: bytes, sender: Any) -> Any:
         raise ImportError("numpy.ma") from OSError(24, "Too many open files")
 
     app.state.ingest.commit = out_of_files

@@ -9,6 +9,20 @@ T = "tests/detect"
 
 REPORTS = [
     Bug(
+        "two jobs in one run are told",
+        "detect.engine:Engine.observe",
+        "        found += [f for f in two if f.mode not in self.thresholds.disabled]\n",
+        "",
+        f"{T}/test_two_jobs.py::test_two_jobs_in_one_run_are_told_within_half_a_minute",
+    ),
+    Bug(
+        "a spool that is sent later is no second job",
+        "overlap:_at_work",
+        "MIN_PACE <= (heard[-1].made_at - heard[0].made_at) / took_s <= MAX_PACE",
+        "took_s > 0",
+        f"{T}/test_two_jobs.py::test_a_restart_and_what_comes_late_of_the_job_before_are_not_told",
+    ),
+    Bug(
         "the eps of the operand is named",
         "remedies",
         '"grad_output": "FP8_QUANT_BWD_GRAD_AMAX_EPS"',

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8watch
-from fp8watch.diagnose import Verdict, compare_bf16
+from fp8watch.diagnose import LayerPair, StepPair, Verdict, compare_bf16
+from fp8watch.diagnose.verdict import judge
 
 
 class Block(nn.Module):
@@ -242,3 +243,20 @@ def test_a_loss_that_ignores_its_model_leaves_the_original_as_it_was() -> None:
 def test_the_verdict_is_part_of_the_public_surface() -> None:
     assert fp8watch.diagnose.compare_bf16 is compare_bf16
     assert isinstance(compare_bf16(make_model(), make_batches(1), loss_of), Verdict)
+
+
+def test_where_fp8_explains_it_the_switches_come_in_the_order_to_try() -> None:
+    apart = (StepPair(0, 2.5, 2.5), StepPair(1, 9.0, 2.4))
+    layers = (LayerPair("mlp.up", 0.5, 0, 0.1, 0.1),)
+    said = judge(apart, layers, "delayed", "BF16", param_gather=True)
+    gather, finer, layer, lr = said.try_next
+    assert gather.startswith("--fp8-param-gather off")
+    assert "--fp8-recipe tensorwise" in finer
+    assert "'mlp.up'" in layer
+    assert lr == "the learning rate 10 to 20 % lower"
+    assert str(said).splitlines()[1] == f"  1. {gather}"
+    without = judge(apart, (), "mine", "BF16", kind="blockwise").try_next
+    assert [s.split(":")[0] for s in without] == ["a finer recipe", "the learning rate 10 to 20 % lower"]
+    shared = judge((StepPair(0, 2.5, 2.5),), layers, "delayed", "BF16", param_gather=True)
+    assert shared.try_next == ()
+    assert str(shared) == shared.sentence

@@ -17,9 +17,9 @@ from fp8watch_agent.settings import AgentSettings
 POINTS = (
     "fp8watch_agent.sync:recover:before:1",
     "fp8watch_agent.sync:recover:after:1",
-    "fp8watch_agent.spool:SegmentWriter.append:before:1",
-    "fp8watch_agent.spool:SegmentWriter.append:after:1",
-    "fp8watch_agent.spool:SegmentWriter.close:after:1",
+    "fp8watch_agent.spool_segment:SegmentWriter.append:before:1",
+    "fp8watch_agent.spool_segment:SegmentWriter.append:after:1",
+    "fp8watch_agent.spool_segment:SegmentWriter.close:after:1",
     "os:replace:before:1",
     "os:replace:after:1",
     "fp8watch_agent.sync:Sync._send_segment:before:1",

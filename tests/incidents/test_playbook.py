@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from fp8watch_server.detect.modes import MODE_BY_SLUG, MODES, SLUGS, folder_of
-from fp8watch_server.detect.remedies import EPS_VARIABLE, QPARAMS
+from fp8watch_server.detect.remedies import EPS_VARIABLE, QPARAMS, switch_of
 from fp8watch_server.incidents.fixes import fixes
 
 FROZEN = [
@@ -36,8 +36,9 @@ FROZEN = [
     "nan-in-activation",
     "quantiser-fault",
     "scalar-shift",
+    "two-jobs-one-run",
 ]
-NUMBERS = list(range(1, 26))
+NUMBERS = list(range(1, 27))
 
 
 def test_the_slugs_are_frozen_and_numbered_in_order() -> None:
@@ -78,6 +79,28 @@ def test_eps_is_set_where_the_framework_of_the_site_reads_it(mode: str, operand:
         text = " ".join(f.text for f in fixes(mode, backend=backend, **given))
         assert f"{EPS_VARIABLE[hit]}=1e-12" in text
         assert "QParams" not in text
+
+
+@pytest.mark.parametrize("backend", ["torchao", "own forward"])
+@pytest.mark.parametrize("mode", FROZEN)
+def test_what_torchao_or_a_module_of_its_own_casts_is_told_no_switch_of_others(mode: str, backend: str) -> None:
+    given = {"module": "m", "operand": "grad_output", "operands": ("weight",), "eps": 1e-6, "power_2_scale": True}
+    text = " ".join(f.text for f in fixes(mode, backend=backend, **given))
+    told = [name for name in (*ENVIRONMENT, "NVTE_", "QParams", "recipe.fp8_quant") if name in text]
+    assert not told
+    if mode in ("quantiser-fault", "kernel-output-fault", "chronic-quantization-noise"):
+        assert "attach(model, filter_fn" not in text
+
+
+def test_a_fact_that_changed_has_the_name_of_the_framework() -> None:
+    assert (
+        switch_of("grad_output.format", "torchao", False) == "Float8LinearConfig.cast_config_grad_output.target_dtype"
+    )
+    assert switch_of("input.power_2_scale", "torchao", False) == "Float8LinearConfig.round_scales_to_power_of_2"
+    assert switch_of("weight.eps", "own forward", False) == "eps of weight in the module's own cast"
+    assert switch_of("weight.eps", "transformer_engine", False) == "recipe.fp8_quant_fwd_weight.amax_epsilon"
+    assert switch_of("weight.eps", "cpu", True) == EPS_VARIABLE["weight"]
+    assert switch_of("flag.fp8_recipe", "torchao", True) == "--fp8-recipe"
 
 
 def test_the_kind_of_scale_is_set_where_the_framework_of_the_site_reads_it() -> None:

@@ -25,6 +25,7 @@ else:
 from fp8watch_agent.version import __version__
 
 ROOT = Path(__file__).parents[2]
+DASHBOARDS = ROOT / "dashboards" / "grafana" / "dashboards"
 
 
 def brought_along(extra):
@@ -94,6 +95,29 @@ def test_a_wheel_carries_everything_that_is_read_at_run_time(tmp_path):
         }
         assert wanted - names == set()
     assert not {n for n in names if n.startswith("tests/")}
+    shipped = "fp8watch_server/observability/shipped/"
+    files = {n.removeprefix(shipped) for n in names if n.startswith(shipped)}
+    assert {
+        "docker-compose.yml",
+        "dashboards/prometheus/fp8watch.rules.yml",
+        "dashboards/prometheus/alertmanager.yml",
+    } <= files
+    assert all((ROOT / name).read_bytes() for name in files)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "installed")!r})
+from fp8watch_server.observability.command import main
+sys.exit(main(["files", {str(tmp_path / "files")!r}]) or 10 * main(["files", {str(tmp_path / "files")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("is there already")) == (10, 1), done.stderr
+    written = {str(p.relative_to(tmp_path / "files")) for p in (tmp_path / "files").rglob("*") if p.is_file()}
+    assert written == files | {f"dashboards/grafana/dashboards/{p.name}" for p in DASHBOARDS.glob("*.json")}
+    assert all((tmp_path / "files" / name).read_bytes() == (ROOT / name).read_bytes() for name in written)
+    compose = (tmp_path / "files/docker-compose.yml").read_text()
+    assert all((tmp_path / "files" / name).exists() for name in re.findall(r"- \./(dashboards/[\w./-]+):", compose))
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_a_database_of_a_release_keeps_its_data(database_kind: str, release: str
 
 def test_the_newest_revision_is_frozen_before_it_is_released() -> None:
     """Fails after a new revision until a release is frozen; until then, name it here."""
-    unreleased: set[str] = set()
+    unreleased = {"0006"}
     assert migrations.head() in unreleased | {"0004"}
 
 

@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from fp8watch_server.api.routes import not_found
+from fp8watch_server.auth import grant
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.http.errors import JsonResponse, Problem
@@ -64,6 +65,7 @@ class Comparison(msgspec.Struct):
     high_precision: Annotated[str, msgspec.Meta(max_length=100)]
     first_diverging_step: int | None = None
     first_diverging_layer: Name | None = None
+    try_next: Annotated[list[Annotated[str, msgspec.Meta(max_length=1500)]], msgspec.Meta(max_length=8)] = []
 
 
 def _error(layer: LayerPair) -> float:
@@ -90,18 +92,19 @@ async def post_comparison(request: Request, incident_id: str) -> Response:
         ) from e
     worst = {id(x) for x in sorted(got.layers, key=_error, reverse=True)[:MAX_LAYERS_KEPT]}
     got.layers = [x for x in got.layers if id(x) in worst]  # in the order of execution
-    answer = await run_in_threadpool(_store, request.app.state.engine, incident_id, got)
+    answer = await run_in_threadpool(_store, request.app.state.engine, incident_id, got, grant.of(request.scope))
     request.app.state.on_change()
     return answer
 
 
-def _store(engine: sa.Engine, incident_id: str, got: Comparison) -> Response:
+def _store(engine: sa.Engine, incident_id: str, got: Comparison, granted: grant.Grant) -> Response:
     c, e, now = t.incident.c, t.incident_event.c, time.time()
     with writing(engine) as conn:
         mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
         row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
         if row is None:
             raise not_found("incident", incident_id)
+        granted.require(row.run_id)
         values: dict[str, Any] = {"updated_at": now}
         if row.verdict == "unknown":
             values["verdict"] = got.verdict

@@ -8,6 +8,7 @@ A token is 256 random bits, shown once; only its SHA-256 is stored. A running co
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from datetime import datetime, timezone
@@ -16,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from fp8watch_server.auth.grant import ALL_RUNS, patterns_of
 from fp8watch_server.auth.tokens import RELOAD_AFTER_S, SCOPES, SETTINGS_NAME, new_token, token_sha256
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
@@ -42,14 +44,45 @@ def parser() -> argparse.ArgumentParser:
         default="ingest",
         help="comma-separated: ingest (agents), read (people, Grafana), admin (default: ingest)",
     )
-    create.add_argument("--tenant", default=t.DEFAULT_TENANT, help=f"whose runs (default: {t.DEFAULT_TENANT})")
+    create.add_argument(
+        "--runs",
+        default=ALL_RUNS,
+        metavar="PATTERNS",
+        help="runs that it may write, as shell patterns of their ids separated by commas, such as 'team-a-*'; for the "
+        "scope ingest (default: all)",
+    )
+    create.add_argument(
+        "--expires",
+        default=None,
+        metavar="WHEN",
+        help="when it ends: so many days or hours from now (90d, 12h), or a day (2030-01-31, UTC) (default: never)",
+    )
+    create.add_argument("--tenant", default=t.DEFAULT_TENANT, help=f"label for the list (default: {t.DEFAULT_TENANT})")
     commands.add_parser("list", help="show names, scopes and ids; never a token")
     revoke = commands.add_parser("revoke", help="make tokens useless")
     revoke.add_argument("which", help="a name, or an id from the list")
     return made
 
 
-def create(engine: Engine, name: str, scopes: str, tenant: str) -> str:
+def end_of(text: str | None, now: float) -> float | None:
+    """Seconds since 1970 at which a token ends; None: never. Raises Unusable."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([dh])", text.strip())
+    if match is not None:
+        return now + int(match[1]) * (86_400 if match[2] == "d" else 3600)
+    try:
+        at = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        at = -1.0
+    if at <= now:
+        raise Unusable(f"expires {text[:40]!r}: must be like 90d, 12h, or a day to come as 2030-01-31")
+    return at
+
+
+def create(
+    engine: Engine, name: str, scopes: str, tenant: str, runs: str = ALL_RUNS, expires_at: float | None = None
+) -> str:
     """Create a token and return it. Raises Unusable."""
     wanted = [s.strip() for s in scopes.split(",") if s.strip()]
     unknown = sorted(set(wanted) - set(SCOPES))
@@ -60,8 +93,18 @@ def create(engine: Engine, name: str, scopes: str, tenant: str) -> str:
             raise Unusable(f"{what} {value[:100]!r}: must be 1 to 100 printable characters; choose another")
     if name == SETTINGS_NAME:
         raise Unusable(f"name {name!r} is that of the token in FP8WATCH_TOKEN; choose another")
+    try:
+        patterns = patterns_of(runs)
+    except ValueError as e:
+        raise Unusable(str(e)) from e
+    if patterns != (ALL_RUNS,) and wanted != ["ingest"]:
+        raise Unusable(
+            f"runs {runs[:100]!r} with scopes {scopes!r}: only the scope ingest is held to runs; make one token for "
+            "agents and another for people"
+        )
     token = new_token()
     row = {"token_sha256": token_sha256(token), "tenant": tenant, "name": name, "created_at": time.time()}
+    row |= {"runs": ",".join(patterns), "expires_at": expires_at}
     with writing(engine) as conn:
         conn.execute(sa.insert(t.token), [{**row, "scopes": ",".join(s for s in SCOPES if s in wanted)}])
     return token
@@ -72,11 +115,12 @@ def listing(engine: Engine) -> list[str]:
     c = t.token.c
     with engine.connect() as conn:
         rows = conn.execute(sa.select(t.token).order_by(c.created_at)).all()
-    out = [f"{'id':<{ID_CHARS}}  {'scopes':<17}  {'tenant':<10}  {'made':<16}  {'revoked':<16}  name"]
+    days = f"{'made':<16}  {'expires':<16}  {'revoked':<16}"
+    out = [f"{'id':<{ID_CHARS}}  {'scopes':<17}  {'tenant':<10}  {days}  {'runs':<16}  name"]
     for row in rows:
-        made, gone = (_day(value) for value in (row.created_at, row.revoked_at))
-        id_ = row.token_sha256[:ID_CHARS]
-        out.append(f"{id_}  {row.scopes:<17}  {row.tenant:<10}  {made:<16}  {gone:<16}  {row.name}")
+        made, ends, gone = (_day(value) for value in (row.created_at, row.expires_at, row.revoked_at))
+        id_, days = row.token_sha256[:ID_CHARS], f"{made:<16}  {ends:<16}  {gone:<16}"
+        out.append(f"{id_}  {row.scopes:<17}  {row.tenant:<10}  {days}  {row.runs:<16}  {row.name}")
     return out
 
 
@@ -105,7 +149,9 @@ def main(argv: list[str] | None = None) -> int:
         with engine_of(settings.database_url) as engine:
             migrations.upgrade(engine)
             if args.command == "create":
-                token = create(engine, args.name, args.scopes, args.tenant)
+                token = create(
+                    engine, args.name, args.scopes, args.tenant, args.runs, end_of(args.expires, time.time())
+                )
                 print(token)
                 print(
                     "Keep it: it is not shown again. Agents read FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE.",

@@ -4,7 +4,7 @@ Shapes:     an ASGI middleware in front of every route
 Thread:     event loop
 
 Scopes: `ingest` for /v1/, `admin` for any other change, `read` for the rest; /healthz and /readyz are open. A browser
-may send the token as the password of HTTP Basic. Without tokens the collector answers this machine only, and only under
+may send the token as the password of HTTP Basic. A token may name runs and an end (`auth.grant`). Without tokens the collector answers this machine only, and only under
 its own host names.
 """
 
@@ -26,6 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fp8watch_server.auth.grant import ALL_RUNS, OPEN, Grant, attach
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.http.errors import Problem
@@ -60,7 +61,7 @@ def token_sha256(token: str) -> str:
 class Known:
     """Snapshot of the tokens in the database."""
 
-    scopes: dict[str, frozenset[str]]  # active tokens by hash
+    grants: dict[str, Grant]  # of tokens that were not revoked, by hash
     closed: bool  # whether any token was ever made: revoking the last one opens nothing
 
 
@@ -68,9 +69,13 @@ def read_tokens(engine: Engine) -> Known:
     """Read all tokens."""
     c = t.token.c
     with engine.connect() as conn:
-        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.revoked_at)).all()
-    live = {row.token_sha256: frozenset(row.scopes.split(",")) for row in rows if row.revoked_at is None}
-    return Known(live, bool(rows))
+        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.runs, c.expires_at, c.revoked_at)).all()
+    grants = {
+        row.token_sha256: Grant(frozenset(row.scopes.split(",")), tuple(row.runs.split(",")), row.expires_at)
+        for row in rows
+        if row.revoked_at is None
+    }
+    return Known(grants, bool(rows))
 
 
 class Tokens:
@@ -121,7 +126,8 @@ def install_token(engine: Engine, settings: Settings) -> None:
         conn.execute(sa.delete(t.token).where(c.name == SETTINGS_NAME))
         if settings.token:
             row = {"token_sha256": token_sha256(settings.token), "tenant": t.DEFAULT_TENANT, "name": SETTINGS_NAME}
-            upsert(conn, t.token, [{**row, "scopes": ",".join(SCOPES), "created_at": time.time(), "revoked_at": None}])
+            row |= {"scopes": ",".join(SCOPES), "runs": ALL_RUNS}
+            upsert(conn, t.token, [{**row, "created_at": time.time(), "expires_at": None, "revoked_at": None}])
 
 
 def check_exposure(engine: Engine, settings: Settings) -> None:
@@ -130,7 +136,8 @@ def check_exposure(engine: Engine, settings: Settings) -> None:
     Raises:
         Exposed: with the remedy.
     """
-    if settings.loopback or settings.insecure or read_tokens(engine).scopes:
+    guarded = any(not grant.expired for grant in read_tokens(engine).grants.values())
+    if settings.loopback or settings.insecure or guarded:
         return
     raise Exposed(
         f"host {settings.host!r} can be reached from other machines, and there is no token: anyone could read "
@@ -205,24 +212,29 @@ class Auth:
                 headers={"Retry-After": "1"},
             )
         if not known.closed and self._open_without_tokens:
+            attach(scope, OPEN)
             return self._misdirected(headers)
         token = presented_token(headers.get("authorization", ""))
-        granted = known.scopes.get(token_sha256(token)) if token else None
-        if granted is None:
+        grant = known.grants.get(token_sha256(token)) if token else None
+        if grant is None or grant.expired:
+            renew = (
+                "make another with fp8watch token create" if grant is not None else "send Authorization: Bearer <token>"
+            )
             return Problem(
                 401,
-                "no token, or one that is not known",
+                "the token has expired" if grant is not None else "no token, or one that is not known",
                 rule="this collector has tokens, so every request needs one",
-                remedy="send Authorization: Bearer <token>; agents read FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE",
+                remedy=f"{renew}; agents read FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE",
                 headers={"WWW-Authenticate": 'Basic realm="fp8watch (any name, the token as password)"'},
             )
-        if needed not in granted:
+        if needed not in grant.scopes:
             return Problem(
                 403,
-                f"the token's scopes are {', '.join(sorted(granted))}",
+                f"the token's scopes are {', '.join(sorted(grant.scopes))}",
                 rule=f"{scope['method']} {scope['path'][:200]} needs the scope {needed}",
                 remedy=f"use a token with the scope {needed}",
             )
+        attach(scope, grant)
         return None
 
     def _misdirected(self, headers: Headers) -> Problem | None:

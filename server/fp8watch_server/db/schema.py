@@ -113,6 +113,7 @@ session = sa.Table(
     sa.Column("health_seq", sa.BigInteger, nullable=False, server_default="-1"),
     sa.Column("ledger_seq_max", sa.BigInteger, nullable=False, server_default="-1"),  # highest seq in batch_ledger
     sa.Column("ended", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("key_sha256", sa.Text),  # of the key that its batches must show; NULL: of an agent that sent none
     of_run(),
 )
 sa.Index(None, session.c.run_id, session.c.tenant, session.c.rank, session.c.attempt, unique=True)
@@ -333,6 +334,8 @@ token = sa.Table(
     sa.Column("scopes", sa.Text, nullable=False),  # comma-separated: ingest, read, admin
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("revoked_at", sa.Double),
+    sa.Column("runs", sa.Text, nullable=False, server_default="*"),  # comma-separated shell patterns of run ids
+    sa.Column("expires_at", sa.Double),
 )
 
 fact = sa.Table(  # facts of the collector for SQL, such as `public_url`

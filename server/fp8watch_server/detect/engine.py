@@ -28,6 +28,7 @@ from fp8watch_server.detect.families.agreement import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
 from fp8watch_server.detect.modes import STEP_CHECKS
 from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
+from fp8watch_server.detect.modes.two_jobs_one_run.detector import TwoJobs
 from fp8watch_server.detect.precedence import SPREADING
 from fp8watch_server.detect.registry import Registry, merge
 from fp8watch_server.detect.sample_gaps import SampleGaps
@@ -98,6 +99,7 @@ class Engine:
         self._assembly: Assembly[_Judged] = self._new_assembly()
         self._notices: list[Notice] = []
         self._samples = SampleGaps()
+        self._two_jobs = TwoJobs()
         self._rhythm: dict[str, tuple[int | None, list[int]]] = {}  # field -> last step with it, gaps between the last
         self.add_sites(sites)
 
@@ -185,6 +187,9 @@ class Engine:
         stream.seqs[header.seq] = None
         if len(stream.seqs) > _REMEMBERED_BATCHES:
             stream.seqs.popitem(last=False)
+        newest = self._newest.get(header.rank) == header.session
+        two = self._two_jobs.observe(batch, at, self._registry.sessions, newest=newest)
+        found += [f for f in two if f.mode not in self.thresholds.disabled]
         columns = BatchColumns(batch, self._table)
         bad_scale = degenerate.degenerate(columns)
         below, above = invariant.off_scale(columns)

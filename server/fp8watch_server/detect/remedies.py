@@ -28,8 +28,10 @@ QPARAMS = {
     "grad_output": "fp8_quant_bwd_grad",
 }
 OPERANDS = ("input", "weight", "grad_output")
-STOCK = "transformer_engine"
-"""Backend of an operand that NVIDIA's own Transformer Engine quantises: it reads none of the variables above."""
+STOCK, LOONGFORGE = "transformer_engine", "loongforge"
+"""Backends of operands that Transformer Engine quantises: NVIDIA's own reads none of the variables above."""
+TORCHAO, OWN_FORWARD = "torchao", "own forward"
+"""Backends of operands that torchao's Float8Linear casts, and those that a module of the user's own does."""
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
 
 
@@ -70,10 +72,13 @@ class Place:
     def keep_out(self) -> Fix:
         """The module in high precision for the time being."""
         name = self.name
-        return Fix(
-            "code",
-            f"Until then keep it in BF16: attach(model, filter_fn=lambda module, fqn: False if fqn == {name!r} else None).",
-        )
+        how = {
+            STOCK: f"run {self.module} under fp8_autocast(enabled=False)",
+            LOONGFORGE: f"run {self.module} under fp8_autocast(enabled=False)",
+            TORCHAO: f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn != {name!r})",
+            OWN_FORWARD: f"make {self.module} an nn.Linear",
+        }.get(self.backend, f"attach(model, filter_fn=lambda module, fqn: False if fqn == {name!r} else None)")
+        return Fix("code", f"Until then keep it in BF16: {how}.")
 
     @property
     def batch(self) -> Fix:
@@ -86,6 +91,13 @@ _HISTORY = {
     "amax_history_len": "--fp8-amax-history-len",
     "amax_compute_algo": "--fp8-amax-compute-algo",
     "margin": "--fp8-margin",
+}
+_TORCHAO = {
+    "power_2_scale": "Float8LinearConfig.round_scales_to_power_of_2",
+    "eps": "torchao.float8.float8_utils.EPS",
+    "format": "Float8LinearConfig.cast_config_{}.target_dtype",
+    "tile": "Float8LinearConfig.cast_config_{}.scaling_granularity",
+    "recipe": "Float8LinearConfig.cast_config_{}.scaling_granularity",
 }
 FLAG = "flag."
 """A fact that a trainer's own flag gave."""
@@ -102,6 +114,10 @@ def switch_of(fact: str, backend: str, by_flags: bool) -> str:
     if fact.startswith(FLAG):
         return "--" + fact[len(FLAG) :].replace("_", "-")
     operand, _, name = fact.partition(".")
+    if operand in OPERANDS and backend == TORCHAO and name in _TORCHAO:
+        return _TORCHAO[name].format(operand)
+    if operand in OPERANDS and backend == OWN_FORWARD:
+        return f"{name} of {operand} in the module's own cast"
     if operand in OPERANDS and name in ("eps", "power_2_scale"):
         if backend == STOCK:
             return f"recipe.{QPARAMS[operand]}.{'amax_epsilon' if name == 'eps' else name}"
@@ -114,9 +130,49 @@ def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_sca
 
     fp8watch and LoongForge's Transformer Engine read a variable an operand; NVIDIA's own reads attributes of its recipe.
     """
+    if backend == TORCHAO:
+        if eps is None:
+            return "code", f"`Float8LinearConfig(round_scales_to_power_of_2={power_2_scale})`"
+        return "code", f"`torchao.float8.float8_utils.EPS = {eps:g}`, a constant for all operands"
+    if backend == OWN_FORWARD:
+        rounded = "round scales down to powers of two" if power_2_scale else "do not round scales"
+        return (
+            "code",
+            f"In the module's own cast, {rounded if eps is None else f'clamp the amax at {eps:g} from below'}",
+        )
     if backend == STOCK:
         value = f"QParams(power_2_scale={power_2_scale}, amax_epsilon={eps or 0.0:g})"
         return "code", "; ".join(f"`recipe.{QPARAMS[o]} = {value}`" for o in operands)
     if eps is None:
         return "env", " ".join(f"{POWER_2_VARIABLE[o]}={int(power_2_scale)}" for o in operands)
     return "env", " ".join(f"{EPS_VARIABLE[o]}={eps:g}" for o in operands)
+
+
+def fp32_scales(backend: str) -> Fix:
+    """What takes the rounding of scales to powers of two out."""
+    if backend in (TORCHAO, OWN_FORWARD):
+        kind, text = set_to(backend, OPERANDS, None, False)
+        return Fix(kind, f"{text}: it takes power-of-two rounding out.")
+    return Fix("env", FP32_SCALES)
+
+
+def finer(backend: str) -> Fix:
+    """The next finer recipe, by its framework's name."""
+    if backend == TORCHAO:
+        names = '`Float8LinearConfig.from_recipe_name("rowwise")`, or "rowwise_with_gw_hp"'
+        return Fix("code", f"Finer granularity: {names}, which leaves grad_weight in high precision.")
+    if backend == OWN_FORWARD:
+        return Fix(
+            "code", "Finer granularity in the module's own cast: one scale a row, or for each 128 elements of it."
+        )
+    return Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32).")
+
+
+def gradients_in_e5m2(backend: str) -> Fix:
+    """The format with the wider range for gradients."""
+    if backend == TORCHAO:
+        cast = "CastConfig(target_dtype=torch.float8_e5m2)"
+        return Fix("code", f"Use E5M2 for gradients: `Float8LinearConfig(cast_config_grad_output={cast})`.")
+    if backend == OWN_FORWARD:
+        return Fix("code", "Use E5M2 for gradients: torch.float8_e5m2 in the module's own cast of grad_output.")
+    return Fix("flag", "Use E5M2 for gradients: --fp8-format hybrid (fp8_format HYBRID).")

@@ -52,6 +52,7 @@ class SessionFacts:
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)  # this rank's coordinate on each axis: dp, tp, pp, ep, cp
     host: str = ""
+    pid: int = 0
     recipe: str = ""
     backend: str = ""
     fingerprint: str = ""
@@ -84,6 +85,7 @@ def sessions_of(rows: Iterable[SessionLike]) -> list[SessionFacts]:
             world_size=int(r.world_size),
             mesh=dict(r.mesh or {}),
             host=str(r.host or ""),
+            pid=int(getattr(r, "pid", 0) or 0),
             recipe=str(r.recipe or ""),
             backend=str(r.backend or ""),
             fingerprint=str(r.fingerprint or ""),

@@ -34,6 +34,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db.dialect import WriterBusy, writing
 from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import WorkClock
+from fp8watch_server.ingest.sender import Sender
 from fp8watch_server.pipeline.priority import is_urgent
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.commit import Committed, Incoming, KnownSites, Outcome, commit_group
@@ -49,6 +50,7 @@ MAX_DECODED_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 128 << 20
 """Bodies as they came that may lie here, counting those whose senders were told to come back."""
 COMMIT_EVERY_S, MAX_COMMIT_EVERY_S = 0.02, 0.06
+NOBODY = Sender()
 SMALL_BYTES, SMALL_INFLATED_BYTES = 64 << 10, 512 << 10
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
 """What the database raises when it is not there, or has no time."""
@@ -62,6 +64,7 @@ class Closed(Exception):
 class _Waiting:
     body: bytes
     future: asyncio.Future[Committed]
+    sender: Sender
     batch: Batch | None = None
     num_bytes: int = 0  # decoded
     gated: bool = False  # whether the gate counts it
@@ -126,12 +129,12 @@ class Committer:
         self._queued_bytes = 0  # changed under the lock; also those whose senders have gone
         self.num_groups = 0
 
-    def commit(self, body: bytes) -> tuple[asyncio.Future[Committed], Callable[[], float]]:
+    def commit(self, body: bytes, sender: Sender = NOBODY) -> tuple[asyncio.Future[Committed], Callable[[], float]]:
         """Decode, check and store one body.
 
         Returns:
-            What became of it, once it is committed: KeyReused, Unknown, RankMismatch, SQLAlchemyError of this body, or
-            what `decode` raises. And the processor time of the threads that have it in hand.
+            What became of it, once it is committed: KeyReused, Unknown, RankMismatch, WrongKey, SQLAlchemyError of this
+            body, what `decode` raises, or the refusal of a run that the sender's token does not name. And the processor time of the threads that have it in hand.
 
         Raises:
             Closed: the collector is stopping.
@@ -142,7 +145,7 @@ class Committer:
             raise WriterBusy
         small = _is_small(body)
         waiting = _Waiting(
-            body, asyncio.get_running_loop().create_future(), decoders_s=self._decoders_s() if small else None
+            body, asyncio.get_running_loop().create_future(), sender, decoders_s=self._decoders_s() if small else None
         )
         with self._lock:
             self._queued_bytes += len(body)
@@ -202,11 +205,12 @@ class Committer:
         if waiting.batch is not None:
             return True
         try:
-            waiting.batch = self._decode(waiting.body)
+            batch = self._decode(waiting.body)
+            waiting.sender.grant.require(batch.header.run)
         except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
             self._settle([(waiting, e)])
             return False
-        waiting.num_bytes = 4096 + waiting.batch.nbytes
+        waiting.batch, waiting.num_bytes = batch, 4096 + batch.nbytes
         return True
 
     def _commit_loop(self) -> None:
@@ -261,7 +265,11 @@ class Committer:
         self._settle([(w, answer) for w in late])
 
     def _take(self, group: list[_Waiting]) -> Sequence[Outcome | BaseException]:
-        items = [Incoming(w.batch, w.body, hashlib.sha256(w.body).digest()) for w in group if w.batch is not None]
+        items = [
+            Incoming(w.batch, w.body, hashlib.sha256(w.body).digest(), w.sender.key_sha256)
+            for w in group
+            if w.batch is not None
+        ]
         assert len(items) == len(group)
         if not items:
             return []

@@ -40,6 +40,7 @@ from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
 from fp8watch_server.ingest.group_commit import Closed, Committer
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
+from fp8watch_server.ingest.sender import KEY_HEADER, Sender, sender_of
 from fp8watch_server.ingest.sites import SiteRegistry
 from fp8watch_server.store import registrations, tiles
 from fp8watch_server.store.commit import Committed
@@ -90,10 +91,10 @@ class Ingest:
         waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
         return await self.db_timeout.wait(waiting, clock.read_s)
 
-    async def commit(self, body: bytes) -> Committed:
+    async def commit(self, body: bytes, sender: Sender) -> Committed:
         """Hand a body to the committer, and wait likewise."""
         try:
-            return await self.db_timeout.wait(*self.committer.commit(body))
+            return await self.db_timeout.wait(*self.committer.commit(body, sender))
         except Closed:
             raise unavailable("the collector is stopping") from None
 
@@ -203,6 +204,14 @@ def _unstored(e: Exception) -> Problem:
             error=f"unknown-{e.what}",
             **extra,
         )
+    if isinstance(e, registrations.WrongKey):
+        return Problem(
+            403,
+            "the session was registered with another key",
+            rule=f"whoever registers a session with {KEY_HEADER} shows the same key with all that it sends",
+            remedy="give every process a session of its own; data of a spool needs the key that lies beside it",
+            error="session-key",
+        )
     return Problem(
         422,
         f"header: {e}",
@@ -213,11 +222,17 @@ def _unstored(e: Exception) -> Problem:
     )
 
 
-UNSTORED = (registrations.KeyReused, registrations.Unknown, registrations.RankMismatch)
+UNSTORED = (
+    registrations.KeyReused,
+    registrations.Unknown,
+    registrations.RankMismatch,
+    registrations.WrongKey,
+)
 
 
-async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) -> Response:
+async def _register(request: Request, run_id: str, store: Callable[[bytes], dict[str, Any]]) -> Response:
     ingest = _ingest(request)
+    sender_of(request).grant.require(run_id)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
@@ -232,26 +247,27 @@ async def _register(request: Request, store: Callable[[bytes], dict[str, Any]]) 
 @router.put("/runs/{run_id:path}/sessions/{session}")
 async def put_session(request: Request, run_id: str, session: str) -> Response:
     """Register one attach of one process; answers with its attempt."""
-    engine = _ingest(request).engine
+    engine, key_sha256 = _ingest(request).engine, sender_of(request).key_sha256
 
     def store(body: bytes) -> dict[str, Any]:
         facts = decode(body, SessionBody).as_facts(check_name("session", session))
         with writing(engine) as conn:
-            attempt = registrations.register_session(conn, check_name("run", run_id), facts, now=time.time())
+            of_run, now = check_name("run", run_id), time.time()
+            attempt = registrations.register_session(conn, of_run, facts, now=now, key_sha256=key_sha256)
         return {"run": run_id, "session": session, "attempt": attempt}
 
-    return await _register(request, store)
+    return await _register(request, run_id, store)
 
 
 @router.put("/runs/{run_id:path}/sites")
 async def put_sites(request: Request, run_id: str) -> Response:
     """Register sites, or renew their static facts."""
-    sites = _ingest(request).sites
+    sites, key_sha256 = _ingest(request).sites, sender_of(request).key_sha256
 
     def store(body: bytes) -> dict[str, Any]:
-        return {"run": run_id, "num_sites": sites.register(run_id, body)}
+        return {"run": run_id, "num_sites": sites.register(run_id, body, key_sha256)}
 
-    return await _register(request, store)
+    return await _register(request, run_id, store)
 
 
 @router.put("/runs/{run_id:path}")
@@ -274,7 +290,7 @@ async def put_run(request: Request, run_id: str) -> Response:
             )
         return {"run": run_id}
 
-    return await _register(request, store)
+    return await _register(request, run_id, store)
 
 
 async def _post(request: Request, content_type: str, store: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
@@ -309,7 +325,7 @@ async def post_batch(request: Request) -> Response:
     ingest = _ingest(request)
 
     async def store(body: bytes) -> dict[str, Any]:
-        taken = await ingest.commit(body)
+        taken = await ingest.commit(body, sender_of(request))
         return {"acked": taken.seq, "captures": taken.captures}
 
     return await _post(request, BATCH_CONTENT_TYPE, store)
@@ -318,14 +334,16 @@ async def post_batch(request: Request) -> Response:
 @router.post("/tile-maps")
 async def post_tile_maps(request: Request) -> Response:
     """Take full tile maps. 200 after commit."""
-    ingest = _ingest(request)
+    ingest, sender = _ingest(request), sender_of(request)
 
     def write_maps(body: bytes) -> dict[str, Any]:
         maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
         _check_header(maps.run, maps.session, maps.rank)
+        sender.grant.require(maps.run)
         ingest.num_tile_map_bodies += 1
         with writing(ingest.engine) as conn:
-            tiles.commit_tile_maps(conn, maps, hashlib.sha256(body).digest(), now=time.time())
+            sha256, now = hashlib.sha256(body).digest(), time.time()
+            tiles.commit_tile_maps(conn, maps, sha256, now=now, key_sha256=sender.key_sha256)
             if ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0:
                 tiles.prune(conn, maps.run)
         return {"acked": maps.seq}

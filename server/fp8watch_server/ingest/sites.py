@@ -74,7 +74,7 @@ class SiteRegistry:
         self._progress = progress
         self._bodies = KnownBodies()
 
-    def register(self, run_id: str, body: bytes) -> int:
+    def register(self, run_id: str, body: bytes, key_sha256: str = "") -> int:
         """Register the sites of a body, or renew their static facts.
 
         Returns:
@@ -83,16 +83,17 @@ class SiteRegistry:
         Raises:
             Problem: what is wrong with it.
             Unknown: the session, or its run.
+            WrongKey: the session is somebody else's.
         """
         check_name("run", run_id)
         digest = _digest(body)
-        known = None if digest is None else self._known(run_id, *digest)
+        known = None if digest is None else self._known(run_id, *digest, key_sha256)
         if known is not None:
             return known
         got = decode(body, SitesBody)
         sites = [site.as_site() for site in got.sites]
         with self._engine.connect() as conn:
-            created_at = registrations.require_registered(conn, run_id, got.session)
+            created_at = registrations.require_registered(conn, run_id, got.session, key_sha256)
         for at in range(0, len(sites), SITES_PER_COMMIT):
             with self._engine.connect() as conn:
                 fresh, changed = registrations.unregistered_sites(conn, run_id, sites[at : at + SITES_PER_COMMIT])
@@ -107,10 +108,10 @@ class SiteRegistry:
             self._bodies.remember(run_id, created_at, digest[1], len(sites))
         return len(sites)
 
-    def _known(self, run_id: str, session: str, digest: bytes) -> int | None:
+    def _known(self, run_id: str, session: str, digest: bytes, key_sha256: str) -> int | None:
         with self._engine.connect() as conn:
             try:
-                created_at = registrations.require_registered(conn, run_id, session)
+                created_at = registrations.require_registered(conn, run_id, session, key_sha256)
             except registrations.Unknown:  # said once the body is found to be right
                 return None
         return self._bodies.find(run_id, created_at, digest)

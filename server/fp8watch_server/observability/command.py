@@ -1,4 +1,4 @@
-"""`fp8watch grafana push`: the dashboards for those whose Grafana is somebody else's.
+"""`fp8watch grafana push`: the dashboards for those whose Grafana is somebody else's; `files`: what else is shipped.
 
 Shapes:     argv -> exit status: 0 pushed, 1 refused or no answer, 2 usage
 Thread:     main
@@ -23,6 +23,7 @@ from fp8watch_server.observability.grafana_push import (
     dashboards,
     push,
 )
+from fp8watch_server.observability.shipped_files import Taken, write
 
 URL, TOKEN, TOKEN_FILE = "FP8WATCH_GRAFANA_URL", "FP8WATCH_GRAFANA_TOKEN", "FP8WATCH_GRAFANA_TOKEN_FILE"
 EXIT_REFUSED, EXIT_USAGE = 1, 2
@@ -42,7 +43,21 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dashboards", type=Path, default=None, help="folder of other dashboards than those that are shipped"
     )
+    files = commands.add_parser(
+        "files", help="write compose file, Prometheus rules, Alertmanager example, provisioning and dashboards"
+    )
+    files.add_argument("folder", type=Path, help="where to; made where it is not there")
     return parser
+
+
+def _files(folder: Path) -> int:
+    try:
+        for path in write(folder):
+            print(path)
+    except (Taken, OSError) as e:
+        print(f"fp8watch grafana: {e}", file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
 
 
 def _token(path: Path | None) -> str:
@@ -58,6 +73,8 @@ def _token(path: Path | None) -> str:
 def main(argv: list[str], *, connect: Callable[[Target], Api] = connect) -> int:
     """Push the dashboards. `connect` makes the client."""
     args = _parser().parse_args(argv)
+    if args.command == "files":
+        return _files(args.folder)
     url = args.url or os.environ.get(URL, "")
     if not url:
         print(f"fp8watch grafana: which Grafana? Give --url, or {URL}", file=sys.stderr)

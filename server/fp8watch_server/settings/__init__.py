@@ -26,8 +26,13 @@ class SettingError(ValueError):
 
 def default_database_url(environ: Mapping[str, str] = os.environ) -> str:
     """An SQLite file in the user's data folder."""
+    return f"sqlite:///{data_folder(environ) / 'fp8watch.db'}"
+
+
+def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's data folder."""
     home = environ.get("XDG_DATA_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "share")
-    return f"sqlite:///{Path(home) / 'fp8watch' / 'fp8watch.db'}"
+    return Path(home) / "fp8watch"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,13 @@ class Settings:
             file=True,
         ),
     ]
+    pg: Annotated[
+        v.Flag,
+        Setting(
+            "FP8WATCH_PG",
+            "start a PostgreSQL of its own in the user's data folder, and keep the database there; needs fp8watch[pg]",
+        ),
+    ] = False
     host: Annotated[v.Host, Setting("FP8WATCH_HOST", "address to listen on; beyond loopback a token is required")] = (
         "127.0.0.1"
     )
@@ -163,6 +175,8 @@ class Settings:
             if given is None:
                 given, source = _from_environ(s, environ)
             values[s.name] = s.default if given is None else _checked(s, given, source)
+        if values["pg"] and values["database_url"]:
+            raise SettingError("FP8WATCH_PG is set together with a database URL; keep one of them")
         values["database_url"] = values["database_url"] or default_database_url(environ)
         if bool(values["tls_cert"]) != bool(values["tls_key"]):
             given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"

@@ -29,7 +29,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import Json, upsert
 from fp8watch_server.store import batch_dedup
-from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown
+from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey, key_fits
 
 CAPTURE_STEPS = 16
 """Number of steps after an incident's last one for which full tile maps are requested."""
@@ -48,6 +48,7 @@ class Incoming:
     batch: Batch
     body: bytes
     sha256: bytes
+    key_sha256: str = ""  # of the session key that it came with
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Committed:
     captures: list[dict[str, Any]]
 
 
-Outcome = Committed | KeyReused | RankMismatch | Unknown
+Outcome = Committed | KeyReused | RankMismatch | Unknown | WrongKey
 
 
 class _SitesOfRun:
@@ -142,7 +143,7 @@ _LOCK_RUN = (
     .where(_r.run_id == sa.bindparam("run"), _r.tenant == sa.bindparam("of_tenant"))
     .with_for_update(key_share=True)
 )
-_SESSIONS = sa.select(_s.session, _s.rank, _s.attempt, _s.ledger_seq_max).where(
+_SESSIONS = sa.select(_s.session, _s.rank, _s.attempt, _s.ledger_seq_max, _s.key_sha256).where(
     _s.run_id == sa.bindparam("run"),
     _s.tenant == sa.bindparam("of_tenant"),
     _s.session.in_(sa.bindparam("sessions", expanding=True)),
@@ -216,6 +217,9 @@ def _commit_run(
         key = (h.session, h.rank, h.seq)
         if session is None:
             outcomes[i] = Unknown("session")
+            continue
+        if not key_fits(session.key_sha256, item.key_sha256):
+            outcomes[i] = WrongKey()
             continue
         if session.rank != h.rank:
             outcomes[i] = RankMismatch(h.rank, session.rank)

@@ -57,7 +57,7 @@ __all__ = [
 STALLED_AFTER_S = 90.0
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
-_HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max")
+_HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max", "key_sha256")
 
 
 class CursorError(ValueError):

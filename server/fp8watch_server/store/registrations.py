@@ -8,6 +8,7 @@ Everything here is idempotent.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,15 @@ class RankMismatch(Exception):
 
     def __init__(self, rank: int, registered: int) -> None:
         super().__init__(f"rank {rank}; the session is registered as rank {registered}")
+
+
+class WrongKey(Exception):
+    """A session that was registered with another key, or any key where one was given."""
+
+
+def key_fits(key_sha256: str | None, shown_sha256: str) -> bool:
+    """Whether a session takes a key. One that was registered without any takes all."""
+    return key_sha256 is None or hmac.compare_digest(key_sha256, shown_sha256)
 
 
 @dataclass(frozen=True)
@@ -80,15 +90,26 @@ def register_run(
 
 
 def register_session(
-    conn: Connection, run_id: str, facts: SessionFacts, *, now: float, tenant: str = t.DEFAULT_TENANT
+    conn: Connection,
+    run_id: str,
+    facts: SessionFacts,
+    *,
+    now: float,
+    key_sha256: str = "",
+    tenant: str = t.DEFAULT_TENANT,
 ) -> int:
     """Insert or update a session. Its attempt is the order in which the sessions of its rank first came.
+
+    Args:
+        key_sha256: of the session's key; kept the first time, and asked for from then on. Empty: none.
 
     Returns:
         The attempt, from 1.
 
     Raises:
         Unknown: the run.
+        WrongKey: the session is somebody else's.
+        RankMismatch: the session belongs to another rank.
     """
     renewed = conn.execute(
         sa.update(t.run).where(t.run.c.run_id == run_id, t.run.c.tenant == tenant).values(last_seen_at=now)
@@ -97,7 +118,10 @@ def register_session(
         raise Unknown("run")
     s = t.session.c
     of_run = (s.run_id == run_id, s.tenant == tenant)
-    known = conn.execute(sa.select(s.attempt, s.rank).where(*of_run, s.session == facts.session)).first()
+    which = sa.select(s.attempt, s.rank, s.key_sha256).where(*of_run, s.session == facts.session)
+    known = conn.execute(which).first()
+    if known is not None and not key_fits(known.key_sha256, key_sha256):
+        raise WrongKey
     if known is not None and known.rank != facts.rank:
         raise RankMismatch(facts.rank, known.rank)
     if known is None:
@@ -105,8 +129,8 @@ def register_session(
     else:
         attempt = int(known.attempt)
     row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
-    row |= facts.__dict__
-    keep = {"run_id", "tenant", "session", "rank", "attempt", "registered_at"}
+    row |= {**facts.__dict__, "key_sha256": key_sha256 or None}
+    keep = {"run_id", "tenant", "session", "rank", "attempt", "registered_at", "key_sha256"}
     upsert(conn, t.session, [row], update=[name for name in row if name not in keep])
     conn.execute(
         sa.update(t.run)
@@ -192,30 +216,35 @@ def register_sites(
     upsert(conn, t.site, rows)
 
 
-def require_registered(conn: Connection, run_id: str, session: str, tenant: str = t.DEFAULT_TENANT) -> float:
-    """Check that a session is registered.
+def require_registered(
+    conn: Connection, run_id: str, session: str, key_sha256: str = "", tenant: str = t.DEFAULT_TENANT
+) -> float:
+    """Check that a session is registered, under this key.
 
     Returns:
         When its run was made: one that was deleted and came again is another.
 
     Raises:
         Unknown: the session, or its run.
+        WrongKey: the session is somebody else's.
     """
     s, r = t.session.c, t.run.c
-    where = (s.run_id == run_id, s.tenant == tenant, s.session == session)
-    created_at = conn.execute(
-        sa.select(r.created_at).where(r.run_id == run_id, r.tenant == tenant, sa.exists().where(*where))
-    ).scalar()
-    if created_at is None:
+    both = (s.run_id == r.run_id, s.tenant == r.tenant, s.session == session)
+    row = conn.execute(
+        sa.select(r.created_at, s.key_sha256).where(r.run_id == run_id, r.tenant == tenant, *both)
+    ).first()
+    if row is None:
         _session(conn, run_id, session, tenant)
         raise Unknown("run")
-    return float(created_at)
+    if not key_fits(row.key_sha256, key_sha256):
+        raise WrongKey
+    return float(row.created_at)
 
 
 def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
     s = t.session.c
     row = conn.execute(
-        sa.select(s.rank, s.attempt)
+        sa.select(s.rank, s.attempt, s.key_sha256)
         .where(s.run_id == run_id, s.tenant == tenant, s.session == session)
         .with_for_update(key_share=True)
     ).first()
@@ -226,14 +255,17 @@ def _session(conn: Connection, run_id: str, session: str, tenant: str) -> Any:
     return row
 
 
-def require_session(conn: Connection, run_id: str, session: str, rank: int, tenant: str) -> int:
+def require_session(conn: Connection, run_id: str, session: str, rank: int, tenant: str, key_sha256: str = "") -> int:
     """Attempt of a registered session.
 
     Raises:
         Unknown: the run or the session.
+        WrongKey: the session is somebody else's.
         RankMismatch: the session belongs to another rank.
     """
     row = _session(conn, run_id, session, tenant)
+    if not key_fits(row.key_sha256, key_sha256):
+        raise WrongKey
     if row.rank != rank:
         raise RankMismatch(rank, row.rank)
     return int(row.attempt)

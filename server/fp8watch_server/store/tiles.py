@@ -26,7 +26,13 @@ KEEP_AROUND_INCIDENT_STEPS = 16
 
 
 def commit_tile_maps(
-    conn: Connection, maps: TileMaps, sha256: bytes, *, now: float, tenant: str = t.DEFAULT_TENANT
+    conn: Connection,
+    maps: TileMaps,
+    sha256: bytes,
+    *,
+    now: float,
+    key_sha256: str = "",
+    tenant: str = t.DEFAULT_TENANT,
 ) -> bool:
     """Write one checked body of tile maps.
 
@@ -34,11 +40,11 @@ def commit_tile_maps(
         False when this very body had come before.
 
     Raises:
-        KeyReused, Unknown, RankMismatch: as commit_batch does, and nothing was written.
+        KeyReused, Unknown, RankMismatch, WrongKey: as commit_group does, and nothing was written.
     """
     k = t.tile_map_batch.c
     key = {"run_id": maps.run, "tenant": tenant, "session": maps.session, "rank": maps.rank, "seq": maps.seq}
-    attempt = require_session(conn, maps.run, maps.session, maps.rank, tenant)
+    attempt = require_session(conn, maps.run, maps.session, maps.rank, tenant, key_sha256)
     there = conn.execute(sa.select(k.body_sha256).where(*(k[name] == value for name, value in key.items()))).scalar()
     if there is not None:
         if bytes(there) != sha256:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number, since, site_words
-from fp8watch_server.detect.remedies import FP32_SCALES, OPERANDS, Fix, Place, set_to
+from fp8watch_server.detect.remedies import OPERANDS, Fix, Place, finer, fp32_scales, set_to
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -57,8 +57,8 @@ def fixes(p: Place) -> list[Fix]:
             if p.extra.get("by") == "gain"
             else []
         ),
-        Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32)."),
+        finer(p.backend),
         Fix("flag", "Less margin under delayed scaling: --fp8-margin 0."),
-        Fix("env", FP32_SCALES),
+        fp32_scales(p.backend),
         p.keep_out,
     ]

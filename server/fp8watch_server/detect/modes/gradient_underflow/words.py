@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number, ratio, since, site_words, tile_words
-from fp8watch_server.detect.remedies import Fix, Place, set_to
+from fp8watch_server.detect.remedies import Fix, Place, gradients_in_e5m2, set_to
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -34,6 +34,6 @@ def fixes(p: Place) -> list[Fix]:
     )
     return [
         first,
-        Fix("flag", "Use E5M2 for gradients: --fp8-format hybrid (fp8_format HYBRID)."),
+        gradients_in_e5m2(p.backend),
         Fix("code", "Check what divides or multiplies the gradient between its amax and its cast."),
     ]

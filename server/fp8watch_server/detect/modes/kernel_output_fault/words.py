@@ -6,7 +6,9 @@ import math
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number
-from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.remedies import OWN_FORWARD, Fix, Place
+
+UNSEEN = " The module casts by itself and its codes are not seen: its quantiser can be the cause as well as its GEMM."
 
 
 def _power(gain: float) -> str:
@@ -23,7 +25,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return (
             f"{wrong} of {module} is {_power(gain)} of its shadow",
             f"The output of {wrong} of {module} is {_power(gain)} times what its operands give{ok}. A factor without noise is a scale that "
-            "is missing or applied twice, or bytes that are read in another format: E5M2 read as E4M3 is 2^-7.",
+            "is missing or applied twice, or bytes that are read in another format: E5M2 read as E4M3 is 2^-7."
+            + (UNSEEN if s and s.backend == OWN_FORWARD else ""),
         )
     if f.extra.get("wrong_output"):
         wrong, right = "/".join(f.extra.get("gemms", [])), " and ".join(f.extra.get("right_gemms", []))
@@ -32,7 +35,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{wrong} of {module} is not the product of its operands: error {error}",
             f"On the sampled rows the output of {wrong} of {module} is off what its operands give by {error} of its RMS, with a "
             f"gain of {gain}{f', and {right} was not found wrong' if right else ''}. No accumulator loses that: rows that nobody "
-            "wrote, codes or scales that are read at another place, or scales that are read in another format.",
+            "wrote, codes or scales that are read at another place, or scales that are read in another format."
+            + (UNSEEN if s and s.backend == OWN_FORWARD else ""),
         )
     tokens = f.extra.get("tokens")
     rows = (

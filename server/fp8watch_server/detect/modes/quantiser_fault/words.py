@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words, tile_words
-from fp8watch_server.detect.remedies import STOCK, Fix, Place
+from fp8watch_server.detect.remedies import STOCK, TORCHAO, Fix, Place
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -59,13 +59,17 @@ def fixes(p: Place) -> list[Fix]:
         if turned
         else "Check the layout that the kernel is told: strides of the operand, shape and padding of scale_inv, its format."
     )
+    another = {
+        STOCK: "Try another kernel: another recipe of Transformer Engine has other kernels; compare the two.",
+        TORCHAO: "Try another kernel: `Float8LinearConfig(emulate=True)` multiplies in plain torch, and eager for compiled code.",
+    }.get(
+        p.backend,
+        "Try another kernel: attach(backend='reference') quantises in plain torch. If that is right, the kernel is wrong.",
+    )
     return [
         p.keep_out,
         Fix("code", layout),
         Fix("code", version),
-        Fix(
-            "code",
-            "Try another kernel: attach(backend='reference') quantises in plain torch. If that is right, the kernel is wrong.",
-        ),
+        Fix("code", another),
         Fix("code", "Report it with the table of `fp8watch check-gemm`, which repeats it outside of training."),
     ]

@@ -1,0 +1,79 @@
+"""The gradient norm of a step, seen where training clips it: what torch's `clip_grad_norm_` returned.
+
+Shapes:     norms [] as torch returns them     Thread: training
+
+Trainers clip with that function (Hugging Face, Lightning, accelerate), and so do most loops of one's own. A norm of
+another order, of another model's parameters, or one that its ranks have still to add up (DTensor) is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+Clipped = Callable[[list[Tensor], Tensor], None]
+"""Is told of (parameters, their norm)."""
+
+
+class GradientNorm:
+    """Norms of the step that runs, of one watched model.
+
+    Args:
+        model: whose gradients they are of.
+        holds: whether an optimizer that owns the step has a parameter, by its id: copies are clipped too.
+    """
+
+    def __init__(self, model: nn.Module, holds: Callable[[int], bool]) -> None:
+        self._model, self._holds = model, holds
+        self._ids: frozenset[int] = frozenset()
+        self._norms: dict[int, Tensor] = {}
+
+    def see(self, parameters: list[Tensor], norm: Tensor) -> None:
+        """Keep a norm of order 2, as it is: it is read when the step closes."""
+        if not parameters or type(norm) not in (Tensor, nn.Parameter) or norm.dim() or torch.compiler.is_compiling():
+            return
+        first = id(parameters[0])
+        if first not in self._ids and not self._holds(first):
+            self._ids = frozenset(id(p) for p in self._model.parameters())  # FSDP2 replaces them
+            if first not in self._ids:
+                return
+        self._norms[first] = norm.detach().clone()
+
+    def take(self) -> Tensor | None:
+        """The norm of all gradients that were clipped in this step; None where none were. [] as it was returned"""
+        norms, self._norms = list(self._norms.values()), {}
+        if len(norms) < 2:
+            return norms[0] if norms else None
+        return torch.stack([n.float().to(norms[0].device) for n in norms]).square().sum().sqrt()
+
+
+def wrap_clipping(tell: Clipped) -> Callable[[], None]:
+    """Let `tell` know of each call of `clip_grad_norm_` with norms of order 2; returns what undoes it."""
+    original = clip_grad.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or norm_type not in (2, 2.0, "2"):
+            return original(parameters, max_norm, norm_type, *args, **kwargs)
+        given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        again: Iterable[Tensor] = (p for p in given) if isinstance(parameters, GeneratorType) else given
+        norm = original(again, max_norm, norm_type, *args, **kwargs)
+        tell(given, norm)
+        return norm
+
+    places: tuple[Any, ...] = (clip_grad, torch.nn.utils)
+    for place in places:
+        place.clip_grad_norm_ = clip_grad_norm_
+
+    def undo() -> None:
+        for place in places:
+            if place.clip_grad_norm_ is clip_grad_norm_:
+                place.clip_grad_norm_ = original
+
+    return undo

@@ -1,0 +1,93 @@
+"""Linears that were replaced after attach, as torchao's and accelerate's conversions do: observed again where that can be.
+
+Thread:     training, in the first steps and then every CHECK_EVERY steps
+
+A conversion puts a new module under the old name. The old one has the site and is never called again. What took its
+place goes on its site where it is a Linear that computes in FP8 by a forward of its own; the rest is named as left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.selection.flop_coverage import coverage
+from fp8watch.selection.module_filter import LeftOut
+from fp8watch.selection.own_forward import foreign_linears, own_class
+from fp8watch.selection.wrappers import named_modules
+from fp8watch.session.attachment import Attachment, Session
+from fp8watch.session.site_placement import put_on_site, turns_of
+
+FIRST_CHECKS = 2
+CHECK_EVERY = 64
+"""Steps: it is looked after each of the first ones, and then after so many."""
+
+
+@dataclass
+class ReplacedModules:
+    """Looks after the Linears of one attach."""
+
+    attachment: Attachment
+    session: Session
+    _told: set[int] = field(default_factory=set)  # first rows that were said to be gone
+
+    def look(self) -> None:
+        """Look at what is in the model now; say what is not what it was, once."""
+        model, plan = self.attachment.model, self.attachment.plan
+        if plan is None or plan.slab is None or not plan.sites.quantizers:
+            return
+        sites = (m.__dict__.get(SITE_KEY) for m in model.modules())
+        there = {int(s) & 0xFFFFFFFF for s in sites if s is not None and int(s) >> 32 == plan.handle}
+        each = len(plan.sites.rows)
+        gone = [row for row in range(0, len(plan.sites.quantizers), each) if row not in there and row not in self._told]
+        if not gone:
+            return
+        self._told.update(gone)
+        named = list(named_modules(model))
+        by_name = {fqn: module for fqn, module in named if SITE_KEY not in module.__dict__}
+        in_fp8 = foreign_linears(model)
+        again: Counter[str] = Counter()
+        left: list[LeftOut] = []
+        for row in gone:
+            fqn = self.attachment.table[row].fqn
+            module = by_name.get(fqn)
+            if isinstance(module, nn.Linear) and id(module) in in_fp8 and module.weight.device == plan.slab.device:
+                put_on_site(plan, row, module, in_fp8)
+                plan.modules.add(module)
+                again[_kind(module)] += 1
+            else:
+                left.append(
+                    LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach")
+                )
+        plan.canary.cover(turns_of(plan, len(plan.sites.quantizers) // each, self.attachment.te), each)
+        self._tell(named, again, left)
+
+    def _tell(self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut]) -> None:
+        say, recorder = self.session.say, self.attachment.recorder
+        for kind, num in again.items():
+            say(
+                f"{num} Linear{'s were' if num != 1 else ' was'} replaced by {kind} after attach: observed as "
+                f"{'they are' if num != 1 else 'it is'} from now on; call attach after converting, so that their recipe is read"
+            )
+        if left:
+            names = ", ".join(f"{m.fqn} ({m.reason})" for m in left[:4])
+            more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+            say(f"no longer observed: {names}{more}; call attach after converting")
+        if recorder is None:
+            return
+        seen = [m for _, m in named if SITE_KEY in m.__dict__]
+        te = self.attachment.te
+        seen += [m.module for m in te.modules] if te is not None else []
+        facts = coverage(named, seen).facts()
+        facts["replaced"] = "; ".join(
+            [*(f"{num} by {kind}, observed" for kind, num in again.items()), *(f"{m.fqn} ({m.reason})" for m in left)]
+        )[:2000]
+        recorder.update_facts(facts)
+
+
+def _kind(module: nn.Module | None) -> str:
+    cls = own_class(module) if module is not None else type(None)
+    return f"{cls.__module__.split('.')[0]} {cls.__name__}"

@@ -1,0 +1,32 @@
+"""Who sends: what the token opens, and the key of the session.
+
+Shapes:     a request -> Sender
+Thread:     event loop; the checks run where the body is decoded
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from fp8watch_server.auth import grant
+from fp8watch_server.auth.grant import OPEN, Grant
+
+KEY_HEADER = "fp8watch-session-key"
+"""Header with the secret of a session: what its first registration showed is asked of all that follows."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Of one request."""
+
+    grant: Grant = OPEN
+    key_sha256: str = ""  # of the session's key; empty: none
+
+
+def sender_of(request: Request) -> Sender:
+    """Who sent a request."""
+    key = request.headers.get(KEY_HEADER, "")
+    return Sender(grant.of(request.scope), hashlib.sha256(key.encode("utf-8", "replace")).hexdigest() if key else "")

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The checks of this room on the real packages of requirements.txt, from the package registry, in an environment of their own
+# that sees torch and pytest of PYTHON. A file of checks is one process: engines keep process groups.
+#   tests/stacks/run.sh [CHECK...]        (transformers lightning ...)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+env=${FP8WATCH_STACKS_ENV:-build/stacks/.venv}
+wanted=tests/stacks/requirements.txt
+
+if ! cmp -s "$wanted" "$env/ready"; then
+  rm -rf "$env"
+  "$python" -m venv "$env"
+  "$python" -c 'import sys, sysconfig
+std = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
+print("\n".join(p for p in sys.path if p and ("site-packages" in p or not p.startswith((*std, sys.base_prefix)))))' \
+    >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+  DS_BUILD_OPS=0 "$env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt -r "$wanted"
+  cp "$wanted" "$env/ready"
+fi
+if [ $# = 0 ]; then
+  set -- $(basename -s .py -a tests/stacks/check_*.py | sed 's/^check_//')
+fi
+
+check() {  # one file, its output whole
+  local out status=0
+  out=$(OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$env/bin/python" -m pytest -p no:cacheprovider -q -W ignore \
+    -c tests/stacks/pytest.ini --confcutdir tests/stacks "tests/stacks/check_$1.py" 2>&1) || status=$?
+  printf '== %s\n%s\n' "$1" "$(tail -n 80 <<<"$out")"
+  return "$status"
+}
+export -f check
+export env
+printf '%s\n' "$@" | xargs -P "${WORKERS:-2}" -I{} bash -c 'check "$1"' _ {}
