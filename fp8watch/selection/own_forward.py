@@ -79,8 +79,9 @@ def foreign_of(module: nn.Linear, *, tied: bool) -> Foreign:
     read = read_torchao(config)
     if not isinstance(read, TorchaoCasts):
         return Foreign(backend, formats, reason=read, tied=tied)
-    named = read.recipe.input.format, read.recipe.weight.format, read.recipe.grad_output.format
-    return Foreign(backend, named, read.recipe, casts=dict(read.casts), slack=read.slack, tied=tied)
+    casts = dict(read.casts)
+    a, b, c = (casts[operand, False].format for operand in range(3))
+    return Foreign(backend, (a, b, c), read.recipe, casts=casts, slack=read.slack, tied=tied)
 
 
 def recipe_of(foreign: Iterable[Foreign]) -> Recipe | None:
