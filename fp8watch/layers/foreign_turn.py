@@ -129,6 +129,8 @@ class Turn:
         canary, slab = plan.canary, plan.slab
         if slab is None or row in plan.sites.unobserved or not canary.is_turn(row):
             return
+        if operand == GRAD_OUTPUT and row not in plan.sites.shapes:  # nobody wants the gradient of this input
+            return
         if canary.takes(row, "columnwise" if columnwise else "operand"):
             began = perf_counter()
             near = None if tile == tuple(x.shape) else slab.tile_to_look_at(row)

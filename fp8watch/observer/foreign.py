@@ -34,5 +34,5 @@ class Foreign:
     def site_recipe(self, observed: Recipe, operand: str) -> str:
         """What a site is registered with: its own recipe where that is the one it is observed by, else "observe"."""
         spec = observed.operand(operand)
-        own = self.recipe is not None and self.recipe.operand(operand) == spec
+        own = spec is not None and self.recipe is not None and self.recipe.operand(operand) == spec
         return spec.kind if own and spec is not None else "observe"

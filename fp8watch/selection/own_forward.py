@@ -79,10 +79,9 @@ def foreign_of(module: nn.Linear, *, tied: bool) -> Foreign:
     read = read_torchao(config)
     if not isinstance(read, TorchaoCasts):
         return Foreign(backend, formats, reason=read, tied=tied)
-    of_input, of_weight, of_grad = (spec.format for _, spec in read.recipe.quantised)
-    return Foreign(
-        backend, (of_input, of_weight, of_grad), read.recipe, casts=dict(read.casts), slack=read.slack, tied=tied
-    )
+    casts = dict(read.casts)
+    a, b, c = (casts[operand, False].format for operand in range(3))
+    return Foreign(backend, (a, b, c), read.recipe, casts=casts, slack=read.slack, tied=tied)
 
 
 def recipe_of(foreign: Iterable[Foreign]) -> Recipe | None:

@@ -34,7 +34,7 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db.dialect import WriterBusy, writing
 from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import WorkClock
-from fp8watch_server.ingest.sender import Sender
+from fp8watch_server.ingest.who_sends import Sender
 from fp8watch_server.pipeline.priority import is_urgent
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.commit import Committed, Incoming, KnownSites, Outcome, commit_group

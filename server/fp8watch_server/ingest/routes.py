@@ -40,8 +40,8 @@ from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
 from fp8watch_server.ingest.group_commit import Closed, Committer
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
-from fp8watch_server.ingest.sender import KEY_HEADER, Sender, sender_of
 from fp8watch_server.ingest.sites import SiteRegistry
+from fp8watch_server.ingest.who_sends import KEY_HEADER, Sender, sender_of
 from fp8watch_server.store import registrations, tiles
 from fp8watch_server.store.commit import Committed
 

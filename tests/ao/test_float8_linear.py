@@ -14,7 +14,7 @@ from counts import part_of
 
 from fp8watch_agent.record import Measured
 
-pytest.importorskip("torchao", reason="torchao is not installed")
+pytest.importorskip("torchao.float8", reason="torchao is not installed")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
