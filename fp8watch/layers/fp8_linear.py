@@ -42,7 +42,8 @@ SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
 SHARED_KEY = "_fp8watch_shared"
 SCALED_KEY = "_fp8watch_scaled"
-_KEYS = (SITE_KEY, OBSERVE_KEY, SHARED_KEY, SCALED_KEY)
+GEMMS_KEY = "_fp8watch_gemms"
+KEYS = (SITE_KEY, OBSERVE_KEY, SHARED_KEY, SCALED_KEY, GEMMS_KEY)
 
 Shared = tuple[bool, bool, bool]
 """Of input, weight, grad_output: whether one quantisation serves both directions."""
@@ -229,7 +230,7 @@ class WatchedLinear(nn.Linear):
         own = getattr(self, "__getstate__", None)  # objects have one from Python 3.11 on, and a class may have its own
         state = self.__dict__ if own is None else own()
         if isinstance(state, dict):
-            state = {k: v for k, v in state.items() if k not in _KEYS}
+            state = {k: v for k, v in state.items() if k not in KEYS}
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
@@ -287,7 +288,7 @@ def take_over(
 
 def release(module: nn.Module) -> None:
     """Undo `take_over`. When another class came on top since, the class stays and only the site goes."""
-    for key in _KEYS:
+    for key in KEYS:
         module.__dict__.pop(key, None)
     cls = type(module)
     if "_fp8watch_base" in cls.__dict__:

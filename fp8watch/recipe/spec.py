@@ -160,11 +160,11 @@ class Recipe:
         """Of input, weight, grad_output: whether one quantisation serves both directions."""
         return self.input.shared, self.weight.shared, self.grad_output.shared
 
-    def site_recipe(self, operand: str) -> str:
+    def site_recipe(self, operand: str, *, observe: bool = False) -> str:
         """What a site of the operand is registered with: observed sites say "observe", but for delayed scaling, whose
-        scale is bound to no invariant."""
+        scale is bound to no invariant. `observe`: its GEMM is only observed, whatever the others do."""
         kind = self.operand(operand).kind
-        return "observe" if self.observe_only and kind != "delayed" else kind
+        return "observe" if (self.observe_only or observe) and kind != "delayed" else kind
 
     def facts(self) -> dict[str, Fact]:
         """The effective configuration as flat facts, for the session and the pages."""
