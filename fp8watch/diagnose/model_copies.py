@@ -24,7 +24,7 @@ from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe, resolve_recipe
 from fp8watch.selection.module_filter import FilterFn, select_linears
-from fp8watch.session import attach
+from fp8watch.session import attach, plan_rows
 from fp8watch_agent.guard import Guard
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -139,7 +139,7 @@ def make_copies(
     )
     if attached and plan is not None:
         _copy_states(model, fp8, plan)
-    made, _ = attach._plan(linears, [], recipe, used, Guard(), observe=False)
+    made, _ = plan_rows.make_plan(plan_rows.Watched(linears), recipe, used, Guard(), observe=False)
     custom_ops.add_plan(made)
     made.modules.update(module for _, module in linears)
     originals = dict(model.named_modules())
@@ -174,12 +174,12 @@ def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
     over = {id(q.state) for q in plan.sites.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
     copies = dict(copied.named_modules())
     for name, module in model.named_modules():
-        for operand, state in attach._states.get(module, {}).items():
+        for operand, state in plan_rows.states_of_module.get(module, {}).items():
             made = DelayedScale(state.format, state.history, state.scale.device)
             made.load_state_dict(state.state_dict())
             if id(state) in over:
                 made.roll()
-            attach._states.setdefault(copies[name], {})[operand] = made
+            plan_rows.states_of_module.setdefault(copies[name], {})[operand] = made
 
 
 def _optimizer_of(

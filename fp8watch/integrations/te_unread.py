@@ -29,6 +29,10 @@ class Unread:
         name = what if isinstance(what, str) else type(what).__name__.replace("Parameter", "Tensor")
         self._rows.setdefault((name, reason), set()).add(row)
 
+    def reasons(self) -> dict[int, str]:
+        """Row -> what it was and why it could not be read."""
+        return {row: f"{name}: {reason}" for (name, reason), rows in self._rows.items() for row in rows}
+
     def report(self, read: Collection[int], names: Mapping[int, str], version: str, tell: Tell) -> None:
         """Report what is new since the last call.
 

@@ -45,7 +45,8 @@ SITE_KEY = "_fp8watch_site"
 OBSERVE_KEY = "_fp8watch_observe"
 LAYOUT_KEY = "_fp8watch_layout"
 SCALED_KEY = "_fp8watch_scaled"
-_KEYS = (SITE_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY)
+GEMMS_KEY = "_fp8watch_gemms"
+KEYS = (SITE_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY)
 
 Three = tuple[bool, bool, bool]
 
@@ -280,7 +281,7 @@ class WatchedLinear(nn.Linear):
         own = getattr(self, "__getstate__", None)  # objects have one from Python 3.11 on, and a class may have its own
         state = self.__dict__ if own is None else own()
         if isinstance(state, dict):
-            state = {k: v for k, v in state.items() if k not in _KEYS}
+            state = {k: v for k, v in state.items() if k not in KEYS}
         return copyreg._reconstructor, (self._fp8watch_base, object, None), state  # type: ignore[attr-defined]
 
 
@@ -338,7 +339,7 @@ def take_over(
 
 def release(module: nn.Module) -> None:
     """Undo `take_over`. When another class came on top since, the class stays and only the site goes."""
-    for key in _KEYS:
+    for key in KEYS:
         module.__dict__.pop(key, None)
     cls = type(module)
     if "_fp8watch_base" in cls.__dict__:

@@ -24,6 +24,7 @@ from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.calibration import timed_measure, timed_quantize
 from fp8watch.observer.canary import Canary
 from fp8watch.observer.checkpoint_consistency import Recomputed
+from fp8watch.observer.expert_rows import ExpertRows
 from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import Passes
 from fp8watch.observer.probes import probe_numbers, probe_stats
@@ -56,11 +57,12 @@ class Plan:
     recomputed: Recomputed = field(default_factory=Recomputed)
     shared_input: SharedInput = field(default_factory=SharedInput)
     canary: Canary = field(default_factory=Canary)
+    experts: ExpertRows = field(default_factory=ExpertRows)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     handle: int = 0
     turns: dict[int, Any] = field(default_factory=dict)  # first row of a foreign Linear -> the call that is looked at
-    modules: weakref.WeakSet[nn.Linear] = field(default_factory=weakref.WeakSet)  # those taken over
+    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # those taken over
 
     def begin_step(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""

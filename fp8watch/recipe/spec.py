@@ -197,12 +197,12 @@ class Recipe:
         input, weight, grad_output = ((s := self.operand(o)) is not None and s.shared for o in OPERANDS)
         return input, weight, grad_output
 
-    def site_recipe(self, operand: str) -> str:
+    def site_recipe(self, operand: str, *, observe: bool = False) -> str:
         """What a site of the operand is registered with: observed sites say "observe", but for delayed scaling, whose
-        scale is bound to no invariant."""
+        scale is bound to no invariant. `observe`: its GEMM is only observed, whatever the others do."""
         spec = self.operand(operand)
         kind = "" if spec is None else spec.kind
-        return "observe" if self.observe_only and kind != "delayed" else kind
+        return "observe" if (self.observe_only or observe) and kind != "delayed" else kind
 
     def facts(self) -> dict[str, Fact]:
         """The effective configuration as flat facts, for the session and the pages."""

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.observer.probes import is_norm
+from fp8watch.selection.own_parameters import NO_GEMM, OwnModule
 from fp8watch_agent.roles import ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
-_NO_GEMM = re.compile(r"embed|pos|token|bias|norm|scale|_log$", re.IGNORECASE)
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
@@ -47,6 +47,13 @@ class Coverage:
 
     observed: float | None = None  # None: no GEMM
     not_taken: list[NotTaken] = field(default_factory=list)
+    shares: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of each module that is observed, by the name of its sites
+
+    def silent(self, names: Iterable[str]) -> float:
+        """Share of the model's GEMM FLOPs that these observed modules are."""
+        return sum(self.shares.get(name, 0.0) for name in names)
 
     def line(self) -> str | None:
         """Text for the line that attach prints; None when there is nothing to report."""
@@ -87,19 +94,24 @@ class _Weight:
     at_most: bool = False
 
 
-def coverage(named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module]) -> Coverage:
+def coverage(
+    named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module], own: Sequence[OwnModule] = ()
+) -> Coverage:
     """Observed part of a model.
 
     Args:
         named: its modules under the names that sites have.
         taken: Linears that were taken over, and modules that are observed as they are.
+        own: modules whose products with their own parameters are observed.
     """
     modules: dict[str, list[nn.Module]] = {}
     for fqn, module in named:  # a wrapper has the name of the wrapped module
         modules.setdefault(fqn, []).append(module)
     whole = {id(m): m for m in taken}
     seen: set[int] = set()
-    observed = left = 0.0
+    names = {id(o.tensor(p)): p.fqn for o in own for p in o.parameters}
+    observed: dict[str, float] = {}
+    left = 0.0
     others: list[_Weight] = []
     for fqn, module in named:
         if id(module) in seen:
@@ -107,30 +119,35 @@ def coverage(named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module])
         if id(module) in whole:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
-            observed += sum(2.0 * scale * _numel(p) for p in module.parameters() if len(_shape(p)) >= 2)
-        elif isinstance(module, nn.Linear):
+            observed[fqn] = sum(2.0 * scale * _numel(p) for p in module.parameters() if len(_shape(p)) >= 2)
+        elif isinstance(module, nn.Linear) and id(module._parameters.get("weight")) not in names:
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
             left += 2.0 * scale * module.in_features * module.out_features
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_norm(module):
             seen.update(id(m) for m in module.modules())
         else:
-            others += _weights_of(fqn, module, modules, seen)
-    total = observed + left + sum(w.flops for w in others)
+            for parameter, weight in _weights_of(fqn, module, modules, seen):
+                if parameter in names:
+                    observed[names[parameter]] = weight.flops
+                else:
+                    others.append(weight)
+    total = sum(observed.values()) + left + sum(w.flops for w in others)
     if not total:
         return Coverage()
-    return Coverage(observed / total, _grouped(others, total))
+    shares = {name: flops / total for name, flops in observed.items()}
+    return Coverage(sum(observed.values()) / total, _grouped(others, total), shares)
 
 
 def _weights_of(
     fqn: str, module: nn.Module, modules: Mapping[str, list[nn.Module]], seen: set[int]
-) -> Iterator[_Weight]:
-    """A module's own parameters that some GEMM reads."""
+) -> Iterator[tuple[int, _Weight]]:
+    """A module's own parameters that some GEMM reads, by their ids."""
     for name, p in module.named_parameters(recurse=False):
         shape = _shape(p)
         if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
             continue
-        if name != "weight" and _NO_GEMM.search(name):
+        if name != "weight" and NO_GEMM.search(name):
             continue
         seen.add(id(p))
         kind, dims = type(module).__name__, f"[{', '.join(map(str, shape))}]"
@@ -140,7 +157,7 @@ def _weights_of(
         else:
             routes = role_of(fqn) == ROUTER or "router" in kind.lower()
             what, called = f"{ROUTER if routes else kind} {dims}", fqn or name
-        yield _Weight(called, what, 2.0 * scale * _numel(p), at_most)
+        yield id(p), _Weight(called, what, 2.0 * scale * _numel(p), at_most)
 
 
 def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:

@@ -55,7 +55,7 @@ def select_linears(
         raise TypeError(f"filter_fn={filter_fn!r}: must be a function (module, fqn) -> bool")
     named = list(named_modules(model))
     role_of = roles(named)
-    gathered = _gathered_by_fsdp(model)
+    gathered = gathered_by_fsdp(model)
     taken: list[tuple[str, nn.Linear]] = []
     left: list[LeftOut] = []
     for fqn, module in named:
@@ -110,7 +110,7 @@ def in_layers(left_out: list[LeftOut]) -> list[LeftOut]:
     return [of[0] if len(of) == 1 else LeftOut(name, reason) for (name, reason), of in groups.items()]
 
 
-def _gathered_by_fsdp(model: nn.Module) -> set[int]:
+def gathered_by_fsdp(model: nn.Module) -> set[int]:
     """Ids of parameters that FSDP2 shards, and gathers to plain tensors before forward reads them."""
     ids: set[int] = set()
     for module in model.modules():

@@ -11,54 +11,41 @@ from __future__ import annotations
 
 import sys
 import uuid
-import weakref
 from collections.abc import Sequence
 from urllib.parse import quote
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fp8watch.integrations import te_modules
-from fp8watch.integrations.te_modules import TeModule
-from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
-from fp8watch.layers.attention_calls import look_at_attention
-from fp8watch.layers.module_hooks import ForwardEnd, ProbeHook
+from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
-from fp8watch.observer.plan import Plan
-from fp8watch.observer.probes import ATTENTION_LOGITS, Probe, is_attention, shows_logits
+from fp8watch.observer.probes import ATTENTION_LOGITS
 from fp8watch.observer.probes import select as select_probes
-from fp8watch.observer.site_rows import SiteRows, rows_of
-from fp8watch.observer.step_state import StepState
-from fp8watch.quantize.per_tensor import DelayedScale
-from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
-from fp8watch.recipe import Recipe, resolve_recipe
+from fp8watch.recipe import resolve_recipe
 from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, select_linears
 from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
+from fp8watch.selection.own_parameters import select_own
 from fp8watch.selection.wrappers import is_lightning_module, named_modules
 from fp8watch.session.arguments import check_arguments, check_url
 from fp8watch.session.attach_line import attach_line, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.gemm_choice import choose_gemm, scaled_formats
 from fp8watch.session.identity import Identity, identify
+from fp8watch.session.plan_rows import Watched, look_at_own, make_plan, place_probes
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
 from fp8watch.session.site_placement import observe_te, put_on_sites, told_of, turns_of, with_declared
-from fp8watch.session.sites import OUTPUT, SiteTable, unobserved_rows
+from fp8watch.session.sites import unobserved_rows
 from fp8watch.session.start import start_recorder
 from fp8watch.session.step_optimizer import torch_optimizers
 from fp8watch.session.watch import Watch
-from fp8watch.sketch.slab import Slab
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.record import site_id
 from fp8watch_agent.settings import AgentSettings
-
-_states: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
-"""Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
 
 
 def attach(
@@ -159,19 +146,28 @@ def attach(
     te = te_modules.find(named)
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
     device = _device(linears, left_out)
-    chosen_backend = resolve(backend, device)
     by = choose_gemm(gemm, chosen, device, len(linears))
     chosen = by.recipe
     formats = scaled_formats(linears, left_out, chosen) if by.how == "scaled_mm" else None
     # loss, steps and probes are recorded of every model, but not twice of one
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
-    probed = select_probes(named, probes, _observed_as_operands(linears, te, named, left_out))
-    plan, table = _plan(linears, te, chosen, chosen_backend, guard, observe=observe, probed=probed, model=model)
+    watched = Watched(linears, te=te)
+    if observe:
+        elsewhere = {id(part) for m in te for part in m.module.modules()} | {id(module) for _, module in linears}
+        on, converts = (device if linears else None), not chosen.observe_only
+        watched.own = guard.call(
+            "own", lambda: select_own(named, model, elsewhere, left_out, on, converts=converts), []
+        )
+        device = watched.device(device)
+    chosen_backend = resolve(backend, device)
+    watched.probed = select_probes(named, probes, _observed_as_operands(watched, named, left_out))
+    plan, table = make_plan(watched, chosen, chosen_backend, guard, observe=observe, model=model)
     plan.sites.unobserved = unobserved_rows(table, sites)
     seen = [module for _, module in linears] + [m.module for m in te]
-    covered = guard.call("coverage", lambda: coverage(named, seen), Coverage())
+    covered = guard.call("coverage", lambda: coverage(named, seen, watched.own), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
+    told |= watched.expert_facts()
     recorder = None
     if plan.slab is not None:
         recorder = guard.run(
@@ -196,11 +192,12 @@ def attach(
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     num_foreign = put_on_sites(plan, linears, in_fp8, formats)
+    own_gemms = look_at_own(plan, watched) if plan.slab is not None else {}
     plan.step.warming = start_step < chosen.warmup_steps
     plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
     told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
     line = (
-        linears,
+        watched,
         left_out,
         chosen,
         chosen_backend.NAME,
@@ -216,18 +213,20 @@ def attach(
     versions = guard.run("versions", untested_versions, model) or []
     for text in (*chosen.warnings, *chosen.declared_not_effective, *versions):
         say(text)
-    hook = ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and linears else None
+    hook = (
+        ForwardEnd(custom_ops.site_tensor(plan, 0)) if chosen.history is not None and (linears or own_gemms) else None
+    )
     handles: list[Removable] = [model.register_forward_hook(hook)] if hook is not None else []
     if plan.slab is not None:
         if is_lightning_module(model):
             handles.append(LossOfTrainingStep(model, plan.step, custom_ops.site_tensor(plan, 0), guard))
         handles += guard.call(
-            "probes", lambda: _place_probes(plan, table, probed, fused=ATTENTION_LOGITS in (probes or ())), []
+            "probes", lambda: place_probes(plan, table, watched.probed, fused=ATTENTION_LOGITS in (probes or ())), []
         )
     url = None
     if recorder is not None and settings.collector is not None:
         url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
-    attachment = Attachment(model, plan, table, recorder, handles, observer)
+    attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, covered)
     try:
         return Watch(attachment, Session(chosen, identity, session, guard, say, url), cadence)
     except BaseException:
@@ -254,61 +253,9 @@ def _device(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]) -> to
     return device
 
 
-def _observed_as_operands(
-    linears: list[tuple[str, nn.Linear]],
-    te: list[TeModule],
-    named: list[tuple[str, nn.Module]],
-    left_out: list[LeftOut],
-) -> set[int]:
+def _observed_as_operands(watched: Watched, named: list[tuple[str, nn.Module]], left_out: list[LeftOut]) -> set[int]:
     """Ids of modules that need no probe as layers in high precision; all, where another watch has Linears of the model."""
     if any(m.reason == WATCHED for m in left_out):
         return {id(m) for _, m in named}
-    return {id(inner) for m in te for inner in m.module.modules()} | {id(m) for _, m in linears}
-
-
-def _place_probes(plan: Plan, table: list[SiteTable], probed: list[Probe], *, fused: bool) -> list[RemovableHandle]:
-    """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
-    first = len(table) - len(probed)
-    handles: list[RemovableHandle] = []
-    for row, probe in enumerate(probed, first):
-        if row not in plan.sites.unobserved:
-            handles.append(probe.module.register_forward_hook(ProbeHook(custom_ops.site_tensor(plan, row))))
-    attention = [(p.fqn, p.module, row) for row, p in enumerate(probed, first) if is_attention(p.module)]
-    attention = [of for of in attention if fused or shows_logits(of[1])]
-    return handles + look_at_attention(plan, attention)
-
-
-def _plan(
-    linears: list[tuple[str, nn.Linear]],
-    te: list[TeModule],
-    recipe: Recipe,
-    backend: Backend,
-    guard: Guard,
-    *,
-    observe: bool,
-    probed: Sequence[Probe] = (),
-    model: nn.Module | None = None,
-) -> tuple[Plan, list[SiteTable]]:
-    table: list[SiteTable] = []
-    quantizers: list[SiteQuantizer] = []
-    for fqn, module in linears:
-        states = _states.setdefault(module, {})
-        for place in places(recipe):
-            operand, direction, gemm = place
-            identity = site_id(fqn, operand, direction)
-            table.append(SiteTable(fqn, operand, direction, gemm, identity, module.in_features))
-            made = site_quantizer(recipe, place, backend, module.weight.device, states.get(operand))
-            quantizers.append(made)
-            if isinstance(made, DelayedQuantizer):
-                states[operand] = made.state
-    for site in (site for found in te for site in found.sites):
-        identity = site_id(site.fqn, site.operand, site.direction)
-        table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
-    for p in probed:
-        table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
-    slab = None
-    if observe:
-        first = linears[0][1] if linears else te[0].module if te else model
-        devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
-        slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
-    return Plan(SiteRows(quantizers, rows_of(recipe)), slab, guard, recipe, StepState(guard)), table
+    inside = {id(part) for m in watched.te for part in m.module.modules()}
+    return inside | {id(m) for _, m in watched.linears} | {id(own.module) for own in watched.own}

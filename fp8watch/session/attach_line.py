@@ -14,12 +14,13 @@ from fp8watch.selection.flop_coverage import Coverage
 from fp8watch.selection.module_filter import LeftOut, in_layers
 from fp8watch.session.gemm_choice import GemmChoice
 from fp8watch.session.identity import Identity
+from fp8watch.session.plan_rows import Watched, own_words
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
 
 
 def attach_line(
-    linears: list[tuple[str, nn.Linear]],
+    watched: Watched,
     left_out: list[LeftOut],
     recipe: Recipe,
     backend: str,
@@ -32,10 +33,11 @@ def attach_line(
     by: GemmChoice,
 ) -> str:
     """The one line that attach prints."""
+    linears, own = watched.linears, own_words(watched.own)
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
     if foreign is not None:
         parts = [foreign]
-    elif not linears and te is not None:
+    elif not linears and (te is not None or own is not None):
         parts = []
     elif not linears:
         parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
@@ -53,6 +55,8 @@ def attach_line(
     if te is not None:
         s = "s" if len(te.modules) != 1 else ""
         parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
+    if own is not None:
+        parts.append(own)
     if settings.disabled != "stats" and (text := covered.line()) is not None:
         parts.append(text)
     if left_out:

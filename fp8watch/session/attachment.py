@@ -5,7 +5,7 @@ Thread:     training, once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,8 +15,11 @@ from torch import nn
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import release
+from fp8watch.layers.own_gemms import OwnGemms
 from fp8watch.observer.plan import Plan
 from fp8watch.recipe import Recipe
+from fp8watch.selection.flop_coverage import Coverage
+from fp8watch.selection.own_parameters import OwnModule
 from fp8watch.session.identity import Identity
 from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.sites import SiteTable
@@ -41,6 +44,10 @@ class Attachment:
     recorder: Recorder | None = None  # None: nothing is recorded
     hooks: list[Removable] = field(default_factory=list)
     te: TeObserver | None = None  # what observes Transformer Engine's modules
+    own: Mapping[str, tuple[OwnGemms, str]] = field(default_factory=dict)
+    """Products with own parameters, by the name of their sites: what is seen of the module, path of the parameter."""
+    own_modules: Sequence[OwnModule] = ()
+    coverage: Coverage = field(default_factory=Coverage)
 
     def undo(self) -> None:
         """Take everything off again where nobody got a handle to detach."""

@@ -41,8 +41,9 @@ class ReplacedModules:
             return
         sites = (m.__dict__.get(SITE_KEY) for m in model.modules())
         there = {int(s) & 0xFFFFFFFF for s in sites if s is not None and int(s) >> 32 == plan.handle}
-        each = len(plan.sites.rows)
-        gone = [row for row in range(0, len(plan.sites.quantizers), each) if row not in there and row not in self._told]
+        each, table = len(plan.sites.rows), self.attachment.table
+        linears = [row for row in range(0, len(plan.sites.quantizers), each) if not table[row].as_it_is]
+        gone = [row for row in linears if row not in there and row not in self._told]
         if not gone:
             return
         self._told.update(gone)
@@ -52,7 +53,7 @@ class ReplacedModules:
         again: Counter[str] = Counter()
         left: list[LeftOut] = []
         for row in gone:
-            fqn = self.attachment.table[row].fqn
+            fqn = table[row].fqn
             module = by_name.get(fqn)
             if isinstance(module, nn.Linear) and id(module) in in_fp8 and module.weight.device == plan.slab.device:
                 put_on_site(plan, row, module, in_fp8)
@@ -62,7 +63,7 @@ class ReplacedModules:
                 left.append(
                     LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach")
                 )
-        plan.canary.cover(turns_of(plan, len(plan.sites.quantizers) // each, self.attachment.te), each)
+        plan.canary.cover(turns_of(plan, len(linears), self.attachment.te), each)
         self._tell(named, again, left)
 
     def _tell(self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut]) -> None:
@@ -81,7 +82,8 @@ class ReplacedModules:
         seen = [m for _, m in named if SITE_KEY in m.__dict__]
         te = self.attachment.te
         seen += [m.module for m in te.modules] if te is not None else []
-        facts = coverage(named, seen).facts()
+        self.attachment.coverage = coverage(named, seen, self.attachment.own_modules)
+        facts = self.attachment.coverage.facts()
         facts["replaced"] = "; ".join(
             [*(f"{num} by {kind}, observed" for kind, num in again.items()), *(f"{m.fqn} ({m.reason})" for m in left)]
         )[:2000]

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from fp8watch.observer.plan import Plan
 from fp8watch.session.attachment import Attachment
-from fp8watch.session.sites import and_more, describe, not_called, operand_name
+from fp8watch.session.silent_sites import Silence
+from fp8watch.session.sites import describe, operand_name
 from fp8watch_agent.recorder import Recorder
 
 Rows = npt.NDArray[np.void]
@@ -31,7 +32,12 @@ class SiteRegistration:
     observed: bool = False  # a step was: its rows show which sites are called
     _registered: set[int] = field(default_factory=set)  # rows of the table
     _said_recompute: bool = False
-    _told_silent: bool = False
+    _silence: Silence = field(init=False)
+    _asked_at: int = -1  # sites registered when it was asked last what is silent
+    _said_silent: bool = False
+
+    def __post_init__(self) -> None:
+        self._silence = Silence(self.attachment)
 
     def see(self, rows: Rows) -> None:
         """Register the sites that these rows show for the first time, and say what only running shows."""
@@ -47,9 +53,11 @@ class SiteRegistration:
             te = self.attachment.te
             self.recorder.register_sites([describe(r, table[r], int(rows["order"][r]), sites, te, recipe) for r in new])
             self._registered.update(new)
-        if self.observed and not self._told_silent:
-            self._told_silent = True
-            silent = not_called(table, self._registered, sites.unobserved)
-            if silent:
-                self.say(f"not called in the first step: {', '.join(silent[:5])}{and_more(len(silent) - 5)}")
-                self.recorder.update_facts({"not_called": "; ".join(silent)[:2000]})
+        if self.observed and len(self._registered) != self._asked_at:
+            self._asked_at = len(self._registered)
+            text, changed = self._silence.ask(self._registered, sites.unobserved)
+            if text and not self._said_silent:
+                self.say(text)
+            self._said_silent = True
+            if changed:
+                self.recorder.update_facts(changed)

@@ -15,7 +15,6 @@ from fp8watch.observer.probes import PROBE
 from fp8watch.observer.site_rows import SiteRows
 from fp8watch.recipe import Recipe
 from fp8watch_agent.record import Site
-from fp8watch_agent.roles import layers_of
 
 OUTPUT = "output"
 """`operand` of a probe."""
@@ -31,11 +30,17 @@ class SiteTable:
     gemm: str
     site_id: int
     width: int = 0  # in_features of its Linear
+    as_it_is: bool = False  # its GEMM computes as before, whatever the recipe is
 
 
 def operand_name(table: Sequence[SiteTable], row: int) -> str:
     """Module and operand of a row, such as "layers.0.fc1.input"."""
     return f"{table[row].fqn}.{table[row].operand}"
+
+
+def site_name(s: SiteTable) -> str:
+    """Module, operand and direction, such as "layers.0.fc1.input.rowwise"."""
+    return f"{s.fqn}.{s.operand}.{s.direction}"
 
 
 def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
@@ -62,17 +67,17 @@ def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver 
     return Site(
         id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
-        recipe=recipe.site_recipe(s.operand) if foreign is None else foreign.site_recipe(recipe, s.operand),
+        recipe=recipe.site_recipe(s.operand, observe=s.as_it_is) if foreign is None else foreign.site_recipe(recipe, s.operand),
         backend=quantizer.backend.NAME if foreign is None else foreign.backend,
         evidence={"all": "exact"} if foreign is None else EVIDENCE,
     )  # fmt: skip
 
 
-def not_called(table: Sequence[SiteTable], called: Set[int], unobserved: Set[int]) -> list[str]:
-    """Modules of which no site was seen, layers put together; those that attach was told to leave alone are not asked."""
-    seen = {table[row].fqn for row in called}
+def silent_modules(table: Sequence[SiteTable], arrived: Set[int], unobserved: Set[int]) -> list[str]:
+    """Modules of which no site was measured; those that attach was told to leave alone are not asked."""
+    seen = {table[row].fqn for row in arrived}
     asked = dict.fromkeys(s.fqn for row, s in enumerate(table) if row not in unobserved)
-    return layers_of(fqn for fqn in asked if fqn not in seen)
+    return [fqn for fqn in asked if fqn not in seen]
 
 
 def and_more(num: int) -> str:
@@ -93,7 +98,7 @@ def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) ->
         raise TypeError(f"sites={wanted!r}: must be a list of patterns, such as ['layers.0.*', '*.grad_output.*']")
     unused, rows = set(wanted), set()
     for row, s in enumerate(table):
-        names = s.fqn, f"{s.fqn}.{s.operand}", f"{s.fqn}.{s.operand}.{s.direction}"
+        names = s.fqn, f"{s.fqn}.{s.operand}", site_name(s)
         hits = {p for p in wanted if any(fnmatchcase(name, p) for name in names)}
         unused -= hits
         if not hits:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fp8watch.observer.expert_rows import Calls, named_experts
 from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, named_gradients
 from fp8watch.observer.plan import TILE_BYTES, Plan
 from fp8watch.observer.step_sample import StepSample
@@ -30,6 +31,7 @@ from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Cadence, Session
 from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
 from fp8watch.session.site_registration import Rows, SiteRegistration
+from fp8watch.session.sites import site_name
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch.session.tile_map_flush import TileMapFlush
 from fp8watch.session.window_merge import WindowMerge, steps_to_merge
@@ -57,6 +59,7 @@ class Left:
     sample: StepSample  # what it looked at
     gradients: list[str]  # parameters whose gradients were looked at
     suspects: list[int]  # rows of Transformer Engine that may be broken
+    experts: Calls | None  # whose rows its operands had
     parts: list[str]  # what the tensors of `copy` are
     tiles: Held
     tile_bytes: int
@@ -89,6 +92,7 @@ class StepFlush:
     events: EventFollow
     maps: TileMapFlush
     merge: WindowMerge | None  # None: each step leaves by itself
+    expert_names: Mapping[int, str] = field(default_factory=dict)  # row -> "module.operand.direction" of experts
     mirrors: list[StepMirror] = field(default_factory=list)  # are shown the rows of each step as well
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[Left] = field(default_factory=deque)
@@ -136,11 +140,14 @@ class StepFlush:
             suspects, counts = self.te.pop_suspects()
             if counts is not None:
                 parts["suspects"] = counts
+        experts = plan.experts.take() if self.expert_names else None
+        if experts is not None and experts.tensor is not None:
+            parts["experts"] = experts.tensor
         self.registration.observed |= observing and plan.step.ran
         self._num_taken += 1
         self._newest = step
         left = Left(
-            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, list(parts),
+            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, list(parts),
             *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
@@ -204,6 +211,11 @@ class StepFlush:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))
         if "gradients" in parts and any(faults := parts["gradients"].tolist()):
             numbers.update(named_gradients(left.gradients, faults))
+        if left.experts is not None:
+            first_rows = parts["experts"].numpy() if "experts" in parts else np.empty(0, np.int64)
+            numbers.update(
+                self.guard.run("experts", named_experts, left.experts, first_rows, rows, self.expert_names) or {}
+            )
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
             left.status = StepStatus.SKIPPED
         if not left.recorded:
@@ -246,6 +258,7 @@ def step_flush(
         return None
     ids = [site.site_id for site in attachment.table]
     plan.tiles.keeps_one = cadence.tile_maps[0] != "triggered"
+    expert_names = {row: site_name(attachment.table[row]) for row in plan.experts.num_experts}
     copies, registration = HostCopies(plan.slab.device), SiteRegistration(attachment, plan, recorder, session.say)
     maps = TileMapFlush(ids, recorder, plan.tiles, copies, TileHistory(TILE_BYTES // 4))
     identity = session.identity
@@ -256,5 +269,5 @@ def step_flush(
         recorder.update_facts({"merge_steps": steps})
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
-        EventFollow(len(ids)), maps, merge,
+        EventFollow(len(ids)), maps, merge, expert_names,
     )  # fmt: skip

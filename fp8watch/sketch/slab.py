@@ -79,6 +79,15 @@ class Slab:
             views = self._views[row] = row_views(self.buffer[row])
         merge_sections(views, sections(stats), call_order)
 
+    def take_off_zeros(self, row: int, num_elements: int | torch.Tensor, num_tiles: int | torch.Tensor) -> None:
+        """Take padding off the counts of a row: zeros, and tiles of nothing else. 0-d integers on this device, or numbers."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "num_elements").sub_(num_elements)
+        for name in ("num_tiles", "num_zero_tiles"):
+            row_span(mine, name).sub_(num_tiles)
+        row_span(mine, "amax_hist")[:1].sub_(num_tiles)
+
     def accumulate_gemm(self, row: int, check: GemmCheck) -> None:
         """Merge what a shadow found of one GEMM into the row of the operand that it reads."""
         self._check_row(row)

@@ -28,12 +28,12 @@ class NoLinear(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.h = nn.ModuleList(Conv1D(64, 64) for _ in range(3))
+        self.h = nn.ModuleList(nn.Conv1d(64, 64, 1) for _ in range(3))
         self.norm = nn.LayerNorm(64)
 
     def forward(self, x):
         for layer in self.h:
-            x = torch.relu(layer(x))
+            x = torch.relu(layer(x[..., None])[..., 0])
         return self.norm(x).pow(2).mean()
 
 
@@ -50,7 +50,7 @@ def test_a_model_without_linears_sends_its_loss_its_steps_and_its_probes(attach,
     assert {key[0] for key in watch._recorder.step(1)[1]} == {"norm"}
     line = capsys.readouterr().err
     assert "no Linear taken over, loss and steps are recorded; observing 0 % of the GEMM FLOPs" in line
-    assert "not taken: h.* (Conv1D [64, 64], 100 %)" in line
+    assert "not taken: h.* (Conv1d [64, 64, 1], 100 %)" in line
     assert watch.summary()["internal_errors"] == {}
 
 
@@ -161,13 +161,16 @@ def test_a_fused_weight_and_multihead_attention_are_named(attach, capsys):
         def forward(self, x):
             return self.out(F.linear(x, self.wqkv))
 
-    watch = attach(Fused())
-    line = capsys.readouterr().err
-    assert "wqkv (2-D parameter [192, 64], " in line
-    assert "attention.in_proj_weight (2-D parameter [192, 64], " in line
+    model = Fused()
+    linears, _ = select_linears(model, None)
+    alone = coverage(list(named_modules(model)), [m for _, m in linears])
+    assert "wqkv (2-D parameter [192, 64], " in alone.line()
+    assert "attention.in_proj_weight (2-D parameter [192, 64], " in alone.line()
+    watch = attach(model)
+    assert "3 parameters observed where their modules multiply with them" in capsys.readouterr().err
     facts = watch._recorder.session.facts
-    assert facts["not_taken"].startswith("wqkv (2-D parameter [192, 64], ")
-    assert facts["gemm_flops_observed"] == pytest.approx(192 / (192 * 3 + 64), abs=1e-3)
+    assert facts["not_taken"] == ""
+    assert facts["gemm_flops_observed"] == 1.0
 
 
 def test_a_model_that_is_taken_whole_has_nothing_to_say(attach, capsys):
@@ -180,7 +183,10 @@ def test_modules_that_were_not_called_are_a_fact_of_the_session_too(attach, caps
     watch = attach(model)
     model["used"](torch.randn(8, 64)).sum().backward()
     watch.step()
-    assert "not called in the first step: idle.*\n" in capsys.readouterr().err
+    assert (
+        "not called in the first step: idle.*; 75 % of the GEMM FLOPs were announced as observed and send nothing\n"
+        in capsys.readouterr().err
+    )
     assert watch._recorder.facts["not_called"] == "idle.*"
 
 

@@ -233,14 +233,14 @@ MODES = [
     Bug(
         "GEMMs that nobody observes are suspected",
         "unobserved:with_unobserved",
-        "    suspects = [name for name in names if _lies_in(name, inside)]\n",
+        "    suspects = [name for name in names if name not in seen and _lies_in(name, inside)]\n",
         "    suspects: list[str] = []\n",
         "tests/detect/test_reports.py::test_a_nan_behind_experts_that_nobody_observes_may_be_theirs",
     ),
     Bug(
         "GEMMs that ran elsewhere are not suspected",
         "unobserved:with_unobserved",
-        "    suspects = [name for name in names if _lies_in(name, inside)]\n",
+        "    suspects = [name for name in names if name not in seen and _lies_in(name, inside)]\n",
         "    suspects = names\n",
         "tests/detect/test_reports.py::test_a_nan_between_two_sites_of_one_mlp_is_not_of_experts_elsewhere",
     ),

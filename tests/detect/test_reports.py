@@ -304,6 +304,47 @@ def test_without_unobserved_gemms_a_nan_came_from_outside_of_them() -> None:
     assert "from outside the GEMMs" in _nan_in_the_input_of("layers.1.attention.q_proj", {"not_taken": ""}).title
 
 
+def test_what_is_left_out_of_fp8_and_observed_is_no_suspect() -> None:
+    facts = {"left_out": "layers.1.mlp.down_proj (own forward (Lora)); layers.0.mlp.down_proj (own forward (Lora))"}
+    assert "from outside the GEMMs" in _nan_in_the_input_of("layers.1.attention.q_proj", facts).title
+
+
+def test_a_gemm_that_was_announced_and_is_silent_is_a_suspect() -> None:
+    facts = {"silent": "layers.*.experts.down_proj (read by einsum, whose product is not recognised)"}
+    assert "not observed: layers.*.experts.down_proj" in _nan_in_the_input_of("layers.1.attention.q_proj", facts).cause
+
+
+@pytest.mark.parametrize(("expert", "said_of_it"), [(17.0, True), (-1.0, False), (float("nan"), False), (1e30, False)])
+def test_an_inf_in_an_expert_is_told_with_the_expert_and_its_own_row(expert: float, said_of_it: bool) -> None:
+    t = healthy(4, 20)
+    j = t.one("layers.1.mlp.down_proj", "weight")
+    put_nan(t, 9, np.arange(len(t.sites)) == j)
+    site = f"{t.sites[j].module}.weight.{t.sites[j].direction}"
+    t.logs |= {
+        f"nonfinite_expert/{site}": np.where(np.arange(20) == 9, expert, np.nan),
+        f"nonfinite_expert_row/{site}": np.where(np.arange(20) == 9, 5.0, np.nan),
+    }
+    _, words = said(Case([t], 9, [[session(t)]]))
+    assert (", expert 17, tile (" in words.title) == said_of_it
+    assert (") of expert 17" in words.cause) == said_of_it
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert"),
+    [("layers.*.mlp.down_proj (2)", 1), ("layers.*.mlp.down_proj (4)", None), ("other (2)", None), ("x (1", None)],
+)
+def test_a_tile_of_a_weight_is_told_with_the_expert_whose_rows_it_has(experts: str, expert: int | None) -> None:
+    t = healthy(4, 20)
+    j = t.one("layers.1.mlp.down_proj", "weight")  # 256 rows in two tiles: of two experts, or of more than two
+    put_nan(t, 9, np.arange(len(t.sites)) == j)
+    t.columns["first_nonfinite"][9, j, 0] = 133
+    finding, words = said(Case([t], 9, [[session(t, facts={"experts": experts})]]))
+    assert finding.tile is not None
+    assert finding.tile[0] == 1
+    assert finding.extra.get("expert") == expert
+    assert (", expert 1, tile (1, " in words.title) == (expert is not None)
+
+
 @pytest.mark.parametrize("text", ["a" * 32_000, "a (b" * 8_000, "a " * 16_000, "a ((((" * 5_000, "a (" + "()" * 16_000])
 def test_a_text_that_lists_nothing_is_read_in_no_time(text: str) -> None:
     began = time.thread_time()

@@ -71,7 +71,13 @@ def test_run_page_names_the_gemms_that_are_not_observed_and_their_share(
     with serving(make_app(tmp_path_factory.mktemp("share"))) as client:
         run = synthetic.Run(client, "moe", "moe", sites=synthetic.make_sites(1)).register()
         experts = "model.layers.*.mlp.experts.down_proj (3-D parameter [8, 96, 192], 24 %)"
-        facts = {"gemm_flops_observed": 0.22, "not_taken": experts, "not_called": "a.b; c.*"}
+        facts = {
+            "gemm_flops_observed": 0.22,
+            "not_taken": experts,
+            "not_called": "a.b; c.*",
+            "silent": "w (read by einsum)",
+            "silent_share": "67 % of the GEMM FLOPs were announced as observed and send nothing",
+        }
         with_facts(client, run, facts)
         run.send(range(3))
         said = words(client.get("/runs/moe").text, "coverage")
@@ -82,6 +88,8 @@ def test_run_page_names_the_gemms_that_are_not_observed_and_their_share(
     for expected in (
         "GEMMs not observed model.layers.*.mlp.experts.down_proj 3-D parameter [8, 96, 192], 24 %",
         "Not called in the first step a.b c.*",
+        "Announced as observed, and silent w read by einsum",
+        "67 % of the GEMM FLOPs were announced as observed and send nothing",
     ):
         assert expected in said
     assert session["facts"] == facts

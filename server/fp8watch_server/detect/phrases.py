@@ -31,8 +31,26 @@ def site_words(facts: SiteFacts | None) -> str:
 
 
 def tile_words(finding: Finding) -> str:
-    """`, tile (37, 1)`, or nothing."""
-    return f", tile ({finding.tile[0]}, {finding.tile[1]})" if finding.tile is not None else ""
+    """`, tile (37, 1)`, or nothing; of experts with the number of the expert before it."""
+    return expert_words(finding) + (
+        f", tile ({finding.tile[0]}, {finding.tile[1]})" if finding.tile is not None else ""
+    )
+
+
+def expert_words(finding: Finding) -> str:
+    """`, expert 17`, or nothing."""
+    expert = finding.extra.get("expert")
+    return f", expert {expert}" if expert is not None else ""
+
+
+def element_words(finding: Finding) -> str:
+    """` at element (5, 7)`, or nothing; of experts in rows of the expert: ` at element (5, 7) of expert 17`."""
+    if finding.element is None:
+        return ""
+    row, expert = finding.extra.get("expert_row"), finding.extra.get("expert")
+    if row is None or expert is None:
+        return f" at element ({finding.element[0]}, {finding.element[1]})"
+    return f" at element ({row}, {finding.element[1]}) of expert {expert}"
 
 
 def channels(finding: Finding, facts: SiteFacts | None) -> str:

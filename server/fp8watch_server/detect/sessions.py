@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fp8watch_agent.experts import EXPERTS_FACT
 from fp8watch_agent.roles import (
     EMBEDDING,
     NORM,
@@ -28,12 +29,23 @@ from fp8watch_server.detect.finding import SiteFacts
 MAX_NAMED = 8
 NOT_TAKEN_FACT = "not_taken"
 """Fact of a session: weights that it does not watch, with the reason of each."""
+SILENT_FACT = "silent"
+"""... those that it was to watch, and that send nothing, with the reason of each."""
 _IGNORED = frozenset(
     {
         # told as coverage, by name
         *("left_out", "num_linears", "declared_not_effective", "configuration_warning", "te_unread"),
         # of the model, or of the loop
-        *("gemm_flops_observed", NOT_TAKEN_FACT, "not_called", "no_step_ended", ROLES_FACT),
+        *(
+            "gemm_flops_observed",
+            NOT_TAKEN_FACT,
+            "not_called",
+            SILENT_FACT,
+            "silent_share",
+            "no_step_ended",
+            ROLES_FACT,
+        ),
+        EXPERTS_FACT,
     }
 )
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")

@@ -72,9 +72,10 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
         "observed": _observed(facts),
         "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
+        "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
         "warnings": [
             str(facts[k])
-            for k in ("configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")
+            for k in ("silent_share", "configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")
             if facts.get(k)
         ],
     }

@@ -20,10 +20,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_agent.record import Measured, StepStatus
 from fp8watch_server.detect.families import degenerate, kernel_output
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
 from fp8watch_server.detect.view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
+
+_MAX_INDEX = 1 << 31
 
 
 def loss_is_broken(view: StepView) -> bool:
@@ -125,8 +128,18 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             "weight_born": weight_born,
             "probe": facts.operand == "output",
             "kind": "inf" if view.infinite[first] else "nan",
+            **_expert(view, f"{facts.module}.{facts.operand}.{facts.direction}"),
         },
     )
+
+
+def _expert(view: StepView, site: str) -> dict[str, int]:
+    """Expert and row of the expert that the named element lies in, where the step says so."""
+    logs = view.logs()
+    expert, row = logs.get(NONFINITE_EXPERT + site), logs.get(NONFINITE_EXPERT_ROW + site)
+    if expert is None or not (0 <= expert < _MAX_INDEX):
+        return {}
+    return {"expert": int(expert)} | ({"expert_row": int(row)} if row is not None and 0 <= row < _MAX_INDEX else {})
 
 
 def _nan_in_loss(view: StepView, gradients: npt.NDArray[np.int64]) -> Finding:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fp8watch_server.detect.finding import Finding
-from fp8watch_server.detect.sessions import NOT_TAKEN_FACT
+from fp8watch_server.detect.sessions import NOT_TAKEN_FACT, SILENT_FACT
 from fp8watch_server.detect.view import GRAD_OUTPUT, SiteTable
 
 MAX_NAMED = 4
@@ -30,12 +30,15 @@ def with_unobserved(found: Finding, table: SiteTable, facts: Mapping[str, Any]) 
     """The finding with the names of GEMMs that may have made its value unseen, as `extra["unobserved"]`."""
     if found.mode != "nan-in-activation" or found.site is None or found.extra.get("weight_born"):
         return found
-    names = [n for fact in (NOT_TAKEN_FACT, "left_out") for n in _items(str(facts.get(fact) or ""))]
+    names = [n for fact in (NOT_TAKEN_FACT, SILENT_FACT, "left_out") for n in _items(str(facts.get(fact) or ""))]
     row = int(table.rows(np.array([found.site], dtype=np.uint64))[0])
     if not names or row < 0:
         return found
     inside = _innermost(table, row)
-    suspects = [name for name in names if _lies_in(name, inside)]
+    seen = {
+        f.module for f in table.facts if f.operand != "output"
+    }  # left out of the FP8 path, and observed all the same
+    suspects = [name for name in names if name not in seen and _lies_in(name, inside)]
     return replace(found, extra={**found.extra, "unobserved": suspects[:MAX_NAMED]}) if suspects else found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import site_words, tile_words
+from fp8watch_server.detect.phrases import element_words, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
 
 _MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
@@ -12,7 +12,7 @@ _MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     where, limit = site_words(s), _MAX_FINITE.get(s.format if s else "E4M3", 448)
-    element = f" at element ({f.element[0]}, {f.element[1]})" if f.element else ""
+    element = element_words(f)
     return (
         f"Inf laundered to {limit} in {where}{tile_words(f)}",
         f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import site_words, tile_words
+from fp8watch_server.detect.phrases import element_words, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -11,7 +11,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     kind = "Inf" if f.extra.get("kind") == "inf" else "NaN"
     where, at, unobserved = site_words(s), tile_words(f), f.extra.get("unobserved")
-    element = f" at element ({f.element[0]}, {f.element[1]})" if f.element else ""
+    element = element_words(f)
     if s is not None and s.operand == "weight":
         return (
             f"{kind} is already in the weights: {where}{at}",

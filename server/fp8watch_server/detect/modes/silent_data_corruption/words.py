@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import evidence, number
+from fp8watch_server.detect.phrases import evidence, expert_words, number
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -40,8 +40,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     alone = ", alone" if evidence(f, "leaping_weights") is not None else ""
     without = " without a gradient" if f.extra.get("gradient_seen") else ""
     return (
-        f"Weight of {module} leaped by {number(f.extra.get('octaves'))} octaves{without}",
-        f"amax of the weight of {module} leaped by {number(f.extra.get('octaves'))} octaves in one step{alone}, {gradient}",
+        f"Weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves{without}",
+        f"amax of the weight of {module}{expert_words(f)} leaped by {number(f.extra.get('octaves'))} octaves in one step{alone}, {gradient}",
     )
 
 

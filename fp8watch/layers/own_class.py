@@ -1,0 +1,90 @@
+"""The class of a module that multiplies with parameters of its own, swapped so that its products are looked at.
+
+Shapes:     whatever the module's own forward takes and returns     Thread: training
+
+Swapped as the class of a Linear is: parameters, names, hooks, state_dict, copies and pickles stay as they are. Under
+torch.compile and torch.jit.trace the module's own forward runs, and nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch.layers.fp8_linear import GEMMS_KEY, KEYS, SITE_KEY
+from fp8watch.layers.own_gemms import GemmMode, OwnGemms
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def refuses(module: nn.Module) -> str | None:
+    """Why the class of a module cannot be swapped, or None."""
+    cls = type(module)
+    if "forward" in module.__dict__:
+        return "forward of its own on the module"
+    if cls.forward is nn.Module.forward:
+        return "no forward"
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return "copies itself in its own way"
+    return None
+
+
+def watched_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a module's class whose forward is looked at, made once.
+
+    Raises:
+        TypeError: of a class that does not let itself be subclassed.
+    """
+    got = _classes.get(base)
+    if got is not None:
+        return got
+    original = base.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        gemms = self.__dict__.get(GEMMS_KEY)
+        if gemms is None or not self.training or torch._C._get_tracing_state() is not None:
+            return original(self, *args, **kwargs)
+        gemms.called = True
+        with GemmMode(gemms, self):
+            return original(self, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copies and pickles are of the plain class: a file loads without fp8watch, a copy writes into no slab."""
+        own = getattr(self, "__getstate__", None)
+        state = self.__dict__ if own is None else own()
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k not in KEYS}
+        return copyreg._reconstructor, (base, object, None), state  # type: ignore[attr-defined]
+
+    namespace = {
+        "_fp8watch_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__, "forward": forward, "__reduce_ex__": reduce,
+    }  # fmt: skip
+    make: Any = type(base)
+    made: type[nn.Module] = make(base.__name__, (base,), namespace)
+    _classes[base] = made
+    return made
+
+
+def look_at(module: nn.Module, sites: Mapping[str, Tensor]) -> OwnGemms:
+    """Look at the products of a module with its own parameters, in place.
+
+    Raises:
+        TypeError: its class does not let itself be swapped.
+    """
+    gemms = OwnGemms(sites)
+    if (
+        "_fp8watch_base" not in type(module).__dict__
+    ):  # it is there after a detach under FSDP2, which put its class on top
+        module.__class__ = watched_class(type(module))
+    module.__dict__[SITE_KEY] = next(iter(sites.values()))
+    module.__dict__[GEMMS_KEY] = gemms
+    return gemms

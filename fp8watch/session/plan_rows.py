@@ -1,0 +1,150 @@
+"""The rows of one attach: which site each row of the slab is, what measures it, and where probes look.
+
+Shapes:     modules -> rows, in the order Linears, own parameters, Transformer Engine, probes
+Thread:     training, once
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8watch.integrations.te_modules import TeModule
+from fp8watch.kernels.backend import Backend
+from fp8watch.layers.attention_calls import look_at_attention
+from fp8watch.layers.custom_ops import site_tensor
+from fp8watch.layers.module_hooks import ProbeHook
+from fp8watch.layers.own_class import look_at
+from fp8watch.layers.own_gemms import OwnGemms
+from fp8watch.observer.expert_rows import ExpertRows
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.probes import Probe, is_attention, shows_logits
+from fp8watch.observer.site_rows import SiteRows, rows_of
+from fp8watch.observer.step_state import StepState
+from fp8watch.quantize.per_tensor import DelayedScale
+from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
+from fp8watch.recipe import Recipe
+from fp8watch.selection.own_parameters import OwnModule
+from fp8watch.session.sites import OUTPUT, SiteTable
+from fp8watch.sketch.slab import Slab
+from fp8watch_agent.experts import EXPERTS_FACT, encode_experts
+from fp8watch_agent.guard import Guard
+from fp8watch_agent.record import site_id
+
+states_of_module: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
+"""Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
+
+
+@dataclass
+class Watched:
+    """The modules of a model whose GEMMs are observed."""
+
+    linears: list[tuple[str, nn.Linear]]
+    own: list[OwnModule] = field(default_factory=list)
+    te: list[TeModule] = field(default_factory=list)
+    probed: Sequence[Probe] = ()
+
+    def operands(self) -> Iterator[tuple[str, nn.Module, str, Tensor, int, int]]:
+        """Of each GEMM whose operands we measure: name, module, what tells it from the others of the module, weight,
+        features of its input where they are known, number of experts. In the order of the rows."""
+        for fqn, linear in self.linears:
+            yield fqn, linear, "", linear.weight, linear.in_features, 0
+        for own in self.own:
+            for p in own.parameters:
+                yield p.fqn, own.module, f"{p.path}.", own.tensor(p), 0, p.num_experts
+
+    def device(self, otherwise: torch.device) -> torch.device:
+        """Where the operands are."""
+        return next((weight.device for _, _, _, weight, *_ in self.operands()), otherwise)
+
+    def expert_facts(self) -> dict[str, str]:
+        """Session facts: which sites are those of experts."""
+        experts = {fqn: num for fqn, *_, num in self.operands() if num}
+        return {EXPERTS_FACT: encode_experts(experts)} if experts else {}
+
+
+def make_plan(
+    watched: Watched, recipe: Recipe, backend: Backend, guard: Guard, *, observe: bool, model: nn.Module | None = None
+) -> tuple[Plan, list[SiteTable]]:
+    """The plan of a watch, and what its rows are.
+
+    Args:
+        watched: the modules.
+        recipe: of the operands.
+        backend: that measures them.
+        guard: counts what goes wrong.
+        observe: False: there is no slab.
+        model: whose device is taken where no module is watched.
+    """
+    table: list[SiteTable] = []
+    quantizers: list[SiteQuantizer] = []
+    experts: dict[int, int] = {}
+    for number, (fqn, module, prefix, weight, width, num_experts) in enumerate(watched.operands()):
+        states = states_of_module.setdefault(module, {})
+        is_own = number >= len(watched.linears)
+        for place in places(recipe):
+            operand, direction, gemm = place
+            if num_experts:
+                experts[len(table)] = num_experts
+            identity = site_id(fqn, operand, direction)
+            table.append(SiteTable(fqn, operand, direction, gemm, identity, width, is_own))
+            made = site_quantizer(recipe, place, backend, weight.device, states.get(prefix + operand))
+            quantizers.append(made)
+            if isinstance(made, DelayedQuantizer):
+                states[prefix + operand] = made.state
+    for site in (site for found in watched.te for site in found.sites):
+        identity = site_id(site.fqn, site.operand, site.direction)
+        table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
+    for p in watched.probed:
+        table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
+    slab = None
+    if observe:
+        first = next((module for _, module, *_ in watched.operands()), watched.te[0].module if watched.te else model)
+        devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
+        slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
+    rows = SiteRows(quantizers, rows_of(recipe))
+    return Plan(rows, slab, guard, recipe, StepState(guard), experts=ExpertRows(experts)), table
+
+
+def look_at_own(plan: Plan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]:
+    """Look at products with own parameters: their names -> what is seen of the module, and the parameter's path there."""
+    each = len(plan.sites.rows)
+    row = len(watched.linears) * each
+    seen: dict[str, tuple[OwnGemms, str]] = {}
+    for own in watched.own:
+        sites = {p.path: site_tensor(plan, row + i * each) for i, p in enumerate(own.parameters)}
+        rows, row = range(row, row + len(sites) * each), row + len(sites) * each
+        if plan.sites.unobserved.issuperset(rows):
+            continue
+        gemms = look_at(own.module, sites)
+        plan.modules.add(own.module)
+        seen.update((p.fqn, (gemms, p.path)) for p in own.parameters)
+    return seen
+
+
+def place_probes(plan: Plan, table: list[SiteTable], probed: Sequence[Probe], *, fused: bool) -> list[RemovableHandle]:
+    """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
+    first = len(table) - len(probed)
+    handles: list[RemovableHandle] = []
+    for row, probe in enumerate(probed, first):
+        if row not in plan.sites.unobserved:
+            handles.append(probe.module.register_forward_hook(ProbeHook(site_tensor(plan, row))))
+    attention = [(p.fqn, p.module, row) for row, p in enumerate(probed, first) if is_attention(p.module)]
+    attention = [of for of in attention if fused or shows_logits(of[1])]
+    return handles + look_at_attention(plan, attention)
+
+
+def own_words(own: Iterable[OwnModule]) -> str | None:
+    """What the line of attach says of them; None where there are none."""
+    parameters = [p for module in own for p in module.parameters]
+    if not parameters:
+        return None
+    experts = sum(1 for p in parameters if p.num_experts)
+    s, them = ("s", "their modules") if len(parameters) != 1 else ("", "its module")
+    of = f" ({experts} of experts)" if experts else ""
+    return f"{len(parameters)} parameter{s}{of} observed where {them} multipl{'y' if s else 'ies'} with {'them' if s else 'it'}"

@@ -1,0 +1,97 @@
+"""What was announced as observed and sends nothing: which modules, why, and what share of the GEMM FLOPs they are.
+
+Shapes:     rows of the slab that were ever measured -> a line for people, facts of the session
+Thread:     training
+
+Asked after the first step that was observed, and again where a site comes in later, such as that of an expert without tokens
+so far: then the facts are put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from fp8watch.selection.flop_coverage import percent
+from fp8watch.session.attachment import Attachment
+from fp8watch.session.sites import and_more, silent_modules
+from fp8watch_agent.roles import layers_of, pattern
+
+ALARM_SHARE = 0.1
+"""Of the GEMM FLOPs that were announced: if more of them are silent, people are told so."""
+
+MAX_NAMED = 5
+MAX_FACT_CHARS = 2000
+NOT_SEEN = "not called in eager code: inside torch.compile products with own parameters are not seen"
+NOT_KNOWN = "no product with it was recognised"
+
+
+class Silence:
+    """Compares what one attach announced with what arrived."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._told: dict[str, str | float] = {
+            "not_called": "", "silent": "", "silent_share": "",
+            "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
+        }  # fmt: skip
+
+    def ask(self, arrived: Set[int], unobserved: Set[int]) -> tuple[str, Mapping[str, str | float]]:
+        """What to say of it, and the facts of the session that changed since the last time.
+
+        Args:
+            arrived: rows that were ever measured.
+            unobserved: rows that attach was told to leave alone.
+        """
+        silent = silent_modules(self._attachment.table, arrived, unobserved)
+        reasons = self._reasons(silent)
+        idle = layers_of(name for name in silent if name not in reasons)
+        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons)]
+        covered, loud = self._attachment.coverage, ""
+        share, announced = covered.silent(silent), covered.observed or 0.0
+        if share > ALARM_SHARE * announced:
+            loud = f"{percent(share)} of the GEMM FLOPs were announced as observed and send nothing"
+        facts: dict[str, str | float] = {
+            "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
+            "gemm_flops_observed": round(max(0.0, announced - share), 4),
+        }  # fmt: skip
+        changed = {name: value for name, value in facts.items() if value != self._told[name]}
+        self._told = facts
+        said = [(f"not called in the first step: {_some(idle)}", idle), (f"not observed: {_some(unseen)}", unseen)]
+        return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+
+    def _reasons(self, silent: Sequence[str]) -> dict[str, str]:
+        """Of modules that were called, or may have been: why nothing of them is seen."""
+        own, te = self._attachment.own, self._attachment.te
+        found = {}
+        if te is not None:
+            table = self._attachment.table
+            found = {table[row].fqn: reason for row, reason in te.unread.reasons().items()}
+        for fqn in silent:
+            if fqn in own:
+                gemms, path = own[fqn]
+                reader = gemms.read_by.get(path)
+                why = f"read by {reader}, whose product is not recognised" if reader else NOT_KNOWN
+                found[fqn] = why if gemms.called else NOT_SEEN
+        return {name: found[name] for name in silent if name in found}
+
+
+def _by_layers(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Layers merged where they have one reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((pattern(name), reason), []).append(name)
+    return [(of[0] if len(of) == 1 else name, reason) for (name, reason), of in groups.items()]
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:MAX_NAMED]) + and_more(len(items) - MAX_NAMED)
+
+
+def _joined(items: Sequence[str]) -> str:
+    """As many as fit into a fact, each of them whole."""
+    out = ""
+    for item in items:
+        if len(out) + len(item) + 2 > MAX_FACT_CHARS:
+            break
+        out += f"{'; ' if out else ''}{item}"
+    return out
