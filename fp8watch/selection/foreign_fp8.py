@@ -42,7 +42,8 @@ def foreign_fp8(model: nn.Module) -> str | None:
         ):
             found[f"{cls.__module__.split('.')[0]} {cls.__name__}"] += 1
         elif not any(fqn.startswith(f"{name}.") for name in operations):
-            held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            # by what they are kept in: Megatron's data parallelism calls a list of its own `buffers`
+            held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
             found.update(name for name in {_tensor(t) for t in held} if name is not None)
     if not found:
         return None

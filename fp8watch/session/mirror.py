@@ -220,4 +220,5 @@ class OpenIncidents:
         items = body["items"]
         if not items:
             return 0, None
-        return len(items), items[0].get("url") or f"{self._base}/incidents/{items[0]['id']}"
+        address = items[0]["url"]
+        return len(items), f"{self._base}{address}" if address.startswith("/") else address

@@ -123,3 +123,20 @@ def test_a_model_attached_before_is_not_foreign(attach: Any) -> None:
     model = Model(nn.Identity())
     attach(model)
     assert foreign_fp8(model) is None
+
+
+def test_a_module_may_call_a_list_of_its_own_buffers(attach):
+    class Buckets(torch.nn.Module):  # as Megatron's data parallelism does
+        def __init__(self):
+            super().__init__()
+            self.module, self.buffers = torch.nn.Linear(32, 32), []
+
+        def forward(self, x):
+            return self.module(x).square().mean()
+
+    model = Buckets()
+    watch = attach(model)
+    model(torch.randn(8, 32)).backward()
+    watch.step()
+    assert len(watch._recorder.steps) == 1
+    assert not watch.guard.errors

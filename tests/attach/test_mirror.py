@@ -125,6 +125,16 @@ def test_an_incident_comes_with_its_address(attach, mlp, train, monkeypatch):
     assert seen[0]["fp8watch/incident"] == "http://c/incidents/7"
 
 
+def test_an_address_is_whole_whether_the_collector_knows_its_own_or_not():
+    from fp8watch.session.mirror import OpenIncidents
+    from fp8watch_agent.settings import AgentSettings
+
+    asked = OpenIncidents(AgentSettings(collector="http://c:1"), "r")
+    assert asked._read({"items": [{"url": "/incidents/7"}, {"url": "/incidents/6"}]}) == (2, "http://c:1/incidents/7")
+    assert asked._read({"items": [{"url": "https://w/incidents/7"}]}) == (1, "https://w/incidents/7")
+    assert asked._read({"items": []}) == (0, None)
+
+
 def test_arguments_that_cannot_work_are_refused_and_where_nothing_is_recorded_nothing_starts(attach, mlp, monkeypatch):
     watch = attach(mlp)
     with pytest.raises(TypeError, match="must be a function"):
