@@ -1,6 +1,7 @@
 // Every page: theme button, keys, and what the other scripts do for all of them.
 import "./live.js";
 import "./actions.js";
+import "./list_keys.js";
 
 const root = document.documentElement;
 
@@ -32,7 +33,7 @@ nameTheme();
 // What is not here is not done on this page: the list shows the keys of the page that is open.
 const help = document.getElementById("keys");
 const showKeys = () => {
-  const has = { map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: document.querySelector(".crumbs a") };
+  const has = { map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: document.querySelector(".crumbs a"), list: document.querySelector("[data-rows]"), search: document.querySelector("[data-search]") };
   for (const row of help.querySelectorAll("[data-for]")) row.hidden = !has[row.dataset.for];
   help.showModal();
 };
