@@ -83,7 +83,7 @@ def test_later_findings_do_not_undo_what_people_said(store: Store) -> None:
 def test_states_in_words_and_in_sql_are_the_same(store: Store, status: str, actions: list[str], state: str) -> None:
     row: dict[str, Any] = dict.fromkeys(("mode", "title", "verdict", "cause", "fingerprint"), "x")
     row |= dict.fromkeys(("attempt", "first_step", "last_step", "num_events", "num_sites"), 1)
-    row |= dict.fromkeys(("sites", "evidence", "fix", "alternatives"), [])
+    row |= {key: [] for key in ("sites", "evidence", "fix", "alternatives")}
     row |= {"run_id": RUN, "tenant": TENANT, "id": "i", "place": {}, "severity": "warning", "status": status}
     row |= {"origin": True, "opened_at": 1.0, "updated_at": 1.0}
     with writing(store.db) as conn:

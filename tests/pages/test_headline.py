@@ -39,7 +39,10 @@ def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> 
     lost = {"rank": 3, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
     cases: list[tuple[tuple[str, str], tuple[str, str]]] = [
         (says(), ("calm", "Nothing raised in 300 steps, 89 sites, each step.")),
-        (says(seen=Watched(0, 299, 89, 1 / 8)), ("calm", "Nothing raised in 300 steps, 89 sites, each in 1 of 8 steps.")),
+        (
+            says(seen=Watched(0, 299, 89, 1 / 8)),
+            ("calm", "Nothing raised in 300 steps, 89 sites, each in 1 of 8 steps."),
+        ),
         (says(incident()), ("critical", "Broken since step 90: It broke.")),
         (says(incident(regression_of="x")), ("critical", "Back since step 90, after it was fixed: It broke.")),
         (says(incident(severity="warning")), ("warning", "Needs a look since step 90: It broke.")),

@@ -20,7 +20,6 @@ OPEN, ACKNOWLEDGED, UNSEEN, SEEN, FIXED, FALSE_ALARM = "open", "acknowledged", "
 STATES = (OPEN, ACKNOWLEDGED, UNSEEN, SEEN, FIXED, FALSE_ALARM)
 ASKS_TO_BE_SEEN = ("critical", "warning")
 """A notice that is over asks nobody."""
-SEVERITY_RANK = {"critical": 3, "warning": 2, "info": 1}
 
 
 def state_of(incident: Mapping[str, Any]) -> str:
@@ -54,8 +53,3 @@ def is_in(state: str) -> sa.ColumnElement[bool]:
     if state == SEEN:
         return sa.and_(c.status == "resolved", c.closed_as.is_(None), sa.not_(unseen()))
     return sa.and_(c.status == "resolved", c.closed_as == state)
-
-
-def severity_rank() -> sa.ColumnElement[int]:
-    """3 critical, 2 warning, 1 info: for the worst of several."""
-    return sa.case(SEVERITY_RANK, value=t.incident.c.severity, else_=0)

@@ -3,8 +3,8 @@
 Shapes:     what is asked for -> rows of one page, and how many there are
 Thread:     query pool
 
-Ten thousand runs are one statement: incidents by run, sessions that go on, and the facts of those are joined to the runs;
-a page is cut from the result before anything else is read.
+Ten thousand runs are one statement: runs with incidents that ask for somebody, with sessions that go on, and with facts of
+those are sets of ids; a page is cut from the result before anything else is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_server.db import schema as t
-from fp8watch_server.store.incident_states import asks, severity_rank, unseen
+from fp8watch_server.store.incident_states import asks
 from fp8watch_server.store.queries import STALLED_AFTER_S, as_runs
 
 PAGE_RUNS = 50
@@ -72,84 +72,72 @@ class Found:
 def find(conn: Connection, wanted: Wanted, *, now: float | None = None) -> Found:
     """One page of the runs that match. A page after the last is the last."""
     now = time.time() if now is None else now
-    r = t.run.c
-    alive, stuck, hurt = _alive(), _stuck(), _hurt()
-    status = sa.case(
-        (sa.and_(r.attempt > 0, alive.c.run_id.is_(None)), "ended"),
-        (r.last_seen_at < now - STALLED_AFTER_S, "stalled"),
-        else_="running",
-    )
-    need = sa.case(
-        (hurt.c.critical_open > 0, CRITICAL_OPEN),
-        (hurt.c.critical_unseen > 0, CRITICAL_UNSEEN),
-        (sa.and_(stuck.c.reason.is_not(None), status != "ended"), NOT_WATCHING),
-        (hurt.c.open > 0, WARNING_OPEN),
-        (status == "stalled", SILENT),
-        (hurt.c.unseen > 0, WARNING_UNSEEN),
-        else_=NOTHING,
-    )
-    joined = (
-        t.run.outerjoin(alive, r.run_id == alive.c.run_id)
-        .outerjoin(stuck, r.run_id == stuck.c.run_id)
-        .outerjoin(hurt, r.run_id == hurt.c.run_id)
-    )
+    r, status = t.run.c, _status(now)
+    need = _need(status)
     where = [r.tenant == t.DEFAULT_TENANT, *_conditions(wanted)]
     if wanted.status in STATUSES:
         where.append(status == wanted.status)
-    totals = sa.select(sa.func.count(), sa.func.sum(sa.case((need > NOTHING, 1), else_=0)))
-    num_runs, num_need = conn.execute(totals.select_from(joined).where(*where)).one()
+    totals = sa.select(sa.func.count(), sa.func.sum(sa.case((need > NOTHING, 1), else_=0))).select_from(t.run)
+    num_runs, num_need = conn.execute(totals.where(*where)).one()
     page = min(max(1, wanted.page), max(1, -(-num_runs // PAGE_RUNS)))
-    query = sa.select(t.run, need.label("need"), stuck.c.reason).select_from(joined).where(*where)
-    order = _order(wanted, need, status)
-    rows = conn.execute(query.order_by(*order).limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS)).all()
+    query = sa.select(t.run, need.label("need")).where(*where).order_by(*_order(wanted, need, status))
+    rows = conn.execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS)).all()
+    reasons = _reasons(conn, [row.run_id for row in rows if row.need == NOT_WATCHING])
     runs = [
-        {**run, "need": row.need, "not_watching": (row.reason or "") if run["status"] != "ended" else ""}
+        {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
         for run, row in zip(as_runs(conn, rows, now), rows, strict=True)
     ]
     return Found(runs, int(num_runs), int(num_need or 0), page)
 
 
-def _alive() -> sa.Subquery:
-    """Runs in which the newest session of some rank has not ended."""
+def _status(now: float) -> sa.ColumnElement[str]:
+    r, s = t.run.c, t.session.c
+    # `IN` and no join: a database that has no statistics of the tables yet reads each of them once all the same
+    goes_on = r.run_id.in_(sa.select(s.run_id).where(*_alive()))
+    return sa.case(
+        (sa.and_(r.attempt > 0, ~goes_on), "ended"),
+        (r.last_seen_at < now - STALLED_AFTER_S, "stalled"),
+        else_="running",
+    )
+
+
+def _need(status: sa.ColumnElement[str]) -> sa.ColumnElement[int]:
+    r, i, s = t.run.c, t.incident.c, t.session.c
+
+    def some(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+        return r.run_id.in_(sa.select(i.run_id).where(i.tenant == t.DEFAULT_TENANT, asks(), *where))
+
+    stuck = r.run_id.in_(sa.select(s.run_id).where(*_alive(), s.rank == 0, _no_step_ended() != ""))
+    critical = i.severity == "critical"
+    return sa.case(
+        (some(i.status == "open", critical), CRITICAL_OPEN),
+        (some(critical), CRITICAL_UNSEEN),
+        (stuck, NOT_WATCHING),
+        (some(i.status == "open"), WARNING_OPEN),
+        (status == "stalled", SILENT),
+        (some(), WARNING_UNSEEN),
+        else_=NOTHING,
+    )
+
+
+def _alive() -> list[sa.ColumnElement[bool]]:
+    """Sessions that have not ended, and are the newest of their rank."""
     s, later = t.session.c, t.session.alias().c
     newer = sa.select(sa.literal(1)).where(
         later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
     )
-    found = sa.select(s.run_id).where(s.tenant == t.DEFAULT_TENANT, s.ended.is_(False), ~newer.exists())
-    return found.distinct().subquery("alive")
+    return [s.tenant == t.DEFAULT_TENANT, s.ended.is_(False), ~newer.exists()]
 
 
-def _stuck() -> sa.Subquery:
-    """Runs whose rank 0 says that no step ends, and why."""
-    s, later = t.session.c, t.session.alias().c
-    reason = sa.type_coerce(s.facts, sa.JSON)["no_step_ended"].as_string()
-    newer = sa.select(sa.literal(1)).where(
-        later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
-    )
-    of_rank_0 = (s.tenant == t.DEFAULT_TENANT, s.rank == 0, s.ended.is_(False), reason != "", ~newer.exists())
-    return sa.select(s.run_id, reason.label("reason")).where(*of_rank_0).subquery("stuck")
+def _no_step_ended() -> sa.ColumnElement[str]:
+    return sa.type_coerce(t.session.c.facts, sa.JSON)["no_step_ended"].as_string()
 
 
-def _hurt() -> sa.Subquery:
-    """Incidents that ask for somebody, by run."""
-    c = t.incident.c
-
-    def count(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
-        return sa.func.sum(sa.case((sa.and_(*where), 1), else_=0))
-
-    critical, is_open = severity_rank() == 3, c.status == "open"
-    return (
-        sa.select(
-            c.run_id,
-            count(is_open, critical).label("critical_open"),
-            count(unseen(), critical).label("critical_unseen"),
-            count(is_open).label("open"),
-            count(unseen()).label("unseen"),
-        )
-        .where(c.tenant == t.DEFAULT_TENANT, asks())
-        .group_by(c.run_id)
-        .subquery("hurt")
-    )
+def _reasons(conn: Connection, run_ids: list[str]) -> dict[str, str]:
+    """Run -> why none of its steps ends, as its rank 0 says."""
+    s = t.session.c
+    rows = conn.execute(sa.select(s.run_id, _no_step_ended()).where(s.run_id.in_(run_ids), s.rank == 0, *_alive()))
+    return {run_id: reason or "" for run_id, reason in rows}
 
 
 def _like(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
