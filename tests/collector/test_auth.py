@@ -159,7 +159,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], i
     with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         for route in ROUTES:
             method, path = route.split(" ")
-            for name in ("run_id:path", "session", "site", "incident_id", "cause_id", "action", "silence_id", "slug", "name", "of"):
+            for name in (
+                "run_id:path",
+                "session",
+                "site",
+                "incident_id",
+                "cause_id",
+                "action",
+                "silence_id",
+                "slug",
+                "name",
+                "of",
+            ):
                 path = path.replace(f"{{{name}}}", "1")
             for identity in IDENTITIES:
                 answer = client.request(method, path, headers=authorization(identity))

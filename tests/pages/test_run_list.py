@@ -61,7 +61,7 @@ def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> No
         row |= dict.fromkeys(("title", "verdict", "cause", "fingerprint"), "x")
         row |= dict.fromkeys(("attempt", "first_step", "last_step", "num_events", "num_sites"), 1)
         row |= {key: [] for key in ("sites", "evidence", "fix", "alternatives")}
-        row |= {"status": "open" if k % 47 == 0 else "resolved", "seen_at": None if k % 9 == 0 else now}
+        row |= {"status": "open" if k % 47 == 0 else "resolved", "seen_at": None if k % 10 == 1 else now}
         row |= {"opened_at": now - k, "updated_at": now - k, "origin": True, "cause_id": f"{k % 200:016x}"}
         row |= {"owner": "ann" if k % 100 == 7 else ""}
         incidents.append(row)

@@ -48,7 +48,7 @@ def test_incidents_of_before_have_their_cause_and_ask_for_nobody(database_kind: 
         row = dict.fromkeys(("title", "verdict", "cause", "fingerprint"), "x")
         row |= dict.fromkeys(("attempt", "first_step", "last_step", "num_events", "num_sites"), 1)
         row |= {"run_id": "r", "mode": "m", "origin": True, "severity": "critical", "opened_at": 1.0, "updated_at": 9.0}
-        json = dict.fromkeys(("sites", "evidence", "fix", "alternatives"), [])
+        json: dict[str, list[str]] = {name: [] for name in ("sites", "evidence", "fix", "alternatives")}
         with for_writing(engine).begin() as conn:
             of_run = {"run_id": "r", "name": "r", "created_at": 1.0, "last_seen_at": 1.0}
             conn.execute(sa.insert(tables.tables["run"]), [of_run])

@@ -206,6 +206,12 @@ sa.Index(
     sqlite_where=hot_batch.c.detected == BATCH_PENDING,
     postgresql_where=hot_batch.c.detected == BATCH_PENDING,
 )
+sa.Index(
+    "ix_hot_batch_failed",
+    hot_batch.c.received_at,
+    sqlite_where=hot_batch.c.detected == BATCH_FAILED,
+    postgresql_where=hot_batch.c.detected == BATCH_FAILED,
+)
 
 SCALAR_NAMES = ("loss", "grad_norm", "lr", "loss_scale")
 

@@ -27,6 +27,7 @@ from fp8watch_server.pages import (
     headline,
     health,
     health_maps,
+    inbox_routes,
     live,
     lookup,
     page_queries,
@@ -39,7 +40,8 @@ from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.logged_scalars import logged_scalars
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
-from fp8watch_server.store import queries, run_list
+from fp8watch_server.pages.what_helped import what_helped
+from fp8watch_server.store import cause_list, queries, run_list
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
 
 FIRST_POINTS = 600
@@ -240,6 +242,8 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             comparison=page_queries.comparison(incident),
             silences=silences,
             runbooks=runbooks.slugs(),
+            same_cause=cause_list.same_cause(conn, incident),
+            helped=what_helped(conn, incident),
         )
 
 
@@ -288,6 +292,7 @@ def install(app: FastAPI) -> None:
     app.include_router(assets.router)
     live.install(app)
     app.include_router(chart_endpoints.router)
+    app.include_router(inbox_routes.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

@@ -33,6 +33,7 @@ __all__ = [
     "SERIES_FIELDS",
     "CursorError",
     "FieldError",
+    "as_incident",
     "as_runs",
     "heatmap",
     "histogram",
@@ -238,7 +239,8 @@ def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
     ]
 
 
-def _as_incident(row: Any) -> dict[str, Any]:
+def as_incident(row: Any) -> dict[str, Any]:
+    """A row of `incident` as the API gives it."""
     got = {k: v for k, v in row._mapping.items() if k != "tenant"}
     return {**got, "state": state_of(got), "runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
 
@@ -258,7 +260,7 @@ def incidents_of(conn: Connection, run_ids: Sequence[str]) -> list[dict[str, Any
     """Incidents of several runs, at most MAX_LIMIT, the newest of them."""
     c = t.incident.c
     query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT, c.run_id.in_(run_ids))
-    return [_as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_LIMIT))]
+    return [as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_LIMIT))]
 
 
 def incidents_page(
@@ -282,7 +284,7 @@ def incidents_page(
         if value is not None:
             query = query.where(column == value)
     rows, following = _page(conn, query, c.opened_at, c.id, cursor, limit)
-    return [_as_incident(row) for row in rows], following
+    return [as_incident(row) for row in rows], following
 
 
 def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
@@ -296,7 +298,7 @@ def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
         .where(e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
         .order_by(e.seq)
     ).mappings()
-    return {**_as_incident(row), "events": [dict(event) for event in events]}
+    return {**as_incident(row), "events": [dict(event) for event in events]}
 
 
 def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ depends_on = None
 
 JSON = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 ALIVE = {"sqlite_where": sa.text("ended = 0"), "postgresql_where": sa.text("ended IS FALSE")}
+FAILED = {"sqlite_where": sa.text("detected = 2"), "postgresql_where": sa.text("detected = 2")}
 OF_RUN = ("note", "archived_at", "edited_at")
 OF_INCIDENT = ("cause_id", "seen_at", "owner", "closed_as", "regression_of")
 
@@ -41,6 +42,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "tenant", "tag", name=op.f("pk_run_tag")),
     )
     op.create_index("ix_session_alive", "session", ["run_id", "tenant"], unique=False, **ALIVE)
+    op.create_index("ix_hot_batch_failed", "hot_batch", ["received_at"], unique=False, **FAILED)
     op.add_column("incident", sa.Column("cause_id", sa.Text(), server_default="", nullable=False))
     op.add_column("incident", sa.Column("seen_at", sa.Double(), nullable=True))
     op.add_column("incident", sa.Column("owner", sa.Text(), server_default="", nullable=False))
@@ -71,6 +73,7 @@ def downgrade() -> None:
     """Back."""
     op.drop_index(op.f("ix_incident_tenant_cause_id"), table_name="incident")
     op.drop_index("ix_session_alive", table_name="session")
+    op.drop_index("ix_hot_batch_failed", table_name="hot_batch")
     op.drop_table("run_tag")
     for table, names in (("incident", OF_INCIDENT), ("run", OF_RUN)):
         for name in names:
