@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
 from fp8watch_server.api.comparison import KIND as COMPARISON
-from fp8watch_server.pages import formatting, lookup, panels
+from fp8watch_server.pages import formatting, health, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
@@ -126,8 +126,10 @@ WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: list[Dict]) -> list[Dict]:
     """Sites by damage where each was measured last.
 
-    Those that open incidents name come first, then non-finite elements, then the lowest tile SQNR against the format.
+    Those that open incidents name come first, then non-finite elements, then what is farthest outside of its own band,
+    then the lowest tile SQNR against the format.
     """
+    unusual = health.unusual_now(conn, run)
     named: dict[int, Dict] = {}
     for incident in open_incidents[:NUM_WORST]:
         if (of := lookup.site_of(incident, sites)) is not None:
@@ -147,14 +149,17 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: 
         by = named.get(site["id"])
         # An SQNR of before says nothing of elements that are NaN since: then the first in the flow of data is the worst.
         told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin
+        far = unusual.get(int(site["id"]))
+        beyond = far[1] if far is not None and far[1] > 1 else 0.0
         rows.append(
             {
                 "site": site,
                 "step": step,
                 "cells": cells,
                 "margin_db": margin,
+                "unusual": far,
                 "incident": by,
-                "key": (by is None, -num_bad, told, site["order"]),
+                "key": (by is None, -num_bad, -beyond, told, site["order"]),
             }
         )
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]

@@ -205,6 +205,7 @@ def run_page(request: Request, run_id: str) -> Response:
         chart=first_chart.training_chart(charts, incidents, low, high),
         panels=panels.served(),
         maps=health_maps.served(),
+        opens_on=health_maps.opens_on(asking[0]["evidence"] if asking else ()),
         agents=agents,
         below=below,
     )
