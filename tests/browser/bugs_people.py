@@ -61,8 +61,8 @@ BUGS = [
     Bug(
         "what is said of a cause goes to all runs",
         "api.incident_actions:_change_all",
-        "done = [_apply(request, conn, row, change, now) for row in asking]",
-        "done = [_apply(request, conn, row, change, now) for row in asking[:1]]",
+        "done = [_apply(request, conn, dict(row), change, now) for row in asking]",
+        "done = [_apply(request, conn, dict(row), change, now) for row in asking[:1]]",
         f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
     ),
     Bug(

@@ -131,7 +131,7 @@ def _change(request: Request, incident_id: str, change: Change) -> Response:
         row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
         if row is None:
             raise not_found("incident", incident_id)
-        _apply(request, conn, row._mapping, change, time.time())
+        _apply(request, conn, dict(row._mapping), change, time.time())
         answer = JsonResponse(queries.incident(conn, incident_id))
     request.app.state.on_change()
     return answer
@@ -148,7 +148,7 @@ def _change_all(request: Request, cause_id: str, change: Change, *, every: bool 
         # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
         asking = [r for i, r in enumerate(rows) if every or i == 0 or r["status"] != "resolved" or r["seen_at"] is None]
         now = time.time()
-        done = [_apply(request, conn, row, change, now) for row in asking]
+        done = [_apply(request, conn, dict(row), change, now) for row in asking]
     request.app.state.on_change()
     return JsonResponse({"cause_id": cause_id, "num_incidents": len(rows), "num_changed": sum(done)})
 

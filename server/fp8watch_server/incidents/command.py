@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 def _false_alarms(database_url: str | None, mode: str | None) -> int:
     try:
-        settings = Settings.from_environ(**({} if database_url is None else {"database_url": database_url}))
+        settings = Settings.from_environ(database_url=database_url)
         with engine_of(settings.database_url) as engine, engine.connect() as conn:
             if migrations.current(conn) != migrations.head():
                 print(

@@ -4,7 +4,8 @@ Shapes:     values of sites over columns of steps [S, T] -> deviation [S, T], 1 
 Thread:     worker threads of the server; pure functions
 
 The band is that of static/baseline.js: the median of the 32 measurements before, ± 4σ (1.4826 × the median distance from
-the median, and at least what is believed of an operand). What lies outside does not feed it, until 32 in a row do.
+the median, and at least what is believed of an operand), which follows a slow drift here: only what lies beyond twice the
+band does not feed it, until 32 in a row do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Floats = npt.NDArray[np.float64]
 WINDOW, LEAST, SIGMAS, MAD_TO_SIGMA = 32, 12, 4.0, 1.4826
 FLOOR_OCTAVES = {"input": 0.12, "weight": 0.01, "grad_output": 0.5}
 OTHER_FLOOR_OCTAVES = 0.12
+FED_UP_TO = 2.0
+"""Half-widths of the band: weights drift, and what drifts is not what broke."""
 FLOOR_DB = 0.25
 OF = {"amax_deviation": "amax_max", "sqnr_deviation": "tile_sqnr_db"}
 """A map of deviations -> the field of the store that it is made of."""
@@ -57,7 +60,7 @@ def deviations(level: Floats, floor: Floats) -> Floats:
             with np.errstate(invalid="ignore"):
                 far = np.abs(y - middle) / spread
             out[there & ready, j] = far[there & ready]
-        is_out = there & ready & (np.nan_to_num(out[:, j]) > 1)
+        is_out = there & ready & (np.nan_to_num(out[:, j]) > FED_UP_TO)
         outside = np.where(is_out, outside + 1, np.where(there, 0, outside))
         anew = outside > WINDOW  # so many in a row are a new normal
         past[anew], num_past[anew], at[anew], outside[anew] = np.inf, 0, 0, 0

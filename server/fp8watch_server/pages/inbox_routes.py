@@ -1,6 +1,5 @@
 """Pages over all runs: the inbox of causes, silences, the index of runbooks, the collector's own health.
 
-Upstream:   fp8watch_server.store.cause_list
 Shapes:     GET -> HTML; a thumbnail is SVG
 Thread:     worker threads of the server: one database connection a request
 """
@@ -52,7 +51,7 @@ def inbox_page(request: Request) -> HTMLResponse:
         if offered[name] or getattr(wanted, name)
     ]
     states = [(s, cause_list.WORDS[s], _url(wanted, state=s)) for s in cause_list.CAUSE_STATES]
-    pages = {"page": found.page, "num_pages": found.num_pages}
+    pages: dict[str, Any] = {"page": found.page, "num_pages": found.num_pages}
     pages |= {"before": _url(wanted, page=found.page - 1) if found.page > 1 else None}
     pages |= {"after": _url(wanted, page=found.page + 1) if found.page < found.num_pages else None}
     return page(

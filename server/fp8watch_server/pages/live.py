@@ -78,7 +78,7 @@ def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-def _of_all(now: float) -> sa.Select[Any]:
+def _of_all(now: float) -> Any:
     """What changes whenever any run does: sums, because there may be ten thousand."""
     r = t.run.c
     silent = sa.case((r.last_seen_at < now - STALLED_AFTER_S, 1), else_=0)

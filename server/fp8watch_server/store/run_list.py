@@ -130,7 +130,8 @@ def _alive() -> list[sa.ColumnElement[bool]]:
 
 
 def _no_step_ended() -> sa.ColumnElement[str]:
-    return sa.type_coerce(t.session.c.facts, sa.JSON)["no_step_ended"].as_string()
+    said: sa.ColumnElement[str] = sa.type_coerce(t.session.c.facts, sa.JSON)["no_step_ended"].as_string()
+    return said
 
 
 def _reasons(conn: Connection, run_ids: list[str]) -> dict[str, str]:
@@ -150,7 +151,7 @@ def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
     def some(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.exists().where(table.c.run_id == r.run_id, table.c.tenant == r.tenant, *where)
 
-    out = [r.archived_at.is_not(None) if wanted.archived else r.archived_at.is_(None)]
+    out: list[sa.ColumnElement[bool]] = [r.archived_at.is_not(None) if wanted.archived else r.archived_at.is_(None)]
     for word in wanted.q.lower().split()[:8]:
         of_run = (_like(r.name, word), _like(r.run_id, word), _like(r.note, word))
         out.append(sa.or_(*of_run, some(t.run_tag, _like(g.tag, word)), some(t.session, _like(s.host, word))))

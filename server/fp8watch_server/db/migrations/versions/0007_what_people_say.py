@@ -20,8 +20,8 @@ branch_labels = None
 depends_on = None
 
 JSON = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
-ALIVE = {"sqlite_where": sa.text("ended = 0"), "postgresql_where": sa.text("ended IS FALSE")}
-FAILED = {"sqlite_where": sa.text("detected = 2"), "postgresql_where": sa.text("detected = 2")}
+ALIVE: dict[str, Any] = {"sqlite_where": sa.text("ended = 0"), "postgresql_where": sa.text("ended IS FALSE")}
+FAILED: dict[str, Any] = {"sqlite_where": sa.text("detected = 2"), "postgresql_where": sa.text("detected = 2")}
 OF_RUN = ("note", "archived_at", "edited_at")
 OF_INCIDENT = ("cause_id", "seen_at", "owner", "closed_as", "regression_of")
 
