@@ -24,13 +24,6 @@ BUGS = [
         f"{TRIAGE}::test_a_cause_that_was_fixed_and_comes_back_has_regressed_and_has_its_owner",
     ),
     Bug(
-        "findings do not undo what people said",
-        "incidents.fold:_write",
-        "if k not in _NOT_OURS}",
-        'if k not in ("run_id", "tenant", "id")}',
-        f"{TRIAGE}::test_later_findings_do_not_undo_what_people_said",
-    ),
-    Bug(
         "calm says how often sites are measured",
         "pages.headline:Watched.each",
         "if self.share >= EACH_STEP_FROM:",
@@ -68,7 +61,7 @@ BUGS = [
     Bug(
         "a run that did not come as far proves nothing",
         "pages.what_helped:what_helped",
-        "r.run_id.not_in(hit),",
+        'r.last_step >= incident["first_step"],',
         "",
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
     ),

@@ -39,6 +39,8 @@ def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
                 run.send(range(88, 93), fault=k == 0, ended=True)
                 if k == 0:
                     run.send_maps([synthetic.FAULT_STEP], [run.site(synthetic.FAULT_MODULE)])
+            short = synthetic.Run(client, "short", "not as far", sites=sites, session="9" * 32).register()
+            short.send(range(3), fault=False, ended=True)
         synthetic.add_incident(engine, "demo-inf", INCIDENT_ID)
         over = {"status": "resolved", "resolved_at": time.time() - 500, "opened_at": time.time() - 900}
         place = {"module": "layers.7.mlp.down_proj", "operand": "input"}
@@ -47,7 +49,7 @@ def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
             engine, "older", OTHER_ID, mode="bad-batch", title="Odd", place={}, severity="info", **over
         )
         with writing(engine) as conn:
-            created = {"older": 1.0, "demo-inf": 2.0, "clean": 3.0}
+            created = {"older": 1.0, "demo-inf": 2.0, "short": 2.5, "clean": 3.0}
             for run_id, at in created.items():
                 conn.execute(sa.update(t.run).where(t.run.c.run_id == run_id).values(created_at=at))
             conn.execute(

@@ -95,6 +95,7 @@ def test_what_needs_somebody_comes_first_whether_it_runs_or_has_ended(many: sa.E
     found = find(many)
     needs = [run["need"] for run in found.runs]
     assert needs == sorted(needs, reverse=True)
+    assert run_list.CRITICAL_UNSEEN in needs
     assert {run["status"] for run in found.runs if run["need"] >= run_list.CRITICAL_UNSEEN} == {"ended"}
     (stuck,) = (run for run in found.runs if run["need"] == run_list.NOT_WATCHING)
     assert (stuck["id"], stuck["not_watching"]) == ("run-00030", "no step has ended")

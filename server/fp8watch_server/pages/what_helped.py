@@ -40,7 +40,6 @@ def what_helped(conn: Connection, incident: Mapping[str, Any]) -> dict[str, Any]
             r.tenant == t.DEFAULT_TENANT,
             r.created_at > last.created_at,
             r.last_step >= incident["first_step"],
-            r.run_id.not_in(hit),
         )
         .order_by(r.created_at)
         .limit(1)
