@@ -34,6 +34,7 @@ class Session:
     backend: str
     facts: dict[str, str | int | float | bool] = field(default_factory=dict)
     key: str = ""  # secret, shown with every request: nobody else can send under this session; empty: none
+    tags: list[str] = field(default_factory=list)  # of the run, for people to find it by
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-zA-Z]{0,64}", self.key):
@@ -41,9 +42,10 @@ class Session:
         if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", self.session):  # used in file names and URLs
             raise ValueError(f"session={self.session!r}: must be 1 to 64 letters and digits; give uuid4().hex")
 
-    def run_facts(self) -> dict[str, str | int]:
+    def run_facts(self) -> dict[str, str | int | list[str]]:
         """The body of `PUT /v1/runs/{run_id}`."""
-        return {
+        tags: dict[str, str | int | list[str]] = {"tags": self.tags} if self.tags else {}
+        return tags | {
             "name": self.run_name,
             "recipe": self.recipe,
             "backend": self.backend,

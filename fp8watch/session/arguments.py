@@ -6,6 +6,7 @@ Thread:     training, once
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 
@@ -26,6 +27,16 @@ def check_arguments(
     if got is None:
         raise ValueError(f"tile_maps={tile_maps!r}: must be 'triggered', 'all' or 'every:N' with N ≥ 1")
     return "every", int(got[1])
+
+
+def check_tags(tags: object) -> list[str]:
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise TypeError(f"tags={tags!r}: must be a sequence of texts, such as tags=['ablation']")
+    out = list(tags)
+    wrong = [t for t in out if not isinstance(t, str) or not 0 < len(t.strip()) <= 100 or not t.isprintable()]
+    if wrong or len(out) > 50:
+        raise ValueError(f"tags={tags!r}: must be at most 50 texts of 1 to 100 printable characters each")
+    return [t.strip() for t in out]
 
 
 def check_url(url: str) -> str:

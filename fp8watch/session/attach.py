@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Sequence
-from urllib.parse import quote
 
 import torch
 from torch import nn
@@ -32,8 +31,8 @@ from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.selection.own_parameters import select_own
 from fp8watch.selection.wrappers import is_lightning_module, named_modules
-from fp8watch.session.arguments import check_arguments, check_url
-from fp8watch.session.attach_line import attach_line, untested_versions
+from fp8watch.session.arguments import check_arguments, check_tags, check_url
+from fp8watch.session.attach_line import attach_line, run_url, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.gemm_choice import choose_gemm, scaled_formats
 from fp8watch.session.identity import Identity, identify
@@ -67,6 +66,7 @@ def attach(
     sites: Sequence[str] | None = None,
     windows: Sequence[Window] | None = None,
     hash_every: int = HASH_EVERY_STEPS,
+    tags: Sequence[str] = (),
 ) -> Watch:
     """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
 
@@ -107,6 +107,7 @@ def attach(
             all steps. For steps that are not known beforehand there are `watch.pause()` and `watch.resume()`.
         hash_every: in so many steps all bits of each weight are hashed once, a part of the weights in each step and the
             same on all ranks, so that the collector can tell which replica differs, so many steps later at most; 0: never.
+        tags: of the run, for people to find it by: at most 50 of at most 100 characters. They are added to those it has.
 
     Raises:
         TypeError, ValueError: an argument or environment variable that cannot work, with value, rule and remedy.
@@ -114,7 +115,7 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: must be a torch.nn.Module")
     maps = check_arguments(every, tile_maps, overhead_budget, start_step, run)
-    schedule = Schedule.checked(windows, hash_every)
+    schedule, tagged = Schedule.checked(windows, hash_every), check_tags(tags)
     settings = AgentSettings.from_environ(collector=None if collector is None else check_url(collector))
     asked = recipe if recipe is not None else settings.recipe
     computing = foreign_fp8(model)
@@ -184,6 +185,7 @@ def attach(
             len(linears),
             model,
             covered.facts() | told,
+            tagged,
         )
         if recorder is None:
             plan.slab = None
@@ -223,9 +225,7 @@ def attach(
         handles += guard.call(
             "probes", lambda: place_probes(plan, table, watched.probed, fused=ATTENTION_LOGITS in (probes or ())), []
         )
-    url = None
-    if recorder is not None and settings.collector is not None:
-        url = f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
+    url = None if recorder is None else run_url(settings, identity)
     attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, covered)
     try:
         return Watch(attachment, Session(chosen, identity, session, guard, say, url), cadence)

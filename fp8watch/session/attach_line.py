@@ -5,6 +5,8 @@ Thread:     training, once
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 from torch import nn
 
 from fp8watch.integrations.tested_versions import untested
@@ -17,6 +19,13 @@ from fp8watch.session.identity import Identity
 from fp8watch.session.plan_rows import Watched, own_words
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
+
+
+def run_url(settings: AgentSettings, identity: Identity) -> str | None:
+    """The run's own page; None without a collector."""
+    if settings.collector is None:
+        return None
+    return f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
 
 
 def attach_line(
@@ -66,7 +75,7 @@ def attach_line(
     if settings.disabled == "stats":
         parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
     elif recorder is not None:
-        where = settings.collector or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
+        where = run_url(settings, identity) or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
         local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
         parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
     return "; ".join(parts)

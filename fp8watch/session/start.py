@@ -40,6 +40,7 @@ def start_recorder(
     num_linears: int,
     model: nn.Module,
     more: Mapping[str, str | float],
+    tags: list[str],
 ) -> Recorder:
     """Start the agent of this process, and tell it who it is."""
 
@@ -70,6 +71,7 @@ def start_recorder(
             backend=backend,
             facts=facts,
             key=secrets.token_hex(16),
+            tags=tags,
         ),
         guard,
     )

@@ -21,6 +21,8 @@ from fp8watch.recipe import blockwise, resolve_recipe
         ({"every": 0}, ValueError, "every=0"),
         ({"every": True}, ValueError, "every=True"),
         ({"tile_maps": "some"}, ValueError, "tile_maps='some'"),
+        ({"tags": "ablation"}, TypeError, "tags='ablation': must be a sequence of texts"),
+        ({"tags": ["a", ""]}, ValueError, "must be at most 50 texts of 1 to 100"),
         ({"tile_maps": "every:0"}, ValueError, "every:0"),
         ({"overhead_budget": 2}, ValueError, "overhead_budget=2"),
         ({"start_step": -1}, ValueError, "start_step=-1"),

@@ -20,7 +20,7 @@ BUGS = [
     Bug(
         "the worst of a layer is the lowest SQNR",
         "pages.health:health_map",
-        'sign = 1.0 if SERIES_FIELDS[field].worst == "min" else -1.0',
+        'sign = 1.0 if field in SERIES_FIELDS and SERIES_FIELDS[field].worst == "min" else -1.0',
         "sign = -1.0",
         f"{T}/test_health_map.py::test_the_worst_of_a_layer_is_named_with_its_site",
     ),
@@ -41,8 +41,8 @@ BUGS = [
     Bug(
         "a run that falls silent is told of though nothing is written",
         "live:version",
-        "parts.append([*row, now - row.last_seen_at > STALLED_AFTER_S])",
-        "parts.append([*row])",
+        "[[*row, now - row.last_seen_at > STALLED_AFTER_S] for row in conn.execute(runs)]",
+        "[[*row] for row in conn.execute(runs)]",
         f"{T}/test_coverage_and_agents.py::test_version_changes_with_steps_incidents_silences_and_silence_of_the_run",
     ),
     Bug(
@@ -184,7 +184,7 @@ BUGS = [
     Bug(
         "no page is wider than a telephone",
         f"{J}/fp8watch.css",
-        ".panel:has(> table) { overflow-x: auto; }",
+        ".panel:has(> table) { overflow-x: auto; position: relative; }",
         "",
         f"{B}/test_narrow_windows.py::test_no_page_is_wider_than_the_window",
     ),

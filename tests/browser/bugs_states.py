@@ -49,8 +49,8 @@ BUGS = [
     Bug(
         "what a tab was on is in the address",
         f"{J}/charts.js",
-        "let value = values.includes(asked) ? asked : values[0];",
-        "let value = values[0];",
+        "let value = values.includes(asked) ? asked : usual;",
+        "let value = usual;",
         f"{B}/test_states_and_clicks.py::test_an_address_leads_back_to_what_was_chosen",
     ),
     Bug(

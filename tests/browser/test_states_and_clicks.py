@@ -78,7 +78,7 @@ def test_the_histogram_says_how_many_tiles_had_which_amax_at_each_step(page: Pag
     ("address", "state"),
     [
         (f"{RUN}?map=underflow_ratio&operand=weight", {"map": "underflow_ratio", "operand": "weight"}),
-        (f"{RUN}?map=nope&operand=nope", {"map": "tile_sqnr_db", "operand": ""}),
+        (f"{RUN}?map=nope&operand=nope", {"map": "num_nonfinite", "operand": ""}),
         (f"{MAP}&show=scale_inv&tile=7,2", {"show": "scale_inv", "tile": "Tile (7, 2)"}),
         (f"{MAP}&show=nope&tile=999,999", {"show": "amax", "tile": "outside this map of 256 \u00d7 6"}),
     ],

@@ -60,6 +60,15 @@ ROUTES = {
     "GET /api/v1/incidents/{incident_id}": "read",
     "POST /api/v1/incidents/{incident_id}/ack": "admin",
     "POST /api/v1/incidents/{incident_id}/resolve": "admin",
+    "POST /api/v1/incidents/{incident_id}/seen": "admin",
+    "POST /api/v1/incidents/{incident_id}/fixed": "admin",
+    "POST /api/v1/incidents/{incident_id}/false-alarm": "admin",
+    "POST /api/v1/incidents/{incident_id}/assign": "admin",
+    "POST /api/v1/incidents/{incident_id}/comment": "admin",
+    "POST /api/v1/causes/{cause_id}/assign": "admin",
+    "POST /api/v1/causes/{cause_id}/{action}": "admin",
+    "PATCH /api/v1/runs/{run_id:path}": "admin",
+    "DELETE /api/v1/runs/{run_id:path}": "admin",
     "GET /api/v1/notifications": "read",
     "GET /api/v1/silences": "read",
     "POST /api/v1/silences": "admin",
@@ -73,6 +82,11 @@ ROUTES = {
     "GET /runs/{run_id:path}/sites/{site}": "read",
     "GET /runs/{run_id:path}/sites/{site}/tile-map": "read",
     "GET /incidents/{incident_id}": "read",
+    "GET /incidents": "read",
+    "GET /incidents/{incident_id}/tiles.svg": "read",
+    "GET /runbooks": "read",
+    "GET /silences": "read",
+    "GET /collector": "read",
     "GET /runbooks/{slug}": "read",
     "GET /assets/{name}": "read",
     "GET /static/{of}/{name}": "read",
@@ -150,7 +164,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], i
     with served(made) as url, httpx.Client(base_url=url, timeout=60) as client:
         for route in ROUTES:
             method, path = route.split(" ")
-            for name in ("run_id:path", "session", "site", "incident_id", "silence_id", "slug", "name", "of"):
+            for name in (
+                "run_id:path",
+                "session",
+                "site",
+                "incident_id",
+                "cause_id",
+                "action",
+                "silence_id",
+                "slug",
+                "name",
+                "of",
+            ):
                 path = path.replace(f"{{{name}}}", "1")
             for identity in IDENTITIES:
                 answer = client.request(method, path, headers=authorization(identity))

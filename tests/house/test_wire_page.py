@@ -29,6 +29,7 @@ MEANINGS = {
         "recipe": "blockwise, current, delayed, mxfp8, observe, or a name of your own",
         "backend": "what quantises",
         "world_size": "ranks",
+        "tags": "for people to find the run by; added to those it has",
     },
     SessionBody: {
         "rank": "of this process",

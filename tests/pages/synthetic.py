@@ -25,6 +25,7 @@ from fp8watch_agent.wire import (
 )
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.incidents.causes import cause_id
 
 TOKENS, WIDTH, HIDDEN = 256, 256, 768
 LINEARS = (
@@ -294,6 +295,7 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
         "fingerprint": incident_id, "opened_at": now - 45, "resolved_at": None, "updated_at": now - 45,
     }  # fmt: skip
     row |= values
+    row.setdefault("cause_id", cause_id(row["mode"], row["place"]))
     with writing(engine) as conn:
         conn.execute(sa.insert(schema.incident), [row])
         event = {"run_id": run_id, "tenant": "default", "incident_id": incident_id, "seq": 1, "kind": "opened"}

@@ -107,13 +107,16 @@ def test_a_run_of_which_no_step_ends_is_visible_as_not_watching(tmp_path_factory
         page = client.get("/runs/stuck").text
         with_facts(client, run, {"no_step_ended": ""})
         after, listed_after = client.get("/runs/stuck").text, client.get("/").text
-    note = f'<p class="note warning">Attached, but {remedy}.</p>'
-    assert [note in html for html in (before, empty, page, after)] == [False, True, True, False]
+    note, says = f'<p class="note warning">Attached, but {remedy}.</p>', f"Not watching: {remedy}."
+    assert [note in html for html in (before, empty)] == [False, True]
+    assert [says in html for html in (page, after)] == [True, False]
+    assert 'class="headline warning"' in page
     assert "attached, no step has ended" in empty
-    assert ["no step has ended</small>" in html for html in (listed_before, listed, listed_after)] == [
-        False,
-        True,
-        False,
+    reason = '<span class="reason">not watching</span>'
+    assert [(reason in html, remedy in html) for html in (listed_before, listed, listed_after)] == [
+        (False, False),
+        (True, True),
+        (False, False),
     ]
 
 
@@ -140,6 +143,10 @@ def test_ranks_that_need_somebody_come_first_and_are_counted() -> None:
     assert (got["num_unwell"], got["num_ranks"], got["num_missing"], got["num_more"]) == (3, 64, 2, 32)
     assert got["rows"][0]["dropped"] == {"ring_full": 17}
     assert got["rows"][1]["status"] == "silent"
+    why = [r["why"] for r in got["rows"][:4]]
+    assert why[0] == ["17 records lost (ring_full)"]
+    assert why[1] == ["silent, last seen 10 min ago"]
+    assert why[2:] == [["2 errors inside the agent"], []]
 
 
 def test_hostile_health_is_no_stack_trace() -> None:

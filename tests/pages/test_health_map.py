@@ -17,7 +17,7 @@ def sites_of(modules: list[str]) -> list[dict[str, Any]]:
 
 
 def test_the_worst_of_a_layer_is_named_with_its_site(client: httpx.Client) -> None:
-    got = client.get("/runs/demo-inf/health.json").json()
+    got = client.get("/runs/demo-inf/health.json?field=tile_sqnr_db").json()
     (mark,) = got["marks"]
     row, column, site, text = mark
     assert got["rows"][row]["label"] == FAULT_MODULE
@@ -86,7 +86,7 @@ def test_what_was_never_quantised_is_no_alarm_and_its_nan_is_one(tmp_path_factor
     with serving(app) as client:
         run = synthetic.Run(client, "probes", "with probes", sites=[*sites, probe]).register()
         run.send(range(20), fault=False, change=spoil)
-        got = client.get("/runs/probes/health.json").json()
+        got = client.get("/runs/probes/health.json?field=tile_sqnr_db").json()
         assert got["marks"] == []
         assert "norm" not in [r["label"] for r in got["rows"]]
         assert got["rows"][0]["values"][0] is not None
@@ -95,7 +95,7 @@ def test_what_was_never_quantised_is_no_alarm_and_its_nan_is_one(tmp_path_factor
         assert 'class="bad"' not in worst
         assert "+Inf" not in worst
         run.send(range(20, 30), fault=False, change=spoil)
-        got = client.get("/runs/probes/health.json").json()
+        got = client.get("/runs/probes/health.json?field=tile_sqnr_db").json()
         ((row, column, site, text),) = got["marks"]
         assert (got["rows"][row]["label"], got["steps"][column], site) == ("norm", 23, 77)
         assert text == "5 non-finite elements"

@@ -14,7 +14,7 @@ from pages import synthetic
 from pages.collector import make_app, serving
 
 from fp8watch_server.db.schema import SCALAR_NAMES
-from fp8watch_server.pages import health_maps, panels, site_charts
+from fp8watch_server.pages import deviation, health_maps, panels, site_charts
 from fp8watch_server.store.fields import SERIES_FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-run-page-panel.md"
@@ -90,7 +90,7 @@ def test_a_health_map_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_every_chart_and_map_has_a_field_and_a_colour() -> None:
     colours = (Path(panels.__file__).parent / "static" / "fp8watch.css").read_text()
-    assert {m.field for m in health_maps.MAPS} <= set(SERIES_FIELDS)
+    assert {deviation.OF.get(m.field, m.field) for m in health_maps.MAPS} <= set(SERIES_FIELDS)
     for chart in site_charts.CHARTS:
         for curve in chart.curves:
             assert curve.field in SERIES_FIELDS

@@ -1,14 +1,17 @@
-"""Incident actions: acknowledge, resolve, and silences.
+"""What people do to incidents: acknowledge, look at, resolve, mark, assign, comment; and silences.
 
 Shapes:     POST, DELETE -> one transaction with its event and, where one is due, its message
 Thread:     query pool
+
+Most can be done to one incident, or to all incidents of a cause that ask for somebody: `/causes/{cause_id}/…`.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 import sqlalchemy as sa
@@ -16,52 +19,146 @@ from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from fp8watch_server.api import bodies
 from fp8watch_server.api.routes import Conn, listed, not_found
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.http.errors import JsonResponse, Problem
+from fp8watch_server.http.errors import JsonResponse
+from fp8watch_server.incidents import triage
 from fp8watch_server.store import queries
 
 router = APIRouter(prefix="/api/v1", tags=["change"])
 
 MAX_SILENCE_S = 365 * 86400.0
+Row = Mapping[str, Any]
+Change = Callable[[sa.Connection, Row, float], dict[str, Any] | None]
+
+
+class OwnerBody(msgspec.Struct):
+    """POST …/assign: whose it is, '' for nobody's."""
+
+    owner: Annotated[str, msgspec.Meta(max_length=bodies.MAX_NAME_CHARS)]
+
+
+class CommentBody(msgspec.Struct):
+    """POST …/comment."""
+
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=8000)]
 
 
 @router.post("/incidents/{incident_id}/ack")
 def acknowledge_incident(request: Request, incident_id: str) -> Response:
     """Somebody looks after it. Idempotent; a resolved incident stays resolved."""
-    return _set_status(request, incident_id, "acknowledged", from_=("open",))
+    return _act(request, incident_id, "ack")
+
+
+@router.post("/incidents/{incident_id}/seen")
+def see_incident(request: Request, incident_id: str) -> Response:
+    """Somebody has looked at it. Idempotent. Takes back what a resolved one was closed as."""
+    return _act(request, incident_id, "seen")
 
 
 @router.post("/incidents/{incident_id}/resolve")
 def resolve_incident(request: Request, incident_id: str) -> Response:
     """It is over. Idempotent."""
-    return _set_status(request, incident_id, "resolved", from_=("open", "acknowledged"))
+    return _act(request, incident_id, "resolve")
 
 
-def _set_status(request: Request, incident_id: str, status: str, from_: tuple[str, ...]) -> Response:
-    now = time.time()
-    c, e = t.incident.c, t.incident_event.c
+@router.post("/incidents/{incident_id}/fixed")
+def fix_incident(request: Request, incident_id: str) -> Response:
+    """It is over, and its cause is removed: when the cause opens again, in any run, it has regressed."""
+    return _act(request, incident_id, "fixed")
+
+
+@router.post("/incidents/{incident_id}/false-alarm")
+def refute_incident(request: Request, incident_id: str) -> Response:
+    """There was nothing wrong. It is kept, counted in /metrics, and listed by `fp8watch rules false-alarms`."""
+    return _act(request, incident_id, "false-alarm")
+
+
+@router.post("/incidents/{incident_id}/assign")
+async def assign_incident(request: Request, incident_id: str) -> Response:
+    """Say whose it is. Later incidents of the same cause are theirs, too."""
+    owner, by = await _owner(request)
+    return await run_in_threadpool(
+        _change, request, incident_id, lambda conn, row, now: triage.assign(conn, row, owner, now, by=by)
+    )
+
+
+@router.post("/incidents/{incident_id}/comment")
+async def comment_incident(request: Request, incident_id: str) -> Response:
+    """Add what somebody found out to its timeline."""
+    body = await bodies.read(request, CommentBody, "comment", '{"text"}: 1 to 8000 characters')
+    by = bodies.author(request)
+    return await run_in_threadpool(
+        _change, request, incident_id, lambda conn, row, now: triage.comment(conn, row, body.text, now, by=by)
+    )
+
+
+@router.post("/causes/{cause_id}/assign")
+async def assign_cause(request: Request, cause_id: str) -> Response:
+    """Say whose all incidents of a cause are, in all runs."""
+    owner, by = await _owner(request)
+    return await run_in_threadpool(
+        _change_all, request, cause_id, lambda conn, row, now: triage.assign(conn, row, owner, now, by=by), every=True
+    )
+
+
+@router.post("/causes/{cause_id}/{action}")
+def act_on_cause(
+    request: Request, cause_id: str, action: Literal["ack", "seen", "resolve", "fixed", "false-alarm"]
+) -> Response:
+    """The same to each incident of a cause that is open or was not seen yet, in all runs."""
+    by = bodies.author(request)
+    return _change_all(request, cause_id, lambda conn, row, now: triage.act(conn, row, action, now, by=by))
+
+
+async def _owner(request: Request) -> tuple[str, str]:
+    rule = f'{{"owner"}}: a name of at most {bodies.MAX_NAME_CHARS} characters, or "" for nobody'
+    body = await bodies.read(request, OwnerBody, "owner", rule)
+    return body.owner.strip(), bodies.author(request)
+
+
+def _act(request: Request, incident_id: str, action: str) -> Response:
+    by = bodies.author(request)
+    return _change(request, incident_id, lambda conn, row, now: triage.act(conn, row, action, now, by=by))
+
+
+def _change(request: Request, incident_id: str, change: Change) -> Response:
+    c = t.incident.c
     with writing(request.app.state.engine) as conn:
-        row = conn.execute(sa.select(t.incident).where(c.id == incident_id, c.tenant == t.DEFAULT_TENANT)).first()
+        mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
+        row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
         if row is None:
             raise not_found("incident", incident_id)
-        if row.status in from_:
-            values: dict[str, Any] = {"status": status, "updated_at": now}
-            if status == "resolved":
-                values["resolved_at"] = now
-            conn.execute(sa.update(t.incident).where(c.run_id == row.run_id, c.id == incident_id).values(**values))
-            of_incident = (e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
-            seq = conn.execute(sa.select(sa.func.coalesce(sa.func.max(e.seq), 0) + 1).where(*of_incident)).scalar_one()
-            event = {"run_id": row.run_id, "tenant": row.tenant, "incident_id": incident_id, "seq": seq}
-            event |= {"kind": status, "at": now, "step": row.last_step, "detail": {"by": "api"}}
-            conn.execute(sa.insert(t.incident_event), [event])
-            if status == "resolved":
-                state = request.app.state
-                state.detection.queue_resolved(conn, {**row._mapping, **values}, now, state.settings.public_url)
+        _apply(request, conn, dict(row._mapping), change, time.time())
         answer = JsonResponse(queries.incident(conn, incident_id))
     request.app.state.on_change()
     return answer
+
+
+def _change_all(request: Request, cause_id: str, change: Change, *, every: bool = False) -> Response:
+    c = t.incident.c
+    with writing(request.app.state.engine) as conn:
+        of_cause = (c.tenant == t.DEFAULT_TENANT, c.cause_id == cause_id)
+        query = sa.select(t.incident).where(*of_cause).order_by(c.opened_at.desc(), c.id).with_for_update()
+        rows = list(conn.execute(query).mappings())
+        if not rows:
+            raise not_found("incident of the cause", cause_id)
+        # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
+        asking = [r for i, r in enumerate(rows) if every or i == 0 or r["status"] != "resolved" or r["seen_at"] is None]
+        now = time.time()
+        done = [_apply(request, conn, dict(row), change, now) for row in asking]
+    request.app.state.on_change()
+    return JsonResponse({"cause_id": cause_id, "num_incidents": len(rows), "num_changed": sum(done)})
+
+
+def _apply(request: Request, conn: sa.Connection, row: Row, change: Change, now: float) -> bool:
+    changed = change(conn, row, now)
+    if changed is not None and changed["status"] == "resolved" != row["status"]:
+        state = request.app.state
+        state.detection.queue_resolved(conn, changed, now, state.settings.public_url)
+    return changed is not None
 
 
 class SilenceBody(msgspec.Struct):
@@ -83,17 +180,7 @@ def get_silences(conn: Conn) -> Response:
 @router.post("/silences")
 async def post_silence(request: Request) -> Response:
     """Send no messages about a run, a mode or a module for a while. Incidents are kept all the same."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > 64 << 10:
-            raise Problem(413, "a body above 64 KiB", rule="at most 64 KiB", remedy="shorten the comment")
-    try:
-        got = msgspec.json.decode(bytes(body), type=SilenceBody)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise Problem(
-            422, f"silence: {e}", rule="{duration_s, run_id, mode, module, comment}", remedy="correct the value"
-        ) from e
+    got = await bodies.read(request, SilenceBody, "silence", "{duration_s, run_id, mode, module, comment}")
     now = time.time()
     row = {"run_id": got.run_id, "tenant": t.DEFAULT_TENANT, "id": uuid.uuid4().hex, "mode": got.mode}
     stored: dict[str, Any] = {**row, "module": got.module, "comment": got.comment, "created_at": now}

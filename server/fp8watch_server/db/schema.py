@@ -60,6 +60,7 @@ __all__ = [
     "outbox",
     "retention",
     "run",
+    "run_tag",
     "scalar",
     "scalar_block",
     "session",
@@ -88,6 +89,17 @@ run = sa.Table(
     sa.Column("last_step", sa.BigInteger),  # of `last_step_attempt`; NULL before the first batch
     sa.Column("last_step_attempt", sa.Integer, nullable=False, server_default="0"),
     sa.Column("num_batches", sa.BigInteger, nullable=False, server_default="0"),  # also the source of hot_batch.arrival
+    sa.Column("note", sa.Text, nullable=False, server_default=""),  # what people wrote about it
+    sa.Column("archived_at", sa.Double),  # out of the list, kept; NULL again when the run goes on
+    sa.Column("edited_at", sa.Double, nullable=False, server_default="0"),  # newest change of note, tags or archive
+)
+
+run_tag = sa.Table(  # of attach(tags=), and of people
+    "run_tag",
+    metadata,
+    *run_key(),
+    sa.Column("tag", sa.Text, primary_key=True),
+    of_run(),
 )
 
 session = sa.Table(
@@ -117,6 +129,13 @@ session = sa.Table(
     of_run(),
 )
 sa.Index(None, session.c.run_id, session.c.tenant, session.c.rank, session.c.attempt, unique=True)
+sa.Index(  # which runs go on: a list of runs asks for that of all of them
+    "ix_session_alive",
+    session.c.run_id,
+    session.c.tenant,
+    sqlite_where=session.c.ended.is_(False),
+    postgresql_where=session.c.ended.is_(False),
+)
 
 site = sa.Table(
     "site",
@@ -186,6 +205,12 @@ sa.Index(
     hot_batch.c.received_at,
     sqlite_where=hot_batch.c.detected == BATCH_PENDING,
     postgresql_where=hot_batch.c.detected == BATCH_PENDING,
+)
+sa.Index(
+    "ix_hot_batch_failed",
+    hot_batch.c.received_at,
+    sqlite_where=hot_batch.c.detected == BATCH_FAILED,
+    postgresql_where=hot_batch.c.detected == BATCH_FAILED,
 )
 
 SCALAR_NAMES = ("loss", "grad_norm", "lr", "loss_scale")
@@ -268,9 +293,15 @@ incident = sa.Table(
     sa.Column("opened_at", sa.Double, nullable=False),
     sa.Column("resolved_at", sa.Double),
     sa.Column("updated_at", sa.Double, nullable=False),
+    sa.Column("cause_id", sa.Text, nullable=False, server_default=""),  # incidents.causes: the same in every run
+    sa.Column("seen_at", sa.Double),  # when somebody said that they looked at it
+    sa.Column("owner", sa.Text, nullable=False, server_default=""),
+    sa.Column("closed_as", sa.Text),  # NULL | fixed | false-alarm
+    sa.Column("regression_of", sa.Text),  # id of the incident of this cause that was said to be fixed
     of_run(),
 )
 sa.Index(None, incident.c.run_id, incident.c.tenant, incident.c.fingerprint)
+sa.Index(None, incident.c.tenant, incident.c.cause_id)
 sa.Index(None, incident.c.run_id, incident.c.tenant, incident.c.status)
 sa.Index(None, incident.c.id, unique=True)
 
@@ -280,7 +311,7 @@ incident_event = sa.Table(
     *run_key(),
     sa.Column("incident_id", sa.Text, primary_key=True),
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),  # from 1 within the incident
-    sa.Column("kind", sa.Text, nullable=False),  # opened | updated | acknowledged | resolved
+    sa.Column("kind", sa.Text, nullable=False),  # opened | updated | resolved, and what people did
     sa.Column("at", sa.Double, nullable=False),
     sa.Column("step", sa.BigInteger),
     sa.Column("detail", Json, nullable=False),

@@ -24,6 +24,7 @@ from fp8watch_server.db import schema
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.precedence import NONFINITE_MODES, PRECURSORS
 from fp8watch_server.incidents.auto_resolve import close_quiet
+from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
 from fp8watch_server.incidents.match import Open, covering, explained_by, root_of, target_of
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
@@ -33,6 +34,8 @@ __all__ = ["IncidentChange", "close_quiet", "fold"]
 
 MAX_SITES = 256
 _SEVERITY = ("info", "warning", "critical")
+_NOT_OURS = ("run_id", "tenant", "id", "status", "opened_at", "seen_at", "owner", "closed_as", "regression_of")
+"""Columns that an update leaves alone: its key, and what people say."""
 
 
 def fold(
@@ -79,6 +82,7 @@ def fold(
                 continue
             target = _new(run_id, tenant, attempt, finding, sites, now, window_steps)
             _note_regression(conn, target)
+            remember(conn, target.row)
             incidents.append(target)
             continue
         _absorb(target, finding, sites, window_steps)
@@ -213,6 +217,7 @@ def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
         fix=words.fix,
         alternatives=words.alternatives,
         origin=finding.mode != "optimizer-divergence" and not finding.extra.get("weight_born", False),
+        cause_id=cause_id(finding.mode, place),
     )
     incident.flow = finding.rank_in_flow
     incident.weight_born = bool(finding.extra.get("weight_born", False)) and finding.mode in NONFINITE_MODES
@@ -321,7 +326,7 @@ def _write(conn: sa.Connection, incident: Open, now: float, public_url: str) -> 
     if opened:
         conn.execute(sa.insert(t).values(**row))
     else:
-        values = {k: v for k, v in row.items() if k not in ("run_id", "tenant", "id", "status", "opened_at")}
+        values = {k: v for k, v in row.items() if k not in _NOT_OURS}
         conn.execute(sa.update(t).where(*key_of(t, row)).values(**values))
     for kind, step, detail in incident.events:
         incident.num_events += 1

@@ -12,7 +12,7 @@ import msgspec
 
 from fp8watch_agent.record import Site
 from fp8watch_server.http.errors import Problem
-from fp8watch_server.store.registrations import SessionFacts
+from fp8watch_server.store.registrations import MAX_TAG_CHARS, MAX_TAGS, SessionFacts
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -31,6 +31,9 @@ class RunBody(msgspec.Struct):
     recipe: Text = ""
     backend: Text = ""
     world_size: Positive = 1
+    tags: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_TAG_CHARS)]], msgspec.Meta(max_length=MAX_TAGS)
+    ] = []
 
 
 class SessionBody(msgspec.Struct):

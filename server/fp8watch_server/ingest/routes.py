@@ -287,6 +287,7 @@ async def put_run(request: Request, run_id: str) -> Response:
                 backend=got.backend,
                 world_size=got.world_size,
                 now=time.time(),
+                tags=got.tags,
             )
         return {"run": run_id}
 

@@ -32,6 +32,7 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.store.fields import SERIES_FIELDS
+from fp8watch_server.store.incident_states import FALSE_ALARM
 
 CACHE_S = 5.0
 MAX_SERIES = 10_000
@@ -187,7 +188,16 @@ def _incidents(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterabl
         if budget.take(2):
             opened.add_metric([run_id, mode, severity], num_open)
             total.add_metric([run_id, mode, severity], num)
-    yield from (opened, total)
+    false = GaugeMetricFamily("fp8watch_false_alarms", "Incidents that people marked as false alarms", labels=labels)
+    marked = conn.execute(
+        sa.select(c.run_id, c.mode, c.severity, sa.func.count())
+        .where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT, c.closed_as == FALSE_ALARM)
+        .group_by(c.run_id, c.mode, c.severity)
+    )
+    for run_id, mode, severity, num in marked:
+        if budget.take():
+            false.add_metric([run_id, mode, severity], num)
+    yield from (opened, total, false)
 
 
 def _agents(conn: Connection, run_ids: list[str], budget: _Budget) -> Iterable[Metric]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
 Dict = dict[str, Any]
@@ -20,7 +21,7 @@ NUM_RANKS = 32
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
-def _facts(sessions: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def newest_facts(sessions: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Facts of the newest session: sessions are sorted by newest attempt, rank 0 first."""
     facts: Mapping[str, Any] = (sessions[0]["facts"] if sessions else None) or {}
     return facts
@@ -40,7 +41,7 @@ def not_watching(facts: Mapping[str, Any] | None) -> str | None:
     return f"Attached, but {said}." if isinstance(said, str) and said else None
 
 
-def _observed(facts: Mapping[str, Any]) -> float | None:
+def observed(facts: Mapping[str, Any]) -> float | None:
     """Share of the model's GEMM FLOPs, if the session reported it."""
     share = facts.get("gemm_flops_observed")
     return float(share) if isinstance(share, (int, float)) and 0 <= share <= 1 else None
@@ -48,7 +49,7 @@ def _observed(facts: Mapping[str, Any]) -> float | None:
 
 def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict:
     """Groups of sites that are quantised alike, and what attach left in high precision."""
-    facts = _facts(run.get("sessions") or [])
+    facts = newest_facts(run.get("sessions") or [])
     groups: dict[tuple[Any, ...], set[str]] = {}
     for site in sites:
         if site["operand"] == PROBE:
@@ -69,7 +70,7 @@ def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict
         "groups": rows[:24],
         "left_out": out[:NUM_LEFT_OUT],
         "num_more": max(0, len(out) - NUM_LEFT_OUT),
-        "observed": _observed(facts),
+        "observed": observed(facts),
         "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
         "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
@@ -111,6 +112,13 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
     overhead = health.get("overhead_ratio")
     status = "ended" if session["ended"] else "silent" if now - session["last_seen_at"] > STALLED_AFTER_S else "sending"
     errors, spooled = _count(health, "internal_errors"), _count(health, "spooled")
+    why = [f"silent, last seen {ago_at(session['last_seen_at'], now)}"] if status == "silent" else []
+    if dropped:
+        why.append(f"{number(sum(dropped.values()))} records lost ({', '.join(dropped)})")
+    if errors:
+        why.append(f"{errors} error{'' if errors == 1 else 's'} inside the agent")
+    if spooled:
+        why.append(f"{number(spooled)} records wait on its disk")
     return {
         "rank": session["rank"],
         "host": session["host"],
@@ -126,5 +134,6 @@ def _agent(session: Mapping[str, Any], now: float) -> Dict:
         "internal_errors": errors,
         "overhead": overhead,
         "versions": session["versions"] or {},
-        "well": status != "silent" and not dropped and not errors and not spooled,
+        "well": not why,
+        "why": why,
     }

@@ -22,6 +22,7 @@ from fp8watch_server.pages import panels
 
 ABSENT = "–"
 NONFINITE = {"nan": "NaN", "inf": "+Inf", "+inf": "+Inf", "-inf": "−Inf", "infinity": "+Inf", "-infinity": "−Inf"}
+WHOLE_CHARS, TAIL_CHARS = 24, 10
 MAX_NAME_CHARS = 240  # more is cut in the text itself; less is cut by the style sheet, with the whole name as title
 
 FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
@@ -151,6 +152,11 @@ def ago(value: object, now: datetime | None = None) -> str:
     return "just now" if seconds < 2 else f"{int(seconds)} s ago"
 
 
+def ago_at(value: object, now: float) -> str:
+    """How long before `now` (seconds since 1970) something was."""
+    return ago(value, moment(now))
+
+
 def clock(value: object) -> str:
     """A time in UTC, to the second."""
     at = moment(value)
@@ -161,6 +167,12 @@ def cut(text: object) -> str:
     """A name of any length, short enough for a page."""
     s = str(text)
     return s if len(s) <= MAX_NAME_CHARS else f"{s[:MAX_NAME_CHARS]}… ({len(s)} characters)"
+
+
+def in_two(text: object) -> tuple[str, str]:
+    """A name as its beginning, which may be cut, and its end, which is kept: names of runs differ there."""
+    s = cut(text)
+    return (s, "") if len(s) <= WHOLE_CHARS else (s[:-TAIL_CHARS], s[-TAIL_CHARS:])
 
 
 def segment(text: object) -> str:
@@ -185,6 +197,8 @@ EVENT_WORDS = {
     "clean_steps": "after {} clean steps",
     "message": "message: {}",
     "by": "by {}",
+    "owner": "to {}",
+    "text": "{}",
     "sentence": "{}",
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection
 
+from fp8watch_server.pages import deviation
 from fp8watch_server.pages.health_maps import of_quantiser
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import SERIES_FIELDS
@@ -33,6 +34,7 @@ SUMMARY_STEPS = 9
 """Columns of so many steps and more are made of whole summaries (fp8watch_server.store.charts.FINE_STEPS)."""
 NOISELESS_DB = 99.0
 """Shown for a tile SQNR of +Inf (lossless): the best value, and not marked as non-finite."""
+NOW_STEPS, NOW_CELLS = 8, 200_000
 NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
 
 
@@ -127,10 +129,14 @@ def health_map(
     """
     run_id = run["id"]
     points = min(points, _affordable(run, from_step, to_step))
-    found = queries.heatmap(conn, run_id, field, from_step, to_step, points)
+    if field in deviation.OF:
+        found, grid = _deviations(conn, run, field, from_step, to_step, points)
+    else:
+        found = queries.heatmap(conn, run_id, field, from_step, to_step, points)
+        grid = _grid(found)
     of_count = field == "num_nonfinite"
     bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)
-    grid, num_bad = _grid(found), _aligned(found, bad)
+    num_bad = _aligned(found, bad)
     shown = [
         i
         for i, s in enumerate(found["sites"])
@@ -138,7 +144,7 @@ def health_map(
         and (not of_quantiser(field) or s["operand"] != PROBE or num_bad[i].any())
     ]
     ids = [int(s["id"]) for s in found["sites"]]
-    sign = 1.0 if SERIES_FIELDS[field].worst == "min" else -1.0
+    sign = 1.0 if field in SERIES_FIELDS and SERIES_FIELDS[field].worst == "min" else -1.0
     rows: list[dict[str, Any]] = []
     marks: list[list[Any]] = []
     for r, row in enumerate(rows_of([found["sites"][i] for i in shown])):
@@ -162,6 +168,45 @@ def health_map(
         "sites": sites,
         "marks": marks,
     }
+
+
+def _deviations(
+    conn: Connection, run: dict[str, Any], field: str, low: int | None, high: int | None, points: int
+) -> tuple[dict[str, Any], _Grid]:
+    """The heatmap behind a map of deviations, and these. What lies before the first step shown says what is usual."""
+    points = min(points, max(deviation.LEAST_COLUMNS, deviation.MAX_CELLS // max(1, int(run["num_sites"]))))
+    first, last = low or 0, min(int(run["last_step"] or 0), high if high is not None else 1 << 62)
+    before = deviation.WINDOW * max(1, (last - first + 1) // points) if first else 0
+    of = deviation.OF[field]
+    found = queries.heatmap(
+        conn, run["id"], of, max(0, first - before), high, points + (deviation.WINDOW if before else 0)
+    )
+    values = _grid(found).values
+    far = deviation.deviations(deviation.levels(of, values), deviation.floors(of, found["sites"]))
+    shown = np.array([step >= first for step in found["steps"]], dtype=bool)
+    special = {i: {j: what for j, what in row.items() if shown[j]} for i, row in _grid(found).special.items()}
+    drop = int((~shown).sum())
+    special = {i: {j - drop: what for j, what in row.items()} for i, row in special.items() if row}
+    steps = [step for step in found["steps"] if step >= first]
+    return {**found, "steps": steps}, _Grid(far[:, shown], special)
+
+
+def unusual_now(conn: Connection, run: dict[str, Any]) -> dict[int, tuple[int, float]]:
+    """Site -> step and deviation of its amax where that was largest in the newest steps."""
+    last, num_sites = run["last_step"], max(1, int(run["num_sites"]))
+    if last is None:
+        return {}
+    window = min(NOW_STEPS + deviation.WINDOW, max(deviation.LEAST + 2, NOW_CELLS // num_sites))
+    found = queries.heatmap(conn, run["id"], "amax_max", max(0, int(last) - window + 1), None, window)
+    if not found["steps"]:
+        return {}
+    far = deviation.deviations(
+        deviation.levels("amax_max", _grid(found).values), deviation.floors("amax_max", found["sites"])
+    )[:, -NOW_STEPS:]
+    steps = found["steps"][-NOW_STEPS:]
+    worst = np.argmax(np.nan_to_num(far, nan=-1.0), axis=1)
+    at = [(int(s["id"]), int(j), float(far[i, j])) for i, (s, j) in enumerate(zip(found["sites"], worst, strict=True))]
+    return {site: (steps[j], value) for site, j, value in at if value == value}
 
 
 def _marks(grid: _Grid, num_bad: Floats, of_row: npt.NDArray[np.int64]) -> dict[int, tuple[int, str]]:

@@ -6,6 +6,7 @@ Thread:     any; only data
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ class HealthMap:
     """One quantity over layers and steps."""
 
     field: str
-    """One of fp8watch_server.store.fields.SERIES_FIELDS."""
+    """One of fp8watch_server.store.fields.SERIES_FIELDS, or of pages.deviation.OF."""
     tab: str
     label: str
     """In words, as it stands in a sentence."""
@@ -28,11 +29,31 @@ class HealthMap:
     low_is_bad: bool = False
     log2: bool = False
     """Colours by octave, from the smallest value to the largest."""
+    grows: bool = True
+    """Whether the upper end grows with the data."""
+    hint: str = ""
+    """What the numbers mean."""
     of_quantiser: bool = False
     """Says something of a quantiser only: probes have no row, unless they held a NaN or an Inf."""
 
 
+BAND = "1 is the edge of the site's own band: the median of its 32 measurements before, ± 4σ"
+
 MAPS = (
+    HealthMap(
+        "amax_deviation", "amax, unusual", "amax against its own past", " × band", low=1, high=6, grows=False, hint=BAND
+    ),
+    HealthMap(
+        "sqnr_deviation",
+        "SQNR, unusual",
+        "tile SQNR against its own past",
+        " × band",
+        low=1,
+        high=6,
+        grows=False,
+        hint=BAND,
+        of_quantiser=True,
+    ),
     HealthMap("tile_sqnr_db", "Tile SQNR", "tile SQNR", " dB", low=18, high=32, low_is_bad=True, of_quantiser=True),
     HealthMap("num_nonfinite", "Non-finite", "non-finite elements", high=8),
     HealthMap("underflow_ratio", "Underflow", "underflow", " %", factor=100, high=20, of_quantiser=True),
@@ -43,6 +64,24 @@ MAPS = (
 def fields() -> tuple[str, ...]:
     """What can be asked for; the first is shown first."""
     return tuple(m.field for m in MAPS)
+
+
+SHOWN_BY = {
+    "num_nan": "num_nonfinite",
+    "num_inf": "num_nonfinite",
+    "num_nonfinite": "num_nonfinite",
+    "num_sentinel_tiles": "num_nonfinite",
+    "underflow_ratio": "underflow_ratio",
+    "num_underflow": "underflow_ratio",
+    "tile_sqnr_db": "sqnr_deviation",
+}
+"""A field of an incident's evidence -> the map that shows it; all others: the first."""
+
+
+def opens_on(evidence: Sequence[Mapping[str, Any]]) -> str:
+    """The map that shows the quantity by which an incident was found."""
+    shown = (SHOWN_BY[e["field"]] for e in evidence if e["field"] in SHOWN_BY)
+    return next(shown, MAPS[0].field)
 
 
 def of_quantiser(field: str) -> bool:

@@ -55,24 +55,35 @@ def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
     now = time.time() if now is None else now
     r, i, s, q = t.run.c, t.incident.c, t.session.c, t.silence.c
     tenant = t.DEFAULT_TENANT
-    runs = sa.select(r.run_id, r.num_batches, r.attempt, r.last_step, r.last_seen_at, r.name).where(r.tenant == tenant)
+    of_run = (r.run_id, r.num_batches, r.attempt, r.last_step, r.last_seen_at, r.name, r.edited_at)
+    runs = sa.select(*of_run).where(r.tenant == tenant, r.run_id == topic.run)
     incidents = sa.select(sa.func.count(), sa.func.max(i.updated_at)).where(i.tenant == tenant)
     sessions = sa.select(sa.func.count(), sa.func.sum(sa.cast(s.ended, sa.Integer)), sa.func.max(s.attempt)).where(
         s.tenant == tenant
     )
     silences = sa.select(q.id).where(q.tenant == tenant, q.expires_at > now).order_by(q.id)
     if topic.run:
-        runs, incidents = runs.where(r.run_id == topic.run), incidents.where(i.run_id == topic.run)
+        incidents = incidents.where(i.run_id == topic.run)
         sessions = sessions.where(s.run_id == topic.run)
     if topic.incident:
         incidents = incidents.where(i.id == topic.incident)
     parts: list[Any] = []
-    for row in conn.execute(runs.order_by(r.run_id)):
-        parts.append([*row, now - row.last_seen_at > STALLED_AFTER_S])
+    if topic.run:
+        parts += [[*row, now - row.last_seen_at > STALLED_AFTER_S] for row in conn.execute(runs)]
+    else:
+        parts.append(list(conn.execute(_of_all(now).where(r.tenant == tenant)).one()))
     parts += [list(conn.execute(sessions).one()), list(conn.execute(incidents).one())]
     if topic.incident:
         parts.append(list(conn.execute(silences).scalars()))
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def _of_all(now: float) -> Any:
+    """What changes whenever any run does: sums, because there may be ten thousand."""
+    r = t.run.c
+    silent = sa.case((r.last_seen_at < now - STALLED_AFTER_S, 1), else_=0)
+    newest = (sa.func.max(r.last_seen_at), sa.func.max(r.edited_at))
+    return sa.select(sa.func.count(), sa.func.sum(r.num_batches), sa.func.sum(r.attempt), *newest, sa.func.sum(silent))
 
 
 class Live:

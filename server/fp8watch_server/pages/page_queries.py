@@ -10,18 +10,20 @@ from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
 from fp8watch_server.api.comparison import KIND as COMPARISON
-from fp8watch_server.pages import formatting, lookup, panels
-from fp8watch_server.pages.coverage import not_watching
+from fp8watch_server.pages import formatting, health, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
+from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
-from fp8watch_server.store import queries
+from fp8watch_server.store import queries, run_list
+from fp8watch_server.store.incident_states import ACKNOWLEDGED, OPEN, UNSEEN
 
 SEVERITIES = ("critical", "warning", "info")
 NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
 NOW_WINDOWS = (*NEAR, 512, 4096, None)  # and further back while most sites are missing
 NOW_POINTS = 4096  # of what lies nearby every step, so that the newest is the newest
 NUM_WORST = 12
-NUM_RUNS_WITH_LOSS = 50  # the list is asked for every two seconds
+SPARK_POINTS = 120
+STATE_ORDER = {OPEN: 0, UNSEEN: 1, ACKNOWLEDGED: 2}
 NUM_FLAGGED = 24
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
@@ -31,10 +33,14 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives aw
 
 
 def incidents(conn: Connection, run_id: str) -> list[Dict]:
-    """Incidents of a run: open before resolved, severe before mild, early before late."""
-    found = [lookup.complete(i) for i in queries.incidents(conn, run_id)]
+    """Incidents of a run: open, over and not seen yet, looked after, the others; severe before mild, early before late."""
+    return sorted((lookup.complete(i) for i in queries.incidents(conn, run_id)), key=_by_state)
+
+
+def _by_state(incident: Dict) -> tuple[int, int, int]:
     order = {s: i for i, s in enumerate(SEVERITIES)}
-    return sorted(found, key=lambda i: (i["status"] == "resolved", order.get(i["severity"], 9), i["first_step"]))
+    state = STATE_ORDER.get(incident["state"], len(STATE_ORDER))
+    return state, order.get(incident["severity"], 9), incident["first_step"]
 
 
 def concerns(incident: Dict, site: Dict) -> bool:
@@ -48,33 +54,31 @@ def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
 
 
-def runs(conn: Connection) -> list[Dict]:
-    """Runs, those that need somebody first; the newest with their loss as a small line and their incidents."""
-    out: list[Dict] = []
-    found_runs = queries.runs(conn)
-    facts = queries.facts_of_rank_0(conn, [run["id"] for run in found_runs if run["status"] != "ended"])
-    for i, run in enumerate(found_runs):
-        row = {
-            **run,
-            "not_watching": not_watching(facts.get(run["id"])),
-            "loss": None,
-            "loss_step": None,
-            "spark": None,
-            "incidents": [],
-            "num_resolved": 0,
-            "worst_resolved": None,
-        }
-        if i < NUM_RUNS_WITH_LOSS:
-            loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=120)
-            row["loss_step"], row["loss"] = formatting.latest(loss)
-            row["spark"] = formatting.spark(loss)
-        if i < NUM_RUNS_WITH_LOSS or run["num_open_incidents"]:
-            found = incidents(conn, run["id"])
-            row["incidents"] = [i for i in found if i["status"] != "resolved"]
-            resolved = found[len(row["incidents"]) :]  # the worst of them first
-            row["num_resolved"], row["worst_resolved"] = len(resolved), resolved[0] if resolved else None
-        out.append(row)
-    return sorted(out, key=lambda r: (r["status"] == "ended", not r["incidents"] and not r["not_watching"]))
+def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:
+    """One page of runs, each with its loss as a small line, its incidents, and why it needs somebody."""
+    found = run_list.find(conn, wanted)
+    ids = [run["id"] for run in found.runs]
+    of_runs: dict[str, list[Dict]] = {run_id: [] for run_id in ids}
+    for incident in queries.incidents_of(conn, ids):
+        of_runs[incident["run_id"]].append(lookup.complete(incident))
+    rows = []
+    for run in found.runs:
+        loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=SPARK_POINTS)
+        step, value = formatting.latest(loss)
+        mine = sorted(of_runs[run["id"]], key=_by_state)
+        over = [i for i in mine if i["state"] not in (OPEN, ACKNOWLEDGED, UNSEEN)]
+        rows.append(
+            {
+                **run,
+                "why": need_of(run),
+                "loss": value,
+                "loss_step": step,
+                "spark": formatting.spark(loss),
+                "incidents": mine[: len(mine) - len(over)],
+                "over": over,
+            }
+        )
+    return {"rows": rows, "found": found, "wanted": wanted}
 
 
 def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
@@ -122,8 +126,10 @@ WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: list[Dict]) -> list[Dict]:
     """Sites by damage where each was measured last.
 
-    Those that open incidents name come first, then non-finite elements, then the lowest tile SQNR against the format.
+    Those that open incidents name come first, then non-finite elements, then what is farthest outside of its own band,
+    then the lowest tile SQNR against the format.
     """
+    unusual = health.unusual_now(conn, run)
     named: dict[int, Dict] = {}
     for incident in open_incidents[:NUM_WORST]:
         if (of := lookup.site_of(incident, sites)) is not None:
@@ -143,14 +149,17 @@ def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: 
         by = named.get(site["id"])
         # An SQNR of before says nothing of elements that are NaN since: then the first in the flow of data is the worst.
         told = 0.0 if num_bad and bad and sqnr and sqnr[0] < bad[0] else margin
+        far = unusual.get(int(site["id"]))
+        beyond = far[1] if far is not None and far[1] > 1 else 0.0
         rows.append(
             {
                 "site": site,
                 "step": step,
                 "cells": cells,
                 "margin_db": margin,
+                "unusual": far,
                 "incident": by,
-                "key": (by is None, -num_bad, told, site["order"]),
+                "key": (by is None, -num_bad, -beyond, told, site["order"]),
             }
         )
     return sorted(rows, key=lambda r: r["key"])[:NUM_WORST]

@@ -24,12 +24,15 @@ from fp8watch_server.pages import (
     first_chart,
     first_site_chart,
     formatting,
+    headline,
     health,
     health_maps,
+    inbox_routes,
     live,
     lookup,
     page_queries,
     panels,
+    run_filters,
     runbooks,
     site_charts,
 )
@@ -37,7 +40,9 @@ from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.logged_scalars import logged_scalars
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
-from fp8watch_server.store import queries
+from fp8watch_server.pages.what_helped import what_helped
+from fp8watch_server.store import cause_list, queries, run_list
+from fp8watch_server.store.incident_states import OPEN, UNSEEN
 
 FIRST_POINTS = 600
 """Points per curve of the first chart: its width has no room for more."""
@@ -56,10 +61,23 @@ def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
 
 @router.get("/")
 def runs_page(request: Request) -> HTMLResponse:
-    """All runs, those that need somebody first."""
+    """Runs, those that need somebody first: searched, filtered, a page at a time."""
+    wanted = run_list.wanted_of(request.query_params)
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic())  # read before the data, so that a change in between is notified, not lost
-        return page(request, "runs.html", watch=watch, runs=page_queries.runs(conn))
+        shown = page_queries.runs(conn, wanted)
+        selects = run_filters.selects(wanted, run_list.choices(conn))
+    return page(
+        request,
+        "runs.html",
+        watch=watch,
+        heads=run_filters.heads(wanted),
+        active=run_filters.active(wanted),
+        selects=selects,
+        pager=run_filters.pager(wanted, shown["found"]),
+        own_url=request.app.state.settings.public_url or str(request.base_url).rstrip("/"),
+        **shown,
+    )
 
 
 # A run id may contain slashes (it may be a path), so the longest pattern comes first.
@@ -148,14 +166,18 @@ def run_page(request: Request, run_id: str) -> Response:
     with _connect(request) as conn:
         watch = _watch(conn, live.Topic(run_id))
         run = lookup.find_run(conn, run_id)
-        not_watching = coverage.not_watching(run["sessions"][0]["facts"] if run["sessions"] else None)
+        facts = coverage.newest_facts(run["sessions"])
+        not_watching = coverage.not_watching(facts)
         if run["last_step"] is None:
             raise lookup.no_data(run, watch, not_watching)
         low, high = lookup.shown_steps(request.query_params)
         now = page_queries.scalars_now(conn, run)
         incidents = page_queries.incidents(conn, run["id"])
         charts = queries.several_scalars(conn, run["id"], panels.fields(), low, high, FIRST_POINTS)
+        watched = headline.watched(conn, run)
     open_incidents = [i for i in incidents if i["status"] != "resolved"]
+    asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
+    agents = coverage.agents(run)
 
     def below() -> dict[str, Any]:
         """What lies below the first chart and takes longer: it is asked for when that has been sent."""
@@ -175,13 +197,16 @@ def run_page(request: Request, run_id: str) -> Response:
         watch=watch,
         run=run,
         now=now,
-        not_watching=not_watching,
-        open_incidents=open_incidents,
-        resolved=[i for i in incidents if i["status"] == "resolved"],
+        headline=headline.headline(run, incidents, not_watching, agents, watched, observed=coverage.observed(facts)),
+        each=watched.each(),
+        asking=asking,
+        taken=[i for i in open_incidents if i not in asking],
+        over=[i for i in incidents if i["status"] == "resolved" and i not in asking],
         chart=first_chart.training_chart(charts, incidents, low, high),
         panels=panels.served(),
         maps=health_maps.served(),
-        agents=coverage.agents(run),
+        opens_on=health_maps.opens_on(asking[0]["evidence"] if asking else ()),
+        agents=agents,
         below=below,
     )
 
@@ -218,6 +243,8 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             comparison=page_queries.comparison(incident),
             silences=silences,
             runbooks=runbooks.slugs(),
+            same_cause=cause_list.same_cause(conn, incident),
+            helped=what_helped(conn, incident),
         )
 
 
@@ -266,6 +293,7 @@ def install(app: FastAPI) -> None:
     app.include_router(assets.router)
     live.install(app)
     app.include_router(chart_endpoints.router)
+    app.include_router(inbox_routes.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

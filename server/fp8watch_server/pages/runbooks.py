@@ -37,3 +37,12 @@ def runbook(slug: str) -> Markup | None:
     if not _SLUG.fullmatch(slug) or slug not in slugs():
         return None
     return markdown.render(_page(slug).read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=64)
+def summary(slug: str) -> tuple[str, str]:
+    """Title of a runbook that exists, and the first sentence of what the failure is."""
+    text = _page(slug).read_text(encoding="utf-8")
+    title = text.partition("\n")[0].removeprefix("# ")
+    about = text.partition("## What it is\n")[2].partition("\n\n")[0].replace("\n", " ").strip()
+    return title, re.split(r"(?<=[.:]) ", about, maxsplit=1)[0].rstrip(":")

@@ -48,6 +48,7 @@ def environment() -> Environment:
         ago=formatting.ago,
         clock=formatting.clock,
         cut=formatting.cut,
+        in_two=formatting.in_two,
         fix=fixes.render,
         to_copy=fixes.to_copy,
         details=formatting.details,
@@ -58,10 +59,15 @@ def environment() -> Environment:
     return env
 
 
+def _of_request(request: Request) -> dict[str, str]:
+    """What every page is told: the theme of its address, and the room that it lies in."""
+    theme = request.query_params.get("theme")
+    return {"theme": theme if theme in THEMES else "", "room": request.url.path.split("/")[1]}
+
+
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
     """Render one page. `?theme=` takes effect before any script has run."""
-    theme = request.query_params.get("theme")
-    html = environment().get_template(template).render(theme=theme if theme in THEMES else "", **values)
+    html = environment().get_template(template).render(**_of_request(request), **values)
     # A page shows the current data: the back button must not show a stale one.
     return HTMLResponse(html, status_code=status_code, headers={"cache-control": "no-store"})
 
@@ -71,8 +77,7 @@ def page_in_parts(request: Request, template: str, **values: Any) -> Response:
 
     Errors while the first part is rendered are answered as on any other page; later, the page ends there.
     """
-    theme = request.query_params.get("theme")
-    pieces = environment().get_template(template).generate(theme=theme if theme in THEMES else "", **values)
+    pieces = environment().get_template(template).generate(**_of_request(request), **values)
 
     def parts() -> Iterator[str]:
         while piece := "".join(iter(lambda: next(pieces, PART), PART)):

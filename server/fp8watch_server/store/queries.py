@@ -24,6 +24,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.store.charts import heatmap, top
 from fp8watch_server.store.fields import SERIES_FIELDS, FieldError
 from fp8watch_server.store.hot_batches import MAX_STEP
+from fp8watch_server.store.incident_states import state_of
 from fp8watch_server.store.series import histogram, newest, scalars, series, several_scalars, several_series
 from fp8watch_server.store.tiles import steps_available, tile_map
 
@@ -32,11 +33,13 @@ __all__ = [
     "SERIES_FIELDS",
     "CursorError",
     "FieldError",
-    "facts_of_rank_0",
+    "as_incident",
+    "as_runs",
     "heatmap",
     "histogram",
     "incident",
     "incidents",
+    "incidents_of",
     "incidents_page",
     "newest",
     "run",
@@ -106,7 +109,7 @@ def runs_page(
     """
     query = sa.select(t.run).where(t.run.c.tenant == t.DEFAULT_TENANT)
     rows, following = _page(conn, query, t.run.c.created_at, t.run.c.run_id, cursor, limit)
-    return _as_runs(conn, rows, now), following
+    return as_runs(conn, rows, now), following
 
 
 def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str, Any] | None:
@@ -123,7 +126,7 @@ def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str,
         .limit(MAX_LIMIT)
     ).mappings()
     found = [{k: v for k, v in row.items() if k not in _HIDDEN} for row in sessions]
-    return {**_as_runs(conn, rows, now)[0], "sessions": found}
+    return {**as_runs(conn, rows, now)[0], "sessions": found}
 
 
 def sessions_page(
@@ -140,18 +143,20 @@ def sessions_page(
     return [{k: v for k, v in row._mapping.items() if k not in _HIDDEN} for row in rows], following
 
 
-def facts_of_rank_0(conn: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Run -> facts of the newest session of its rank 0."""
-    s = t.session.c
+def tags_of(conn: Connection, run_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Run -> its tags in alphabetical order."""
+    c = t.run_tag.c
     rows = conn.execute(
-        sa.select(s.run_id, s.facts)
-        .where(s.run_id.in_(run_ids), s.tenant == t.DEFAULT_TENANT, s.rank == 0)
-        .order_by(s.attempt)
+        sa.select(c.run_id, c.tag).where(c.run_id.in_(run_ids), c.tenant == t.DEFAULT_TENANT).order_by(c.tag)
     )
-    return {row.run_id: row.facts or {} for row in rows}
+    out: dict[str, list[str]] = {}
+    for run_id, tag in rows:
+        out.setdefault(run_id, []).append(tag)
+    return out
 
 
-def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:
+def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:
+    """Rows of `run` as the API gives them."""
     now = time.time() if now is None else now
     ids = [row.run_id for row in rows]
 
@@ -164,6 +169,7 @@ def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list
     num_open = count(t.incident, t.incident.c.status != "resolved")
     alive = _runs_with_a_living_session(conn, ids)
     sessions = count(t.session)
+    tags = tags_of(conn, ids)
     out = []
     for row in rows:
         if row.run_id in sessions and row.run_id not in alive:
@@ -184,6 +190,9 @@ def _as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list
                 "world_size": row.world_size,
                 "num_sites": num_sites.get(row.run_id, 0),
                 "num_open_incidents": num_open.get(row.run_id, 0),
+                "tags": tags.get(row.run_id, []),
+                "note": row.note,
+                "archived_at": row.archived_at,
             }
         )
     return out
@@ -230,9 +239,10 @@ def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
     ]
 
 
-def _as_incident(row: Any) -> dict[str, Any]:
+def as_incident(row: Any) -> dict[str, Any]:
+    """A row of `incident` as the API gives it."""
     got = {k: v for k, v in row._mapping.items() if k != "tenant"}
-    return {**got, "runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
+    return {**got, "state": state_of(got), "runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
 
 
 def incidents(
@@ -244,6 +254,13 @@ def incidents(
 ) -> list[dict[str, Any]]:
     """Incidents of a run (None: of all runs), the newest first, at most MAX_LIMIT; links are paths."""
     return incidents_page(conn, run_id, status, severity, mode, limit=MAX_LIMIT)[0]
+
+
+def incidents_of(conn: Connection, run_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Incidents of several runs, at most MAX_LIMIT, the newest of them."""
+    c = t.incident.c
+    query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT, c.run_id.in_(run_ids))
+    return [as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_LIMIT))]
 
 
 def incidents_page(
@@ -267,7 +284,7 @@ def incidents_page(
         if value is not None:
             query = query.where(column == value)
     rows, following = _page(conn, query, c.opened_at, c.id, cursor, limit)
-    return [_as_incident(row) for row in rows], following
+    return [as_incident(row) for row in rows], following
 
 
 def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
@@ -281,7 +298,7 @@ def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
         .where(e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
         .order_by(e.seq)
     ).mappings()
-    return {**_as_incident(row), "events": [dict(event) for event in events]}
+    return {**as_incident(row), "events": [dict(event) for event in events]}
 
 
 def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
 
 RESTART_COUNT = "restart_count"
+MAX_TAGS = 50
+MAX_TAG_CHARS = 100
 
 
 class KeyReused(Exception):
@@ -81,12 +83,28 @@ def register_run(
     backend: str,
     world_size: int,
     now: float,
+    tags: Sequence[str] = (),
     tenant: str = t.DEFAULT_TENANT,
 ) -> None:
-    """Insert or update a run."""
+    """Insert or update a run; one that was archived is back. Tags are added to those it has."""
     row: dict[str, Any] = {"run_id": run_id, "tenant": tenant, "name": name, "recipe": recipe, "backend": backend}
-    row |= {"world_size": world_size, "created_at": now, "last_seen_at": now}
-    upsert(conn, t.run, [row], update=["name", "recipe", "backend", "world_size", "last_seen_at"])
+    row |= {"world_size": world_size, "created_at": now, "last_seen_at": now, "archived_at": None}
+    upsert(conn, t.run, [row], update=["name", "recipe", "backend", "world_size", "last_seen_at", "archived_at"])
+    _add_tags(conn, run_id, tags, tenant)
+
+
+def set_tags(conn: Connection, run_id: str, tags: Sequence[str], *, tenant: str = t.DEFAULT_TENANT) -> None:
+    """Give a run these tags and no others."""
+    conn.execute(sa.delete(t.run_tag).where(t.run_tag.c.run_id == run_id, t.run_tag.c.tenant == tenant))
+    _add_tags(conn, run_id, tags, tenant)
+
+
+def _add_tags(conn: Connection, run_id: str, tags: Sequence[str], tenant: str) -> None:
+    rows = [
+        {"run_id": run_id, "tenant": tenant, "tag": tag} for tag in dict.fromkeys(tag.strip() for tag in tags) if tag
+    ]
+    if rows:
+        upsert(conn, t.run_tag, rows)
 
 
 def register_session(

@@ -1,4 +1,4 @@
-// What people may change on a page: acknowledge, resolve, silence for a while, end a silence; and the copy buttons.
+// What people may change on a page: what an incident is and whose, comments, silences; and the copy buttons.
 import { refresh } from "./live.js";
 
 const body = document.body;
@@ -20,8 +20,9 @@ async function copy(button) {
 }
 
 // One change; what the collector answers when it refuses is shown beside the buttons.
-async function change(button, url, options) {
+export async function change(button, url, options, renew = true) {
   const says = document.getElementById("action-says");
+  let done = false;
   button.disabled = true;
   says.hidden = true;
   try {
@@ -30,13 +31,15 @@ async function change(button, url, options) {
       const problem = await answer.json().catch(() => ({}));
       throw new Error([problem.detail, problem.remedy].filter(Boolean).join("; ") || `the collector answered ${answer.status}`);
     }
+    done = true;
     document.activeElement?.blur();
-    await refresh();
+    if (renew) await refresh();
   } catch (e) {
     says.textContent = `Not done: ${e.message}`;
     says.hidden = false;
   }
   button.disabled = false;
+  return done;
 }
 
 const escaped = (name) => name.replace(/[*?[]/g, "[$&]"); // silences take patterns; a module's name is none
@@ -53,8 +56,16 @@ document.addEventListener("click", (event) => {
   if (button?.matches("[data-act]")) change(button, `${body.dataset.incident}/${button.dataset.act}`, { method: "POST" });
   if (button?.matches("[data-end-silence]")) change(button, `/api/v1/silences/${encodeURIComponent(button.dataset.endSilence)}`, { method: "DELETE" });
 });
-document.addEventListener("submit", (event) => {
-  if (!event.target.matches("[data-silence]")) return;
-  event.preventDefault();
-  silence(event.target);
+document.addEventListener("submit", async (event) => {
+  const form = event.target;
+  if (form.matches("[data-silence]")) {
+    event.preventDefault();
+    silence(form);
+  }
+  if (form.matches("[data-say]")) {
+    event.preventDefault();
+    const said = Object.fromEntries(new FormData(form));
+    const done = await change(form.querySelector("button"), `${body.dataset.incident}/${form.dataset.say}`, { method: "POST", body: JSON.stringify(said) });
+    if (done && form.dataset.say === "comment") form.reset();
+  }
 });

@@ -206,7 +206,8 @@ export function tabs(name, changed) {
   };
   const asked = new URLSearchParams(location.search).get(name);
   const values = [...group.querySelectorAll("button")].map((b) => b.dataset.value);
-  let value = values.includes(asked) ? asked : values[0];
+  const usual = group.querySelector("[aria-pressed=true]")?.dataset.value ?? values[0]; // what the server opens the page on
+  let value = values.includes(asked) ? asked : usual;
   choose(value);
   group.addEventListener("click", (event) => {
     const button = event.target.closest("button");
@@ -214,7 +215,7 @@ export function tabs(name, changed) {
     value = button.dataset.value;
     choose(value);
     const url = new URL(location.href);
-    if (value === values[0]) url.searchParams.delete(name); else url.searchParams.set(name, value);
+    if (value === usual) url.searchParams.delete(name); else url.searchParams.set(name, value);
     history.replaceState(null, "", url);
     changed();
   });

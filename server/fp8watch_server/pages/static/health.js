@@ -47,7 +47,7 @@ async function drawHealth() {
   const shown = (v) => (v === null ? null : of.log2 ? (v > 0 ? Math.log2(v) : null) : v * of.factor);
   const said = (v) => (field === "tile_sqnr_db" && v >= NOISELESS_DB ? "without loss" : `${number((v ?? 0) * of.factor)}${of.unit}`);
   const flat = rows.flatMap((row) => row.values.map(shown)).filter((v) => v !== null);
-  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.low_is_bad ? a : Math.max(a, v)), of.high);
+  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.low_is_bad || !of.grows ? a : Math.max(a, v)), of.high);
   const ramp = [0, 1, 2, 3, 4].map((k) => colour(`ramp-${k}`)); // 0 lies near the background, 4 stands out most
   const { x, from } = columns(steps, got.stride);
   const placed = (list) => from.map((j) => (j < 0 ? null : list[j]));

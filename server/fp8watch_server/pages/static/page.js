@@ -1,6 +1,7 @@
 // Every page: theme button, keys, and what the other scripts do for all of them.
 import "./live.js";
 import "./actions.js";
+import "./list_keys.js";
 
 const root = document.documentElement;
 
@@ -29,10 +30,12 @@ function nameTheme() {
 }
 nameTheme();
 
+const up = () => [...document.querySelectorAll(".crumbs a")].at(-1) ?? (location.pathname === "/" ? null : document.querySelector(".rooms a"));
+
 // What is not here is not done on this page: the list shows the keys of the page that is open.
 const help = document.getElementById("keys");
 const showKeys = () => {
-  const has = { map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: document.querySelector(".crumbs a") };
+  const has = { map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: up(), inbox: document.getElementById("inbox"), tick: document.querySelector("[data-tick]"), list: document.querySelector("[data-rows]"), search: document.querySelector("[data-search]") };
   for (const row of help.querySelectorAll("[data-for]")) row.hidden = !has[row.dataset.for];
   help.showModal();
 };
@@ -42,6 +45,6 @@ help.addEventListener("click", (event) => { if (event.target === help) help.clos
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
   if (event.key === "t") document.getElementById("theme-toggle").click();
-  if (event.key === "u") [...document.querySelectorAll(".crumbs a")].at(-1)?.click();
+  if (event.key === "u") up()?.click();
   if (event.key === "?") (help.open ? help.close() : showKeys());
 });

@@ -1,0 +1,83 @@
+"""The collector's own health: what waits, what failed, what was refused, what was not told.
+
+Shapes:     tables and counters -> rows of the page /collector
+Thread:     worker threads of the server
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from fp8watch_agent.version import __version__
+from fp8watch_server.db import migrations
+from fp8watch_server.db import schema as t
+from fp8watch_server.ingest.ingest_stats import IngestStats
+
+LATE_S = 10.0
+"""A batch that the detectors have not seen for so long waits too long."""
+MAX_ROWS = 20
+
+
+def health(conn: Connection, stats: IngestStats, now: float | None = None) -> dict[str, Any]:
+    """{problems: sentences, facts: [(name, value, explanation)], failed, dead, outcomes}."""
+    now = time.time() if now is None else now
+    b, o = t.hot_batch.c, t.outbox.c
+    waiting, oldest = conn.execute(
+        sa.select(sa.func.count(), sa.func.min(b.received_at)).where(b.detected == t.BATCH_PENDING)
+    ).one()
+    num_failed = conn.execute(sa.select(sa.func.count()).where(b.detected == t.BATCH_FAILED)).scalar_one()
+    failed = conn.execute(
+        sa.select(b.run_id, b.rank, b.step_min, b.detect_error, b.received_at)
+        .where(b.detected == t.BATCH_FAILED)
+        .order_by(b.received_at.desc())
+        .limit(MAX_ROWS)
+    ).mappings()
+    states = {state: int(n) for state, n in conn.execute(sa.select(o.state, sa.func.count()).group_by(o.state))}
+    dead = conn.execute(
+        sa.select(o.run_id, o.incident_id, o.channel, o.last_error, o.created_at)
+        .where(o.state == "dead")
+        .order_by(o.created_at.desc())
+        .limit(MAX_ROWS)
+    ).mappings()
+    late = 0.0 if oldest is None else max(0.0, now - oldest)
+    problems = []
+    if late > LATE_S:
+        problems.append(f"{waiting} batches wait for the detectors, the oldest for {late:.0f} s: alerts come late.")
+    if num_failed:
+        problems.append(f"The detectors broke on {num_failed} batches: what was in them raised nothing.")
+    if states.get("dead"):
+        problems.append(f"{states['dead']} messages could not be delivered, and are not tried again.")
+    runs = conn.execute(sa.select(sa.func.count()).select_from(t.run)).scalar_one()
+    facts = [
+        ("Version", __version__, "of this collector"),
+        ("Database", conn.dialect.name, f"at revision {migrations.head()}"),
+        ("Database size", _size(conn), ""),
+        ("Runs", runs, ""),
+        ("Batches waiting", waiting, "committed, and not seen by the detectors yet"),
+        ("Messages waiting", states.get("pending", 0) + states.get("leased", 0), "in the outbox"),
+        ("In memory", f"{stats.inflight_bytes / 1024:.0f} KiB", "bodies that are being taken in"),
+        ("Taken in", f"{stats.num_bytes / (1 << 20):.1f} MiB", "since this process started"),
+    ]
+    outcomes = sorted(stats.outcomes.items())
+    return {
+        "problems": problems,
+        "facts": facts,
+        "failed": list(failed),
+        "dead": list(dead),
+        "outcomes": outcomes,
+    }
+
+
+def _size(conn: Connection) -> str:
+    if conn.dialect.name == "postgresql":
+        return str(conn.execute(sa.text("SELECT pg_size_pretty(pg_database_size(current_database()))")).scalar())
+    path = conn.engine.url.database
+    try:
+        return f"{Path(str(path)).stat().st_size / (1 << 20):.1f} MiB"
+    except OSError:
+        return "–"

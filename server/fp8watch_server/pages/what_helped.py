@@ -1,0 +1,69 @@
+"""What helped against a cause: how the next run without it differs from the last one that had it.
+
+Shapes:     an incident -> the two runs and the facts that differ, or None
+Thread:     worker threads of the server
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.pages import formatting
+
+MAX_DIFFERENCES = 12
+OF_SESSION = ("recipe", "backend", "world_size")
+NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
+
+
+def what_helped(conn: Connection, incident: Mapping[str, Any]) -> dict[str, Any] | None:
+    """{run, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
+
+    A run that did not come to the step at which it broke proves nothing.
+    """
+    if not incident["cause_id"]:
+        return None
+    r, c = t.run.c, t.incident.c
+    hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
+    last = conn.execute(
+        sa.select(t.run).where(r.tenant == t.DEFAULT_TENANT, r.run_id.in_(hit)).order_by(r.created_at.desc()).limit(1)
+    ).first()
+    if last is None:
+        return None
+    clean = conn.execute(
+        sa.select(t.run)
+        .where(
+            r.tenant == t.DEFAULT_TENANT,
+            r.created_at > last.created_at,
+            r.last_step >= incident["first_step"],
+        )
+        .order_by(r.created_at)
+        .limit(1)
+    ).first()
+    if clean is None:
+        return None
+    before, after = _facts(conn, last.run_id), _facts(conn, clean.run_id)
+    names = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
+    told = [(name, _said(before.get(name)), _said(after.get(name))) for name in names[:MAX_DIFFERENCES]]
+    return {"id": clean.run_id, "name": clean.name, "differences": told, "num_more": max(0, len(names) - len(told))}
+
+
+def _said(value: object) -> str:
+    return formatting.ABSENT if value in (None, "") else formatting.cut(value)
+
+
+def _facts(conn: Connection, run_id: str) -> dict[str, Any]:
+    s = t.session.c
+    row = conn.execute(
+        sa.select(t.session)
+        .where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
+        .order_by(s.attempt.desc(), s.rank)
+        .limit(1)
+    ).first()
+    if row is None:
+        return {}
+    return {**(row.facts or {}), **(row.versions or {}), **{name: row._mapping[name] for name in OF_SESSION}}

@@ -1,0 +1,192 @@
+"""Causes over all runs: incidents of one failure mode at one kind of place, one row each, what asks for somebody first.
+
+Shapes:     what is asked for -> rows of one page, each with the incident to look at
+Thread:     query pool
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.incident_states import (
+    ACKNOWLEDGED,
+    FALSE_ALARM,
+    FIXED,
+    OPEN,
+    SEEN,
+    STATES,
+    UNSEEN,
+    asks,
+    is_in,
+    unseen,
+)
+from fp8watch_server.store.queries import as_incident
+
+PAGE_CAUSES = 50
+MAX_PAGE = 10_000
+REGRESSED = "regressed"
+CAUSE_STATES = (REGRESSED, *STATES)
+MAX_OF_ONE = 12
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which causes. An empty text is no condition."""
+
+    q: str = ""
+    """Words that all stand in the mode, the title, the module, the owner or the run."""
+    state: str = ""
+    mode: str = ""
+    severity: str = ""
+    owner: str = ""
+    page: int = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """One page of causes."""
+
+    causes: list[dict[str, Any]]
+    """{cause_id, state, num_incidents, num_runs, first_seen, last_seen, incident}: the newest that asks, else the newest."""
+    num_causes: int
+    num_asking: int
+    page: int
+
+    @property
+    def num_pages(self) -> int:
+        """At least 1."""
+        return max(1, -(-self.num_causes // PAGE_CAUSES))
+
+
+def _key() -> sa.ColumnElement[str]:
+    """An incident of a collector from before has no cause, and is one by itself."""
+    c = t.incident.c
+    return sa.case((c.cause_id == "", c.id), else_=c.cause_id)
+
+
+def find(conn: Connection, wanted: Wanted) -> Found:
+    """One page of the causes that match. A page after the last is the last."""
+    c, key = t.incident.c, _key()
+
+    def some(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+        return sa.func.max(sa.case((sa.and_(*where), 1), else_=0))
+
+    critical, is_open = c.severity == "critical", c.status == OPEN
+    need = sa.case(
+        (some(is_open, c.regression_of.is_not(None), asks()) == 1, 6),
+        (some(is_open, critical) == 1, 5),
+        (some(unseen(), critical) == 1, 4),
+        (some(is_open, asks()) == 1, 3),
+        (some(unseen()) == 1, 2),
+        (some(c.status == ACKNOWLEDGED) == 1, 1),
+        else_=0,
+    ).label("need")
+    groups = (
+        sa.select(
+            key.label("key"),
+            need,
+            sa.func.count().label("num_incidents"),
+            sa.func.count(c.run_id.distinct()).label("num_runs"),
+            sa.func.min(c.opened_at).label("first_seen"),
+            sa.func.max(c.opened_at).label("last_seen"),
+        )
+        .where(c.tenant == t.DEFAULT_TENANT, *_conditions(wanted))
+        .group_by(key)
+        .subquery("causes")
+    )
+    g = groups.c
+    totals = sa.select(sa.func.count(), sa.func.sum(sa.case((g.need > 1, 1), else_=0))).select_from(groups)
+    num_causes, num_asking = conn.execute(totals).one()
+    page = min(max(1, wanted.page), max(1, -(-num_causes // PAGE_CAUSES)))
+    query = sa.select(groups).order_by(g.need.desc(), g.last_seen.desc(), g.key)
+    rows = conn.execute(query.limit(PAGE_CAUSES).offset((page - 1) * PAGE_CAUSES)).mappings().all()
+    newest = _newest(conn, [row["key"] for row in rows])
+    causes = [
+        {**row, "cause_id": row["key"], "incident": newest[row["key"]], "state": _state(newest[row["key"]])}
+        for row in rows
+        if row["key"] in newest
+    ]
+    return Found(causes, int(num_causes), int(num_asking or 0), page)
+
+
+def _state(incident: dict[str, Any]) -> str:
+    return REGRESSED if incident["regression_of"] and incident["state"] == OPEN else str(incident["state"])
+
+
+def _newest(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
+    """Key -> the incident to look at: the newest of those that ask for somebody, else the newest."""
+    c, key = t.incident.c, _key()
+    asking = sa.case((asks(), 0), (c.status != "resolved", 1), else_=2)
+    place = sa.func.row_number().over(partition_by=key, order_by=(asking, c.opened_at.desc(), c.id)).label("place")
+    of_keys = (c.tenant == t.DEFAULT_TENANT, sa.or_(c.cause_id.in_(keys), sa.and_(c.cause_id == "", c.id.in_(keys))))
+    first = sa.select(c.id, key.label("key"), place).where(*of_keys).subquery("first")
+    query = sa.select(first.c.key, t.incident).join(t.incident, c.id == first.c.id).where(first.c.place == 1)
+    return {row.key: {k: v for k, v in as_incident(row).items() if k != "key"} for row in conn.execute(query)}
+
+
+def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
+    c, r = t.incident.c, t.run.c
+    out: list[sa.ColumnElement[bool]] = []
+    for word in wanted.q.lower().split()[:8]:
+        columns: tuple[sa.ColumnElement[str], ...] = (c.mode, c.title, c.owner, c.run_id)
+        named = sa.exists().where(
+            r.run_id == c.run_id, r.tenant == c.tenant, sa.func.lower(r.name).contains(word, autoescape=True)
+        )
+        out.append(sa.or_(named, *(sa.func.lower(column).contains(word, autoescape=True) for column in columns)))
+    if wanted.state == REGRESSED:
+        out.append(sa.and_(c.status == OPEN, c.regression_of.is_not(None)))
+    elif wanted.state in STATES:
+        out.append(is_in(wanted.state))
+    pairs = ((c.mode, wanted.mode), (c.severity, wanted.severity), (c.owner, wanted.owner))
+    return [*out, *(column == value for column, value in pairs if value)]
+
+
+def same_cause(conn: Connection, incident: dict[str, Any]) -> list[dict[str, Any]]:
+    """Other incidents of a cause, the newest first, at most MAX_OF_ONE, each with the name of its run."""
+    if not incident["cause_id"]:
+        return []
+    c, r = t.incident.c, t.run.c
+    query = (
+        sa.select(t.incident, r.name.label("run_name"))
+        .join(t.run, sa.and_(r.run_id == c.run_id, r.tenant == c.tenant))
+        .where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"], c.id != incident["id"])
+    )
+    return [as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_OF_ONE))]
+
+
+def choices(conn: Connection) -> dict[str, list[str]]:
+    """What the filters offer."""
+    c, out = t.incident.c, {}
+    for name, column in (("mode", c.mode), ("owner", c.owner)):
+        query = sa.select(column).where(c.tenant == t.DEFAULT_TENANT, column != "").distinct()
+        out[name] = list(conn.execute(query.order_by(column).limit(100)).scalars())
+    return out
+
+
+def wanted_of(query: Any) -> Wanted:
+    """From a query string; what it cannot mean is no condition."""
+    page = str(query.get("page", ""))
+    text = {name: str(query.get(name, ""))[:200].replace("\0", "") for name in ("q", "mode", "owner")}
+    return Wanted(
+        state=query.get("state", "") if query.get("state", "") in CAUSE_STATES else "",
+        severity=query.get("severity", "") if query.get("severity", "") in ("critical", "warning", "info") else "",
+        page=min(MAX_PAGE, int(page)) if page.isascii() and page.isdigit() and len(page) < 9 else 1,
+        **text,
+    )
+
+
+WORDS = {
+    REGRESSED: "regressed",
+    OPEN: "open",
+    UNSEEN: "not seen yet",
+    ACKNOWLEDGED: "acknowledged",
+    SEEN: "seen",
+    FIXED: "fixed",
+    FALSE_ALARM: "false alarm",
+}
+"""States as people read them."""

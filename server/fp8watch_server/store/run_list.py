@@ -1,0 +1,211 @@
+"""The list of runs: searched, filtered, sorted by what needs somebody, and cut into pages, by the database.
+
+Shapes:     what is asked for -> rows of one page, and how many there are
+Thread:     query pool
+
+Ten thousand runs are one statement: runs with incidents that ask for somebody, with sessions that go on, and with facts of
+those are sets of ids; a page is cut from the result before anything else is read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.store.incident_states import asks
+from fp8watch_server.store.queries import STALLED_AFTER_S, as_runs
+
+PAGE_RUNS = 50
+MAX_PAGE = 10_000
+MAX_CHOICES = 100
+"""Of a filter: more are found by searching."""
+STATUSES = ("running", "stalled", "ended")
+CRITICAL_OPEN, CRITICAL_UNSEEN, NOT_WATCHING, WARNING_OPEN, SILENT, WARNING_UNSEEN, NOTHING = 6, 5, 4, 3, 2, 1, 0
+"""What a run needs, the most pressing first. What somebody looks after (acknowledged) needs nobody else."""
+SORTS = ("need", "name", "status", "step", "recipe", "ranks", "seen", "created")
+_DESCENDING = ("need", "step", "ranks", "seen", "created")
+_TEXT = {"recipe": 4096, "mode": 100, "tag": 100, "host": 512, "owner": 100}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which runs, in which order. An empty text is no condition."""
+
+    q: str = ""
+    """Words that all stand in the run's name, id, note, tags or hosts."""
+    status: str = ""
+    recipe: str = ""
+    mode: str = ""
+    severity: str = ""
+    tag: str = ""
+    host: str = ""
+    owner: str = ""
+    archived: bool = False
+    """The archive instead of the list."""
+    sort: str = "need"
+    reverse: bool = False
+    page: int = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """One page of runs."""
+
+    runs: list[dict[str, Any]]
+    """As the API gives them, and `need` (CRITICAL_OPEN …), `not_watching` (the reason, or "")."""
+    num_runs: int
+    num_need: int
+    """Of all that match, how many need somebody."""
+    page: int
+
+    @property
+    def num_pages(self) -> int:
+        """At least 1."""
+        return max(1, -(-self.num_runs // PAGE_RUNS))
+
+
+def find(conn: Connection, wanted: Wanted, *, now: float | None = None) -> Found:
+    """One page of the runs that match. A page after the last is the last."""
+    now = time.time() if now is None else now
+    r, status = t.run.c, _status(now)
+    need = _need(status)
+    where = [r.tenant == t.DEFAULT_TENANT, *_conditions(wanted)]
+    if wanted.status in STATUSES:
+        where.append(status == wanted.status)
+    totals = sa.select(sa.func.count(), sa.func.sum(sa.case((need > NOTHING, 1), else_=0))).select_from(t.run)
+    num_runs, num_need = conn.execute(totals.where(*where)).one()
+    page = min(max(1, wanted.page), max(1, -(-num_runs // PAGE_RUNS)))
+    query = sa.select(t.run, need.label("need")).where(*where).order_by(*_order(wanted, need, status))
+    rows = conn.execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS)).all()
+    reasons = _reasons(conn, [row.run_id for row in rows if row.need == NOT_WATCHING])
+    runs = [
+        {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
+        for run, row in zip(as_runs(conn, rows, now), rows, strict=True)
+    ]
+    return Found(runs, int(num_runs), int(num_need or 0), page)
+
+
+def _status(now: float) -> sa.ColumnElement[str]:
+    r, s = t.run.c, t.session.c
+    # `IN` and no join: a database that has no statistics of the tables yet reads each of them once all the same
+    goes_on = r.run_id.in_(sa.select(s.run_id).where(*_alive()))
+    return sa.case(
+        (sa.and_(r.attempt > 0, ~goes_on), "ended"),
+        (r.last_seen_at < now - STALLED_AFTER_S, "stalled"),
+        else_="running",
+    )
+
+
+def _need(status: sa.ColumnElement[str]) -> sa.ColumnElement[int]:
+    r, i, s = t.run.c, t.incident.c, t.session.c
+
+    def some(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+        return r.run_id.in_(sa.select(i.run_id).where(i.tenant == t.DEFAULT_TENANT, asks(), *where))
+
+    stuck = r.run_id.in_(sa.select(s.run_id).where(*_alive(), s.rank == 0, _no_step_ended() != ""))
+    critical = i.severity == "critical"
+    return sa.case(
+        (some(i.status == "open", critical), CRITICAL_OPEN),
+        (some(critical), CRITICAL_UNSEEN),
+        (stuck, NOT_WATCHING),
+        (some(i.status == "open"), WARNING_OPEN),
+        (status == "stalled", SILENT),
+        (some(), WARNING_UNSEEN),
+        else_=NOTHING,
+    )
+
+
+def _alive() -> list[sa.ColumnElement[bool]]:
+    """Sessions that have not ended, and are the newest of their rank."""
+    s, later = t.session.c, t.session.alias().c
+    newer = sa.select(sa.literal(1)).where(
+        later.run_id == s.run_id, later.tenant == s.tenant, later.rank == s.rank, later.attempt > s.attempt
+    )
+    return [s.tenant == t.DEFAULT_TENANT, s.ended.is_(False), ~newer.exists()]
+
+
+def _no_step_ended() -> sa.ColumnElement[str]:
+    said: sa.ColumnElement[str] = sa.type_coerce(t.session.c.facts, sa.JSON)["no_step_ended"].as_string()
+    return said
+
+
+def _reasons(conn: Connection, run_ids: list[str]) -> dict[str, str]:
+    """Run -> why none of its steps ends, as its rank 0 says."""
+    s = t.session.c
+    rows = conn.execute(sa.select(s.run_id, _no_step_ended()).where(s.run_id.in_(run_ids), s.rank == 0, *_alive()))
+    return {run_id: reason or "" for run_id, reason in rows}
+
+
+def _like(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
+    return sa.func.lower(column).contains(text, autoescape=True)
+
+
+def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
+    r, i, s, g = t.run.c, t.incident.c, t.session.c, t.run_tag.c
+
+    def some(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+        return sa.exists().where(table.c.run_id == r.run_id, table.c.tenant == r.tenant, *where)
+
+    out: list[sa.ColumnElement[bool]] = [r.archived_at.is_not(None) if wanted.archived else r.archived_at.is_(None)]
+    for word in wanted.q.lower().split()[:8]:
+        of_run = (_like(r.name, word), _like(r.run_id, word), _like(r.note, word))
+        out.append(sa.or_(*of_run, some(t.run_tag, _like(g.tag, word)), some(t.session, _like(s.host, word))))
+    if wanted.recipe:
+        out.append(r.recipe == wanted.recipe)
+    if wanted.tag:
+        out.append(some(t.run_tag, g.tag == wanted.tag))
+    if wanted.host:
+        out.append(some(t.session, s.host == wanted.host))
+    of_incident = [
+        c == v for c, v in ((i.mode, wanted.mode), (i.severity, wanted.severity), (i.owner, wanted.owner)) if v
+    ]
+    return [*out, some(t.incident, *of_incident)] if of_incident else out
+
+
+def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
+    r = t.run.c
+    by: dict[str, Any] = {
+        "need": need,
+        "name": sa.func.lower(r.name),
+        "status": status,
+        "step": sa.func.coalesce(r.last_step, -1),
+        "recipe": r.recipe,
+        "ranks": r.world_size,
+        "seen": r.last_seen_at,
+        "created": r.created_at,
+    }
+    name = wanted.sort if wanted.sort in by else "need"
+    first = by[name].desc() if (name in _DESCENDING) != wanted.reverse else by[name].asc()
+    return [first, r.last_seen_at.desc(), r.run_id]
+
+
+def choices(conn: Connection) -> dict[str, list[str]]:
+    """What the filters offer: values that occur, at most MAX_CHOICES of each in alphabetical order."""
+    r, i, s, g = t.run.c, t.incident.c, t.session.c, t.run_tag.c
+    columns = {"recipe": r.recipe, "mode": i.mode, "tag": g.tag, "host": s.host, "owner": i.owner}
+    out = {}
+    for name, column in columns.items():
+        query = sa.select(column).where(column.table.c.tenant == t.DEFAULT_TENANT, column != "").distinct()
+        out[name] = list(conn.execute(query.order_by(column).limit(MAX_CHOICES)).scalars())
+    return out
+
+
+def wanted_of(query: Any) -> Wanted:
+    """From a query string; what it cannot mean is no condition."""
+    text = {name: str(query.get(name, ""))[:length].replace("\0", "") for name, length in _TEXT.items()}
+    page = str(query.get("page", ""))
+    return Wanted(
+        q=str(query.get("q", ""))[:200].replace("\0", ""),
+        status=query.get("status", "") if query.get("status", "") in STATUSES else "",
+        severity=query.get("severity", "") if query.get("severity", "") in ("critical", "warning", "info") else "",
+        archived=query.get("archived", "") == "1",
+        sort=query.get("sort", "") if query.get("sort", "") in SORTS else "need",
+        reverse=query.get("reverse", "") == "1",
+        page=min(MAX_PAGE, int(page)) if page.isascii() and page.isdigit() and len(page) < 9 else 1,
+        **text,
+    )

@@ -1,0 +1,89 @@
+"""What is broken on purpose in what people say of runs and incidents, and the test that sees it."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+P = "server/fp8watch_server/pages"
+T = "tests/pages"
+TRIAGE = "tests/incidents/test_triage.py"
+
+BUGS = [
+    Bug(
+        "a failure that is over asks to be seen",
+        "store.incident_states:state_of",
+        'incident["seen_at"] is None and incident["severity"] in ASKS_TO_BE_SEEN',
+        "False",
+        f"{TRIAGE}::test_a_critical_failure_does_not_close_itself_unseen",
+    ),
+    Bug(
+        "a cause that comes back has regressed",
+        "incidents.causes:remember",
+        "marked.closed_as == FIXED",
+        "marked.closed_as != FIXED",
+        f"{TRIAGE}::test_a_cause_that_was_fixed_and_comes_back_has_regressed_and_has_its_owner",
+    ),
+    Bug(
+        "calm says how often sites are measured",
+        "pages.headline:Watched.each",
+        "if self.share >= EACH_STEP_FROM:",
+        "if self.share >= 0:",
+        f"{T}/test_headline.py::test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason",
+    ),
+    Bug(
+        "a run that ended with a failure comes before healthy ones",
+        "store.run_list:_need",
+        "(some(critical), CRITICAL_UNSEEN),",
+        "",
+        f"{T}/test_run_list.py::test_what_needs_somebody_comes_first_whether_it_runs_or_has_ended",
+    ),
+    Bug(
+        "a per cent sign is searched as one",
+        "store.run_list:_like",
+        "autoescape=True",
+        "autoescape=False",
+        f"{T}/test_run_list.py::test_search_and_filters",
+    ),
+    Bug(
+        "a run that goes on leaves the archive",
+        "store.registrations:register_run",
+        '"last_seen_at", "archived_at"]',
+        '"last_seen_at"]',
+        f"{T}/test_run_list.py::test_tags_note_archive_and_delete",
+    ),
+    Bug(
+        "what is said of a cause goes to all runs",
+        "api.incident_actions:_change_all",
+        "done = [_apply(request, conn, dict(row), change, now) for row in asking]",
+        "done = [_apply(request, conn, dict(row), change, now) for row in asking[:1]]",
+        f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
+    ),
+    Bug(
+        "a run that did not come as far proves nothing",
+        "pages.what_helped:what_helped",
+        'r.last_step >= incident["first_step"],',
+        "",
+        f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
+    ),
+    Bug(
+        "what lies outside of a band does not feed it",
+        "pages.deviation:deviations",
+        "there & (~is_out | anew)",
+        "there",
+        f"{T}/test_deviation.py::test_a_value_outside_of_its_band_neither_feeds_it_nor_is_usual_before_its_time",
+    ),
+    Bug(
+        "a zoom knows what was usual before it",
+        "pages.health:_deviations",
+        "max(0, first - before)",
+        "first",
+        f"{T}/test_deviation.py::test_map_and_worst_sites_show_the_site_that_left_its_band",
+    ),
+    Bug(
+        "nothing is deleted without a question",
+        f"{P}/static/runs.js",
+        'resolve(dialog.returnValue === "yes");',
+        "resolve(true);",
+        "tests/browser/test_runs_and_inbox.py::test_runs_are_searched_walked_through_tagged_archived_and_deleted",
+    ),
+]

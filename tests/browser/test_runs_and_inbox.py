@@ -1,0 +1,97 @@
+"""The list of runs and the inbox in a browser: by mouse and by keyboard, with a question before what cannot be undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from browser.kit import Collector, until
+from pages import synthetic
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+ID = "0" * 30 + "77"
+
+
+@pytest.fixture
+def own(collector: Collector) -> Iterator[synthetic.Run]:
+    """A run with a failure that is over, and that nobody has seen."""
+    sites = [s for s in synthetic.make_sites(3) if s.module == synthetic.FAULT_MODULE]
+    run = synthetic.Run(
+        collector.client, "zebra/1", "a zebra run with a long name, seed 1", sites=sites, session="7" * 32
+    )
+    run.register().send(range(88, 93), ended=True)
+    engine = collector.app.state.engine
+    over = {"status": "resolved", "resolved_at": time.time(), "mode": "stale-weight-scale", "title": "Stale"}
+    synthetic.add_incident(engine, run.run_id, ID, **over)
+    yield run
+    collector.client.delete("/api/v1/runs/zebra%2F1")
+
+
+def test_runs_are_searched_walked_through_tagged_archived_and_deleted(
+    page: Page, collector: Collector, own: synthetic.Run
+) -> None:
+    page.goto(collector.url("/"))
+    page.keyboard.press("/")
+    page.keyboard.type("zebra")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/?q=zebra")
+    rows = page.locator("#runs tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("broke, not seen yet")
+    page.locator("h1").click()
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/runs/zebra%2F1")
+    expect(page.locator("#headline")).to_contain_text("Over, and not seen yet (step 90): Stale.")
+
+    page.get_by_text("Tags, note, archive, delete").click()
+    page.get_by_label("Tags").fill("stripes, x")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#about")).to_contain_text("stripes")
+    page.goto(collector.url("/?tag=stripes"))
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    page.locator("[data-ticked]").get_by_role("button", name="Archive").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(rows).to_have_count(1)
+    page.locator("[data-ticked]").get_by_role("button", name="Archive").click()
+    page.get_by_role("dialog").get_by_role("button", name="Archive").click()
+    expect(page.locator("#runs")).to_contain_text("No run matches")
+    page.goto(collector.url("/?archived=1"))
+    page.get_by_label("Choose a zebra run").check()
+    page.locator("[data-ticked]").get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("dialog")).to_contain_text("This cannot be undone")
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.locator("#runs")).to_contain_text("Nothing is in the archive")
+    assert collector.client.get("/api/v1/runs/zebra%2F1").status_code == 404
+
+
+def test_a_cause_is_seen_by_key_and_an_incident_is_assigned_commented_and_marked(
+    page: Page, collector: Collector, own: synthetic.Run
+) -> None:
+    page.goto(collector.url("/incidents?q=zebra"))
+    row = page.locator("#inbox tbody tr")
+    expect(row).to_have_count(1)
+    expect(row).to_contain_text("not seen yet")
+    page.keyboard.press("j")
+    page.keyboard.press("e")
+    expect(row).to_contain_text("resolved, seen")
+    row.get_by_role("link").first.click()
+    page.wait_for_url(f"**/incidents/{ID}")
+    page.get_by_label("Owner").fill("ann")
+    page.get_by_role("button", name="Assign").click()
+    expect(page.locator("#head .owner")).to_have_text("ann")
+    page.get_by_label("Comment").fill("the optimizer <wrote> it")
+    page.get_by_role("button", name="Comment").click()
+    expect(page.locator("#timeline")).to_contain_text("the optimizer <wrote> it")
+    page.get_by_role("button", name="False alarm").click()
+    expect(page.locator("#head .state")).to_have_text("false alarm")
+    page.get_by_role("button", name="Take back").click()
+    expect(page.locator("#head .state")).to_have_text("resolved, seen")
+    page.goto(collector.url("/incidents?q=zebra&state=unseen"))
+    until(page, "document.querySelectorAll('#inbox tbody tr').length === 0")
+    for path in ("/runbooks", "/silences", "/collector"):
+        page.goto(collector.url(path))
+        expect(page.locator(".rooms [aria-current]")).to_have_count(1)

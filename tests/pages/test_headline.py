@@ -1,0 +1,112 @@
+"""The first five seconds: what a run needs stands first, and calm says what it stands for."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from pages import synthetic
+from pages.collector import make_app, serving
+from pages.synthetic import INCIDENT_ID
+
+from fp8watch_server.pages.coverage import agents
+from fp8watch_server.pages.headline import Watched, headline
+
+RUN = {"id": "r", "status": "running", "last_step": 299, "last_seen_at": time.time(), "world_size": 1, "num_sites": 89}
+EACH = Watched(0, 299, 89, 1.0)
+
+
+def incident(**values: Any) -> dict[str, Any]:
+    """As page_queries.incidents gives them."""
+    base = {"state": "open", "severity": "critical", "first_step": 90, "last_step": 94, "title": "It broke"}
+    return {**base, "regression_of": None, "owner": "", "status": "open", **values}
+
+
+def says(
+    *incidents: dict[str, Any], run: dict[str, Any] | None = None, seen: Watched = EACH, not_watching: str | None = None,
+    sessions: list[dict[str, Any]] | None = None, observed: float | None = None,
+) -> tuple[str, str]:  # fmt: skip
+    """Tone and sentence."""
+    session = {"rank": 0, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
+    of_run = {**RUN, **(run or {}), "sessions": [{**session, "health": {}}] if sessions is None else sessions}
+    got = headline(of_run, incidents, not_watching, agents(of_run), seen, observed=observed)
+    return got.tone, got.sentence
+
+
+def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> None:
+    lost = {"rank": 3, "attempt": 1, "host": "h", "ended": False, "versions": {}, "last_seen_at": time.time()}
+    cases: list[tuple[tuple[str, str], tuple[str, str]]] = [
+        (says(), ("calm", "Nothing raised in 300 steps, 89 sites, each step.")),
+        (
+            says(seen=Watched(0, 299, 89, 1 / 8)),
+            ("calm", "Nothing raised in 300 steps, 89 sites, each in 1 of 8 steps."),
+        ),
+        (says(incident()), ("critical", "Broken since step 90: It broke.")),
+        (says(incident(regression_of="x")), ("critical", "Back since step 90, after it was fixed: It broke.")),
+        (says(incident(severity="warning")), ("warning", "Needs a look since step 90: It broke.")),
+        (
+            says(incident(state="unseen", status="resolved")),
+            ("critical", "Over, and not seen yet (steps 90–94): It broke."),
+        ),
+        (says(incident(state="acknowledged", owner="ann")), ("info", "Looked after by ann: It broke.")),
+        (
+            says(incident(state="seen", status="resolved")),
+            ("calm", "Nothing raised since step 94: 205 steps, 89 sites, each step."),
+        ),
+        (says(not_watching="Attached, but no step has ended."), ("warning", "Not watching: no step has ended.")),
+        (
+            says(run={"num_sites": 0}, seen=Watched(0, 299, 0, None)),
+            ("warning", "Not watching any GEMM: attach took no Linear over; only loss and steps are recorded."),
+        ),
+        (
+            says(run={"status": "stalled", "last_seen_at": time.time() - 301}),
+            ("warning", "Silent for 5 min: the last step that came is 299, and the process did not say that it ended."),
+        ),
+        (
+            says(seen=Watched(0, 299, 89, None)),
+            ("warning", "No statistics in the last steps: paused, outside of attach(windows=), or dropped on the way."),
+        ),
+        (
+            says(sessions=[{**lost, "health": {"dropped_ring_full": 12.0}}]),
+            ("warning", "Nothing raised, but not everything arrived: rank 3: 12 records lost (ring_full)."),
+        ),
+        (
+            says(run={"world_size": 8}),
+            ("warning", "Nothing raised, but not everything arrived: 7 of 8 ranks never came."),
+        ),
+        (
+            says(observed=0.22),
+            ("warning", "Nothing raised in what is observed: that is 22 % of the model's GEMM FLOPs."),
+        ),
+    ]
+    assert [got for got, _ in cases] == [want for _, want in cases]
+
+
+def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    def tone_and_text(html: str) -> tuple[str, str]:
+        found = re.search(r'<div class="headline (\w+)".*?</div>', html, re.S)
+        assert found is not None
+        return found[1], re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", found[0]))
+
+    app = make_app(tmp_path_factory.mktemp("unseen"))
+    with serving(app) as client:
+        run = synthetic.Run(client, "r", "r", sites=synthetic.make_sites(3)).register()
+        run.send(range(100), fault=False, ended=True)
+        over = {"status": "resolved", "resolved_at": time.time(), "cause_id": "c" * 16}
+        synthetic.add_incident(app.state.engine, "r", INCIDENT_ID, **over)
+        tone, words = tone_and_text(client.get("/runs/r").text)
+        listed = client.get("/").text
+        assert tone == "critical"
+        assert "Over, and not seen yet (step 90): One Inf in the input" in words
+        assert words.index("One Inf") < words.index("FP8 is the cause")  # the sentence first, the verdict second
+        assert '<tr class="asks critical">' in listed
+        assert "broke, not seen yet" in listed
+        assert 'data-act="seen"' in client.get(f"/incidents/{INCIDENT_ID}").text
+
+        answer = client.post(f"/api/v1/incidents/{INCIDENT_ID}/seen", auth=("ann", "x"))
+        assert answer.json()["state"] == "seen"
+        assert answer.json()["events"][-1]["detail"] == {"by": "ann"}
+        assert tone_and_text(client.get("/runs/r").text)[0] == "calm"
+        assert "asks critical" not in client.get("/").text

@@ -1,0 +1,176 @@
+"""The inbox over all runs: one row a cause, what people say of it, and the pages beside it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from database import fresh_database
+from fastapi import FastAPI
+from pages import synthetic
+from pages.collector import make_app, serving
+from pages.synthetic import INCIDENT_ID
+from pages.test_run_list import cpu_of, fill
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.incidents.command import main as rules
+from fp8watch_server.store import cause_list
+from fp8watch_server.store.cause_list import Wanted
+
+AGAIN_ID, OTHER_ID = "0" * 31 + "8", "0" * 31 + "9"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
+    """The same cause in two runs, and another one that was seen; a third run without any."""
+    with fresh_database(request.param) as url:
+        app = make_app(tmp_path, url)
+        engine = app.state.engine
+        with serving(app) as client:
+            sites = [s for s in synthetic.make_sites(3) if s.module == synthetic.FAULT_MODULE]
+            for k, run_id in enumerate(("demo-inf", "older", "clean")):
+                run = synthetic.Run(client, run_id, f"{run_id} run", sites=sites, session=f"{k}" * 32).register()
+                run.send(range(88, 93), fault=k == 0, ended=True)
+                if k == 0:
+                    run.send_maps([synthetic.FAULT_STEP], [run.site(synthetic.FAULT_MODULE)])
+            short = synthetic.Run(client, "short", "not as far", sites=sites, session="9" * 32).register()
+            short.send(range(3), fault=False, ended=True)
+        synthetic.add_incident(engine, "demo-inf", INCIDENT_ID)
+        over = {"status": "resolved", "resolved_at": time.time() - 500, "opened_at": time.time() - 900}
+        place = {"module": "layers.7.mlp.down_proj", "operand": "input"}
+        synthetic.add_incident(engine, "older", AGAIN_ID, place=place, owner="ann", **over)
+        synthetic.add_incident(
+            engine, "older", OTHER_ID, mode="bad-batch", title="Odd", place={}, severity="info", **over
+        )
+        with writing(engine) as conn:
+            created = {"older": 1.0, "demo-inf": 2.0, "short": 2.5, "clean": 3.0}
+            for run_id, at in created.items():
+                conn.execute(sa.update(t.run).where(t.run.c.run_id == run_id).values(created_at=at))
+            conn.execute(
+                sa.update(t.session).where(t.session.c.run_id == "clean").values(facts={"amax_epsilon": 1e-12})
+            )
+        yield app
+        engine.dispose()
+
+
+def causes(app: FastAPI, **wanted: str) -> list[dict[str, Any]]:
+    engine = make_engine(app.state.engine.url.render_as_string(hide_password=False))
+    with engine.connect() as conn:
+        found = cause_list.find(conn, Wanted(**wanted)).causes  # type: ignore[arg-type]
+    engine.dispose()
+    return found
+
+
+def test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all(app: FastAPI) -> None:
+    first, second = causes(app)
+    assert (first["num_runs"], first["num_incidents"], first["state"]) == (2, 2, "open")
+    assert first["incident"]["id"] == INCIDENT_ID  # the one that asks, not the newest of all
+    assert (second["incident"]["mode"], second["state"]) == ("bad-batch", "seen")
+    for wanted in (
+        {"q": "older inf"},
+        {"q": "inf run"},
+        {"owner": "ann"},
+        {"mode": "inf-laundering"},
+        {"state": "unseen"},
+    ):
+        assert [c["cause_id"] for c in causes(app, **wanted)] == [first["cause_id"]], wanted
+    assert causes(app, state="fixed") == causes(app, q="no such") == []
+
+    of_cause = f"/api/v1/causes/{first['cause_id']}"
+    with serving(app) as client:
+        html = client.get("/incidents").text
+        assert "<strong>1</strong> of 2 causes needs you" in html
+        assert "layers.*.mlp.down_proj" in html
+        assert f'data-post="{of_cause}/ack"' in html
+        assert client.post(f"{of_cause}/ack").json()["num_changed"] == 1
+        assert client.post(f"{of_cause}/assign", json={"owner": "bob"}).json()["num_changed"] == 2
+        assert [client.post(f"{of_cause}/fixed").json()["num_changed"] for _ in range(2)] == [2, 0]
+        states = {i: client.get(f"/api/v1/incidents/{i}").json() for i in (INCIDENT_ID, AGAIN_ID, OTHER_ID)}
+        assert [(s["state"], s["owner"]) for s in states.values()] == [("fixed", "bob")] * 2 + [("seen", "")]
+        assert client.post("/api/v1/causes/none/ack").status_code == 404
+        assert client.post(f"{of_cause}/forget").status_code == 422
+
+
+def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI) -> None:
+    with serving(app) as client:
+        said = client.post(
+            f"/api/v1/incidents/{INCIDENT_ID}/comment", json={"text": "<b>the tokenizer</b>"}, auth=("eve", "x")
+        )
+        assert said.status_code == 200
+        html = client.get(f"/incidents/{INCIDENT_ID}").text
+        panel = re.search(r'<section class="panel" id="cause".*?</section>', html, re.S)
+        assert panel is not None
+        assert f'href="/incidents/{AGAIN_ID}"' in panel[0]
+        assert 'href="/runs/clean"' in panel[0]
+        assert re.search(r"amax_epsilon</td><td[^>]*>–</td><td[^>]*>1e-12", panel[0])
+        assert "by eve, &lt;b&gt;the tokenizer&lt;/b&gt;" in html
+        assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/comment", json={"text": ""}).status_code == 422
+        tiles = client.get(f"/incidents/{INCIDENT_ID}/tiles.svg")
+        assert (tiles.status_code, tiles.headers["content-type"]) == (200, "image/svg+xml")
+        assert 'stroke="#ff7a45"' in tiles.text
+        assert client.get(f"/incidents/{AGAIN_ID}/tiles.svg").status_code == 404
+
+
+def test_false_alarms_are_kept_counted_and_listed(app: FastAPI, capsys: pytest.CaptureFixture[str]) -> None:
+    url = app.state.engine.url.render_as_string(hide_password=False)
+    assert rules(["false-alarms", "--database-url", url]) == 0
+    assert "no incident was marked" in capsys.readouterr().out
+    with serving(app) as client:
+        assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/false-alarm").json()["state"] == "false-alarm"
+        counted = client.get("/metrics").text
+    assert 'fp8watch_false_alarms{mode="inf-laundering",run="demo-inf",severity="critical"} 1.0' in counted
+    assert rules(["false-alarms", "--database-url", url]) == 0
+    out = capsys.readouterr().out
+    assert "num_inf 1 (usual 0); amax_max inf (usual 9.2)" in out
+    assert out.endswith("inf-laundering: 1\n")
+    assert rules(["false-alarms", "--database-url", "sqlite:///none/at/all.db"]) == 2
+
+
+def test_pages_beside_it(app: FastAPI) -> None:
+    batch = {"run_id": "clean", "session": "2" * 32}
+    with serving(app) as client:
+        assert 'class="headline calm"' in client.get("/collector").text
+        client.post("/api/v1/silences", json={"duration_s": 60, "mode": "bad-batch", "comment": "<i>"})
+        silences = client.get("/silences").text
+        assert "bad-batch" in silences
+        assert "&lt;i&gt;" in silences
+        books = client.get("/runbooks").text
+        assert 'href="/runbooks/inf-laundering">Inf laundered by the cast' in books
+    with writing(app.state.engine) as conn:
+        b = t.hot_batch.c
+        where = (b.run_id == batch["run_id"], b.session == batch["session"])
+        conn.execute(sa.update(t.hot_batch).where(*where).values(detected=t.BATCH_FAILED, detect_error="<it broke>"))
+    with serving(app) as client:
+        html = client.get("/collector").text
+    assert "The detectors broke on 1 batches" in html
+    assert "&lt;it broke&gt;" in html
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.long
+def test_five_thousand_incidents_are_quick(kind: str, tmp_path: Any) -> None:
+    import asyncio
+
+    with fresh_database(kind) as url:
+        app = make_app(tmp_path, url)
+        fill(app.state.engine, 10_000, 5_000, time.time())
+        paths = ("/incidents", "/incidents?state=unseen&q=mode-1", "/incidents?page=4")
+        spent = asyncio.run(cpu_of(app, paths))
+        print(f"{kind}: {spent}")
+        assert max(spent.values()) < 1.0
+        app.state.ingest.stop()
+        app.state.engine.dispose()
+
+
+def test_an_empty_inbox_says_so(tmp_path: Any) -> None:
+    with serving(make_app(tmp_path)) as client:
+        assert "No incident so far." in client.get("/incidents").text
+        for odd in ("?state=odd&page=x", "?page=9999999", "?q=%00%25"):
+            assert isinstance(client, httpx.Client)
+            assert client.get(f"/incidents{odd}").status_code == 200

@@ -1,0 +1,213 @@
+"""The list of runs: what needs somebody first, searched, filtered and paged by the database, ten thousand as well as ten."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from database import fresh_database
+from pages import synthetic
+from pages.collector import make_app, serving
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.store import run_list
+from fp8watch_server.store.run_list import Wanted
+
+NUM_RUNS, NUM_INCIDENTS = 10_000, 5_000
+NOW = 1_000_000.0
+FIRST_PAINT_S = 1.0
+
+
+def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> None:
+    """Runs as they come to be in a year: most ended, some running, some that fell silent; incidents in every second."""
+    of_run, sessions, tags, incidents, scalars = [], [], [], [], []
+    for i in range(num_runs):
+        key = {"run_id": f"run-{i:05d}", "tenant": "default"}
+        ended, seen = i % 10 != 0, now - (400 if i % 20 == 10 else 0)
+        of_run.append(
+            {**key, "name": f"llama-{i % 7}b-seed-{i:05d}", "recipe": ("blockwise", "mxfp8")[i % 2], "attempt": 1}
+            | {"created_at": now - i, "last_seen_at": seen, "last_step": i, "last_step_attempt": 1, "world_size": 1}
+        )
+        stuck = {"no_step_ended": "no step has ended"} if i == 30 else {"left_out": "x" * 200}
+        session = {
+            "session": f"{i:032x}",
+            "rank": 0,
+            "attempt": 1,
+            "world_size": 1,
+            "mesh": {},
+            "pid": 1,
+            "versions": {},
+        }
+        session |= dict.fromkeys(("recipe", "fingerprint", "backend"), "x")
+        session |= {"host": f"node-{i % 40}", "facts": stuck, "registered_at": now, "last_seen_at": seen}
+        sessions.append({**key, **session, "ended": ended})
+        tags += [{**key, "tag": f"sweep-{i % 12}"}]
+        scalars += [
+            {**key, "attempt": 1, "rank": 0, "step": s, "seq": 0, "status": 0, "loss": 2.0, "loss_class": 0}
+            for s in range(i, i + 2)
+            if i % 20 == 0
+        ]
+    for k in range(num_incidents):
+        place = {"module": f"layers.{k % 32}.mlp.up", "operand": "input", "ranks": [0]}
+        row: dict[str, Any] = {"run_id": f"run-{(2 * k) % num_runs:05d}", "tenant": "default", "id": f"{k:032x}"}
+        row |= {"mode": f"mode-{k % 24}", "severity": ("info", "warning", "critical")[k % 3], "place": place}
+        row |= dict.fromkeys(("title", "verdict", "cause", "fingerprint"), "x")
+        row |= dict.fromkeys(("attempt", "first_step", "last_step", "num_events", "num_sites"), 1)
+        row |= {key: [] for key in ("sites", "evidence", "fix", "alternatives")}
+        row |= {"status": "open" if k % 47 == 0 else "resolved", "seen_at": None if k % 10 == 1 else now}
+        row |= {"opened_at": now - k, "updated_at": now - k, "origin": True, "cause_id": f"{k % 200:016x}"}
+        row |= {"owner": "ann" if k % 100 == 7 else ""}
+        incidents.append(row)
+    with writing(engine) as conn:
+        for table, rows in (
+            (t.run, of_run), (t.session, sessions), (t.run_tag, tags), (t.incident, incidents), (t.scalar, scalars)
+        ):  # fmt: skip
+            conn.execute(sa.insert(table), rows)
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def many(request: pytest.FixtureRequest) -> Iterator[sa.Engine]:
+    """Two hundred runs in a database of each kind."""
+    with fresh_database(request.param) as url:
+        engine = make_engine(url)
+        fill(engine, 200, 150, NOW)
+        yield engine
+        engine.dispose()
+
+
+def find(engine: sa.Engine, **wanted: Any) -> run_list.Found:
+    with engine.connect() as conn:
+        return run_list.find(conn, Wanted(**wanted), now=NOW)
+
+
+def ids(engine: sa.Engine, **wanted: Any) -> list[str]:
+    return [run["id"] for run in find(engine, **wanted).runs]
+
+
+def test_what_needs_somebody_comes_first_whether_it_runs_or_has_ended(many: sa.Engine) -> None:
+    found = find(many)
+    needs = [run["need"] for run in found.runs]
+    assert needs == sorted(needs, reverse=True)
+    assert run_list.CRITICAL_UNSEEN in needs
+    assert {run["status"] for run in found.runs if run["need"] >= run_list.CRITICAL_UNSEEN} == {"ended"}
+    (stuck,) = (run for run in found.runs if run["need"] == run_list.NOT_WATCHING)
+    assert (stuck["id"], stuck["not_watching"]) == ("run-00030", "no step has ended")
+    assert {run["status"] for run in found.runs if run["need"] == run_list.SILENT} == {"stalled"}
+    assert found.num_need == sum(len([r for r in find(many, page=p).runs if r["need"]]) for p in (1, 2, 3, 4))
+
+
+def test_pages_hold_every_run_once_and_a_page_after_the_last_is_the_last(many: sa.Engine) -> None:
+    pages = [ids(many, page=p, sort="name") for p in (1, 2, 3, 4)]
+    assert [len(page) for page in pages] == [50] * 4
+    assert len({i for page in pages for i in page}) == find(many).num_runs == 200
+    assert ids(many, page=99, sort="name") == pages[-1]
+
+
+def test_search_and_filters(many: sa.Engine) -> None:
+    with many.connect() as conn:
+        said = run_list.choices(conn)
+    assert said["tag"][:2] == ["sweep-0", "sweep-1"]
+    assert (said["owner"], said["recipe"]) == (["ann"], ["blockwise", "mxfp8"])
+    assert ids(many, q="SEED-00017") == ["run-00017"]
+    assert ids(many, q="node-17 llama-1b") == ["run-00057"]
+    assert ids(many, q="100%") == []
+    assert set(ids(many, tag="sweep-3")) == {f"run-{i:05d}" for i in range(3, 200, 12)}
+    assert set(ids(many, host="node-39", recipe="mxfp8")) == {f"run-{i:05d}" for i in range(39, 200, 40)}
+    assert set(ids(many, owner="ann")) == {"run-00014"} | {f"run-{2 * k % 200:05d}" for k in range(107, 150, 100)}
+    assert find(many, mode="mode-1").num_runs == len({2 * k % 200 for k in range(1, 150, 24)})
+    assert {run["status"] for run in find(many, status="running").runs} == {"running"}
+    assert find(many, severity="critical", mode="mode-1").num_runs == 0  # of one incident, not of two
+    assert find(many, status="nonsense").num_runs == 200
+
+
+def test_columns_sort_both_ways(many: sa.Engine) -> None:
+    assert ids(many, sort="step")[0] == "run-00199"
+    assert ids(many, sort="step", reverse=True)[0] == "run-00000"
+    assert ids(many, sort="name")[0] == "run-00000"
+    assert ids(many, sort="status")[0] in {f"run-{i:05d}" for i in range(200) if i % 10}
+
+
+@pytest.fixture
+def client(tmp_path: Any) -> Iterator[httpx.Client]:
+    with serving(make_app(tmp_path)) as client:
+        yield client
+
+
+def test_tags_note_archive_and_delete(client: httpx.Client) -> None:
+    run = synthetic.Run(client, "a/b", "a run", sites=synthetic.make_sites(1)).register()
+    facts = {"name": "a run", "world_size": 1}
+    assert client.put("/v1/runs/a%2Fb", json={**facts, "tags": ["from attach"]}).status_code == 200
+    run.send(range(3))
+    assert client.get("/api/v1/runs/a%2Fb").json()["tags"] == ["from attach"]
+    changed = client.patch("/api/v1/runs/a%2Fb", json={"tags": ["x", " x ", "y"], "note": "after the crash"}).json()
+    assert (changed["tags"], changed["note"], changed["archived_at"]) == (["x", "y"], "after the crash", None)
+    page = client.get("/runs/a%2Fb").text
+    assert "after the crash" in page
+    assert 'href="/?tag=x"' in page
+    assert "a run" in client.get("/?tag=y&q=crash").text
+
+    assert client.patch("/api/v1/runs/a%2Fb", json={"archived": True}).json()["tags"] == ["x", "y"]
+    assert 'class="rowlink"' not in client.get("/").text
+    assert 'class="rowlink"' in client.get("/?archived=1").text
+    run.register()  # it goes on
+    assert 'class="rowlink"' in client.get("/").text
+
+    for wrong in ({"tags": ["x" * 101]}, {"tags": "x"}, {"note": "a\0b"}, {"archived": "yes"}):
+        assert client.patch("/api/v1/runs/a%2Fb", json=wrong).status_code == 422, wrong
+    assert client.patch("/api/v1/runs/nobody", json={}).status_code == 404
+    assert [client.delete("/api/v1/runs/a%2Fb").status_code for _ in range(2)] == [204, 404]
+    assert client.get("/api/v1/runs/a%2Fb").status_code == 404
+
+
+def test_every_condition_of_the_list_is_a_link_and_nonsense_is_none(client: httpx.Client) -> None:
+    synthetic.Run(client, "r", "<b>&amp;", sites=[]).register()
+    html = client.get("/?q=%3Cb%3E&sort=step&status=running&page=7&tag=").text
+    assert 'class="rowlink"' in html
+    assert re.search(
+        r'<th class="n" aria-sort="descending"><a href="/\?q=%3Cb%3E&amp;status=running&amp;sort=step&amp;reverse=1"',
+        html,
+    )
+    assert 'href="/?status=running&amp;sort=step"' in html  # the search taken off
+    for odd in (
+        "?page=-1&sort=x&status=&severity=mild",
+        "?page=99999999999",
+        "?q=%00&tag=%00&archived=2",
+        "?q=%25%5F%5C",
+    ):
+        assert client.get(f"/{odd}").status_code == 200, odd
+
+
+@pytest.mark.parametrize("kind", [pytest.param("sqlite"), pytest.param("postgresql", marks=pytest.mark.long)])
+def test_ten_thousand_runs_are_quick(kind: str, tmp_path: Any) -> None:
+    """CPU seconds of this process, with its database where that is SQLite."""
+    with fresh_database(kind) as url:
+        app = make_app(tmp_path, url)
+        fill(app.state.engine, NUM_RUNS, NUM_INCIDENTS, time.time())
+        spent = asyncio.run(
+            cpu_of(app, ("/", "/?q=seed-00017+node", "/?mode=mode-3&severity=info", "/?sort=name&page=150"))
+        )
+        print(f"{kind}: {spent}")
+        assert max(spent.values()) < FIRST_PAINT_S
+        app.state.ingest.stop()
+        app.state.engine.dispose()
+
+
+async def cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
+    """Seconds that each page takes once the first was made, without the collector's threads."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await client.get("/")
+        spent = {}
+        for path in paths:
+            began = time.process_time()
+            answer = await client.get(path)
+            spent[path] = round(time.process_time() - began, 3)
+            assert 'class="rowlink"' in answer.text
+    return spent
