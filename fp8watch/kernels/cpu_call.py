@@ -18,6 +18,7 @@ import torch
 from fp8watch.kernels import cpu_library
 from fp8watch.kernels.backend import Into, Quantized
 from fp8watch.kernels.cpu_compiler import FILLS, FILLS_SAMPLED
+from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import ROW, TileFlag
@@ -25,6 +26,7 @@ from fp8watch_agent.record import ROW, TileFlag
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES, VALUES, NOTHING = 0, 1, 2
 _FORMATS = {"E4M3": 0, "E5M2": 1}
+_CODE_DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()}
 THREADED_ELEMENTS = 1 << 19
 _MAX_SHAPES = 256  # prepared for one job: where every step has another length, memory stays bounded
 _JOB = struct.Struct("P5q6P9ifP")  # struct job in job.h
@@ -237,7 +239,7 @@ def call_into(x: torch.Tensor, job: QuantizeJob, kinds: Kinds, into: Into) -> tu
         return outs, seen
     # what was measured lies in memory that is held for some steps: scales that go along with codes are their own
     pairs = zip(kinds, outs, seen, strict=True)
-    return [(o.view(job.fmt.dtype), s.scale_inv.clone()) if k == CODES else o for k, o, s in pairs], seen
+    return [(o.view(_CODE_DTYPES[job.fmt.name]), s.scale_inv.clone()) if k == CODES else o for k, o, s in pairs], seen
 
 
 def _checked(status: int) -> None:

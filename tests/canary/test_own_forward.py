@@ -196,7 +196,7 @@ def test_others_with_a_forward_of_their_own_are_observed_and_held_to_nothing(tra
     assert line.said() == []
     watch.detach()
     _, watch = train(1, model=Model(), recipe="blockwise")
-    assert {s.fqn for s in watch._table if s.operand == "input"} == {"plain"}
+    assert {s.fqn: s.as_it_is for s in watch._table if s.operand == "input"} == {"plain": False, "scaled": True}
 
 
 def test_what_replaces_a_linear_after_attach_is_observed(train, capsys) -> None:

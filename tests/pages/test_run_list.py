@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -190,9 +191,9 @@ def test_ten_thousand_runs_are_quick(kind: str, tmp_path: Any) -> None:
     with fresh_database(kind) as url:
         app = make_app(tmp_path, url)
         fill(app.state.engine, NUM_RUNS, NUM_INCIDENTS, time.time())
-        spent = asyncio.run(
-            cpu_of(app, ("/", "/?q=seed-00017+node", "/?mode=mode-3&severity=info", "/?sort=name&page=150"))
-        )
+        pages = ("/", "/?q=seed-00017+node", "/?mode=mode-3&severity=info", "/?sort=name&page=150")
+        with ThreadPoolExecutor(1) as pool:  # the loop of a browser's tests may run in this one
+            spent = pool.submit(lambda: asyncio.run(cpu_of(app, pages))).result()
         print(f"{kind}: {spent}")
         assert max(spent.values()) < FIRST_PAINT_S
         app.state.ingest.stop()
