@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -117,7 +118,9 @@ def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI)
         assert client.get(f"/incidents/{AGAIN_ID}/tiles.svg").status_code == 404
 
 
-def test_false_alarms_are_kept_counted_and_listed(app: FastAPI, capsys: pytest.CaptureFixture[str]) -> None:
+def test_false_alarms_are_kept_counted_and_listed(
+    app: FastAPI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = app.state.engine.url.render_as_string(hide_password=False)
     assert rules(["false-alarms", "--database-url", url]) == 0
     assert "no incident was marked" in capsys.readouterr().out
@@ -129,7 +132,10 @@ def test_false_alarms_are_kept_counted_and_listed(app: FastAPI, capsys: pytest.C
     out = capsys.readouterr().out
     assert "num_inf 1 (usual 0); amax_max inf (usual 9.2)" in out
     assert out.endswith("inf-laundering: 1\n")
-    assert rules(["false-alarms", "--database-url", "sqlite:///none/at/all.db"]) == 2
+    absent = tmp_path / "none" / "at" / "all.db"
+    assert rules(["false-alarms", "--database-url", f"sqlite:///{absent}"]) == 2
+    assert "is not there; name another with --database-url" in capsys.readouterr().err
+    assert not absent.parent.exists()  # looking makes nothing
 
 
 def test_pages_beside_it(app: FastAPI) -> None:
@@ -155,13 +161,11 @@ def test_pages_beside_it(app: FastAPI) -> None:
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 @pytest.mark.long
 def test_five_thousand_incidents_are_quick(kind: str, tmp_path: Any) -> None:
-    import asyncio
-
     with fresh_database(kind) as url:
         app = make_app(tmp_path, url)
         fill(app.state.engine, 10_000, 5_000, time.time())
         paths = ("/incidents", "/incidents?state=unseen&q=mode-1", "/incidents?page=4")
-        spent = asyncio.run(cpu_of(app, paths))
+        spent = cpu_of(app, paths)
         print(f"{kind}: {spent}")
         assert max(spent.values()) < 1.0
         app.state.ingest.stop()

@@ -183,8 +183,15 @@ def make_engine(database_url: str) -> Engine:
 
 
 @contextmanager
-def engine_of(database_url: str) -> Iterator[Engine]:
-    """`make_engine` as a context manager that disposes of the engine."""
+def engine_of(database_url: str, must_exist: bool = False) -> Iterator[Engine]:
+    """`make_engine` as a context manager that disposes of the engine.
+
+    Raises:
+        DatabaseUrlError: as `make_engine`; with `must_exist` also where an SQLite file is not there, and none is made.
+    """
+    url = parse_url(database_url)
+    if must_exist and url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
+        raise DatabaseUrlError(f"database {url.database!r} is not there; name another with --database-url")
     engine = make_engine(database_url)
     try:
         yield engine

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 def _false_alarms(database_url: str | None, mode: str | None) -> int:
     try:
         settings = Settings.from_environ(database_url=database_url)
-        with engine_of(settings.database_url) as engine, engine.connect() as conn:
+        with engine_of(settings.database_url, must_exist=True) as engine, engine.connect() as conn:
             if migrations.current(conn) != migrations.head():
                 print(
                     "fp8watch rules: no database of this version is there; name it, or run fp8watch migrate",

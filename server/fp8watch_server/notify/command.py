@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from sqlalchemy.exc import DBAPIError
 
-from fp8watch_server.db.dialect import engine_of, writing
+from fp8watch_server.db.dialect import DatabaseUrlError, engine_of, writing
 from fp8watch_server.notify.channels import KINDS, channels_of
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.log import STATES, delivery_log, retry
@@ -136,7 +136,7 @@ def _channels_only(environ: Mapping[str, str]) -> Settings:
 def show_log(database_url: str, options: argparse.Namespace) -> int:
     """One line for each notice, the newest first."""
     wanted = {"state": options.state, "channel": options.channel, "run_id": options.run, "limit": options.number}
-    with engine_of(database_url) as engine, engine.connect() as conn:
+    with engine_of(database_url, must_exist=True) as engine, engine.connect() as conn:
         entries = delivery_log(conn, **wanted)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(entries), indent=2).decode())
@@ -159,7 +159,7 @@ def send_again(database_url: str, options: argparse.Namespace) -> int:
             "fp8watch notify retry: name an id, --channel NAME, or --all; `fp8watch notify log --state dead` lists them"
         )
         return 2
-    with engine_of(database_url) as engine:
+    with engine_of(database_url, must_exist=True) as engine:
         with engine.connect() as conn:
             found = [e["id"] for e in delivery_log(conn, state="dead", limit=1000)]
         matching = [i for i in found if options.id and i.startswith(options.id)]
@@ -184,7 +184,7 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
         if options.command == "retry":
             return send_again(settings.database_url, options)
         routing, _ = routing_of(settings, environ)
-    except (SettingError, RoutesError) as e:
+    except (SettingError, RoutesError, DatabaseUrlError) as e:
         print(f"fp8watch notify: {e}")
         return 2
     except DBAPIError as e:

@@ -95,7 +95,10 @@ def main(argv: list[str]) -> int:
     c = t.incident.c
     try:
         thresholds = load_rules(args.rules).thresholds_for(args.run) if args.rules else DEFAULTS
-        with engine_of(args.database_url or default_database_url()) as database, database.connect() as conn:
+        with (
+            engine_of(args.database_url or default_database_url(), must_exist=True) as database,
+            database.connect() as conn,
+        ):
             got = replay(conn, args.run, thresholds)
             raised = conn.execute(
                 sa.select(c.first_step, c.last_step, c.severity, c.mode, c.title)

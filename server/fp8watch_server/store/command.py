@@ -64,10 +64,7 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
 @contextmanager
 def _opened(settings: Settings) -> Iterator[Engine]:
     """Open the database, which must exist: none of these commands creates one. Closed afterwards in any case."""
-    url = parse_url(settings.database_url)
-    if url.get_backend_name() == "sqlite" and not Path(str(url.database)).is_file():
-        raise Unusable(f"database {url.database!r} is not there; name another with --database-url")
-    with engine_of(settings.database_url) as engine:
+    with engine_of(settings.database_url, must_exist=True) as engine:
         with engine.connect() as conn:
             revision = migrations.current(conn)
         if revision != migrations.head():
