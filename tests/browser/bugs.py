@@ -11,6 +11,13 @@ T = "tests/pages"
 
 BUGS = [
     Bug(
+        "a copy is confirmed on the button that a refresh puts in its place",
+        f"{J}/actions.js",
+        'document.addEventListener("fp8watch:live", sayCopied);',
+        "",
+        f"{B}/test_pages_in_a_browser.py::test_a_copy_is_confirmed_on_the_button_that_a_refresh_puts_in_its_place",
+    ),
+    Bug(
         "what was never quantised is no alarm",
         "pages.health:_grid",
         'if what == "inf" and found["field"] == "tile_sqnr_db":',

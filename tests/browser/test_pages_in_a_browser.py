@@ -34,6 +34,24 @@ def test_a_person_finds_the_broken_tile_and_the_flag_from_the_runs_page(page: Pa
     assert page.url.endswith(f"{SITE}/tile-map?step={FAULT_STEP}&tile=131,3")
 
 
+def test_a_copy_is_confirmed_on_the_button_that_a_refresh_puts_in_its_place(page: Page, collector: Collector) -> None:
+    page.goto(collector.url(f"/incidents/{INCIDENT_ID}"))
+    fix = page.locator("#fix li", has_text="FP8_QUANT_FWD_INP_AMAX_EPS")
+    expect(page.locator("#live")).to_be_visible()
+    said = fix.get_by_role("button", name="Copy").evaluate(
+        """async (button) => {
+          const { refresh } = await import(document.querySelector("script[src$='/page.js']").src.replace("page.js", "live.js"));
+          button.click();
+          while (button.textContent !== "Copied") await new Promise(requestAnimationFrame);
+          await refresh();
+          const now = [...document.querySelectorAll("#fix [data-copy]")].find((b) => b.dataset.copyText === button.dataset.copyText);
+          return [button.isConnected, now.textContent];
+        }"""
+    )
+    assert said == [False, "Copied"]
+    expect(fix.get_by_role("button")).to_have_text("Copy")
+
+
 def test_health_map_marks_the_right_layer_and_step_and_leads_there(page: Page, collector: Collector) -> None:
     page.goto(collector.url(f"{RUN}?map=tile_sqnr_db"))
     drawn(page)

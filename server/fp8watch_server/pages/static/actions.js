@@ -3,20 +3,31 @@ import { refresh } from "./live.js";
 
 const body = document.body;
 
+const COPIED_MS = 1500;
+const textOf = (button) => (button.dataset.copyText ?? button.parentElement.querySelector("code")?.innerText ?? "").trim();
+let copied = null, copiedTimer = null; // the text that was copied last, while its buttons say so
+
+function sayCopied() {
+  for (const button of document.querySelectorAll("[data-copy]")) button.textContent = copied !== null && textOf(button) === copied ? "Copied" : "Copy";
+}
+document.addEventListener("fp8watch:live", sayCopied); // the button may be a new one
+
 async function copy(button) {
-  const text = button.dataset.copyText ?? button.parentElement.querySelector("code")?.innerText ?? "";
+  const text = textOf(button);
   try {
-    await navigator.clipboard.writeText(text.trim());
+    await navigator.clipboard.writeText(text);
   } catch { // no clipboard without HTTPS: the oldest way still works there
     const area = document.createElement("textarea");
-    area.value = text.trim();
+    area.value = text;
     body.append(area);
     area.select();
     document.execCommand("copy");
     area.remove();
   }
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  copied = text;
+  sayCopied();
+  clearTimeout(copiedTimer);
+  copiedTimer = setTimeout(() => { copied = null; sayCopied(); }, COPIED_MS);
 }
 
 // One change; what the collector answers when it refuses is shown beside the buttons.
