@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8watch.layers.operand_check import hold_against_operand
-from fp8watch.layers.shadow_gemm import hold_against_shadow
+from fp8watch.layers.operand_check import hold_against_operand, hold_rows
+from fp8watch.layers.shadow_gemm import hold_against_shadow, hold_rows_of_output
 from fp8watch.observer.pass_counter import first_tensor, graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
@@ -153,6 +153,8 @@ def run_operand(
     outs = plan.quantize(asked, x, number=number, wanted=wanted)
     if count and first in plan.canary.turn:
         plan.guard.run("canary", hold_against_operand, plan, asked, x, outs)
+    if count and plan.canary.reads_rows and (plan.step.sample.full[asked.rows[0]] or plan.stopwatch is not None):
+        plan.guard.run("rows", hold_rows, plan, asked, x, outs)
     return outs
 
 
@@ -235,6 +237,10 @@ def _look_at_output(
         if factors and (first in plan.canary.turn or first in plan.canary.forced):
             row = plan.sites.row(first, operand, columnwise)
             plan.guard.run("shadow", hold_against_shadow, plan, row, y.detach(), operand, columnwise, factors)
+        if factors and plan.canary.reads_rows:
+            row = plan.sites.row(first, operand, columnwise)
+            if plan.step.sample.full[row] or plan.stopwatch is not None:
+                plan.guard.run("rows", hold_rows_of_output, plan, row, y.detach(), operand, columnwise, factors)
     return y.new_empty((0,))
 
 

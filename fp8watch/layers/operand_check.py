@@ -1,4 +1,4 @@
-"""What the GEMMs of a module read, held against its operands while it has its turn.
+"""What the GEMMs of a module read, held against its operands: rows in a full sample, some tiles closely in its turn.
 
 Shapes:     operand [M, K], and what was made of it -> a few counts in one slab row a direction
 Thread:     training, and autograd's
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import OperandRows
+from fp8watch.observer.stopwatch import SAMPLING
+from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 
@@ -49,3 +51,36 @@ def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Seq
         found = check_quantiser(x_MK, reads, quantizer.spec, scale, near, canary.phase)
         slab.accumulate_quantiser(row, found)
     canary.spent_s += perf_counter() - began
+
+
+def hold_rows(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
+    """Read rows of what the GEMMs are handed, in some calls of a step that takes full statistics of the operand (see
+    `StepState.holds`); where a row lost more than rounding takes, that tile is looked at closely.
+
+    Args: as of `hold_against_operand`.
+    """
+    slab, stopwatch = plan.slab, plan.stopwatch
+    if slab is None or not plan.observing or capturing(x_MK):
+        return
+    began = stopwatch.mark() if stopwatch is not None else None
+    for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
+        if row in plan.sites.unobserved or not plan.step.holds(row, "operand"):
+            continue
+        shape = int(x_MK.shape[0]), int(x_MK.shape[1])
+        tile = quantizer.tile_for(shape)
+        data, scale_inv = out if isinstance(out, tuple) else (out, None)
+        if isinstance(scale_inv, tuple):
+            data, scale_inv = scale_inv
+        values = data if scale_inv is None else quantizer.backend.dequantize(data, scale_inv, tile)
+        scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
+        phase = plan.step.num_begun
+        rows = part_of_rows(shape[0], phase)
+        found = check_rounding(x_MK, values, rows, quantizer.spec, tile, slab.amax_if_finite(row), scale)
+        if found is None:
+            continue
+        slab.accumulate_quantiser(row, found)
+        if x_MK.is_cpu:  # what is wrong with it: elsewhere that is for the module's turn
+            reads = Reads(data, scale_inv, tile)
+            slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, found.fault_tile, phase))
+    if stopwatch is not None:
+        stopwatch.add(SAMPLING, began, stopwatch.mark())

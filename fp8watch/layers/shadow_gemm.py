@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.operand_check import capturing
+from fp8watch.layers.random_projection import check_product
 from fp8watch.numerics.formats import Fp8Format
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT
+from fp8watch.observer.stopwatch import SAMPLING
 from fp8watch.quantize.output_checks import GemmCheck
+from fp8watch.quantize.rounding_bound import part_of_rows
 
 NUM_ROWS = 64
 TURN_ROWS, TURN_COLUMNS = 16, 64
@@ -172,6 +175,38 @@ def _index(size: int, phase: int, num: int, device: torch.device) -> Tensor:
     if 2 < num < size:  # the ends, where padding and what nobody wrote lie
         found = sorted({0, size - 1, *found[1:-1]})
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+
+
+def hold_rows_of_output(
+    plan: Plan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
+) -> None:
+    """Compare rows of one GEMM's output with a projection of its operands, in some calls of a step that takes full
+    statistics of the operand that it reads (see `StepState.holds`); operands that are codes are left to the module's turn.
+
+    Args: as of `hold_against_shadow`.
+    """
+    slab, stopwatch = plan.slab, plan.stopwatch
+    given = [*factors, *[None] * (5 - len(factors))]
+    first, second, bias, first_scale, second_scale = given
+    if slab is None or first is None or second is None or not (first_scale is second_scale is None and first.numel()):
+        return
+    if not plan.observing or row in plan.sites.unobserved or capturing(output):
+        return
+    if first.dtype.itemsize == 1 or second.dtype.itemsize == 1:
+        return
+    if not plan.step.holds(row, "wgrad" if columnwise else "GEMM"):
+        return
+    began = stopwatch.mark() if stopwatch is not None else None
+    a, b = first.detach().to(torch.float32), second.detach().to(torch.float32)
+    if operand == INPUT:
+        b = b.t()
+    elif operand == GRAD_OUTPUT and columnwise:
+        a = a.t()
+    found = check_product(output, a, b, bias, part_of_rows(output.shape[0], plan.step.num_begun))
+    if found is not None:
+        slab.accumulate_gemm(row, found)
+    if stopwatch is not None:
+        stopwatch.add(SAMPLING, began, stopwatch.mark())
 
 
 def hold_against_shadow(

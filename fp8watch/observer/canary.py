@@ -33,6 +33,7 @@ class Canary:
     firsts: Sequence[int] = ()
     rows_each: int = 1
     share: float = SHARE
+    reads_rows: bool = True  # of what a site reads and makes, in its full samples
     phase: int = 0  # of this turn: which tiles, rows and columns are looked at
     forced: frozenset[int] = frozenset()  # first rows of Linears whose GEMMs are checked in each sampled step
     turn: frozenset[int] = frozenset()  # first rows of Linears whose turn it is in this step

@@ -44,6 +44,7 @@ class StepState:
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
+    num_begun: int = 0  # steps
     calls: int = 0  # observations, in order of execution
     forward_seen: bool = False
     backward_seen: bool = False
@@ -55,17 +56,20 @@ class StepState:
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
+    held: dict[tuple[int, str], int] = field(default_factory=dict)  # (row, what) to be read again -> calls
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
     forward_since: bool = False  # of the last backward that was counted
     _task: int = -1
 
     def begin(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""
+        self.num_begun += 1
         self.calls = self.num_passes = 0
         self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
         self.on_forward = None
         self.unasked.clear()
         self.hashed.clear()
+        self.held.clear()
         self.losses.clear()
         self.logits.clear()
         self.sample = sample
@@ -74,6 +78,12 @@ class StepState:
     def sampled(self) -> bool:
         """Whether full statistics of any site are taken."""
         return self.sample.any_full
+
+    def holds(self, row: int, what: str) -> bool:
+        """Whether something of a row is to be read again in this call of the step: the first, the second, the
+        fourth … The first of a recurrent cell reads zeros."""
+        num = self.held[row, what] = self.held.get((row, what), 0) + 1
+        return num & (num - 1) == 0
 
     def saw_forward(self) -> None:
         """A watched module is in its forward, and it counts."""

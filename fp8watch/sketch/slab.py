@@ -159,6 +159,12 @@ class Slab:
         noise, amax = (row_span(self.buffer[row], name) for name in ("noise_tile", "worst_tile"))
         return torch.where(noise < 0, amax, noise)
 
+    def amax_if_finite(self, row: int) -> torch.Tensor:
+        """The largest amax of a row in this step, Inf where anything of it was NaN: float32 [1]."""
+        self._check_row(row)
+        mine = self.buffer[row]
+        return row_span(mine, "amax_max").masked_fill(row_span(mine, "num_nan") > 0, torch.inf)
+
     def keep_hash(self, row: int, value: torch.Tensor) -> None:
         """Put the hash of a weight into its row. 0-d int64; the last one stays."""
         self._check_row(row)

@@ -77,7 +77,7 @@ def test_the_broken_gemm_is_named(attach, monkeypatch, broken, compiled):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     watch = attach(model)
     watch.shadow("2")
-    watch._plan.canary.turn = frozenset()
+    watch._plan.canary.turn, watch._plan.canary.reads_rows = frozenset(), False
     right = getattr(emulated_gemm, broken)
     monkeypatch.setattr(emulated_gemm, broken, lambda *a: right(*a) / 128)
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model

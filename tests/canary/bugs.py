@@ -6,13 +6,31 @@ from planted import Bug
 
 T = "tests/canary"
 FAULTS = f"{T}/test_public_kernel_faults.py"
+BOUND = f"{T}/test_rounding_bound.py"
 HOLDS = f"{T}/test_self_consistency.py"
 TURNS = f"{T}/test_turns.py"
 OWN = f"{T}/test_own_forward.py"
 
 BUGS = [
     Bug("what a GEMM reads is held against the operand", "custom_ops:run_operand",
-        "if count and first in plan.canary.turn:", "if False:", f"{FAULTS}::test_a_broken_quantiser_is_named_at_its_site"),
+        "if count and first in plan.canary.turn:", "if False:",
+        f"{FAULTS}::test_what_no_full_sample_reads_is_named_in_the_modules_turn"),
+    Bug("a full sample reads all that its GEMM reads", "custom_ops:run_operand",
+        "if count and plan.canary.reads_rows and (", "if count and False and (",
+        f"{FAULTS}::test_a_broken_quantiser_is_named_at_its_site"),
+    Bug("a full sample reads all that its GEMM made", "custom_ops:_look_at_output",
+        "if factors and plan.canary.reads_rows:", "if False:",
+        f"{FAULTS}::test_rows_that_nobody_wrote_are_the_kernels"),
+    Bug("later calls of a step are read too", "step_state:StepState.holds",
+        "return num & (num - 1) == 0", "return num == 1", f"{BOUND}::test_the_second_call_of_a_step_is_read_too"),
+    Bug("rows that are tiny beside their block may flush", "rounding_bound:check_rounding",
+        "torch.hypot(size * HALF_STEP[fmt.name], floor)", "size * HALF_STEP[fmt.name]",
+        f"{BOUND}::test_rows_of_any_spread_stay_within_it_under_every_recipe"),
+    Bug("what is clipped under a history is no fault of the cast", "rounding_bound:check_rounding",
+        "exact = exact.clamp(-limit, limit)", "exact = exact.clamp(-2 * limit, 2 * limit)",
+        f"{BOUND}::test_a_nan_of_a_finite_element_is_one_and_a_clip_under_a_history_is_none"),
+    Bug("another part of the rows is read each time", "rounding_bound:part_of_rows",
+        "slice(phase % parts,", "slice(0,", f"{BOUND}::test_rows_are_read_in_parts_and_all_of_them_in_turn"),
     Bug("a GEMM has its turn", "custom_ops:_look_at_output",
         "if factors and (first in plan.canary.turn or first in plan.canary.forced):",
         "if factors and first in plan.canary.forced:", f"{FAULTS}::test_rows_that_nobody_wrote_are_the_kernels"),

@@ -32,12 +32,26 @@ def test_a_broken_quantiser_is_named_at_its_site(train, case, gemm) -> None:
         recipe=recipes.blockwise(environ={}, **how),
         before=lambda watch: break_site(watch, fqn, operand, columnwise, fault, dequantised=dequantised),
     )
-    module = ["a", "b", "c"].index(fqn)  # each step of the first ones is one module's turn
-    first = line.said()[0]
-    assert first == ("quantiser-fault", "critical", module, fqn, operand, "columnwise" if columnwise else "rowwise")
+    first = line.said()[0]  # in the first step, in which each site has a full sample
+    assert first == ("quantiser-fault", "critical", 0, fqn, operand, "columnwise" if columnwise else "rowwise")
     assert {e.field for e in line.findings[0].evidence} >= {count, "num_checked_tiles"}
-    others = [row[count] for i, row in line.rows[module].items() if line.sites[i].id != line.findings[0].site]
+    others = [row[count] for i, row in line.rows[0].items() if line.sites[i].id != line.findings[0].site]
     assert not any(others)
+
+
+def only_turns(watch) -> None:
+    watch._plan.canary.reads_rows = False
+
+
+def test_what_no_full_sample_reads_is_named_in_the_modules_turn(train) -> None:
+    """Each step of the first ones is one module's turn."""
+
+    def broken(watch) -> None:
+        only_turns(watch)
+        break_site(watch, "b", "input", False, faults.elsewhere)
+
+    line, _ = train(3, before=broken)
+    assert line.said()[0] == ("quantiser-fault", "critical", 1, "b", "input", "rowwise")
 
 
 def test_scales_read_as_powers_of_two_inside_of_the_gemm_are_the_kernels(train, monkeypatch) -> None:
@@ -71,7 +85,10 @@ def test_rows_that_nobody_wrote_are_the_kernels(train, monkeypatch, which, fqn, 
 
     monkeypatch.setattr(emulated_gemm, which, unwritten)
     line, _ = train(3)
-    assert line.said()[0] == ("kernel-output-fault", "critical", 0 if fqn == "a" else 2, fqn, operand, direction)
+    assert line.said()[0] == ("kernel-output-fault", "critical", 0, fqn, operand, direction)
+    if fqn == "c":  # in its turn, which reads some rows: the last ones are among them
+        line, _ = train(3, before=only_turns)
+        assert line.said()[0] == ("kernel-output-fault", "critical", 2, fqn, operand, direction)
 
 
 class Experts(nn.Module):

@@ -1,0 +1,72 @@
+"""Rows of what a GEMM made, held against its operands at the price of three matrix-vector products.
+
+Shapes:     output [M, N], operands [M, K] and [K, N] -> error and gain of its rows
+Thread:     training, and autograd's
+
+With signs r drawn once, output·r must be a·(b·r) whatever the GEMM: R. Freivalds, "Probabilistic machines can use less
+running time", IFIP Congress 1977; in use against corrupted hardware since Huang and Abraham, IEEE Trans. Comput. C-33,
+1984. Of an output that is off by e the mean of ‖e·r‖² over signs is ‖e‖², so the result estimates the same error and
+gain as a shadow does (`fp8watch.layers.shadow_gemm`), of many rows and all columns. It is rougher: what the output's
+dtype rounds is in it, so an error below `ROUNDINGS` of that is none; finer ones are for the module's turn.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8watch.quantize.output_checks import GemmCheck
+
+ROUNDINGS = 8.0
+LEAST_ERROR = 1e-3
+"""Of a float32 output: what float32 sums of products lose is five orders below the operands' quantisation."""
+
+_CANCELLED = 2.0**-22  # of ‖a‖²·‖b‖²: where products cancel, what float32 loses is no error
+
+
+@lru_cache(maxsize=256)
+def signs(num: int, device: torch.device) -> Tensor:
+    """±1 float32 [num], the same in each call: the generators belong to training."""
+    drawn = np.random.default_rng(num).integers(0, 2, num, dtype=np.int8) * 2 - 1
+    return torch.from_numpy(drawn.astype(np.float32)).to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def check_product(
+    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, rows: slice = slice(None)
+) -> GemmCheck | None:
+    """Hold rows of a GEMM's output against a·b + bias.
+
+    Args:
+        output: [M, N] as the GEMM gave it, any floating dtype.
+        a: [M, K] float32, what the GEMM reads.
+        b: [K, N] float32, what the GEMM reads.
+        bias: [N] or None.
+        rows: of the output.
+
+    Returns:
+        Error and gain as of a shadow; both those of a right output where the error is what the output's dtype rounds. Rows
+        with something that is not finite enter neither. None: on the CPU, where nothing is wrong.
+    """
+    r = signs(output.shape[1], output.device)
+    of_b = b @ r
+    right = a[rows] @ of_b
+    if bias is not None:
+        right = right + bias.to(torch.float32) @ r
+    got = output[rows].to(torch.float32) @ r
+    both = right.isfinite() & got.isfinite()
+    right, got = right.where(both, 0.0), got.where(both, 0.0)
+    wrong = got - right
+    norms = torch.linalg.vector_norm(a[rows]) * torch.linalg.vector_norm(of_b)  # the second is about ‖b‖
+    energy = torch.maximum(right.square().sum(), norms.nan_to_num(0.0, 0.0).square() * _CANCELLED)
+    error = torch.linalg.vector_norm(wrong) / energy.sqrt()
+    allowed = max(ROUNDINGS * torch.finfo(output.dtype).eps / 2, LEAST_ERROR)
+    fine = (error <= allowed) | (energy == 0)
+    if fine.is_cpu and bool(fine):
+        return None
+    gain = 1 + (wrong * right).sum() / energy
+    nothing = torch.zeros((), dtype=torch.int64, device=output.device)
+    return GemmCheck(error.masked_fill(fine, 0.0).float(), gain.masked_fill(fine, 1.0).float(), nothing)

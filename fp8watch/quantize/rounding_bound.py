@@ -1,0 +1,93 @@
+"""What a GEMM reads of an operand, row by row, held against the most that rounding can take of it.
+
+Shapes:     operand [M, K], and values that a GEMM reads [M, K] -> counts and one tile
+Thread:     training, and autograd's; nothing here reads a value back to the host, but on the CPU
+
+A quantiser rounds each element to a number of its format, so what it takes from a row is at most half a step of each
+element of it, and of elements that are tiny beside their tile half of the smallest number. A row that lost more holds
+an element that is off the grid, whatever the data are: codes that lie elsewhere, that nobody wrote, that stand for other
+values. Every eighth row is read, and the next time another eighth: a block of rows that is wrong is met at once.
+`fp8watch.quantize.self_consistency` reads some tiles, and knows what is wrong with them.
+
+Rows that hold something that is not finite, and those below 2^-50, are left to the statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8watch.numerics.formats import fp8_format
+from fp8watch.quantize.self_consistency import QuantiserCheck
+from fp8watch.recipe import OperandRecipe
+
+HALF_STEP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
+"""Of a normal number, as a share of it: the most that rounding to nearest takes."""
+
+LEAST_ROWS, MOST_PARTS = 64, 8
+"""Rows are read in up to so many parts, of so many rows at least."""
+
+_LEAST = 2.0**-50  # squares of what is smaller leave float32
+_SLACK = 1.0 + 2.0**-10  # what float32 loses in sums of squares
+_SCALE_ROUNDING = 2.0  # a scale that is a power of two is up to twice as coarse
+
+
+def part_of_rows(num_rows: int, phase: int) -> slice:
+    """The rows to read: each n-th, from another one on where the phase is another."""
+    parts = max(1, min(MOST_PARTS, num_rows // LEAST_ROWS))
+    return slice(phase % parts, num_rows, parts)
+
+
+def check_rounding(
+    x: Tensor,
+    values: Tensor,
+    rows: slice,
+    spec: OperandRecipe,
+    tile: tuple[int, int],
+    amax: Tensor,
+    scale: Tensor | None = None,
+) -> QuantiserCheck | None:
+    """Hold rows of what a GEMM reads against the operand.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16, as it was quantised.
+        values: [M, K] float32: what the codes stand for.
+        rows: those to read, see `part_of_rows`.
+        spec: how the recipe quantises the operand.
+        tile: rows × columns of the operand that share a scale; only for the place.
+        amax: 0-d or [1] float32, at least that of the operand; not finite: nothing is judged.
+        scale: [1, 1] float32 that multiplies before the cast where it has a history: what it clips is no fault of the
+            cast. None: the amax gives it.
+
+    Returns:
+        At least so many elements that are NaN, or off the grid, though the operand is finite: one for each row. And the
+        tile where the worst of these rows lost most. None: on the CPU, where nothing is wrong.
+    """
+    fmt = fp8_format(spec.format)
+    exact = x[rows].detach().to(torch.float32)
+    if scale is not None:
+        limit = fmt.max_finite / scale.reshape(())
+        exact = exact.clamp(-limit, limit)
+    lost = exact - values[rows]
+    size, error = (torch.linalg.vector_norm(t, dim=1) for t in (exact, lost))
+    if scale is not None:
+        coarsest = 1.0 / scale.reshape(())
+    else:
+        coarsest = amax.reshape(()).clamp_min(spec.eps) * (_SCALE_ROUNDING / fmt.max_finite)
+    floor = coarsest * (fmt.min_subnormal / 2 * exact.shape[1] ** 0.5)
+    most = torch.hypot(size * HALF_STEP[fmt.name], floor) * _SLACK
+    judged = size.isfinite() & (size >= _LEAST) & amax.reshape(()).isfinite()
+    nan = judged & error.isnan()
+    off = judged & ~(error <= most) & ~nan
+    bad = nan | off
+    if bad.is_cpu and not bad.any():
+        return None
+    worst = (error / most).nan_to_num(torch.inf, torch.inf).where(bad, -1.0).argmax().reshape(1)
+    column = lost.index_select(0, worst).abs().nan_to_num(torch.inf, torch.inf).argmax().reshape(1)
+    row = worst * rows.step + rows.start
+    at = torch.cat((row // max(tile[0], 1), column // max(tile[1], 1))).to(torch.int32)
+    num = exact.shape[0] * -(-exact.shape[1] // max(tile[1], 1)) if tile[0] == 1 else 1  # tiles: of others at least one
+    none = torch.zeros((), dtype=torch.int32, device=x.device)
+    return QuantiserCheck(
+        torch.stack((nan.sum(), off.sum())), torch.stack((none + num, none, none)), at.masked_fill(~bad.any(), -1)
+    )

@@ -1,0 +1,167 @@
+"""What rounding can take of a row is a bound that no right quantiser passes, whatever the data; what breaks it is a fault."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from canary.test_self_consistency import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
+
+from fp8watch.kernels import resolve
+from fp8watch.layers.random_projection import check_product
+from fp8watch.numerics.quantize_job import quantize_jobs
+from fp8watch.observer.step_sample import EVERYTHING as EVERYTHING_OF_A_STEP
+from fp8watch.observer.step_state import StepState
+from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows
+from fp8watch.quantize.site_quantizer import places, site_quantizer
+from fp8watch.recipe import build
+from fp8watch.sketch.slab import Slab
+from fp8watch_agent.guard import Guard
+
+EVERYTHING = slice(0, None, 1)
+RECIPES = [build.blockwise(), build.current(), build.mxfp8(), build.rowwise()]
+
+
+def finite(*shape, dtype=torch.float32):
+    """An operand of any spread."""
+    return operand(*shape, dtype=dtype).nan_to_num(0.0, 0.0)
+
+
+def amax_of(x):
+    return x.float().abs().amax()
+
+
+def values(x, tile, fmt="E4M3", power_2=True, eps=0.0):
+    return quantised(x, tile, fmt, power_2, eps)[1].data
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
+@pytest.mark.parametrize("power_2", [True, False])
+@pytest.mark.parametrize("tile", [ROW, COLUMN, BLOCK])
+def test_a_right_quantiser_stays_within_the_bound(tile, power_2, fmt):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for size in (1.0, 1e-12, 1e-25):
+            x = finite(dtype=dtype) * size
+            read = values(x, tile, fmt, power_2)
+            assert check_rounding(x, read, EVERYTHING, spec_of(tile, fmt, power_2), tile, amax_of(x)) is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[r.name for r in RECIPES])
+def test_rows_of_any_spread_stay_within_it_under_every_recipe(recipe):
+    """Elements on the middle between two codes, where rounding takes most; rows that are tiny beside their block."""
+    backend = resolve("reference", "cpu")
+    g = torch.Generator().manual_seed(1)
+    middle = torch.randint(8, 16, (256, 320), generator=g) + 0.5  # of E4M3: 8 codes an octave
+    for x in (middle, middle * torch.exp2(torch.randint(-40, 1, (256, 1), generator=g)), finite(256, 320)):
+        for place in places(recipe):
+            quantizer = site_quantizer(recipe, place, backend, torch.device("cpu"))
+            tile = quantizer.tile_for((256, 320))
+            read, _ = quantizer(x, stats=False, heavy=False)
+            assert check_rounding(x, read, EVERYTHING, quantizer.spec, tile, amax_of(x)) is None
+
+
+def _zeroed(v):
+    v[33] = 0
+
+
+def _elsewhere(v):
+    v[40:44] = v[40:44].roll(32, 1)
+
+
+def _another_format(v):
+    v[7:9] *= 2
+
+
+def _few(v):
+    v[100, 17] += 0.5 * v[100].norm()
+
+
+@pytest.mark.parametrize("tile", [ROW, COLUMN, BLOCK])
+@pytest.mark.parametrize(("fault", "row"), [(_zeroed, 33), (_elsewhere, 40), (_another_format, 7), (_few, 100)])
+def test_a_row_that_lost_more_is_named(fault, row, tile):
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(2))
+    read = values(x, tile)
+    fault(read)
+    found = check_rounding(x, read, EVERYTHING, spec_of(tile), tile, amax_of(x))
+    assert found is not None
+    assert found.elements[0] == 0
+    assert 1 <= found.elements[1] <= 4
+    assert found.fault_tile[0] in (range(row, row + 4) if tile == ROW else [row // 128])
+
+
+def test_a_nan_of_a_finite_element_is_one_and_a_clip_under_a_history_is_none():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    read = values(x, ROW)
+    read[3, 5] = torch.nan
+    found = check_rounding(x, read, EVERYTHING, spec_of(ROW), ROW, amax_of(x))
+    assert found is not None
+    assert found.elements.tolist() == [1, 0]
+    assert found.fault_tile.tolist() == [3, 0]
+
+    recipe = build.delayed()
+    scale = torch.tensor([[448.0 / 0.5]])  # the history had an amax of 0.5
+    job = quantize_jobs((64, 256), "E4M3", False, 0.0)[0]
+    clipped, _, _ = REFERENCE.quantize_dequantize(x, job, scale)
+    assert recipe.input is not None
+    assert check_rounding(x, clipped, EVERYTHING, recipe.input, (64, 256), amax_of(x), scale) is None
+    assert check_rounding(x, clipped, EVERYTHING, recipe.input, (64, 256), amax_of(x)) is not None
+
+
+def test_rows_are_read_in_parts_and_all_of_them_in_turn():
+    parts = [part_of_rows(700, phase) for phase in range(8)]
+    assert sorted(i for part in parts for i in range(700)[part]) == list(range(700))
+    assert part_of_rows(100, 7) == slice(0, 100, 1)
+    x = torch.randn(700, 384, generator=torch.Generator().manual_seed(4))
+    for tile in (ROW, COLUMN, BLOCK):
+        read = values(x, tile)
+        assert all(check_rounding(x, read, part, spec_of(tile), tile, amax_of(x)) is None for part in parts)
+        read[603] = 0
+        found = [check_rounding(x, read, part, spec_of(tile), tile, amax_of(x)) for part in parts]
+        assert [f is not None for f in found] == [603 in range(700)[part] for part in parts]
+        assert [f.fault_tile[0] for f in found if f is not None] == [603 // tile[0]]
+
+
+def test_where_something_is_not_finite_the_statistics_judge():
+    slab = Slab(1, torch.device("cpu"))
+    for value, amax in ((2.0, 2.0), (torch.nan, torch.inf), (torch.inf, torch.inf)):
+        slab.clear()
+        operand = torch.tensor([[1.0, value]])
+        quantizer = site_quantizer(build.blockwise(), places(build.blockwise())[0], REFERENCE, operand.device)
+        _, stats = quantizer(operand, stats=True, heavy=False)
+        assert stats is not None
+        slab.accumulate(0, stats, 0)
+        assert slab.amax_if_finite(0).tolist() == [amax]
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    read = values(x, ROW)
+    read[3] = 0
+    assert check_rounding(x, read, EVERYTHING, spec_of(ROW), ROW, torch.tensor([torch.inf])) is None
+
+
+def test_the_second_call_of_a_step_is_read_too() -> None:
+    state = StepState(Guard())
+    assert [state.holds(0, "operand") for _ in range(9)] == [True, True, False, True, False, False, False, True, False]
+    assert state.holds(0, "GEMM")
+    state.begin(EVERYTHING_OF_A_STEP)
+    assert state.holds(0, "operand")
+
+
+def test_a_projection_sees_what_a_right_product_never_shows() -> None:
+    g = torch.Generator().manual_seed(5)
+    a, b, bias = torch.randn(200, 512, generator=g), torch.randn(512, 96, generator=g), torch.randn(96, generator=g)
+    right = a @ b + bias
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert check_product(right.to(dtype), a, b, bias) is None
+        unwritten = right.to(dtype).clone()
+        unwritten[-20:] = unwritten[:20]
+        found = check_product(unwritten, a, b, bias)
+        assert found is not None
+        true = (unwritten.float() - right).norm() / right.norm()
+        assert found.error == pytest.approx(float(true), rel=0.35)  # one draw of signs over 20 rows
+    scaled = check_product(right / 128, a, b, bias / 128 * 128)
+    assert scaled is not None
+    assert scaled.gain == pytest.approx(2.0**-7, abs=1e-4)
+    cancelled = torch.cat((a, -a * (1 + 1e-6)), 1)
+    assert check_product(cancelled @ torch.cat((b, b)), cancelled, torch.cat((b, b))) is None
+    broken = a.clone()
+    broken[3, 4] = torch.inf
+    assert check_product(broken @ b, broken, b) is None
+    assert check_product(torch.zeros(8, 4), torch.zeros(8, 16), torch.ones(16, 4)) is None
