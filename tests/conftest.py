@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import database
+import heavy_tests
 import pytest
 from counts import pytest_report_header  # noqa: F401  a hook
 from planted import copy_of_tree
@@ -19,6 +20,11 @@ from planted_selection import (  # noqa: F401  hooks
 )
 from sqlalchemy import Connection, Engine, event
 from time_budget import pytest_addoption, pytest_runtest_call  # noqa: F401  hooks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One module has hooks that another one has, too."""
+    config.pluginmanager.register(heavy_tests, heavy_tests.MARK)
 
 
 @pytest.fixture(params=database.KINDS)

@@ -24,7 +24,7 @@ VARIABLE = "FP8WATCH_PLANTED"
 WINDOW_S = 2 * 24 * 3600
 NUM_LATEST = 20
 """Commits whose bugs come first where there are too many."""
-MAX_BUGS = 80
+MAX_BUGS = 60
 SHARE = 10
 """Of the bugs in what did not change, one in so many."""
 GIT_S = 60.0
@@ -38,6 +38,7 @@ class Changed:
     latest: frozenset[str]
     lately: frozenset[str]
     is_shallow: bool  # the history is not there, so that everything may have changed
+    by_head: frozenset[str] = frozenset()  # by the commit that is checked out, and what is not committed
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ def changed(root: Path = ROOT) -> Changed | None:
         commit, seconds = git("log", "-1", "--format=%H %ct").split()
         is_shallow = git("rev-parse", "--is-shallow-repository").strip() == "true"
         of_main = ["log", "--first-parent", "-m", "--format="]  # a merge is a change at the time it was merged
-        latest = files("diff", "HEAD") | files(*of_main, f"-{NUM_LATEST}")
+        by_head = files("diff", "HEAD") | files(*of_main, "-1")
+        latest = by_head | files(*of_main, f"-{NUM_LATEST}")
         lately = files(*of_main, f"--since={int(seconds) - WINDOW_S}")
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return Changed(commit, latest, lately | latest, is_shallow)
+    return Changed(commit, latest, lately | latest, is_shallow, by_head)
 
 
 def select(bugs: Sequence[Bug], what: Changed | None, max_bugs: int = MAX_BUGS, root: Path = ROOT) -> Selection:

@@ -4,11 +4,13 @@ Shapes:     x [M, K] -> codes, values [M, K] or nothing, scale_inv [Mt, Kt], one
 
 The library knows no Python: it gets pointers and writes into tensors that are made here. It runs without the
 interpreter's lock, and on more than one thread where the operand is large and torch may use them; the result does not
-depend on how many.
+depend on how many. Outputs on the CPU are looked at here too, under every backend: once, for their largest magnitude,
+which tells whether all of them is finite. Where there is no compiler torch's own functions do that in twice the time.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,6 +129,44 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
     return out
 
 
+def largest_magnitude(x: torch.Tensor) -> float:
+    """max |x|: NaN where an element is NaN, else Inf where one is ±Inf.
+
+    Args:
+        x: any shape, floating, on the CPU, not empty.
+    """
+    dtype = _known_dtype(x)
+    if dtype is not None:
+        try:
+            bits = cpu_library.load().fp8watch_magnitude(x.data_ptr(), x.numel(), dtype)
+            return float(struct.unpack("f", struct.pack("i", bits))[0])
+        except Unavailable:  # no compiler here
+            pass
+    low, high = (float(end) for end in torch.aminmax(x))
+    return max(abs(low), abs(high))  # of a tensor with NaN both ends are NaN
+
+
+def look_into(x: torch.Tensor, address: int, call_order: int, *, energy: bool) -> bool:
+    """Merge a look at an output into the slab row at `address`, as `fp8watch.sketch.slab.Slab.accumulate_probe`.
+
+    Args:
+        x: any shape, floating, not empty.
+        address: of a row of ROW in memory.
+        call_order: index of the call in the step.
+        energy: measure Σ x² as well.
+
+    Returns:
+        False where nothing was done: an element is not finite, or the library does not read this tensor.
+    """
+    dtype = _known_dtype(x)
+    if dtype is None:
+        return False
+    try:
+        return not cpu_library.load().fp8watch_look(x.data_ptr(), x.numel(), dtype, energy, address, call_order)
+    except Unavailable:
+        return False
+
+
 def _scale(given: torch.Tensor | None, x: torch.Tensor, job: QuantizeJob) -> torch.Tensor | None:
     if given is None:
         return None
@@ -156,3 +196,12 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     if x.is_neg():
         x = x.detach().resolve_neg()
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.detach().contiguous()
+
+
+def _known_dtype(x: torch.Tensor) -> int | None:
+    """The library's name of an output's dtype; None for what is better left to torch, and for what has no memory of its
+    own: a subclass such as DTensor may answer data_ptr() with 0."""
+    if type(x) not in _PLAIN or x.layout != torch.strided:
+        return None
+    alone = x.numel() < THREADED_ELEMENTS or torch.get_num_threads() == 1  # from there on torch shares the work
+    return DTYPES.get(x.dtype) if alone and x.is_cpu and x.is_contiguous() and not x.is_neg() else None

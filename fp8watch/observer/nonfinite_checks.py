@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8watch.kernels.cpu_scan import largest_magnitude
+from fp8watch.kernels.cpu import largest_magnitude
 
 OUTPUTS_EVERY = 16
 ALERT_STEPS = 16

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.kernels.backend import Into
-from fp8watch.kernels.cpu_scan import largest_magnitude
+from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.calibration import timed_measure, timed_quantize
 from fp8watch.observer.canary import Canary

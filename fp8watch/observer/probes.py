@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from fp8watch.kernels.cpu_scan import largest_magnitude
+from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.numerics.tile_stats import Heavy, Invariant, PerTile, TileStats
 from fp8watch.quantize.output_checks import ProbeNumbers
 from fp8watch_agent.record import Measured

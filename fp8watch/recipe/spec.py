@@ -8,8 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from fp8watch.numerics.formats import fp8_format
+from fp8watch_agent.checks import Rule, argument
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -26,6 +30,10 @@ AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 FLOAT32_MAX = 3.4028234663852886e38
 
 Fact = str | int | float | bool
+
+HISTORY_LEN = Annotated[int, Meta(ge=1, le=1 << 20), Rule("must be a whole number of passes from 1 to 1048576")]
+MARGIN = Annotated[int, Meta(ge=-32, le=32), Rule("must be a whole number of octaves from -32 to 32; 0 is usual")]
+WARMUP_STEPS = Annotated[int, Meta(ge=0), Rule("must be a whole number of steps, 0 or more")]
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,11 @@ class AmaxHistory:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        length = self.amax_history_len
-        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= 1 << 20:
-            raise ValueError(f"amax_history_len={length!r}: must be a whole number of passes from 1 to 1048576")
+        argument("amax_history_len", self.amax_history_len, HISTORY_LEN)
         if self.amax_compute_algo not in AMAX_COMPUTE_ALGOS:
             known = ", ".join(map(repr, AMAX_COMPUTE_ALGOS))
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r}: must be one of {known}")
-        if not isinstance(self.margin, int) or isinstance(self.margin, bool) or not -32 <= self.margin <= 32:
-            raise ValueError(f"margin={self.margin!r}: must be a whole number of octaves from -32 to 32; 0 is usual")
+        argument("margin", self.margin, MARGIN)
 
 
 def _input() -> OperandRecipe:
@@ -142,8 +147,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         steps = self.warmup_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise ValueError(f"warmup_steps={steps!r}: must be a whole number of steps, 0 or more")
+        argument("warmup_steps", steps, WARMUP_STEPS)
         if steps and self.observe_only:
             raise ValueError(
                 f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Annotated
 from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from fp8watch_agent.checks import Rule, argument
+
+EVERY = Annotated[int, Meta(ge=1), Rule("must be a whole number of steps, 1 or more")]
+START_STEP = Annotated[int, Meta(ge=0), Rule("must be a whole number, 0 or more")]
+RUN_NAME = Annotated[str, Meta(min_length=1, max_length=512), Rule("must be a name of 1 to 512 characters")]
 
 
 def check_arguments(
     every: int, tile_maps: str, budget: float | None, start_step: int, run: str | None
 ) -> tuple[str, int]:
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
-    if not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(f"start_step={start_step!r}: must be a whole number, 0 or more")
+    argument("every", every, EVERY)
+    argument("start_step", start_step, START_STEP)
     if budget is not None and not 0 <= budget <= 1:
         raise ValueError(f"overhead_budget={budget!r}: must be a share of the step from 0 to 1, or None")
-    if run is not None and (not isinstance(run, str) or not 0 < len(run) <= 512):
-        raise ValueError(f"run={run!r}: must be a name of 1 to 512 characters")
+    if run is not None:
+        argument("run", run, RUN_NAME)
     if tile_maps in ("triggered", "all"):
         return tile_maps, 0
     got = re.fullmatch(r"every:([1-9]\d{0,8})", tile_maps) if isinstance(tile_maps, str) else None

@@ -21,6 +21,8 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch.session.arguments import EVERY
+from fp8watch_agent.checks import argument
 from fp8watch_agent.record import Measured, holds
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings
@@ -65,8 +67,7 @@ def mirror(watch: Watch, *, to: Target, every: int = 10) -> Mirror | None:
     """
     if not callable(to):
         raise TypeError(f"to={to!r}: must be a function (dict, step), such as those of fp8watch.integrations.mirrors")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"every={every!r}: must be a whole number of steps, 1 or more")
+    argument("every", every, EVERY)
     flush, recorder = watch._flush, watch._recorder
     if flush is None or recorder is None:
         return None  # switched off: nothing is measured

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from fp8watch_agent.checks import Rule, argument
 
 HASH_EVERY_STEPS = 32
+HASH_EVERY = Annotated[int, Meta(ge=0), Rule("must be a whole number of steps, 0 for never")]
 Window = tuple[int, "int | None"]
 """(first step, the step after the last, or None for no end)."""
 
@@ -31,8 +37,7 @@ class Schedule:
         Raises:
             ValueError: a window without a step in it, or that is no pair of step numbers; a negative `hash_every`.
         """
-        if not isinstance(hash_every, int) or isinstance(hash_every, bool) or hash_every < 0:
-            raise ValueError(f"hash_every={hash_every!r}: must be a whole number of steps, 0 for never")
+        argument("hash_every", hash_every, HASH_EVERY)
         made: list[Window] = []
         for window in windows or ():
             try:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fp8watch.kernels.backend import Into
-from fp8watch.kernels.cpu_scan import look_into
+from fp8watch.kernels.cpu import look_into
 from fp8watch.numerics.formats import AMAX_BUCKET_OFFSET
 from fp8watch.numerics.row_fold import RowViews, merge_sections, new_rows, row_span, row_views, sections
 from fp8watch.numerics.tile_stats import TileStats

@@ -91,7 +91,13 @@ def play(recorder: Recorder, collector: Collector, events: list[tuple[str, Any]]
 
 
 @pytest.mark.parametrize(
-    "num_schedules", [30, pytest.param(part_of(1000), id="1000", marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    "num_schedules",
+    [
+        30,
+        pytest.param(
+            part_of(1000), id="1000", marks=[pytest.mark.heavy(30, "agent/fp8watch_agent"), pytest.mark.timeout(1800)]
+        ),
+    ],
 )
 def test_the_books_balance_over_random_faults(num_schedules: int) -> None:
     seen: Counter[str] = Counter()

@@ -42,6 +42,8 @@ def test_each_variable_fills_its_field(tmp_path: Path) -> None:
         disabled="stats",
     )
     assert AgentSettings.from_environ({"FP8WATCH_TOKEN": " fp8w_x\n"}).token == "fp8w_x"
+    assert AgentSettings.from_environ({"FP8WATCH_DISABLED": "0"}).disabled == ""
+    assert AgentSettings.from_environ({"FP8WATCH_MERGE_STEPS": " 16 "}).merge_steps == 16
 
 
 def test_the_table_names_existing_fields_once_each() -> None:

@@ -155,7 +155,7 @@ def test_converting_after_attach_drops_no_site_in_silence(train, capsys) -> None
     assert "fp8watch" not in str(vars(watch._model.a))
 
 
-@pytest.mark.long
+@pytest.mark.heavy(5, "fp8watch/layers", "fp8watch/observer")
 @pytest.mark.parametrize("share", [None, 1.0])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_long_healthy_run_is_silent(train, name, share) -> None:

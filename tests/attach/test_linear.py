@@ -113,7 +113,10 @@ def test_copies_and_pickles_are_plain(attach, mlp):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy(11, "fp8watch/layers", "fp8watch/observer"))],
+)
 def test_compile_makes_one_graph_and_the_same_numbers(attach, train, backend):
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

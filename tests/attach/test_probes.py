@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8watch.kernels.cpu_scan import largest_magnitude
+from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.observer.probes import probe_numbers, probe_stats
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.record import FIELDS, Measured

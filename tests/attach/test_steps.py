@@ -231,6 +231,7 @@ def test_the_dying_step_leaves_on_an_uncaught_exception_and_on_sigterm(tmp_path)
         assert ("ValueError: mine" in (tmp_path / "ranks" / "0.err").read_text()) == (how == "raise")
 
 
+@pytest.mark.heavy(7, "fp8watch/session", first=True)
 def test_a_typing_error_at_the_prompt_does_not_end_the_recording(tmp_path):
     lines = """
     import torch, fp8watch

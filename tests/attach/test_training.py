@@ -66,7 +66,9 @@ RECIPES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.heavy(
+    60, "fp8watch/layers", "fp8watch/kernels", "fp8watch/quantize", "fp8watch/numerics", "fp8watch/recipe"
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", in_turn(RECIPES))
 def test_300_steps_end_within_a_quarter_of_a_per_cent(attach, monkeypatch, in_float32, name):
@@ -75,7 +77,7 @@ def test_300_steps_end_within_a_quarter_of_a_per_cent(attach, monkeypatch, in_fl
     assert abs(got / in_float32 - 1) < TOLERANCE, f"{got:.4f} nats, float32 {in_float32:.4f}"
 
 
-@pytest.mark.long
+@pytest.mark.heavy(100, "fp8watch/layers", "fp8watch/kernels", "fp8watch/quantize", "fp8watch/numerics")
 @pytest.mark.timeout(900)
 def test_a_quantiser_that_loses_two_bits_does_not(attach, monkeypatch, in_float32):
     """The tolerance is not so wide that anything passes: operands with one bit of mantissa are told apart."""

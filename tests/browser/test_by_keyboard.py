@@ -26,6 +26,7 @@ def tab_to(page: Page, css: str, most: int = 60) -> None:
     pytest.fail(f"{css} is not reached by {most} tabs")
 
 
+@pytest.mark.heavy(8, "server/fp8watch_server/pages", first=True)
 def test_from_the_runs_page_to_the_broken_tile_and_the_fix(page: Page, collector: Collector) -> None:
     page.goto(collector.url("/"))
     tab_to(page, "a.rowlink[href='/runs/demo-inf']")

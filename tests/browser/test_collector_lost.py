@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, expect
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.heavy(12, "server/fp8watch_server/pages", first=True)
 def test_open_pages_say_so_and_are_right_again_without_a_reload(browser: Browser, tmp_path: Path) -> None:
     sites = synthetic.make_sites(1)
     context = browser.new_context(viewport={"width": 1280, "height": 900})

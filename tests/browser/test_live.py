@@ -92,6 +92,7 @@ def test_tile_map_gets_new_steps(page: Page, collector: Collector) -> None:
     expect(page.locator("output[data-map-step]")).to_have_text("5")
 
 
+@pytest.mark.heavy(4, "server/fp8watch_server/pages", first=True)
 def test_page_says_when_the_collector_cannot_be_reached_and_recovers(
     page: Page, collector: Collector, watched: Watched
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_page_that_nobody_sees_holds_no_connection(page: Page, collector: Coll
     expect(page.locator("#live")).to_have_text("live")
 
 
+@pytest.mark.heavy(6, "server/fp8watch_server/pages", first=True)
 def test_times_grow_old_without_a_word_from_the_collector(page: Page, collector: Collector) -> None:
     page.goto(collector.url("/"))
     first = page.locator("time[data-at]").first

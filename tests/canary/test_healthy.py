@@ -12,7 +12,8 @@ from torch import nn
 from fp8watch import recipe as recipes
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
 
-STEPS = [pytest.param(40, id="40"), pytest.param(300, id="300", marks=pytest.mark.long)]
+RESTS_ON = "fp8watch/layers", "fp8watch/kernels", "fp8watch/observer"
+STEPS = [pytest.param(40, id="40"), pytest.param(300, id="300", marks=pytest.mark.heavy(8, *RESTS_ON))]
 RECIPES = {
     "blockwise": lambda: recipes.blockwise(environ={}),
     "blockwise, FP32 scales, HYBRID": lambda: recipes.blockwise(environ={}, power_2_scale=False, fp8_format="HYBRID"),
@@ -58,7 +59,7 @@ LONG = 2000
 """Steps in which nothing may be raised; CI runs a part of them."""
 
 
-@pytest.mark.long
+@pytest.mark.heavy(8, *RESTS_ON)
 @pytest.mark.parametrize("backend", USABLE)
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_long_healthy_run_at_the_defaults_is_silent(train, recipe, backend) -> None:
@@ -66,7 +67,7 @@ def test_a_long_healthy_run_at_the_defaults_is_silent(train, recipe, backend) ->
     assert line.said() == []
 
 
-@pytest.mark.long
+@pytest.mark.heavy(8, *RESTS_ON)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [None, 1.0])
 def test_a_long_healthy_run_of_own_forwards_is_silent(train, share, dtype) -> None:

@@ -106,7 +106,10 @@ def assert_recovered(client: httpx.Client, agent: Agent) -> None:
     assert client.get("/api/v1/runs/run-1").json()["last_step"] == 2
 
 
-@pytest.mark.parametrize("hurt", ["stop", "freeze"])
+FREEZE = pytest.mark.heavy(9, "server/fp8watch_server/db", "server/fp8watch_server/http", first=True)
+
+
+@pytest.mark.parametrize("hurt", ["stop", pytest.param("freeze", marks=FREEZE)])
 def test_postgresql_away_is_a_503_soon_and_heals_by_itself(tmp_path: Path, postgresql: Server, hurt: str) -> None:
     store = Store(postgresql.url)
     with store.engine.begin() as conn:

@@ -27,7 +27,7 @@ from fp8watch_server.db import schema as t
 SITES = [make_site("up", order=0), make_site("down", order=1)]
 ABSURD = [0, 1, -1, 2, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 1, 1.5, float("nan"), None, "", "x\0y", "\x7f"]
 ABSURD += [{"a": float("inf"), "ended": float("nan")}, {"loss": [None, 1e308]}, ["b", None], "s" * 512, [], {}]
-NUM_BODIES = {"sqlite": 20_000, "postgresql": 4_000}
+NUM_BODIES = {"sqlite": 10_000, "postgresql": 2_000}
 REFUSED_SENT = 20
 """Of the bodies that the codec refuses one in so many goes the whole way; what it lets pass always does."""
 NUM_REGISTRATIONS = 300

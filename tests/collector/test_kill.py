@@ -21,6 +21,7 @@ from fp8watch_server.pipeline.detect_worker import DetectWorker
 NUM_SENDERS = 8
 ACKS_BETWEEN = 8
 FEW, NUM_PARTS = 5, 10
+RESTS_ON = "server/fp8watch_server/ingest", "server/fp8watch_server/store", "server/fp8watch_server/db"
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def store(database_url: str) -> Any:
     made.close()
 
 
-@pytest.mark.parametrize("part", [0, *in_turn(range(1, NUM_PARTS + 1), pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, *in_turn(range(1, NUM_PARTS + 1), pytest.mark.heavy(15, *RESTS_ON))])
 @pytest.mark.timeout(600)
 def test_kill_9_under_load(tmp_path: Path, database_url: str, store: Store, part: int) -> None:
     began = time.monotonic()

@@ -16,7 +16,9 @@ ALLOWED, FORBIDDEN = schemathesis.GenerationMode.POSITIVE, schemathesis.Generati
 CASES = [
     pytest.param(ALLOWED, 3, id="allowed"),
     pytest.param(ALLOWED, 12, id="allowed-many", marks=pytest.mark.long),
-    pytest.param(FORBIDDEN, 6, id="forbidden", marks=pytest.mark.long),  # much is thrown away on the way
+    pytest.param(
+        FORBIDDEN, 6, id="forbidden", marks=pytest.mark.heavy(13, "server/fp8watch_server/api")
+    ),  # much is thrown away on the way
 ]
 
 

@@ -355,7 +355,7 @@ def test_who_asks_for_nothing_makes_room_first(quick: str) -> None:
             sock.close()
 
 
-@pytest.mark.long
+@pytest.mark.heavy(10, "server/fp8watch_server/http")
 @pytest.mark.parametrize("num_descriptors", [1024, 8192])
 def test_five_thousand_half_open_requests_harm_nobody(tmp_path: Path, num_descriptors: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -370,6 +370,7 @@ def test_five_thousand_half_open_requests_harm_nobody(tmp_path: Path, num_descri
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.heavy(9, "server/fp8watch_server/http", first=True)
 def test_with_tls_the_limits_are_the_same(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

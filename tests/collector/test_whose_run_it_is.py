@@ -186,7 +186,7 @@ def test_of_a_real_agent_nobody_takes_a_sequence_number(serving: Serving, tmp_pa
         assert client.get(f"/api/v1/runs/{session.run_id}").json()["last_step"] == 7
 
 
-@pytest.mark.long
+@pytest.mark.heavy(17, "server/fp8watch_server/ingest", "server/fp8watch_server/store/registrations.py")
 def test_two_jobs_in_one_run_are_an_incident(tmp_path: Path) -> None:
     with (
         Serving(tmp_path, "--port", "0", FP8WATCH_TEST_WHOLE="1") as serving,

@@ -165,7 +165,7 @@ def test_without_the_client_it_says_where_to_install_it(monkeypatch: pytest.Monk
         connect(Target("https://grafana.example.org", TOKEN))
 
 
-@pytest.mark.long
+@pytest.mark.heavy(9, "server/fp8watch_server/observability", "pyproject.toml")
 def test_the_real_client_in_an_environment_of_its_own(there: Grafana, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)

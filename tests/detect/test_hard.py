@@ -23,7 +23,7 @@ def test_a_healthy_run_that_looks_ill_raises_no_more_than_information(name: str)
     assert raised(HARD[name](2001, 240)) == []
 
 
-@pytest.mark.parametrize("num", [1000, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num", [1000, pytest.param(5000, marks=pytest.mark.heavy(7, "server/fp8watch_server/detect"))])
 def test_thousands_of_healthy_steps_with_everything_in_them_page_nobody(num: int) -> None:
     """LR re-warm-up, a batch of twice the size, a switch of the data."""
     at = np.arange(num)

@@ -31,10 +31,13 @@ def ranks_of(traces: list[Trace]) -> list[Trace]:
     ]
 
 
-QUICK = ("gradient-underflow", "inf-laundering")
+QUICK = "inf-laundering"
+RESTS_ON = "server/fp8watch_server/detect", "fp8watch/session/window_merge.py"
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in SCENARIOS])
+@pytest.mark.parametrize(
+    "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.heavy(5, *RESTS_ON)) for n in SCENARIOS]
+)
 def test_a_fault_of_all_ranks_is_named_at_its_place_though_each_sends_little(name):
     case, expected = BY_NAME[name].make(1, 1), BY_NAME[name].expected
     sites = case.traces[0].facts

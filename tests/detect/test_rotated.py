@@ -39,8 +39,14 @@ def incidents(case: Case) -> list[Folded]:
     return fold(play(case), case.traces[0].facts)
 
 
-CASES = [(name, 16) for name in SCENARIOS] + [
-    pytest.param(name, 64, marks=pytest.mark.long)
+QUICK = ("inf-laundering", "gradient-underflow", "outlier-growth", "frozen-scale")
+DETECT = "server/fp8watch_server/detect"
+CASES = [
+    (name, 16) if name in QUICK else pytest.param(name, 16, marks=pytest.mark.heavy(2, DETECT, first=True))
+    for name in SCENARIOS
+]
+CASES += [
+    pytest.param(name, 64, marks=pytest.mark.heavy(2, DETECT))
     for name in SCENARIOS
     if name != "chronic-quantization-noise"  # asks for more samples than its traces have at 64
 ]

@@ -191,7 +191,7 @@ def test_a_command_of_the_readme_trains(name: str, tmp_path: Path) -> None:
     assert seen[-1] < 0.8 * seen[0]
 
 
-@pytest.mark.long
+@pytest.mark.heavy(8, "examples/ddp.py")
 def test_torchrun_launches_two_ranks_of_one_run(tmp_path: Path, collector: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
     execute([*torchrun, "--redirects", "3", str(EXAMPLES / "ddp.py")], tmp_path)

@@ -44,7 +44,7 @@ def test_every_step_arrives_with_the_dying_one(zygote: Zygote, tmp_path: Path, c
         assert last.column("first_nonfinite")[first][0, :2].tolist() == [3, 5], manner
 
 
-@pytest.mark.long
+@pytest.mark.heavy(7, "fp8watch/session", "agent/fp8watch_agent")
 def test_the_incident_names_the_dying_step(zygote: Zygote, tmp_path: Path) -> None:
     die(zygote, tmp_path)
     (tmp_path / "collector").mkdir()

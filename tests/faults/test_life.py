@@ -34,6 +34,6 @@ def test_a_life_with_forks_workers_and_a_blackhole(zygote: Zygote, tmp_path: Pat
     check(live(zygote, tmp_path, collector, 10), 10)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(7, "fp8watch/session", "agent/fp8watch_agent")
 def test_a_hundred_forks(zygote: Zygote, tmp_path: Path, collector: Collector) -> None:
     check(live(zygote, tmp_path, collector, 100), 100)

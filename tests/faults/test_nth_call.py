@@ -94,7 +94,7 @@ def test_every_so_many_calls_one_fails(where, stride, tmp_path, monkeypatch):
     fail_each(where, tmp_path, monkeypatch, stride)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(30, "fp8watch/session", "agent/fp8watch_agent")
 @pytest.mark.parametrize("where", ["training", "sender"])
 def test_each_call_fails_once(where, tmp_path, monkeypatch):
     fail_each(where, tmp_path, monkeypatch, 1)

@@ -81,6 +81,6 @@ def test_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url:
     check(zygote, 100, tmp_path, refused_url)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(6, "fp8watch/session", "agent/fp8watch_agent")
 def test_a_thousand_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
     check(zygote, part_of(1000), tmp_path, refused_url)

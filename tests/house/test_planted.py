@@ -31,6 +31,15 @@ BUGS = [
     Bug("the code of a stored column never changes", "record",
         '"largest tile amax; Inf where an element is", 3)', '"largest tile amax; Inf where an element is", 42)',
         f"{F}::test_no_field_lacks_anything"),
+    Bug("heavy tests stay within their budget", "tests/heavy_tests.py",
+        "if test.seconds <= left:", "if left > 0:",
+        "tests/house/test_heavy_tests.py::test_those_on_changed_files_come_first_and_the_budget_is_never_exceeded"),
+    Bug("a heavy test runs where its files changed", "tests/heavy_tests.py",
+        "key=lambda test: (far(test), not test.first, turn(test))", "key=turn",
+        "tests/house/test_heavy_tests.py::test_those_on_changed_files_come_first_and_the_budget_is_never_exceeded"),
+    Bug("what every change of its files runs comes before what takes turns", "tests/heavy_tests.py",
+        "(far(test), not test.first, turn(test))", "(far(test), turn(test))",
+        "tests/house/test_heavy_tests.py::test_what_every_change_of_its_files_runs_comes_before_what_takes_turns"),
 ]  # fmt: skip
 if "cpu" in USABLE:
     BUGS.append(

@@ -107,6 +107,7 @@ def test_a_field_that_a_backend_does_not_know_is_absent() -> None:
     passed(with_a_later_field("tests/house/later/test_in_backends.py", "-k", "not cpu"), 5)  # nothing to compile
 
 
+@pytest.mark.heavy(6, "agent/fp8watch_agent/record.py", "server/fp8watch_server/store", first=True)
 def test_a_field_that_a_record_does_not_hold_is_absent_from_store_and_pages() -> None:
     passed(with_a_later_field("tests/house/later/test_in_the_store.py"), 11)
 
@@ -117,7 +118,7 @@ def test_a_field_that_the_compiled_backend_does_not_know_is_absent() -> None:
     passed(with_a_later_field("tests/house/later/test_in_backends.py", "-k", "cpu"), 2)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(45, "agent/fp8watch_agent/record.py", "fp8watch/sketch", "fp8watch/numerics/row_fold.py")
 @pytest.mark.timeout(600)
 def test_whole_rooms_pass_with_a_field_that_no_backend_knows() -> None:
     with_a_later_field(*(f"tests/{room}" for room in ROOMS))

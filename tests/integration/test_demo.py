@@ -33,7 +33,7 @@ def test_an_inf_is_named(tmp_path):
     assert "layers.1.mlp.down_proj" in out
 
 
-@pytest.mark.long
+@pytest.mark.heavy(20, "fp8watch/demo", "server/fp8watch_server/detect")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault_and_seed", in_turn([f"{fault} {seed}" for fault in FAILURES for seed in (1, 2, 3)]))
 def test_every_failure_is_named_whatever_the_seed(tmp_path, fault_and_seed):
@@ -42,7 +42,7 @@ def test_every_failure_is_named_whatever_the_seed(tmp_path, fault_and_seed):
     assert out.returncode == 0, out.stdout + out.stderr
 
 
-@pytest.mark.long
+@pytest.mark.heavy(13, "fp8watch/demo", "server/fp8watch_server/detect")
 @pytest.mark.timeout(600)
 def test_a_healthy_run_raises_nothing_in_600_steps(tmp_path):
     out = demo(tmp_path, "--fault", "none", "--steps", str(part_of(600)))

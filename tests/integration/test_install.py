@@ -65,7 +65,7 @@ def resolved(extra, tmp_path):
 # By metadata with every change; by the registry, which chooses the versions that a user gets, with the long tests.
 WAYS = [
     pytest.param(lambda extra, _: brought_along(extra), id="installed"),
-    pytest.param(resolved, marks=pytest.mark.long),
+    pytest.param(resolved, marks=pytest.mark.heavy(8, "pyproject.toml")),
 ]
 
 
@@ -81,6 +81,7 @@ def test_the_base_is_what_the_agent_needs(way, tmp_path):
     assert way("", tmp_path) == {"numpy", "msgspec", "zstandard", "urllib3"}
 
 
+@pytest.mark.heavy(4, "pyproject.toml", first=True)
 def test_a_wheel_carries_everything_that_is_read_at_run_time(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
@@ -136,7 +137,7 @@ def release(tmp_path_factory):
     return folder / "dist"
 
 
-@pytest.mark.long
+@pytest.mark.heavy(15, "pyproject.toml")
 @pytest.mark.timeout(600)
 def test_a_source_distribution_holds_what_is_tracked(release):
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
@@ -150,7 +151,7 @@ def test_a_source_distribution_holds_what_is_tracked(release):
     assert names - tracked <= {"PKG-INFO"}
 
 
-@pytest.mark.long
+@pytest.mark.heavy(15, "pyproject.toml")
 @pytest.mark.timeout(600)
 def test_a_wheel_out_of_the_source_distribution_is_whole(release):
     (wheel,) = release.glob("*.whl")
@@ -173,7 +174,7 @@ def test_a_wheel_out_of_the_source_distribution_is_whole(release):
         assert len([name for name in names if re.fullmatch(kind, name)]) >= least, kind
 
 
-@pytest.mark.long
+@pytest.mark.heavy(40, "pyproject.toml")
 @pytest.mark.timeout(600)
 def test_a_release_serves_from_an_empty_environment_without_torch(release, tmp_path):
     (wheel,) = release.glob("*.whl")

@@ -34,16 +34,11 @@ def check(done: subprocess.CompletedProcess[str], num_tests: int) -> None:
     print(counts[0])
 
 
-@pytest.fixture
-def of_every_change() -> subprocess.CompletedProcess[str]:
-    """The time of a test's own is told from the tests in there, each of which is held to it."""
-    return run_inside("not long")
+@pytest.mark.heavy(30, "fp8watch/kernels", "fp8watch/numerics", "tests/interpreter", first=True)
+def test_the_kernels_equal_the_reference() -> None:
+    check(run_inside("not long"), 80)
 
 
-def test_the_kernels_equal_the_reference(of_every_change: subprocess.CompletedProcess[str]) -> None:
-    check(of_every_change, 80)
-
-
-@pytest.mark.long
+@pytest.mark.heavy(30, "fp8watch/kernels", "tests/interpreter")
 def test_the_kernels_equal_the_reference_in_every_combination() -> None:
     check(run_inside("long"), 110)

@@ -110,7 +110,7 @@ def test_a_storm_is_one_firing_and_one_resolve(
     storm(tmp_path, receiver_of(), 32, 50, 2, monkeypatch)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(30, "server/fp8watch_server/notify", "server/fp8watch_server/incidents")
 def test_a_storm_of_a_thousand_ranks_is_one_firing_and_one_resolve(
     tmp_path: Path, receiver_of: Receivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +122,9 @@ FLEET = Path(__file__).with_name("fleet.py")
 BATCHES_PER_S, NUM_RUNS, NUM_RANKS, NUM_SITES, NUM_BROKEN = 200, 8, 200, 20, 32
 
 
-@pytest.mark.long
+@pytest.mark.heavy(
+    35, "server/fp8watch_server/notify", "server/fp8watch_server/incidents", "server/fp8watch_server/pipeline"
+)
 def test_a_non_finite_batch_is_told_soon_while_two_hundred_batches_a_second_come_in(
     tmp_path: Path, database_url: str, receiver_of: Receivers
 ) -> None:

@@ -185,7 +185,12 @@ def test_every_condition_of_the_list_is_a_link_and_nonsense_is_none(client: http
         assert client.get(f"/{odd}").status_code == 200, odd
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sqlite"), pytest.param("postgresql", marks=pytest.mark.long)])
+LARGE = pytest.mark.heavy(
+    6, "server/fp8watch_server/store/run_list.py", "server/fp8watch_server/store/queries.py", first=True
+)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LARGE) for kind in ("sqlite", "postgresql")])
 def test_ten_thousand_runs_are_quick(kind: str, tmp_path: Any) -> None:
     """CPU seconds of this process, with its database where that is SQLite."""
     with fresh_database(kind) as url:

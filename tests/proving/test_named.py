@@ -18,7 +18,7 @@ LIMIT_S = 900
 """On a busy machine; a quiet one needs three minutes."""
 
 
-@pytest.mark.long
+@pytest.mark.heavy(160, "fp8watch/session", "server/fp8watch_server/detect", "server/fp8watch_server/incidents")
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_what_was_named_before_is_still_named_and_healthy_trainings_raise_nothing(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"

@@ -13,8 +13,8 @@ from quantize.backends import USABLE
 
 from fp8watch.kernels import cpu_compiler
 
+KERNELS = "fp8watch/kernels"
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC"),
 ]
 _PLAIN = ("-std=gnu11", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
@@ -53,6 +53,7 @@ def run_tests(library: Path, *tests: str, **environ: str) -> None:
     ids=" ".join,
 )
 @pytest.mark.timeout(900)
+@pytest.mark.heavy(35, KERNELS)
 def test_every_build_gives_the_same_bits(flags: tuple[str, ...], tmp_path: Path) -> None:
     compiler = cpu_compiler.find_compiler()
     library = cpu_compiler.compile_library(compiler, [*_PLAIN, *flags], tmp_path)
@@ -60,6 +61,7 @@ def test_every_build_gives_the_same_bits(flags: tuple[str, ...], tmp_path: Path)
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.heavy(60, KERNELS)
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     compiler = cpu_compiler.find_compiler()
     where = [

@@ -101,6 +101,7 @@ def num_compiled(cache: Path) -> int:
     return len((cache / "calls").read_text().split()) if (cache / "calls").exists() else 0
 
 
+@pytest.mark.heavy(4, "fp8watch/kernels", first=True)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -201,6 +202,7 @@ def test_an_explicit_choice_raises_with_the_reason(monkeypatch: pytest.MonkeyPat
     assert resolve(None, "cpu") is resolve(NEXT, "cpu")
 
 
+@pytest.mark.heavy(3, "fp8watch/kernels", first=True)
 @pytest.mark.parametrize("how", ["read-only", "a file", "nobody's", "loose"])
 def test_without_a_cache_of_its_own_a_process_compiles_for_itself(
     cache: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +243,7 @@ def test_a_cache_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
     assert cpu_library.cache_folder() == tmp_path / "home" / ".cache" / "fp8watch"
 
 
+@pytest.mark.heavy(5, "fp8watch/kernels", first=True)
 def test_a_library_with_wrong_answers_is_not_used(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def folded(x: torch.Tensor, job: QuantizeJob) -> bytes:
     return row_of(stats, 0).tobytes()
 
 
+@pytest.mark.heavy(7, "fp8watch/kernels", first=True)  # a library for each width
 def test_no_width_changes_a_bit_of_a_sum(width_libraries: dict[int, Path]) -> None:
     if len(width_libraries) < 2:
         pytest.skip("one width only")

@@ -17,7 +17,10 @@ from fp8watch.kernels import cpu_compiler, cpu_library, cpu_width, reference, re
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 
-pytestmark = pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC")
+pytestmark = [
+    pytest.mark.skipif("cpu" not in USABLE, reason="no C compiler here: set CC"),
+    pytest.mark.heavy(3, "fp8watch/kernels", first=True),
+]
 _QUICK = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
 NATIVE = (*_QUICK, cpu_compiler.flag_choices()[0][-1])
 

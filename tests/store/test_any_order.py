@@ -58,7 +58,7 @@ def test_any_order_and_any_moment_of_compaction_give_the_same_answers(shared: An
     in_some_order(shared, data)
 
 
-@pytest.mark.long
+@pytest.mark.heavy(50, "server/fp8watch_server/store", "server/fp8watch_server/db")
 @settings(max_examples=30, **HEAVY)
 @given(data=st.data())
 def test_any_of_many_orders_gives_the_same_answers(shared: Any, data: st.DataObject) -> None:

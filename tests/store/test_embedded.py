@@ -19,6 +19,7 @@ from fp8watch_server.store import queries
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.heavy(4, "server/fp8watch_server/db", first=True)
 def test_it_starts_where_the_locale_is_missing_and_keeps_its_data() -> None:
     code = "import sys; from fp8watch_server.db import embedded; print(embedded.start(sys.argv[1]))"
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "xx_XX.UTF-8", "HOME": tempfile.gettempdir()}

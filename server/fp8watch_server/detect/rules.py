@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fp8watch_server.config.checks import Rule, checked, near
+from fp8watch_agent.checks import Rule, checked, near
 from fp8watch_server.config.file import FileError, read_file
 from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.detect.thresholds import BY_NAME, DEFAULTS, Threshold, Thresholds

@@ -19,8 +19,9 @@ import sqlalchemy as sa
 
 from fp8watch_server.db import schema
 from fp8watch_server.incidents.inhibit import inhibitor, release
-from fp8watch_server.incidents.payload import Incident, IncidentFields, NoticePayload
+from fp8watch_server.incidents.payload import Incident, NoticePayload
 from fp8watch_server.incidents.silences import silences_of
+from fp8watch_server.store.rows import IncidentFields
 
 FLAPPING_MESSAGES = 2
 """Firing messages per run, mode and module within FLAPPING_S; what comes after is on the pages only."""
@@ -164,7 +165,7 @@ def _write(
 def queue(
     conn: sa.Connection,
     tenant: str,
-    incident: Mapping[str, Any],
+    incident: Incident,
     kind: str,
     now: float,
     *,
@@ -175,7 +176,6 @@ def queue(
     """Insert a notice into the outbox.
 
     Args:
-        incident: payload.Incident, or the same keys as far as they are known.
         kind: firing | resolved.
         key: tells two notices of one incident and kind apart.
         state: inhibited: it waits until that is over.
@@ -183,7 +183,7 @@ def queue(
     r, run_id = schema.run, incident["run_id"]
     name = conn.execute(sa.select(r.c.name).where(r.c.run_id == run_id, r.c.tenant == tenant)).scalar()
     payload: NoticePayload = {
-        "incident": cast(Incident, dict(incident)),
+        "incident": incident,
         "run": {"id": run_id, "name": name or run_id},
         "note": note,
     }

@@ -5,45 +5,9 @@ Shapes:     TypedDicts; only data
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
-
-class IncidentFields(TypedDict):
-    """Columns of the table `incident` that are public, in the order in which they are sent."""
-
-    id: str
-    run_id: str
-    attempt: int
-    mode: str
-    """Slug of the failure mode."""
-    title: str
-    severity: str
-    """info | warning | critical"""
-    status: str
-    """open | acknowledged | resolved"""
-    verdict: str
-    """fp8 | shared | unknown"""
-    first_step: int
-    last_step: int
-    num_events: int
-    origin: bool
-    place: dict[str, Any]
-    num_sites: int
-    evidence: list[dict[str, Any]]
-    cause: str
-    fix: list[dict[str, str]]
-    alternatives: list[dict[str, str]]
-    opened_at: float
-    """Seconds since 1970, as `resolved_at`."""
-    resolved_at: float | None
-    fingerprint: str
-
-
-class Links(TypedDict):
-    """Addresses of an incident: absolute with a public URL, else paths."""
-
-    url: str
-    runbook_url: str
+from fp8watch_server.store.rows import IncidentFields, Links
 
 
 class Escalation(TypedDict, total=False):
@@ -69,3 +33,33 @@ class NoticePayload(TypedDict):
     incident: Incident
     run: RunName
     note: str
+
+
+class Told(TypedDict, total=False):
+    """Beside a resolve: the incident as its channel was told it, because its labels are those of its firing."""
+
+    told: Incident
+
+
+class AlsoPayload(NoticePayload, Told):
+    """A notice that goes with another."""
+
+    kind: str
+    """firing | resolved"""
+
+
+_Group = TypedDict(
+    "_Group",
+    {
+        "lead_kind": str,  # of a summary: what its leading notice is
+        "also": list[AlsoPayload],  # the notices that go with it
+        "with": list[list[str]],  # [run id, tenant, row id] of their rows
+        "open": list[Incident],  # what this channel was told of the run before, and is still open
+        "alone": bool,  # it may not be put together with others: together they were refused
+    },
+    total=False,
+)
+
+
+class MessagePayload(NoticePayload, Told, _Group):
+    """The column `payload` of a row that leads a message."""

@@ -10,23 +10,22 @@ expression, which could keep the detectors busy for ever), and '' covers everyth
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
+from typing import cast
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.store.rows import SilenceRow
 
 
-def silences_of(
-    conn: sa.Connection, tenant: str, run_id: str, mode: str, module: str, now: float
-) -> list[dict[str, Any]]:
+def silences_of(conn: sa.Connection, tenant: str, run_id: str, mode: str, module: str, now: float) -> list[SilenceRow]:
     """Silences that cover an incident now, the longest first."""
     t = schema.silence
     rows = conn.execute(
         sa.select(t).where(t.c.tenant == tenant, t.c.expires_at > now).order_by(t.c.expires_at.desc())
     ).mappings()
     wanted = {"run_id": run_id, "mode": mode, "module": module}
-    return [dict(row) for row in rows if all(covers(row[name], value) for name, value in wanted.items())]
+    return [cast(SilenceRow, dict(row)) for row in rows if all(covers(row[name], v) for name, v in wanted.items())]
 
 
 def covers(pattern: str, value: str) -> bool:

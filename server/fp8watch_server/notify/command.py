@@ -15,12 +15,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db.dialect import DatabaseUrlError, engine_of, writing
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels import KINDS, channels_of
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.log import STATES, delivery_log, retry
@@ -32,7 +32,7 @@ from fp8watch_server.settings import SETTINGS, SettingError, Settings
 from fp8watch_server.settings.webhook_url import TargetError
 
 
-def test_payload(public_url: str, now: float) -> dict[str, Any]:
+def test_payload(public_url: str, now: float) -> MessagePayload:
     """A message that says that it is a test, with the fields of a real one."""
     identity = uuid.uuid4().hex
     base = public_url.rstrip("/")

@@ -6,11 +6,12 @@ Thread:     dispatcher, inside a write transaction
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.message import SUMMARY
 from fp8watch_server.notify.outbox_lease import Leased
 
@@ -53,5 +54,5 @@ def _update(conn: sa.Connection, key: list[str], still: sa.ColumnElement[bool], 
     return int(conn.execute(sa.update(t).where(*of_row, still).values(**values)).rowcount)
 
 
-def _alone(payload: dict[str, Any]) -> dict[str, Any]:
-    return {**{k: v for k, v in payload.items() if k not in _MADE}, "alone": True}
+def _alone(payload: MessagePayload) -> MessagePayload:
+    return cast(MessagePayload, {**{k: v for k, v in payload.items() if k not in _MADE}, "alone": True})

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fp8watch_server.config.checks import Rule, checked, near
+from fp8watch_agent.checks import Rule, checked, near
 
 DURATION = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _ALSO = {

@@ -12,15 +12,15 @@ of the clock was written by a clock that has been set back since: it delays noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import Channel
-from fp8watch_server.notify.message import SUMMARY, Notice, order_of
+from fp8watch_server.notify.message import SUMMARY, order_of
 
 SUMMARY_EVERY_S = 300.0
 HOUR_S = 3600.0
@@ -38,22 +38,22 @@ class Row:
     incident_id: str
     kind: str
     idempotency_key: str
-    payload: Mapping[str, Any]
+    payload: MessagePayload
     created_at: float
 
     @property
     def urgency(self) -> tuple[bool, int, float]:
         """Sorts to the front what must be seen first; what cannot be read, to the end."""
         try:
-            return order_of(Notice(self.kind, self.payload["incident"], {}, "", {}))
+            return order_of(self.kind, self.payload["incident"])
         except (KeyError, TypeError, ValueError):
             return (True, 1, self.created_at)
 
     @property
     def is_critical(self) -> bool:
         """Whether it is the beginning of a critical incident."""
-        incident = self.payload.get("incident") or {}
-        return self.kind == "firing" and incident.get("severity") == "critical"
+        incident = self.payload.get("incident")
+        return self.kind == "firing" and bool(incident) and incident.get("severity") == "critical"
 
 
 @dataclass(frozen=True)

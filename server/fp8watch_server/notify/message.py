@@ -3,21 +3,15 @@
 Shapes:     outbox payload -> notices
 Thread:     dispatcher
 
-The payload of an outbox row is a notice as incidents.messages wrote it: {"incident", "run", "note"}. When it leads a
-message, the group adds to it:
-
-    also     [{"kind", "incident", "run", "note"}]: the notices that go with it
-    with     [[run id, tenant, row id]]: their rows
-    open     [incident]: what this channel was told of the run before, and is still open
-    told     incident as this channel was told it: the labels of its resolve are those of its firing
-    alone    it may not be put together with others: together they were refused
+The payload of an outbox row is a notice as incidents.messages wrote it. When it leads a message, the group adds to it:
+see incidents.payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from fp8watch_server.incidents.payload import Incident, MessagePayload, NoticePayload, RunName, Told
 
 SUMMARY = "summary"
 SEVERITIES = ("info", "warning", "critical")
@@ -28,34 +22,34 @@ class Notice:
     """One incident that began or ended."""
 
     kind: str  # firing | resolved
-    incident: Mapping[str, Any]
-    run: Mapping[str, Any]
+    incident: Incident
+    run: RunName
     note: str
-    told: Mapping[str, Any]  # the incident as it was told first; of a firing, itself
+    told: Incident  # the incident as it was told first; of a firing, itself
 
 
-def notices_of(payload: Mapping[str, Any], kind: str) -> list[Notice]:
+def notices_of(payload: MessagePayload, kind: str) -> list[Notice]:
     """All notices of a message, the leading one first. Raises KeyError on a payload that is none."""
-    lead = _notice(payload, payload.get("lead_kind", "firing") if kind == SUMMARY else kind)
+    lead = _notice(payload, payload, payload.get("lead_kind", "firing") if kind == SUMMARY else kind)
     found = {(lead.kind, lead.incident["id"]): lead}
     for other in payload.get("also", ()):
-        notice = _notice(other, other["kind"])
+        notice = _notice(other, other, other["kind"])
         found.setdefault((notice.kind, notice.incident["id"]), notice)  # of a warning that became critical: as critical
     return list(found.values())
 
 
-def _notice(payload: Mapping[str, Any], kind: str) -> Notice:
+def _notice(payload: NoticePayload, before: Told, kind: str) -> Notice:
     incident = payload["incident"]
-    return Notice(kind, incident, payload["run"], payload.get("note") or "", payload.get("told") or incident)
+    return Notice(kind, incident, payload["run"], payload.get("note") or "", before.get("told") or incident)
 
 
-def order_of(notice: Notice) -> tuple[bool, int, float]:
+def order_of(kind: str, incident: Incident) -> tuple[bool, int, float]:
     """Sorts what is most urgent to the front: begun before ended, critical before the rest, then the oldest."""
-    severity = notice.incident["severity"]
+    severity = incident["severity"]
     return (
-        notice.kind != "firing",
+        kind != "firing",
         -(SEVERITIES.index(severity) if severity in SEVERITIES else 0),
-        float(notice.incident.get("opened_at") or 0.0),
+        float(incident.get("opened_at") or 0.0),
     )
 
 

@@ -13,11 +13,12 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.incidents.payload import AlsoPayload, Incident, MessagePayload, Told
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.fanout import drop_untold, hold_inhibited
 from fp8watch_server.notify.group import Pick, Row, choose, same_incident
@@ -42,15 +43,14 @@ class Leased:
     id: str
     kind: str  # firing | resolved | summary
     idempotency_key: str
-    payload: dict[str, Any]
+    payload: MessagePayload
     num_attempts: int  # this one included
     created_at: float
 
     @property
     def others(self) -> list[list[str]]:
         """[run id, tenant, row id] of the rows that go with it."""
-        found: list[list[str]] = self.payload.get("with", [])
-        return found
+        return self.payload.get("with", [])
 
 
 def lease(conn: sa.Connection, channel: Channel, holder: str, now: float, lease_s: float) -> Leased | None:
@@ -104,21 +104,23 @@ def _take(conn: sa.Connection, row: Row, values: dict[str, Any], still: sa.Colum
         raise Raced
 
 
-def _put_together(conn: sa.Connection, channel: str, pick: Pick) -> dict[str, Any]:
+def _put_together(conn: sa.Connection, channel: str, pick: Pick) -> MessagePayload:
     """The payload of a message."""
     lead, *others = pick.rows
-    payload = {**lead.payload, **_told(conn, channel, lead)}
+    payload: MessagePayload = {**lead.payload, **_told(conn, channel, lead)}
     if pick.kind == SUMMARY:
         payload["lead_kind"] = lead.kind
     if others:
-        payload["also"] = [{**row.payload, **_told(conn, channel, row), "kind": row.kind} for row in others]
+        payload["also"] = [
+            cast(AlsoPayload, {**row.payload, **_told(conn, channel, row), "kind": row.kind}) for row in others
+        ]
         payload["with"] = [[row.run_id, row.tenant, row.id] for row in others]
     if pick.kind != SUMMARY and (still_open := _open(conn, channel, pick.rows)):
         payload["open"] = still_open
     return payload
 
 
-def _told(conn: sa.Connection, channel: str, row: Row) -> dict[str, Any]:
+def _told(conn: sa.Connection, channel: str, row: Row) -> Told:
     """The incident as its firing told it: it may have another severity, cause or place by now."""
     if row.kind != "resolved":
         return {}
@@ -133,7 +135,7 @@ def _told(conn: sa.Connection, channel: str, row: Row) -> dict[str, Any]:
     return {"told": told["incident"]} if told else {}
 
 
-def _open(conn: sa.Connection, channel: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _open(conn: sa.Connection, channel: str, rows: Sequence[Row]) -> list[Incident]:
     """What the channel was told of the run before and is not over: receivers take a group as a whole."""
     t, over = schema.outbox.c, schema.outbox.alias("over").c
     ended = sa.exists().where(*same_incident(over, t), over.kind == "resolved")
@@ -143,7 +145,7 @@ def _open(conn: sa.Connection, channel: str, rows: Sequence[Row]) -> list[dict[s
         .where(t.kind == "firing", t.state == "sent", t.incident_id.not_in([r.incident_id for r in rows]), ~ended)
         .order_by(t.created_at.desc())
     ).scalars()
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Incident] = {}
     for payload in told:
         incident = payload.get("incident", {})
         found.setdefault(incident.get("id", ""), incident)  # of one that was told twice, as it was told last

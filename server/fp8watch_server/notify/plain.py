@@ -9,10 +9,9 @@ that none takes them for markup, a link or a mention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
 
@@ -33,7 +32,7 @@ class Plain:
     level: str  # critical | warning | info | resolved
 
 
-def message(payload: Mapping[str, Any], kind: str) -> Plain:
+def message(payload: MessagePayload, kind: str) -> Plain:
     """The message of a payload. Raises KeyError on a payload that is none."""
     notices = notices_of(payload, kind)
     lead = notices[0]

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8watch_server.config.checks import near
+from fp8watch_agent.checks import near
 from fp8watch_server.config.file import FileError, read_file
 from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.notify.channels import KINDS

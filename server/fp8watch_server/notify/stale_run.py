@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -24,13 +23,18 @@ from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.incidents.messages import queue
+from fp8watch_server.incidents.payload import Incident
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.store import queries
+from fp8watch_server.store.rows import Place, RunWithSessions
 
 STALLED = "run-stalled"
 PREFIX = f"{STALLED}:"
 FORGET_AFTER_S = 7 * 86_400.0
 """A run that has been silent for longer is over, whatever it said."""
+_NOWHERE: Place = {
+    "ranks": [], "module": None, "gemm": None, "operand": None, "direction": None, "tile": None, "element": None
+}  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -97,11 +101,11 @@ class StalledWatch:
                     queue(conn, schema.DEFAULT_TENANT, self._incident(key, silent[key], now), "firing", now)
             for key in over:
                 if key in told:
-                    incident = {**told[key], "status": "resolved", "resolved_at": now}
+                    incident: Incident = {**told[key], "status": "resolved", "resolved_at": now}
                     queue(conn, schema.DEFAULT_TENANT, incident, "resolved", now)
         return len(over) + len(new)
 
-    def _silent(self, conn: sa.Connection, now: float) -> dict[str, dict[str, Any]]:
+    def _silent(self, conn: sa.Connection, now: float) -> dict[str, RunWithSessions]:
         """Runs that have been silent for too long, by the id of their notice."""
         r = schema.run.c
         quiet = r.last_seen_at.between(now - FORGET_AFTER_S, now - self._after_s)
@@ -109,7 +113,7 @@ class StalledWatch:
         runs = [run for run in (queries.run(conn, i, now=now) for i in ids) if run is not None]
         return {f"{PREFIX}{run['id']}:{run['last_seen_at']:.3f}": run for run in runs if run["status"] == "stalled"}
 
-    def _incident(self, key: str, run: dict[str, Any], now: float) -> dict[str, Any]:
+    def _incident(self, key: str, run: RunWithSessions, now: float) -> Incident:
         """The notice in the form of an incident."""
         step = run["last_step"] or 0
         silent_s = round(now - run["last_seen_at"])
@@ -129,7 +133,7 @@ class StalledWatch:
             "last_step": step,
             "num_events": 1,
             "origin": True,
-            "place": dict.fromkeys(("module", "gemm", "operand", "direction", "tile", "element")) | {"ranks": []},
+            "place": _NOWHERE,
             "num_sites": 0,
             "evidence": [{"field": "silent_s", "value": silent_s, "baseline": None, "unit": "s", "since_step": step}],
             "cause": f"Nothing has come from this run since {since}, and it did not say that it ends: it hangs, it was "
@@ -144,7 +148,7 @@ class StalledWatch:
         }
 
 
-def _told(conn: sa.Connection) -> dict[str, dict[str, Any]]:
+def _told(conn: sa.Connection) -> dict[str, Incident]:
     """The notices that are not over, by id."""
     t, over = schema.outbox.c, schema.outbox.alias("over").c
     ended = sa.exists().where(

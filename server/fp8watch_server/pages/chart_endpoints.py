@@ -51,7 +51,9 @@ def training_json(request: Request, run_id: str) -> Response:
         span = _span(request, Link("The run", lookup.run_url(run["id"])), 1000)
         series = queries.several_scalars(conn, run["id"], panels.fields(), *span)
         incidents = page_queries.incidents(conn, run["id"])[:MAX_INCIDENTS]
-        return JsonResponse({"series": series, "incidents": [{k: i[k] for k in OF_INCIDENT} for i in incidents]})
+        return JsonResponse(
+            {"series": series, "incidents": [{k: v for k, v in i.items() if k in OF_INCIDENT} for i in incidents]}
+        )
 
 
 @router.get("/runs/{run_id:path}/health.json")

@@ -13,6 +13,7 @@ from typing import Any
 
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
+from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
 PROBE = "output"
@@ -21,7 +22,7 @@ NUM_RANKS = 32
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
-def newest_facts(sessions: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def newest_facts(sessions: Sequence[SessionRow]) -> Mapping[str, Any]:
     """Facts of the newest session: sessions are sorted by newest attempt, rank 0 first."""
     facts: Mapping[str, Any] = (sessions[0]["facts"] if sessions else None) or {}
     return facts
@@ -47,7 +48,7 @@ def observed(facts: Mapping[str, Any]) -> float | None:
     return float(share) if isinstance(share, (int, float)) and 0 <= share <= 1 else None
 
 
-def coverage(run: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Dict:
+def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
     """Groups of sites that are quantised alike, and what attach left in high precision."""
     facts = newest_facts(run.get("sessions") or [])
     groups: dict[tuple[Any, ...], set[str]] = {}
@@ -87,10 +88,10 @@ def _count(health: Mapping[str, Any], name: str) -> int:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e18 else 0
 
 
-def agents(run: Mapping[str, Any], now: float | None = None) -> Dict:
+def agents(run: RunWithSessions, now: float | None = None) -> Dict:
     """Newest session of each rank with its agent's accounting; ranks with problems first."""
     now = time.time() if now is None else now
-    newest: dict[int, Mapping[str, Any]] = {}
+    newest: dict[int, SessionRow] = {}
     for session in run.get("sessions") or []:
         if session["rank"] not in newest or session["attempt"] > newest[session["rank"]]["attempt"]:
             newest[session["rank"]] = session
@@ -105,7 +106,7 @@ def agents(run: Mapping[str, Any], now: float | None = None) -> Dict:
     }
 
 
-def _agent(session: Mapping[str, Any], now: float) -> Dict:
+def _agent(session: SessionRow, now: float) -> Dict:
     health = session["health"] or {}
     dropped = {k.removeprefix("dropped_"): _count(health, k) for k in health if k.startswith("dropped_")}
     dropped = {reason: n for reason, n in sorted(dropped.items()) if n}

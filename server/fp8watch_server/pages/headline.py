@@ -20,8 +20,8 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.pages import formatting
 from fp8watch_server.store import queries
 from fp8watch_server.store.incident_states import ACKNOWLEDGED, ASKS_TO_BE_SEEN, OPEN, UNSEEN
+from fp8watch_server.store.rows import IncidentRow, ListedRun, RunRow
 
-Dict = dict[str, Any]
 WINDOW_STEPS = 16
 MAX_READ = 20_000
 """Measurements that are looked at to see how often sites are measured."""
@@ -65,13 +65,13 @@ class Headline:
     tone: str
     """critical | warning | info | calm"""
     sentence: str
-    incident: Dict | None = None
+    incident: IncidentRow | None = None
     """What it speaks of."""
     more: str = ""
     """What there is besides."""
 
 
-def watched(conn: Connection, run: Mapping[str, Any]) -> Watched:
+def watched(conn: Connection, run: RunRow) -> Watched:
     """Steps and sites of a run, and how often these are measured now."""
     c, last = t.scalar.c, run["last_step"]
     if last is None:
@@ -88,8 +88,8 @@ def watched(conn: Connection, run: Mapping[str, Any]) -> Watched:
 
 
 def headline(
-    run: Mapping[str, Any],
-    incidents: Sequence[Dict],
+    run: RunRow,
+    incidents: Sequence[IncidentRow],
     not_watching: str | None,
     agents: Mapping[str, Any],
     seen: Watched,
@@ -128,7 +128,7 @@ def headline(
     return _calm(incidents, seen)
 
 
-def _asking(asking: Sequence[Dict]) -> Headline:
+def _asking(asking: Sequence[IncidentRow]) -> Headline:
     worst = asking[0]
     first, last = worst["first_step"], worst["last_step"]
     steps = f"step {first}" if first == last else f"steps {first}–{last}"
@@ -148,7 +148,7 @@ def _asking(asking: Sequence[Dict]) -> Headline:
     return Headline(worst["severity"], sentence, worst, more)
 
 
-def _lost(run: Mapping[str, Any], agents: Mapping[str, Any]) -> str:
+def _lost(run: RunRow, agents: Mapping[str, Any]) -> str:
     if agents["num_unwell"]:
         worst = agents["rows"][0]
         others = f", and {agents['num_unwell'] - 1} ranks more" if agents["num_unwell"] > 1 else ""
@@ -158,7 +158,7 @@ def _lost(run: Mapping[str, Any], agents: Mapping[str, Any]) -> str:
     return ""
 
 
-def _calm(incidents: Sequence[Dict], seen: Watched) -> Headline:
+def _calm(incidents: Sequence[IncidentRow], seen: Watched) -> Headline:
     looked = f"{seen.num_sites} sites, {seen.each()}"
     taken = [i for i in incidents if i["state"] == ACKNOWLEDGED]
     if taken:
@@ -189,7 +189,7 @@ NEEDS = {
 """store.run_list's need -> tone and reason, for a row of the list."""
 
 
-def need_of(run: Mapping[str, Any], now: float | None = None) -> tuple[str, str, str] | None:
+def need_of(run: ListedRun, now: float | None = None) -> tuple[str, str, str] | None:
     """Tone, reason and explanation of a run in the list; None where it needs nobody."""
     if not run["need"]:
         return None

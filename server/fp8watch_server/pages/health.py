@@ -9,7 +9,7 @@ never quantised (a probe on the output of a module) has no quantisation noise; i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from fp8watch_server.pages import deviation
 from fp8watch_server.pages.health_maps import of_quantiser
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import SERIES_FIELDS
+from fp8watch_server.store.rows import RunRow
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,7 +52,7 @@ def _names(modules: Sequence[str], depth: int) -> list[str]:
     return list(dict.fromkeys(".".join(m.split(".")[:depth]) for m in modules))
 
 
-def rows_of(sites: Sequence[dict[str, Any]], max_rows: int = MAX_ROWS) -> list[Row]:
+def rows_of(sites: Sequence[Mapping[str, Any]], max_rows: int = MAX_ROWS) -> list[Row]:
     """Sites by module; when there are too many, by the deepest name prefix that fits; else by neighbours."""
     modules = list(dict.fromkeys(str(s["module"]) for s in sites))
     names = {m: m for m in modules}
@@ -104,7 +105,7 @@ def _aligned(found: dict[str, Any], bad: dict[str, Any]) -> Floats:
     return out
 
 
-def _affordable(run: dict[str, Any], from_step: int | None, to_step: int | None) -> int:
+def _affordable(run: RunRow, from_step: int | None, to_step: int | None) -> int:
     """Number of columns that can be read quickly: unlimited for few records, else what summaries answer."""
     last = int(run["last_step"] or 0)
     num_steps = max(1, min(last, to_step if to_step is not None else last) - (from_step or 0) + 1)
@@ -115,7 +116,7 @@ def _affordable(run: dict[str, Any], from_step: int | None, to_step: int | None)
 
 def health_map(
     conn: Connection,
-    run: dict[str, Any],
+    run: RunRow,
     field: str,
     operand: str = "",
     from_step: int | None = None,
@@ -171,7 +172,7 @@ def health_map(
 
 
 def _deviations(
-    conn: Connection, run: dict[str, Any], field: str, low: int | None, high: int | None, points: int
+    conn: Connection, run: RunRow, field: str, low: int | None, high: int | None, points: int
 ) -> tuple[dict[str, Any], _Grid]:
     """The heatmap behind a map of deviations, and these. What lies before the first step shown says what is usual."""
     points = min(points, max(deviation.LEAST_COLUMNS, deviation.MAX_CELLS // max(1, int(run["num_sites"]))))
@@ -191,7 +192,7 @@ def _deviations(
     return {**found, "steps": steps}, _Grid(far[:, shown], special)
 
 
-def unusual_now(conn: Connection, run: dict[str, Any]) -> dict[int, tuple[int, float]]:
+def unusual_now(conn: Connection, run: RunRow) -> dict[int, tuple[int, float]]:
     """Site -> step and deviation of its amax where that was largest in the newest steps."""
     last, num_sites = run["last_step"], max(1, int(run["num_sites"]))
     if last is None:

@@ -19,6 +19,7 @@ from fp8watch_server.pages.templating import page
 from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.store import cause_list, queries
 from fp8watch_server.store.cause_list import Wanted
+from fp8watch_server.store.rows import CauseRow, IncidentRow
 
 router = APIRouter(include_in_schema=False)
 
@@ -60,7 +61,7 @@ def inbox_page(request: Request) -> HTMLResponse:
     )  # fmt: skip
 
 
-def _row(conn: Connection, cause: dict[str, Any]) -> dict[str, Any]:
+def _row(conn: Connection, cause: CauseRow) -> dict[str, Any]:
     incident = lookup.complete(cause["incident"])
     return {
         **cause,
@@ -70,7 +71,7 @@ def _row(conn: Connection, cause: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tiles(conn: Connection, incident: dict[str, Any]) -> tuple[int, int | None] | None:
+def _tiles(conn: Connection, incident: IncidentRow) -> tuple[int, int | None] | None:
     """Site and rank of the tile map that shows where it broke; None where none was kept."""
     site = next(iter(incident["sites"] or []), None)
     if site is None:

@@ -6,16 +6,26 @@ Thread:     any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection
 
 from fp8watch_server.pages import formatting
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.store import queries
+from fp8watch_server.store.rows import (
+    IncidentRow,
+    IncidentWithEvents,
+    Place,
+    RunRow,
+    RunWithSessions,
+    SiteRow,
+)
 
 Dict = dict[str, Any]
+"""What a template reads."""
+Seen = TypeVar("Seen", IncidentRow, IncidentWithEvents)
 MAX_INTEGER = 1 << 62
 RUNS = Link("All runs", "/")
 
@@ -74,7 +84,7 @@ def coordinates(text: str | None) -> tuple[int, int] | None:
     return None
 
 
-def find_run(conn: Connection, run_id: str) -> Dict:
+def find_run(conn: Connection, run_id: str) -> RunWithSessions:
     """The run, or 404."""
     found = queries.run(conn, run_id)
     if found is None:
@@ -89,9 +99,9 @@ def find_run(conn: Connection, run_id: str) -> Dict:
     return found
 
 
-def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]:
+def find_site(conn: Connection, run: RunRow, site: str) -> tuple[SiteRow, list[SiteRow]]:
     """The site and all sites of the run, in data-flow order, or 404."""
-    sites: list[Dict] = queries.sites(conn, run["id"])
+    sites = queries.sites(conn, run["id"])
     found = next((s for s in sites if str(s["id"]) == site), None)
     if found is None:
         raise PageProblem(
@@ -104,7 +114,7 @@ def find_site(conn: Connection, run: Dict, site: str) -> tuple[Dict, list[Dict]]
     return found, sites
 
 
-def find_incident(conn: Connection, incident_id: str) -> Dict:
+def find_incident(conn: Connection, incident_id: str) -> IncidentWithEvents:
     """The incident, or 404."""
     found = queries.incident(conn, incident_id)
     if found is None:
@@ -121,17 +131,18 @@ def find_incident(conn: Connection, incident_id: str) -> Dict:
 PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element")
 
 
-def complete(incident: Dict) -> Dict:
+def complete(incident: Seen) -> Seen:
     """An incident with every key that a template reads: keys that an older detector did not write are None."""
-    place = incident["place"] or {}
-    evidence = [
+    whole = incident.copy()
+    whole["place"] = cast(Place, dict.fromkeys(PLACE) | dict(incident["place"] or {}))
+    whole["evidence"] = [
         {"value": None, "baseline": None, "unit": None, "since_step": incident["first_step"], **e}
         for e in incident["evidence"] or []
     ]
-    return {**incident, "place": {key: place.get(key) for key in PLACE}, "evidence": evidence}
+    return whole
 
 
-def no_data(run: Dict, watch: dict[str, str], not_watching: str | None = None) -> PageProblem:
+def no_data(run: RunRow, watch: dict[str, str], not_watching: str | None = None) -> PageProblem:
     """Page of a run that was registered and never sent a step; `not_watching`: the reason it gave."""
     return PageProblem(
         200,  # 200: the run exists, and this is its state
@@ -148,12 +159,13 @@ def no_data(run: Dict, watch: dict[str, str], not_watching: str | None = None) -
     )
 
 
-def site_of(incident: Dict, sites: list[Dict]) -> Dict | None:
+def site_of(incident: IncidentRow, sites: Sequence[SiteRow]) -> SiteRow | None:
     """The site that an incident names: by module, operand and direction, else the first one folded into it."""
     place = incident["place"]
     for s in sites:
-        if place["module"] is not None and all(
-            place[key] in (None, s[key]) for key in ("module", "operand", "direction")
+        if place["module"] == s["module"] and all(
+            wanted in (None, is_)
+            for wanted, is_ in ((place["operand"], s["operand"]), (place["direction"], s["direction"]))
         ):
             return s
     ids = [int(i) for i in incident.get("sites") or []]

@@ -16,6 +16,7 @@ from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
 from fp8watch_server.store import queries, run_list
 from fp8watch_server.store.incident_states import ACKNOWLEDGED, OPEN, UNSEEN
+from fp8watch_server.store.rows import IncidentRow, IncidentWithEvents, RunRow, SiteRow
 
 SEVERITIES = ("critical", "warning", "info")
 NEAR = (8, 64)  # "now" in a table of sites: the newest of so many steps, for sites that are not in every one
@@ -32,23 +33,23 @@ NOISELESS_MARGIN_DB = 99.0
 HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives away what it could hold
 
 
-def incidents(conn: Connection, run_id: str) -> list[Dict]:
+def incidents(conn: Connection, run_id: str) -> list[IncidentRow]:
     """Incidents of a run: open, over and not seen yet, looked after, the others; severe before mild, early before late."""
     return sorted((lookup.complete(i) for i in queries.incidents(conn, run_id)), key=_by_state)
 
 
-def _by_state(incident: Dict) -> tuple[int, int, int]:
+def _by_state(incident: IncidentRow) -> tuple[int, int, int]:
     order = {s: i for i, s in enumerate(SEVERITIES)}
     state = STATE_ORDER.get(incident["state"], len(STATE_ORDER))
     return state, order.get(incident["severity"], 9), incident["first_step"]
 
 
-def concerns(incident: Dict, site: Dict) -> bool:
+def concerns(incident: IncidentRow, site: SiteRow) -> bool:
     """Whether an incident names this site."""
     return str(site["id"]) in {str(i) for i in incident.get("sites") or []} or lookup.site_of(incident, [site]) is site
 
 
-def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
+def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
     """The incidents that name a site, each with the tile where it is one of this site."""
     found = [i for i in incidents(conn, run_id) if concerns(i, site)]
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
@@ -58,7 +59,7 @@ def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:
     """One page of runs, each with its loss as a small line, its incidents, and why it needs somebody."""
     found = run_list.find(conn, wanted)
     ids = [run["id"] for run in found.runs]
-    of_runs: dict[str, list[Dict]] = {run_id: [] for run_id in ids}
+    of_runs: dict[str, list[IncidentRow]] = {run_id: [] for run_id in ids}
     for incident in queries.incidents_of(conn, ids):
         of_runs[incident["run_id"]].append(lookup.complete(incident))
     rows = []
@@ -81,7 +82,7 @@ def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:
     return {"rows": rows, "found": found, "wanted": wanted}
 
 
-def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
+def scalars_now(conn: Connection, run: RunRow) -> list[Dict]:
     """The newest value of each panel, with its step.
 
     After a restart from an earlier step the attempt before holds later steps: those are not now. What was logged at no
@@ -89,31 +90,31 @@ def scalars_now(conn: Connection, run: Dict) -> list[Dict]:
     """
     names = panels.fields()
     found: dict[str, tuple[int | None, object]] = {}
-    high = int(run["last_step"])
+    high = last = -1 if run["last_step"] is None else run["last_step"]
     for window in NOW_WINDOWS:
         missing = [name for name in names if found.get(name, (None, None))[0] is None]
         if high < 0 or not missing:
             break
-        low = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        low = 0 if window is None else max(0, last - window + 1)
         got = queries.several_scalars(conn, run["id"], missing, low, high, NOW_POINTS)
         found |= {name: formatting.latest(series) for name, series in got.items()}
         high = low - 1
     return [{"name": name, "step": step, "value": value} for name in names for step, value in [found[name]]]
 
 
-def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
+def _newest(conn: Connection, run: RunRow, fields: tuple[str, ...], ids: set[int]) -> dict[int, Dict]:
     """Site -> field -> (step, value), where it was measured last: each window looks further back for what is missing.
 
     With statistics on each n-th step the newest measurement may lie far behind the newest step. Where most sites were
     found nearby, those that were not are not measured at all, and nothing is read for them over and over.
     """
     out: dict[int, Dict] = {}
-    last = int(run["last_step"])
+    newest = last = -1 if run["last_step"] is None else run["last_step"]
     for window in NOW_WINDOWS:
         missing = sorted(i for i in ids if len(out.get(i, {})) < len(fields))
         if last < 0 or not missing or (window not in NEAR and 2 * len(out) >= len(ids)):
             break
-        first = 0 if window is None else max(0, int(run["last_step"]) - window + 1)
+        first = 0 if window is None else max(0, newest - window + 1)
         for site, cells in queries.newest(conn, run["id"], fields, first, last, missing).items():
             out[site] = cells | out.get(site, {})
         last = first - 1
@@ -123,14 +124,14 @@ def _newest(conn: Connection, run: Dict, fields: tuple[str, ...], ids: set[int])
 WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 
 
-def worst_sites(conn: Connection, run: Dict, sites: list[Dict], open_incidents: list[Dict]) -> list[Dict]:
+def worst_sites(conn: Connection, run: RunRow, sites: list[SiteRow], open_incidents: list[IncidentRow]) -> list[Dict]:
     """Sites by damage where each was measured last.
 
     Those that open incidents name come first, then non-finite elements, then what is farthest outside of its own band,
     then the lowest tile SQNR against the format.
     """
     unusual = health.unusual_now(conn, run)
-    named: dict[int, Dict] = {}
+    named: dict[int, IncidentRow] = {}
     for incident in open_incidents[:NUM_WORST]:
         if (of := lookup.site_of(incident, sites)) is not None:
             named.setdefault(of["id"], incident)
@@ -169,7 +170,7 @@ NOW_FIELDS = ("amax_max", "scale_inv_max", "tile_sqnr_db", "underflow_ratio", "n
 """Stands at the head of a site's page."""
 
 
-def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
+def site_now(conn: Connection, run: RunRow, site: SiteRow) -> list[Dict]:
     """The newest value of each field of a site, with its step."""
     if run["last_step"] is None:
         return []
@@ -178,13 +179,13 @@ def site_now(conn: Connection, run: Dict, site: Dict) -> list[Dict]:
     return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
 
 
-def touched_sites(incident: Dict, sites: list[Dict]) -> list[Dict]:
+def touched_sites(incident: IncidentRow, sites: list[SiteRow]) -> list[SiteRow]:
     """Sites folded into an incident, in data-flow order."""
     ids = {str(i) for i in incident.get("sites") or []}
     return [s for s in sites if str(s["id"]) in ids]
 
 
-def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
+def evidence_charts(incident: IncidentRow, site: SiteRow | None) -> list[Dict]:
     """What to draw for an incident: what proves it, what it did to the site, and what the loss showed meanwhile."""
     fields = [e["field"] for e in incident["evidence"]]
     of_run = [f for f in fields if f in (*panels.fields(), "loss_scale")]
@@ -195,7 +196,7 @@ def evidence_charts(incident: Dict, site: Dict | None) -> list[Dict]:
     return out + [{"field": f, "site": None} for f in dict.fromkeys([*of_run[:3], "loss"])]
 
 
-def comparison(incident: Dict) -> Dict | None:
+def comparison(incident: IncidentWithEvents) -> Dict | None:
     """What ten steps in high precision said, the newest that was sent, with the layers that differ most in front."""
     told = [e["detail"] for e in incident.get("events") or [] if e["kind"] == COMPARISON]
     if not told:
@@ -209,7 +210,7 @@ def _distance(error: object) -> float:
     return value if value == value else float("inf")
 
 
-def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
+def flagged_tiles(tile_map: Dict, site: SiteRow) -> list[Dict]:
     """Tiles that stand out, worst first, with the elements they cover."""
     columns = tile_map["shape"][1]
     special = {int(i): v for i, v in tile_map.get("nonfinite") or []}
@@ -237,7 +238,7 @@ def flagged_tiles(tile_map: Dict, site: Dict) -> list[Dict]:
     return sorted(rows, key=lambda r: r["key"])[:NUM_FLAGGED]
 
 
-def elements(tile: tuple[int, int], site: Dict) -> str:
+def elements(tile: tuple[int, int], site: SiteRow) -> str:
     """The elements of a tile, as rows and columns of the operand."""
     parts = []
     for name, at, size, length in zip(("row", "column"), tile, site["tile"], site["shape"], strict=True):
@@ -246,7 +247,7 @@ def elements(tile: tuple[int, int], site: Dict) -> str:
     return ", ".join(parts)
 
 
-def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProblem:
+def no_tile_map(run: RunRow, site: SiteRow, rank: int | None, back: Link) -> PageProblem:
     """A site without any map."""
     return PageProblem(
         404,
@@ -259,7 +260,9 @@ def no_tile_map(run: Dict, site: Dict, rank: int | None, back: Link) -> PageProb
     )
 
 
-def no_tile_map_at(run: Dict, site: Dict, rank: int | None, step: int, steps: list[int], back: Link) -> PageProblem:
+def no_tile_map_at(
+    run: RunRow, site: SiteRow, rank: int | None, step: int, steps: list[int], back: Link
+) -> PageProblem:
     """A step without a map, while others have one."""
     near = sorted(steps, key=lambda s: abs(s - step))[:5]
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])

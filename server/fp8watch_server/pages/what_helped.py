@@ -6,7 +6,6 @@ Thread:     worker threads of the server
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,13 +13,14 @@ from sqlalchemy import Connection
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.pages import formatting
+from fp8watch_server.store.rows import IncidentRow
 
 MAX_DIFFERENCES = 12
 OF_SESSION = ("recipe", "backend", "world_size")
 NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 
 
-def what_helped(conn: Connection, incident: Mapping[str, Any]) -> dict[str, Any] | None:
+def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
     """{run, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
 
     A run that did not come to the step at which it broke proves nothing.

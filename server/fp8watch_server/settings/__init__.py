@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from fp8watch_server.config.checks import checked
+from fp8watch_agent.checks import checked
 from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
 from fp8watch_server.settings import values as v
 

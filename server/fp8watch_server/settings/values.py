@@ -13,15 +13,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from fp8watch_server.config.checks import Rule
+from fp8watch_agent.checks import Rule, digits
 from fp8watch_server.db.dialect import parse_url
 from fp8watch_server.settings.webhook_url import check_url
-
-
-def _digits(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise msgspec.ValidationError
-    return int(text)
 
 
 def _number(text: str) -> float:
@@ -73,7 +67,7 @@ def _file(text: str) -> str:
     return str(Path(text).expanduser()) if text else ""
 
 
-Port = Annotated[int, Meta(ge=0, le=65535), Rule("must be a whole number from 0 (any free port) to 65535", _digits)]
+Port = Annotated[int, Meta(ge=0, le=65535), Rule("must be a whole number from 0 (any free port) to 65535", digits)]
 Host = Annotated[
     str,
     Meta(pattern=r"\A[^\s/@]+\Z"),
@@ -100,4 +94,4 @@ Amount = Annotated[
     Meta(ge=0, le=sys.float_info.max),  # neither NaN nor Inf
     Rule("must be a number of 0 or more; 0 stands for no limit", _number),
 ]
-Whole = Annotated[int, Meta(ge=0), Rule("must be a whole number of 0 or more; 0 stands for no limit", _digits)]
+Whole = Annotated[int, Meta(ge=0), Rule("must be a whole number of 0 or more; 0 stands for no limit", digits)]

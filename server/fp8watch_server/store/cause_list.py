@@ -26,6 +26,7 @@ from fp8watch_server.store.incident_states import (
     unseen,
 )
 from fp8watch_server.store.queries import as_incident
+from fp8watch_server.store.rows import CauseRow, IncidentOfRun, IncidentRow
 
 PAGE_CAUSES = 50
 MAX_PAGE = 10_000
@@ -51,8 +52,7 @@ class Wanted:
 class Found:
     """One page of causes."""
 
-    causes: list[dict[str, Any]]
-    """{cause_id, state, num_incidents, num_runs, first_seen, last_seen, incident}: the newest that asks, else the newest."""
+    causes: list[CauseRow]
     num_causes: int
     num_asking: int
     page: int
@@ -106,19 +106,28 @@ def find(conn: Connection, wanted: Wanted) -> Found:
     query = sa.select(groups).order_by(g.need.desc(), g.last_seen.desc(), g.key)
     rows = conn.execute(query.limit(PAGE_CAUSES).offset((page - 1) * PAGE_CAUSES)).mappings().all()
     newest = _newest(conn, [row["key"] for row in rows])
-    causes = [
-        {**row, "cause_id": row["key"], "incident": newest[row["key"]], "state": _state(newest[row["key"]])}
+    causes: list[CauseRow] = [
+        {
+            "cause_id": row["key"],
+            "state": _state(newest[row["key"]]),
+            "need": row["need"],
+            "num_incidents": row["num_incidents"],
+            "num_runs": row["num_runs"],
+            "first_seen": row["first_seen"],
+            "last_seen": row["last_seen"],
+            "incident": newest[row["key"]],
+        }
         for row in rows
         if row["key"] in newest
     ]
     return Found(causes, int(num_causes), int(num_asking or 0), page)
 
 
-def _state(incident: dict[str, Any]) -> str:
-    return REGRESSED if incident["regression_of"] and incident["state"] == OPEN else str(incident["state"])
+def _state(incident: IncidentRow) -> str:
+    return REGRESSED if incident["regression_of"] and incident["state"] == OPEN else incident["state"]
 
 
-def _newest(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
+def _newest(conn: Connection, keys: list[str]) -> dict[str, IncidentRow]:
     """Key -> the incident to look at: the newest of those that ask for somebody, else the newest."""
     c, key = t.incident.c, _key()
     asking = sa.case((asks(), 0), (c.status != "resolved", 1), else_=2)
@@ -126,7 +135,7 @@ def _newest(conn: Connection, keys: list[str]) -> dict[str, dict[str, Any]]:
     of_keys = (c.tenant == t.DEFAULT_TENANT, sa.or_(c.cause_id.in_(keys), sa.and_(c.cause_id == "", c.id.in_(keys))))
     first = sa.select(c.id, key.label("key"), place).where(*of_keys).subquery("first")
     query = sa.select(first.c.key, t.incident).join(t.incident, c.id == first.c.id).where(first.c.place == 1)
-    return {row.key: {k: v for k, v in as_incident(row).items() if k != "key"} for row in conn.execute(query)}
+    return {row.key: as_incident(row) for row in conn.execute(query)}
 
 
 def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
@@ -146,7 +155,7 @@ def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
     return [*out, *(column == value for column, value in pairs if value)]
 
 
-def same_cause(conn: Connection, incident: dict[str, Any]) -> list[dict[str, Any]]:
+def same_cause(conn: Connection, incident: IncidentRow) -> list[IncidentOfRun]:
     """Other incidents of a cause, the newest first, at most MAX_OF_ONE, each with the name of its run."""
     if not incident["cause_id"]:
         return []
@@ -156,7 +165,8 @@ def same_cause(conn: Connection, incident: dict[str, Any]) -> list[dict[str, Any
         .join(t.run, sa.and_(r.run_id == c.run_id, r.tenant == c.tenant))
         .where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"], c.id != incident["id"])
     )
-    return [as_incident(row) for row in conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_OF_ONE))]
+    rows = conn.execute(query.order_by(c.opened_at.desc()).limit(MAX_OF_ONE))
+    return [{**as_incident(row), "run_name": row.run_name} for row in rows]
 
 
 def choices(conn: Connection) -> dict[str, list[str]]:

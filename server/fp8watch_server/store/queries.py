@@ -1,4 +1,4 @@
-"""Read queries for API and pages: plain functions that return plain dicts.
+"""Read queries for API and pages: plain functions that return plain dicts, each of a type of `store.rows`.
 
 Upstream:   fp8watch_server.store.series
 Downstream: fp8watch_server.api.routes, fp8watch_server.pages.routes
@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -25,6 +25,16 @@ from fp8watch_server.store.charts import heatmap, top
 from fp8watch_server.store.fields import SERIES_FIELDS, FieldError
 from fp8watch_server.store.hot_batches import MAX_STEP
 from fp8watch_server.store.incident_states import state_of
+from fp8watch_server.store.rows import (
+    IncidentEvent,
+    IncidentRow,
+    IncidentWithEvents,
+    RunRow,
+    RunWithSessions,
+    SessionRow,
+    SilenceRow,
+    SiteRow,
+)
 from fp8watch_server.store.series import histogram, newest, scalars, series, several_scalars, several_series
 from fp8watch_server.store.tiles import steps_available, tile_map
 
@@ -61,6 +71,7 @@ STALLED_AFTER_S = 90.0
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 _HIDDEN = ("run_id", "tenant", "health_seq", "ledger_seq_max", "key_sha256")
+_OF_INCIDENT = tuple(column.name for column in t.incident.columns if column.name != "tenant")
 
 
 class CursorError(ValueError):
@@ -94,14 +105,14 @@ def _page(
     return rows[:limit], _encode_cursor(float(end[at]), str(end[id_]))
 
 
-def runs(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
+def runs(conn: Connection, *, now: float | None = None) -> list[RunRow]:
     """Runs, the newest first, at most MAX_LIMIT."""
     return runs_page(conn, limit=MAX_LIMIT, now=now)[0]
 
 
 def runs_page(
     conn: Connection, *, cursor: str | None = None, limit: int = DEFAULT_LIMIT, now: float | None = None
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[RunRow], str | None]:
     """A page of runs, the newest first, and the cursor of the page after it.
 
     Raises:
@@ -112,7 +123,7 @@ def runs_page(
     return as_runs(conn, rows, now), following
 
 
-def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str, Any] | None:
+def run(conn: Connection, run_id: str, *, now: float | None = None) -> RunWithSessions | None:
     """One run, with its sessions."""
     r = t.run.c
     rows = conn.execute(sa.select(t.run).where(r.run_id == run_id, r.tenant == t.DEFAULT_TENANT)).all()
@@ -125,13 +136,12 @@ def run(conn: Connection, run_id: str, *, now: float | None = None) -> dict[str,
         .order_by(s.attempt.desc(), s.rank)
         .limit(MAX_LIMIT)
     ).mappings()
-    found = [{k: v for k, v in row.items() if k not in _HIDDEN} for row in sessions]
-    return {**as_runs(conn, rows, now)[0], "sessions": found}
+    return {**as_runs(conn, rows, now)[0], "sessions": [_as_session(row) for row in sessions]}
 
 
 def sessions_page(
     conn: Connection, run_id: str, *, cursor: str | None = None, limit: int = DEFAULT_LIMIT
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[SessionRow], str | None]:
     """A page of the sessions of a run with the health of their agents, the newest first, and the cursor after it.
 
     Raises:
@@ -140,7 +150,11 @@ def sessions_page(
     s = t.session.c
     query = sa.select(t.session).where(s.run_id == run_id, s.tenant == t.DEFAULT_TENANT)
     rows, following = _page(conn, query, s.registered_at, s.session, cursor, limit)
-    return [{k: v for k, v in row._mapping.items() if k not in _HIDDEN} for row in rows], following
+    return [_as_session(row._mapping) for row in rows], following
+
+
+def _as_session(row: sa.RowMapping) -> SessionRow:
+    return cast(SessionRow, {k: v for k, v in row.items() if k not in _HIDDEN})
 
 
 def tags_of(conn: Connection, run_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -155,7 +169,7 @@ def tags_of(conn: Connection, run_ids: Sequence[str]) -> dict[str, list[str]]:
     return out
 
 
-def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[dict[str, Any]]:
+def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[RunRow]:
     """Rows of `run` as the API gives them."""
     now = time.time() if now is None else now
     ids = [row.run_id for row in rows]
@@ -170,7 +184,7 @@ def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[
     alive = _runs_with_a_living_session(conn, ids)
     sessions = count(t.session)
     tags = tags_of(conn, ids)
-    out = []
+    out: list[RunRow] = []
     for row in rows:
         if row.run_id in sessions and row.run_id not in alive:
             status = "ended"
@@ -210,7 +224,7 @@ def _runs_with_a_living_session(conn: Connection, ids: list[str]) -> set[str]:
     return set(conn.execute(query.distinct()).scalars())
 
 
-def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
+def sites(conn: Connection, run_id: str) -> list[SiteRow]:
     """The sites of a run in data-flow order."""
     c = t.site.c
     rows = conn.execute(
@@ -239,10 +253,11 @@ def sites(conn: Connection, run_id: str) -> list[dict[str, Any]]:
     ]
 
 
-def as_incident(row: Any) -> dict[str, Any]:
+def as_incident(row: Any) -> IncidentRow:
     """A row of `incident` as the API gives it."""
-    got = {k: v for k, v in row._mapping.items() if k != "tenant"}
-    return {**got, "state": state_of(got), "runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
+    got = {name: row._mapping[name] for name in _OF_INCIDENT}
+    links = {"runbook_url": f"/runbooks/{row.mode}", "url": f"/incidents/{row.id}"}
+    return cast(IncidentRow, {**got, "state": state_of(got), **links})
 
 
 def incidents(
@@ -251,12 +266,12 @@ def incidents(
     status: str | None = None,
     severity: str | None = None,
     mode: str | None = None,
-) -> list[dict[str, Any]]:
+) -> list[IncidentRow]:
     """Incidents of a run (None: of all runs), the newest first, at most MAX_LIMIT; links are paths."""
     return incidents_page(conn, run_id, status, severity, mode, limit=MAX_LIMIT)[0]
 
 
-def incidents_of(conn: Connection, run_ids: Sequence[str]) -> list[dict[str, Any]]:
+def incidents_of(conn: Connection, run_ids: Sequence[str]) -> list[IncidentRow]:
     """Incidents of several runs, at most MAX_LIMIT, the newest of them."""
     c = t.incident.c
     query = sa.select(t.incident).where(c.tenant == t.DEFAULT_TENANT, c.run_id.in_(run_ids))
@@ -272,7 +287,7 @@ def incidents_page(
     *,
     cursor: str | None = None,
     limit: int = DEFAULT_LIMIT,
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[IncidentRow], str | None]:
     """A page of incidents, the newest first, and the cursor of the page after it.
 
     Raises:
@@ -287,7 +302,7 @@ def incidents_page(
     return [as_incident(row) for row in rows], following
 
 
-def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
+def incident(conn: Connection, incident_id: str) -> IncidentWithEvents | None:
     """One incident, with its events from first to last: {kind, at, step, detail}."""
     c, e = t.incident.c, t.incident_event.c
     row = conn.execute(sa.select(t.incident).where(c.id == incident_id, c.tenant == t.DEFAULT_TENANT)).first()
@@ -298,14 +313,14 @@ def incident(conn: Connection, incident_id: str) -> dict[str, Any] | None:
         .where(e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
         .order_by(e.seq)
     ).mappings()
-    return {**as_incident(row), "events": [dict(event) for event in events]}
+    return {**as_incident(row), "events": [cast(IncidentEvent, dict(event)) for event in events]}
 
 
-def silences(conn: Connection, *, now: float | None = None) -> list[dict[str, Any]]:
+def silences(conn: Connection, *, now: float | None = None) -> list[SilenceRow]:
     """Silences that have not expired."""
     c = t.silence.c
     now = time.time() if now is None else now
     rows = conn.execute(
         sa.select(t.silence).where(c.tenant == t.DEFAULT_TENANT, c.expires_at > now).order_by(c.expires_at)
     ).mappings()
-    return [{k: v for k, v in row.items() if k != "tenant"} for row in rows]
+    return [cast(SilenceRow, {k: v for k, v in row.items() if k != "tenant"}) for row in rows]

@@ -19,6 +19,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.incident_states import asks
 from fp8watch_server.store.queries import STALLED_AFTER_S, as_runs
+from fp8watch_server.store.rows import ListedRun
 
 PAGE_RUNS = 50
 MAX_PAGE = 10_000
@@ -56,8 +57,7 @@ class Wanted:
 class Found:
     """One page of runs."""
 
-    runs: list[dict[str, Any]]
-    """As the API gives them, and `need` (CRITICAL_OPEN …), `not_watching` (the reason, or "")."""
+    runs: list[ListedRun]
     num_runs: int
     num_need: int
     """Of all that match, how many need somebody."""
@@ -83,7 +83,7 @@ def find(conn: Connection, wanted: Wanted, *, now: float | None = None) -> Found
     query = sa.select(t.run, need.label("need")).where(*where).order_by(*_order(wanted, need, status))
     rows = conn.execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS)).all()
     reasons = _reasons(conn, [row.run_id for row in rows if row.need == NOT_WATCHING])
-    runs = [
+    runs: list[ListedRun] = [
         {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
         for run, row in zip(as_runs(conn, rows, now), rows, strict=True)
     ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
 from fp8watch_server.notify.channels.webhook import alert, rfc3339
 from fp8watch_server.notify.message import Notice, labels_of, notices_of
@@ -32,12 +33,12 @@ class AlertmanagerChannel(HttpChannel):
     name: str = "alertmanager"
     pace: Pace = AT_ONCE
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+    def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
         return self.post(msgspec.json.encode(alerts(payload, kind, now)), idempotency_key)
 
 
-def alerts(payload: dict[str, Any], kind: str, now: float) -> list[dict[str, Any]]:
+def alerts(payload: MessagePayload, kind: str, now: float) -> list[dict[str, Any]]:
     """The body to post."""
     found = []
     for notice in notices_of(payload, kind):

@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify import plain
 from fp8watch_server.notify.channels.base import Channel, Pace, channel
 from fp8watch_server.notify.channels.slack import SLACK_PACE
@@ -74,7 +75,7 @@ class AppriseChannel:
         tokens = {p for p in parts if len(p) >= MIN_SECRET_CHARS and not re.fullmatch(r"[0-9.]+", p)}
         return (self.url, *sorted(tokens, key=len, reverse=True))
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+    def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
         message = plain.message(payload, kind)
         with _Heard() as heard, watched() as watch:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.safe_http import Answer, Target
 
 
@@ -52,7 +53,7 @@ class Channel(Protocol):
         """What no log and no error may show."""
         ...
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+    def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt. Raises Unreachable or TargetError."""
         ...
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from fp8watch_server.incidents.bidi import visible
+from fp8watch_server.incidents.payload import Incident, MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
 from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
@@ -54,7 +55,7 @@ class SlackChannel(HttpChannel):
     name: str = "slack"
     pace: Pace = SLACK_PACE
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+    def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
         return self.post(msgspec.json.encode(message(payload, kind)), idempotency_key)
 
@@ -83,7 +84,7 @@ def code(text: object, max_chars: int = 300) -> str:
     return f"`{cut(str(text).replace('`', 'ʼ').replace(chr(10), ' '), max_chars)}`"
 
 
-def message(payload: dict[str, Any], kind: str) -> dict[str, Any]:
+def message(payload: MessagePayload, kind: str) -> dict[str, Any]:
     """The body to post.
 
     Args:
@@ -197,7 +198,7 @@ def _section(name: str, text: str) -> dict[str, Any]:
     return {"type": "section", "text": {"type": "mrkdwn", "text": head + cut(text, SECTION_CHARS - len(head))}}
 
 
-def _links(incident: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _links(incident: Incident) -> list[dict[str, Any]]:
     """Buttons where the addresses are whole (FP8WATCH_PUBLIC_URL is set); the paths as text where they are not."""
     links = [("Open incident", incident["url"], "incident"), ("Runbook", incident["runbook_url"], "runbook")]
     if all(url.startswith(("http://", "https://")) and len(url) <= URL_CHARS for _, url, _ in links):

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, channel
 from fp8watch_server.notify.message import SUMMARY, Notice, labels_of, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
@@ -45,7 +46,7 @@ class WebhookChannel(HttpChannel):
         """What no log and no error may show."""
         return (self.target.url, self.secret) if self.secret else (self.target.url,)
 
-    def send(self, payload: dict[str, Any], kind: str, idempotency_key: str, now: float) -> Answer:
+    def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
         body = msgspec.json.encode(message(payload, kind, receiver=self.name))
         headers = {}
@@ -62,7 +63,7 @@ def rfc3339(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def message(payload: dict[str, Any], kind: str, receiver: str = RECEIVER) -> dict[str, Any]:
+def message(payload: MessagePayload, kind: str, receiver: str = RECEIVER) -> dict[str, Any]:
     """The body to post. Labels are those of CONTRACT: alertname, run, severity, module, operand."""
     notices = notices_of(payload, kind)
     run = notices[0].run

@@ -44,6 +44,25 @@ def checked(value: Any, hint: Any) -> Any:
         raise ValueError(rule.text) from None
 
 
+def argument(name: str, value: Any, hint: Any) -> Any:
+    """The value of an argument, as its type takes it.
+
+    Raises:
+        ValueError: name, value, rule, remedy.
+    """
+    try:
+        return checked(value, hint)
+    except ValueError as e:
+        raise ValueError(f"{name}={value!r}: {e}") from None
+
+
+def digits(text: str) -> int:
+    """Parser of a whole number, 0 or more, written in digits alone: Python's own takes `1_0`, `+1` and other scripts' too."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise msgspec.ValidationError
+    return int(text)
+
+
 def near(name: object, known: Sequence[str]) -> str:
     """`; did you mean ...?` where something is close."""
     close = difflib.get_close_matches(str(name), known, n=1)
