@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from fp8watch.integrations.te_debug import shows_all
 from fp8watch.integrations.te_tensors import is_quantized
 
 KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
@@ -141,10 +142,13 @@ def _sites(te: TeModule, index: int) -> list[TeSite]:
         name = f"{name}.fc{index + 1}"
     elif te.kind == "GroupedLinear":
         name = f"{name}.{index}"
-    weights = weights_of(te, index)
+    weights, shown = weights_of(te, index), shows_all()
     seen = {
-        "input": te.kind in ("Linear", "GroupedLinear"),  # after a norm or an activation the cast is fused into it
+        # after a norm or an activation the cast is fused into it
+        "input": shown or te.kind in ("Linear", "GroupedLinear"),
         "weight": bool(weights) and not any(is_quantized(w) for w in weights),
-        "grad_output": te.kind != "LayerNormMLP" or index == 1,  # between fc2 and fc1 it stays inside the module
+        "grad_output": shown
+        or te.kind != "LayerNormMLP"
+        or index == 1,  # between fc2 and fc1 it stays inside the module
     }
     return [TeSite(name, operand, direction, gemm, seen[operand]) for operand, direction, gemm in _DATA_FLOW]
