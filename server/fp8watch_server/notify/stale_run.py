@@ -129,7 +129,8 @@ class StalledWatch:
             "last_step": step,
             "num_events": 1,
             "origin": True,
-            "place": dict.fromkeys(("module", "gemm", "operand", "direction", "tile", "element")) | {"ranks": []},
+            "place": dict.fromkeys(("module", "gemm", "operand", "direction", "tile", "element", "expert"))
+            | {"ranks": []},
             "num_sites": 0,
             "evidence": [{"field": "silent_s", "value": silent_s, "baseline": None, "unit": "s", "since_step": step}],
             "cause": f"Nothing has come from this run since {since}, and it did not say that it ends: it hangs, it was "

@@ -118,7 +118,7 @@ def find_incident(conn: Connection, incident_id: str) -> Dict:
     return complete(found)
 
 
-PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element")
+PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element", "expert")
 
 
 def complete(incident: Dict) -> Dict:
