@@ -215,7 +215,7 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
         takes = [(slice(None), place < len(rows) // 2), (slice(None), place >= len(rows) // 2)]
     else:
         return None
-    halves = []
+    halves: list[Parcel] = []
     for seq, (of_steps, of_rows) in zip(seqs, takes, strict=True):
         steps = batch.steps[of_steps]
         part = msgspec.structs.replace(
@@ -227,8 +227,8 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
             logs={name: values[of_steps] for name, values in header.logs.items()},
             batch_ids=header.batch_ids[of_steps],
         )
-        mine = set(steps["step"].tolist()) if num_steps > 1 or not halves else set[int]()
-        experts = [v for v in batch.experts if v.step in mine]
+        kept, mine = batch.experts if num_steps > 1 or not halves else [], set(steps["step"].tolist())
+        experts = [v for v in kept if v.step in mine]
         body = encode_batch(part, steps, batch.step[of_rows], batch.site[of_rows], rows[of_rows], experts=experts)
         halves.append(Parcel(Kind.BATCH, seq, body, part.num_records))
     return halves[0], halves[1]
