@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fp8watch.integrations.te_modules import TeModule
+from fp8watch.integrations.te_modules import TeModule, weights_of
+from fp8watch.integrations.te_tensors import QuantizedView
 
 
 @dataclass
@@ -40,6 +42,38 @@ class Frame:
         return Frame(
             self.te, seen, dict(self.before), observed=self.observed, sampled=self.sampled, debug=self.debug
         )  # fmt: skip
+
+    def operand(self, index: int, operand: str, view: QuantizedView, offset: int | None) -> Tensor | None:
+        """The operand of one GEMM before its cast, if Python has seen one of that shape.
+
+        Args:
+            offset: of its rows in what Python saw, all experts in one tensor; None where that is unknown.
+        """
+        te = self.te
+        shown = self.before.get((operand, index))
+        if shown is not None and tuple((flat := shown.reshape(-1, shown.shape[-1])).shape) == view.shape:
+            return flat
+        seen = list(self.operands.get(operand, ()))
+        if (
+            operand == "weight"
+            and not seen
+            and all(te_site.visible for te_site in te.sites if te_site.operand == "weight")
+        ):
+            parts = [w.detach() for w in weights_of(te, index)]
+            seen = [torch.cat(parts) if len(parts) > 1 else parts[0]] if parts else []
+        if operand == "grad_output" and te.kind == "LayerNormMLP" and index == 0 and len(seen) == 1:
+            return None  # the gradient of the module's output is that of fc2
+        for x in reversed(seen):
+            if not x.is_floating_point() or x.element_size() not in (2, 4):
+                continue
+            flat = x.reshape(-1, x.shape[-1])
+            if te.kind == "GroupedLinear" and operand != "weight":
+                if offset is None:
+                    return None
+                flat = flat[offset : offset + view.shape[0]]
+            if tuple(flat.shape) == view.shape:
+                return flat
+        return None
 
 
 class Hook:

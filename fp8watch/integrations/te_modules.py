@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from fp8watch.integrations.te_debug import shows_all
+from fp8watch.integrations.te_nvfp4 import BLOCK
 from fp8watch.integrations.te_tensors import is_quantized
 
 KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
@@ -38,6 +39,9 @@ DERIVED = {
     "counts": "derived", "cast": "absent", "amax": "derived", "scale": "exact", "ratio": "derived",
     "energies": "absent", "moments": "absent", "depth": "absent",
 }  # fmt: skip
+
+CODES_OF_FOUR_BITS = {**DERIVED, "counts": "absent"}
+"""E2M1 has no code for NaN."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class SiteNumerics:
 
 def recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
     """Our name of a tensor's recipe. `bound`: whether the scale comes from this operand, not from a history."""
+    if BLOCK in tile:
+        return "nvfp4"
     if hasattr(tensor, "_scale_inv"):
         return "current" if bound else "delayed"
     return "mxfp8" if 32 in tile else "blockwise"

@@ -31,12 +31,21 @@ from torch import nn
 
 from fp8watch.integrations import te_debug
 from fp8watch.integrations.te_frames import Frame, Hook
-from fp8watch.integrations.te_modules import DERIVED, EXACT, SiteNumerics, TeModule, recipe_of, weights_of
+from fp8watch.integrations.te_modules import (
+    CODES_OF_FOUR_BITS,
+    DERIVED,
+    EXACT,
+    SiteNumerics,
+    TeModule,
+    recipe_of,
+)
+from fp8watch.integrations.te_nvfp4 import rotated
 from fp8watch.integrations.te_package import load
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_turns import TeTurns
 from fp8watch.integrations.te_unread import Tell, Unread, silent
+from fp8watch.numerics.formats import E2M1
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.pass_counter import in_backward
 from fp8watch.observer.step_sample import EVERYTHING, YES, StepSample
@@ -348,8 +357,11 @@ class TeObserver:
         quantizer = getattr(held, "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
-        bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
-        x = self._operand(frame, index, operand, view, offset)
+        bound = view.fmt is not E2M1 and hasattr(
+            quantizer, "force_pow_2_scales"
+        )  # else the scale comes from a history, or is rounded up
+        x = frame.operand(index, operand, view, offset)
+        x = None if x is None else rotated(x, held, columnwise)
         if x is not None:
             stats = exact(x, view, power_2, eps, bound=bound, heavy=self._heavy)
             if self.turns is not None and self.turns.has(self.rows_of[id(frame.te)][0]):
@@ -358,38 +370,8 @@ class TeObserver:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
-            evidence = EXACT if x is not None else DERIVED
+            evidence = EXACT if x is not None else CODES_OF_FOUR_BITS if view.fmt is E2M1 else DERIVED
             recipe = recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
             self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)
-
-    def _operand(
-        self, frame: Frame, index: int, operand: str, view: QuantizedView, offset: int | None
-    ) -> torch.Tensor | None:
-        """The operand before its cast, if Python has seen one of that shape."""
-        te = frame.te
-        shown = frame.before.get((operand, index))
-        if shown is not None and tuple((flat := shown.reshape(-1, shown.shape[-1])).shape) == view.shape:
-            return flat
-        seen = list(frame.operands.get(operand, ()))
-        if (
-            operand == "weight"
-            and not seen
-            and all(te_site.visible for te_site in te.sites if te_site.operand == "weight")
-        ):
-            parts = [w.detach() for w in weights_of(te, index)]
-            seen = [torch.cat(parts) if len(parts) > 1 else parts[0]] if parts else []
-        if operand == "grad_output" and te.kind == "LayerNormMLP" and index == 0 and len(seen) == 1:
-            return None  # the gradient of the module's output is that of fc2
-        for x in reversed(seen):
-            if not x.is_floating_point() or x.element_size() not in (2, 4):
-                continue
-            flat = x.reshape(-1, x.shape[-1])
-            if te.kind == "GroupedLinear" and operand != "weight":
-                if offset is None:
-                    return None
-                flat = flat[offset : offset + view.shape[0]]
-            if tuple(flat.shape) == view.shape:
-                return flat
-        return None

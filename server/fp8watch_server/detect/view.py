@@ -67,6 +67,7 @@ class SiteTable:
         self.per_tensor = np.array([f.recipe in PER_TENSOR for f in facts], dtype=np.bool_)
         # MXFP8 rounds its scales up, so that it never clips.
         self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
+        self.four_bit = np.array([f.format == "E2M1" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)
         # Tiles of one token. A per-tensor recipe has one tile for all of them.
