@@ -73,12 +73,12 @@ def parts_of(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, float] | st
 
 def rotated(x: Tensor, tensor: Any, columnwise: bool) -> Tensor | None:
     """The operand as it enters the cast [M, K] float32: after the transform, where there is one; None where that is not known."""
-    quantizer = getattr(tensor, "_quantizer", None)
+    quantizer: Any = getattr(tensor, "_quantizer", None)
     if not columnwise or not getattr(quantizer, "with_rht", False):
         return x
     if x.shape[0] % BLOCK:
         return None
-    matrix = getattr(quantizer, "rht_matrix", None)
+    matrix: Tensor | None = getattr(quantizer, "rht_matrix", None)
     if matrix is None and hasattr(quantizer, "_build_hadamard_matrix"):
         signs = bool(getattr(quantizer, "with_random_sign_mask", True))
         matrix = quantizer._build_hadamard_matrix(BLOCK, x.device, x.dtype, signs) * (1.0 / BLOCK**0.5)
