@@ -10,6 +10,7 @@ from torch import nn
 from watched import FEATURES, HIDDEN, TOKENS
 
 from fp8watch.integrations import te_nvfp4
+from fp8watch.integrations.te_recipe import operand_of
 from fp8watch.integrations.te_stats import derived, exact
 from fp8watch.integrations.te_tensors import read
 from fp8watch.numerics.formats import E2M1
@@ -140,7 +141,12 @@ def test_codes_alone_tell_no_counts(te, oracle):
 def test_a_module_that_computes_in_it_is_observed(te, oracle, watched, kind):
     recipes = importlib.import_module("transformer_engine.common.recipe")
     watch = watched(nn.Sequential(module_of(te, kind, False)))
-    watch.train(recipes.CustomRecipe(qfactory=oracle.nvfp4_ref_rht_2d_factory))
+
+    def factory(role):
+        weight = operand_of(role) == "weight"
+        return quantizer(oracle, (16, 16) if weight else (1, 16), rht=not weight)
+
+    watch.train(recipes.CustomRecipe(qfactory=factory))
     watch.clean()
     assert watch.missing() == []
     facts = watch.observer.facts.values()
