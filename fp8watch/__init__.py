@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fp8watch_agent.version import __version__
 
 if TYPE_CHECKING:
+    from fp8watch.integrations.te_debug import te_debug
     from fp8watch.quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
     from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe, rowwise
     from fp8watch.session.attach import attach
@@ -38,12 +39,14 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_per_tensor",
     "rowwise",
+    "te_debug",
 ]
 
 _PUBLIC = {
     **dict.fromkeys((name for name in __all__ if name != "__version__"), "recipe"),
     "attach": "session.attach",
     "mirror": "session.mirror",
+    "te_debug": "integrations.te_debug",
     "Watch": "session.watch",
     **dict.fromkeys((name for name in __all__ if "uantize" in name or name == "TileStats"), "quantize"),
 }

@@ -15,6 +15,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from fp8watch_agent.expert_vectors import unpack
 from fp8watch_agent.record import ROW, STEP, TileFlag, TileMap
 from fp8watch_agent.ring_file import Frame
 from fp8watch_agent.session import Session
@@ -124,7 +125,8 @@ class BatchBuilder:
             rows[at : at + f.num_records] = f.rows
             at += f.num_records
             yield_gil()
-        body = encode_batch(header, steps, step, site, rows, yield_gil=yield_gil)
+        experts = [v for f in frames for v in unpack(f.experts, int(f.steps["step"][0]))]
+        body = encode_batch(header, steps, step, site, rows, experts=experts, yield_gil=yield_gil)
         yield_gil()
         precious = any(f.precious for f in frames)
         return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1, precious)
@@ -213,7 +215,7 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
         takes = [(slice(None), place < len(rows) // 2), (slice(None), place >= len(rows) // 2)]
     else:
         return None
-    halves = []
+    halves: list[Parcel] = []
     for seq, (of_steps, of_rows) in zip(seqs, takes, strict=True):
         steps = batch.steps[of_steps]
         part = msgspec.structs.replace(
@@ -225,7 +227,9 @@ def split(parcel: Parcel) -> tuple[Parcel, Parcel] | None:
             logs={name: values[of_steps] for name, values in header.logs.items()},
             batch_ids=header.batch_ids[of_steps],
         )
-        body = encode_batch(part, steps, batch.step[of_rows], batch.site[of_rows], rows[of_rows])
+        kept, mine = batch.experts if num_steps > 1 or not halves else [], set(steps["step"].tolist())
+        experts = [v for v in kept if v.step in mine]
+        body = encode_batch(part, steps, batch.step[of_rows], batch.site[of_rows], rows[of_rows], experts=experts)
         halves.append(Parcel(Kind.BATCH, seq, body, part.num_records))
     return halves[0], halves[1]
 
@@ -245,5 +249,5 @@ def rekeyed(parcel: Parcel) -> Parcel | None:
     else:
         batch = decode_batch(parcel.body)
         header = msgspec.structs.replace(batch.header, seq=seq)
-        body = encode_batch(header, batch.steps, batch.step, batch.site, rows_of(batch))
+        body = encode_batch(header, batch.steps, batch.step, batch.site, rows_of(batch), experts=batch.experts)
     return Parcel(parcel.kind, seq, body, parcel.amount)

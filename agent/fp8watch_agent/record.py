@@ -317,10 +317,10 @@ class Site:
     tile: tuple[
         int, int
     ]  # (1, 128) or (128, 128), in the operand's own (untransposed) rows × columns: columnwise is (128, 1)
-    format: str  # E4M3 | E5M2
+    format: str  # E4M3 | E5M2 | E2M1
     power_2_scale: bool
     eps: float
-    recipe: str  # blockwise | current | delayed | mxfp8 | rowwise | observe
+    recipe: str  # blockwise | current | delayed | mxfp8 | nvfp4 | rowwise | observe
     backend: str
     evidence: dict[str, str]  # group of fields -> exact | derived | absent
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.accounting import maps_ledger, records_ledger
+from fp8watch_agent.expert_vectors import pack
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
@@ -36,6 +37,7 @@ from fp8watch_agent.uploader import Uploader
 logger = logging.getLogger("fp8watch")
 
 MAX_EXTRA_BYTES = 16 << 10  # logs and batch id of one step
+MAX_EXPERT_BYTES = 1 << 20  # vectors over experts of one step
 _CLOSE_RESERVE_S = 0.5  # share of close's timeout that is reserved for spooling
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -109,6 +111,7 @@ class Recorder:
         rows: npt.NDArray[np.void],
         logs: Mapping[str, float] | None = None,
         batch_id: str | None = None,
+        experts: Mapping[int, npt.NDArray[np.void]] | None = None,
     ) -> None:
         """Record one step. The arrays are copied before this returns.
 
@@ -118,6 +121,7 @@ class Recorder:
             rows: [N] of ROW.
             logs: named numbers of this step besides those of STEP.
             batch_id: what the caller calls its data.
+            experts: site -> VECTOR [E], what a site says of each of its experts.
         """
         if self._inert:
             return
@@ -132,7 +136,7 @@ class Recorder:
                     f"{len(site_ids)} site ids, {len(rows)} rows of {rows.dtype.itemsize} bytes, a step of {len(raw)}: "
                     f"one id a row, rows of ROW ({ROW.itemsize} bytes), one STEP ({STEP.itemsize} bytes)"
                 )
-            extra = self._pack_extra(logs, batch_id) if logs or batch_id is not None else b""
+            extra = self._pack_extra(logs, batch_id, experts) if logs or batch_id is not None or experts else b""
             self._num_steps += 1
             self._last_step = int(step["step"])
             ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
@@ -142,14 +146,18 @@ class Recorder:
         finally:
             self._pushing.release()
 
-    def _pack_extra(self, logs: Mapping[str, float] | None, batch_id: str | None) -> bytes:
-        """Logs as msgpack. What cannot be packed is counted, and the step is recorded without it."""
+    def _pack_extra(
+        self, logs: Mapping[str, float] | None, batch_id: str | None, experts: Mapping[int, npt.NDArray[np.void]] | None
+    ) -> bytes:
+        """Logs as msgpack, with what is said of experts. What cannot be packed is counted, and the step is recorded without it."""
         try:
             values = {str(k): float(v) for k, v in logs.items()} if logs else {}
-            extra = msgspec.msgpack.encode((values, None if batch_id is None else str(batch_id)))
+            found = values, None if batch_id is None else str(batch_id)
+            extra = msgspec.msgpack.encode(found)
             if len(extra) > MAX_EXTRA_BYTES:
                 raise OverflowError(f"logs of {len(extra)} bytes; {MAX_EXTRA_BYTES} a step are taken")
-            return extra
+            whole = msgspec.msgpack.encode((*found, pack(experts))) if experts else extra
+            return whole if len(whole) - len(extra) <= MAX_EXPERT_BYTES else extra
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("logs", e)
             return b""

@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ class Layout:
         return (self.total_bytes - self.data) // ALIGN_BYTES * ALIGN_BYTES
 
 
+class Extra(msgspec.Struct, array_like=True):
+    """What of a step is in no column."""
+
+    logs: dict[str, float]
+    batch_id: str | None
+    experts: dict[int, bytes] = {}  # site -> VECTOR of each of its experts
+
+
 @dataclass
 class Frame:
     """One step out of the ring, copied: a later overwrite does not touch it."""
@@ -111,7 +119,8 @@ class Frame:
     rows: npt.NDArray[np.void]  # [N] of ROW
     logs: dict[str, float]
     batch_id: str | None
-    num_extra_bytes: int
+    num_extra_bytes: int  # of logs and batch id
+    experts: dict[int, bytes] = field(default_factory=dict)  # site -> VECTOR of each of its experts
 
     @property
     def precious(self) -> bool:
@@ -143,10 +152,12 @@ def parse_frame(raw: bytes, position: int, number: int, num_records: int, num_ex
     at += ROW.itemsize * num_records
     logs: dict[str, float] = {}
     batch_id: str | None = None
+    experts: dict[int, bytes] = {}
     if num_extra:
-        logs, batch_id = msgspec.msgpack.decode(raw[at : at + num_extra], type=tuple[dict[str, float], str | None])
-    end = position + len(raw)
-    return Frame(position, end, number, num_records, steps, site_ids, rows, logs, batch_id, num_extra)
+        extra = msgspec.msgpack.decode(raw[at : at + num_extra], type=Extra)
+        logs, batch_id, experts = extra.logs, extra.batch_id, extra.experts
+    end, small = position + len(raw), num_extra - sum(map(len, experts.values()))
+    return Frame(position, end, number, num_records, steps, site_ids, rows, logs, batch_id, small, experts)
 
 
 class DamagedRing(ValueError):

@@ -5,14 +5,15 @@ Shapes:     N records of ROW -> one byte string a column, little-endian, exact l
 Thread:     sender (encode), collector (decode)
 
 A body is a msgpack map {header, steps, columns, constants}. A column whose every value is the field's default is left
-out; one value for all records travels once. Histograms travel as u8 codes round(8·log2(1 + count)), float64 sums within
+out; one value for all records travels once. Side vectors over experts (expert_vectors) are a map `experts` beside these. Histograms travel as u8 codes round(8·log2(1 + count)), float64 sums within
 2^-13; everything else travels bit for bit, NaN and Inf included. Bodies of versions 1 and 2 are read as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ from fp8watch_agent.envelope import MAX_TILE_MAPS as MAX_TILE_MAPS
 from fp8watch_agent.envelope import MAX_WIRE_BYTES as MAX_WIRE_BYTES
 from fp8watch_agent.envelope import UNDECODABLE, Array, decode_header, exact, open_map
 from fp8watch_agent.envelope import UnsupportedVersion as UnsupportedVersion
+from fp8watch_agent.expert_vectors import ExpertVector, decode_vectors, encode_vectors
 from fp8watch_agent.histogram_code import decode_histogram as decode_histogram
 from fp8watch_agent.histogram_code import encode_histogram as encode_histogram
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, STEP
@@ -73,6 +75,7 @@ class _Body(msgspec.Struct):
     steps: msgspec.Raw  # decoded once their sizes are known: small entries expand to twenty times their size
     columns: msgspec.Raw
     constants: msgspec.Raw = msgspec.Raw(b"\x80")  # {}
+    experts: msgspec.Raw = msgspec.Raw(b"\x80")  # vectors over experts; versions that do not know them pass them over
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Batch:
     step: npt.NDArray[np.int64]  # [num_records], absolute
     site: npt.NDArray[np.uint64]  # [num_records]
     sent: Mapping[str, Array] = field(default_factory=dict)
+    experts: list[ExpertVector] = field(default_factory=list)
 
     def column(self, name: str) -> Array:
         """Values of one field, [num_records] or [num_records, size]. Histograms are decoded to counts."""
@@ -152,6 +156,7 @@ def encode_batch(
     site: Array,
     rows: npt.NDArray[np.void],
     *,
+    experts: Sequence[ExpertVector] = (),
     level: int = 1,
     yield_gil: Callable[[], None] = lambda: None,
 ) -> bytes:
@@ -163,6 +168,7 @@ def encode_batch(
         step: [N] int64, absolute step of each record.
         site: [N] uint64, site ids.
         rows: [N] of record.ROW.
+        experts: what sites say of each of their experts, in steps of the batch.
         level: zstd level.
         yield_gil: called between pieces of work, so that a training thread gets the GIL.
     """
@@ -185,12 +191,14 @@ def encode_batch(
         header, version=WIRE_VERSION, per_step=0 if found is None else len(sites), depth_stride=packed.depth_stride,
         sparse=packed.sparse,
     )  # fmt: skip
-    body = {
+    body: dict[str, Any] = {
         "header": header,
         "steps": {name: np.ascontiguousarray(steps[name]).tobytes() for name in STEP.names or ()},
         "columns": columns,
         "constants": packed.constants,
     }
+    if experts:
+        body["experts"] = encode_vectors(experts, header.step0)
     yield_gil()
     compressed: bytes = compressor.compress(msgspec.msgpack.encode(body))
     return compressed
@@ -245,7 +253,8 @@ def decode_batch(body: bytes, *, compressed: bool = True) -> Batch:
             sent = ColumnsV2(n, sent_columns, constants, header.per_step, header.depth_stride)
         else:
             sent = Columns(order, sent_columns, constants, header.sparse, header.depth_stride)
-    return Batch(header=header, steps=steps, step=step, site=site, sent=sent)
+    experts = decode_vectors(open_map("experts", got.experts), header.step0, steps["step"])
+    return Batch(header=header, steps=steps, step=step, site=site, sent=sent, experts=experts)
 
 
 def _read_keys(header: Header, steps: Array, sent: dict[str, bytes]) -> tuple[Array, Array, SiteMajor]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8watch.integrations.te_debug import shows_all
+from fp8watch.integrations.te_nvfp4 import BLOCK
 from fp8watch.integrations.te_tensors import is_quantized
 
 KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
@@ -37,6 +39,9 @@ DERIVED = {
     "counts": "derived", "cast": "absent", "amax": "derived", "scale": "exact", "ratio": "derived",
     "energies": "absent", "moments": "absent", "depth": "absent",
 }  # fmt: skip
+
+CODES_OF_FOUR_BITS = {**DERIVED, "counts": "absent"}
+"""E2M1 has no code for NaN."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class SiteNumerics:
 
 def recipe_of(tensor: Any, tile: tuple[int, int], bound: bool) -> str:
     """Our name of a tensor's recipe. `bound`: whether the scale comes from this operand, not from a history."""
+    if BLOCK in tile:
+        return "nvfp4"
     if hasattr(tensor, "_scale_inv"):
         return "current" if bound else "delayed"
     return "mxfp8" if 32 in tile else "blockwise"
@@ -141,10 +148,13 @@ def _sites(te: TeModule, index: int) -> list[TeSite]:
         name = f"{name}.fc{index + 1}"
     elif te.kind == "GroupedLinear":
         name = f"{name}.{index}"
-    weights = weights_of(te, index)
+    weights, shown = weights_of(te, index), shows_all()
     seen = {
-        "input": te.kind in ("Linear", "GroupedLinear"),  # after a norm or an activation the cast is fused into it
+        # after a norm or an activation the cast is fused into it
+        "input": shown or te.kind in ("Linear", "GroupedLinear"),
         "weight": bool(weights) and not any(is_quantized(w) for w in weights),
-        "grad_output": te.kind != "LayerNormMLP" or index == 1,  # between fc2 and fc1 it stays inside the module
+        "grad_output": shown
+        or te.kind != "LayerNormMLP"
+        or index == 1,  # between fc2 and fc1 it stays inside the module
     }
     return [TeSite(name, operand, direction, gemm, seen[operand]) for operand, direction, gemm in _DATA_FLOW]

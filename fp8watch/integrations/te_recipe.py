@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fp8watch.integrations.transformer_engine import TeObserver, load
+from fp8watch.integrations.te_package import load
+from fp8watch.integrations.transformer_engine import TeObserver
 
 QuantizerFactory = Callable[[Any], Any]
 

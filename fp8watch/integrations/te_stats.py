@@ -6,7 +6,7 @@ Shapes:     codes [M, K], scale_inv [Mt, Kt], operand [M, K] or none -> TileStat
 Nothing is quantised a second time: the codes are those that the GEMM reads. Where the operand can be seen everything is
 exact. From codes alone NaN is known (it has a code), an amax to within 6.25 % (the largest code times scale_inv), an Inf
 not at all: it was stored as the largest finite code. A tile of scale_inv 1 that holds that code is *suspect*: it may
-honestly hold 448, or hide an Inf.
+honestly hold 448, or hide an Inf. 4-bit codes do not tell NaN either: counts are absent then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from fp8watch.integrations.te_tensors import QuantizedView
 from fp8watch.kernels import reference, reference_stats
+from fp8watch.numerics.formats import E2M1
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import Measured
@@ -61,7 +62,10 @@ def derived(view: QuantizedView, power_2: bool, eps: float, *, bound: bool) -> T
             off_scale=invariant.off_scale | broken,
             badness=torch.maximum(invariant.badness, distance.where(broken, 0.0)),
         )
-    return replace(stats, measured=DERIVED, tiles=tiles._replace(counts=counts, scale_ratio=ratio, invariant=invariant))
+    measured = DERIVED & ~Measured.COUNTS if view.fmt is E2M1 else DERIVED
+    return replace(
+        stats, measured=int(measured), tiles=tiles._replace(counts=counts, scale_ratio=ratio, invariant=invariant)
+    )
 
 
 def num_suspect(view: QuantizedView) -> torch.Tensor:

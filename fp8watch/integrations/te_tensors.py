@@ -11,6 +11,7 @@ imported. What cannot be read has a reason, and whoever asked is given it. Scale
     mxfp8             E8M0 bytes, rowwise [~M, ~Kt], columnwise [~Mt, ~K]; from 2.12 on in the order of the tensor
                       cores: tiles of 128×4 (of the transpose, if columnwise), each in memory as 32×4×4
     hybrid, debug     two tensors, one a direction; each of them is one of the above
+    nvfp4             see te_nvfp4
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from fp8watch.numerics.formats import FORMATS, Fp8Format
+from fp8watch.integrations.te_nvfp4 import BLOCK, decoded, is_nvfp4, parts_of
+from fp8watch.numerics.formats import E2M1, FORMATS, Fp8Format
 
 _ABSENT = "it holds no codes of the direction that is multiplied"
 _PARTS = (("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_storage", "columnwise_sub_storage"))
@@ -31,7 +33,7 @@ _PARTS = (("rowwise_gemm_tensor", "columnwise_gemm_tensor"), ("rowwise_sub_stora
 class QuantizedView:
     """One direction of a quantised tensor, in the operand's own rows × columns."""
 
-    codes: torch.Tensor  # uint8 [M, K]
+    codes: torch.Tensor  # uint8 [M, K]; of E2M1 0 to 15
     scale_inv: torch.Tensor  # float32 [Mt, Kt]
     tile: tuple[int, int]
     fmt: Fp8Format
@@ -43,6 +45,8 @@ class QuantizedView:
 
     def values(self) -> torch.Tensor:
         """Decoded values before scale_inv: float32 [M, K]."""
+        if self.fmt is E2M1:
+            return decoded(self.codes)
         return self.codes.contiguous().view(self.fmt.dtype).to(torch.float32)
 
 
@@ -60,9 +64,9 @@ def view_of(tensor: Any, columnwise: bool) -> QuantizedView | None:
 def read(tensor: Any, columnwise: bool) -> QuantizedView | str:
     """Codes and scales that a GEMM reads in that direction, or the reason why they cannot be read."""
     tensor = direction_of(tensor, columnwise)
+    if is_nvfp4(tensor):
+        return _nvfp4(tensor, columnwise)
     if not hasattr(tensor, "_fp8_dtype"):
-        if hasattr(tensor, "_fp4_dtype"):
-            return "4-bit codes are not read"
         if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point and tensor.element_size() > 1:
             return "not in FP8: the module ran outside autocast, or its recipe leaves it in high precision"
         return "its codes lie in a way that is not known"
@@ -155,6 +159,14 @@ def _mxfp8(
     # E8M0: 2^(byte − 127); byte 0 is a float32 subnormal, byte 255 NaN
     value = (bits << 23).where(bits > 0, 1 << 22).where(bits < 255, 0x7FC00000).view(torch.float32)
     return QuantizedView(codes, value.contiguous(), tile, fmt)
+
+
+def _nvfp4(tensor: Any, columnwise: bool) -> QuantizedView | str:
+    parts = parts_of(tensor, columnwise)
+    if isinstance(parts, str):
+        return parts
+    codes, scale_inv, _ = parts
+    return QuantizedView(codes, scale_inv, (BLOCK, 1) if columnwise else (1, BLOCK), E2M1)
 
 
 def _misfit(codes: torch.Tensor, scale_inv: torch.Tensor, tile: tuple[int, int]) -> str:

@@ -4,7 +4,7 @@ Shapes:     codes and scales of a GEMM, its output [M, N] -> fields of slab rows
 
 As of our own Linears (`fp8watch.observer.canary`), from what passes `general_gemm`. Left out are products into which more
 goes than two operands and a bias: fused activations, gradients added to what was there, outputs that are quantised or
-sent to other ranks, grouped products.
+sent to other ranks, grouped products, and 4-bit codes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.integrations.te_tensors import QuantizedView, read
+from fp8watch.numerics.formats import E2M1
 from fp8watch.observer.canary import Canary
 from fp8watch.quantize.output_checks import GemmCheck
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
@@ -63,7 +64,7 @@ class TeTurns:
 
     def operand(self, row: int, x: Tensor, view: QuantizedView, recipe: str, power_2: bool, eps: float) -> None:
         """Hold what a GEMM reads of an operand against the operand; a scale with a history is not known here."""
-        if recipe == "delayed" or not self.canary.takes(row, "operand"):
+        if recipe in ("delayed", "nvfp4") or not self.canary.takes(row, "operand"):
             return
         tile = {(128, 1): (1, 128), (32, 1): (1, 32)}.get(view.tile, view.tile)
         tiles = _TILES.get(recipe, (None,))
@@ -107,7 +108,7 @@ class TeTurns:
         _, operand, of_a, of_b = _READS[layout]
         row = rows.get((name, operand, "columnwise" if of_b else "rowwise"))
         right, left = read(a, of_a), read(b, of_b)
-        if row is None or isinstance(left, str) or isinstance(right, str):
+        if row is None or isinstance(left, str) or isinstance(right, str) or E2M1 in (left.fmt, right.fmt):
             return
         if layout == "NT":  # wgrad: gradᵀ · input
             left, right = _turned(left), _turned(right)

@@ -4,8 +4,8 @@ Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites   
 
 In the steps of a module's turn only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
 and the functions through which all modules multiply (`general_gemm` and its grouped form) are wrapped to see codes and
-scales. Nothing is quantised a second time, Transformer Engine's debug mode is not used, and an error in here is counted
-and never reaches training.
+scales. Nothing is quantised a second time, and an error in here is counted and never reaches training. Operands that only
+debug mode shows come from te_debug.
 
 An operand that enters a GEMM and cannot be read is reported with the reason (te_unread), because a module without
 statistics looks healthy.
@@ -20,25 +20,35 @@ a CPU; no GPU was there.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8watch.integrations.te_modules import DERIVED, EXACT, SiteNumerics, TeModule, recipe_of, weights_of
+from fp8watch.integrations import te_debug
+from fp8watch.integrations.te_frames import Frame, Hook
+from fp8watch.integrations.te_modules import (
+    CODES_OF_FOUR_BITS,
+    DERIVED,
+    EXACT,
+    SiteNumerics,
+    TeModule,
+    recipe_of,
+)
+from fp8watch.integrations.te_nvfp4 import rotated
+from fp8watch.integrations.te_package import load
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_turns import TeTurns
 from fp8watch.integrations.te_unread import Tell, Unread, silent
+from fp8watch.numerics.formats import E2M1
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.pass_counter import in_backward
-from fp8watch.observer.step_sample import EVERYTHING
+from fp8watch.observer.step_sample import EVERYTHING, YES, StepSample
 from fp8watch.recipe.framework import STOCK, transformer_engine
 from fp8watch_agent.guard import Guard
 
@@ -53,46 +63,6 @@ _OPERANDS = {  # layout -> operand and direction of A and of B
     "NN": (("weight", True), ("grad_output", False)),
     "NT": (("input", True), ("grad_output", True)),
 }
-
-
-def load() -> tuple[ModuleType | None, str]:
-    """Transformer Engine's PyTorch package, or None, and its version or the reason why it cannot be had.
-
-    Its import fails in many ways: a shared object that is missing (OSError, FileNotFoundError), another CUDA
-    (RuntimeError), a framework extension that was not built (ImportError).
-    """
-    try:
-        package = importlib.import_module("transformer_engine.pytorch")
-        version = getattr(importlib.import_module("transformer_engine"), "__version__", "unknown")
-    except Exception as error:  # noqa: BLE001 - any failure to import is a reason, none is ours
-        return None, f"transformer_engine cannot be imported ({type(error).__name__}: {error})"
-    return package, str(version)
-
-
-@dataclass
-class _Frame:
-    """One call of a module: its operands as seen by Python, and the number of GEMMs so far."""
-
-    te: TeModule
-    operands: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    num_products: dict[str, int] = field(default_factory=dict)
-    observed: set[tuple[int, str, bool]] = field(default_factory=set)  # (GEMM, operand, columnwise)
-    again: bool = False  # a recomputation: its forward was observed already
-    sampled: bool = True  # its turn is in this step
-    trains: bool = True  # whether a backward belongs to this forward
-
-
-class _Hook:
-    """A hook of a module. A copy or a pickle of the module gets an inert one that loads without fp8watch."""
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
-
-    def __call__(self, *args: Any) -> None:
-        self._run(*args)
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class TeObserver:
@@ -132,7 +102,8 @@ class TeObserver:
             self.rows_of[id(te)] = [first_row + len(self._rows) + i for i in range(len(te.sites))]
             for site in te.sites:
                 self._rows[site.fqn, site.operand, site.direction] = first_row + len(self._rows)
-        self.sample = EVERYTHING
+        self.sample, self._num_steps = EVERYTHING, 0
+        self._debugs, self._places = False, {id(te): place for place, te in enumerate(modules)}
         self._suspects: dict[int, torch.Tensor] = {}
         self._local = threading.local()
         self._hooks: list[Any] = []
@@ -154,12 +125,17 @@ class TeObserver:
         if not self._wrapped:
             return f"transformer_engine {reason} has no {' or '.join(_FUNCTIONS)} in its modules: not a version that is known"
         for te in self.modules:
-            self._hooks.append(te.module.register_forward_pre_hook(_Hook(self._before(te))))
-            self._hooks.append(te.module.register_forward_hook(_Hook(self._after), always_call=True))
+            self._hooks.append(te.module.register_forward_pre_hook(Hook(self._before(te))))
+            self._hooks.append(te.module.register_forward_hook(Hook(self._after), always_call=True))
+        self._debugs = te_debug.join(self)
         return None
 
     def stop(self) -> None:
         """Remove all hooks."""
+        te_debug.leave(self)
+        for te in self.modules if self._debugs else ():
+            te_debug.set_turn(te.module, False)
+        self._debugs = False
         for hook in self._hooks:
             hook.remove()
         for module, name, original in reversed(self._wrapped):
@@ -178,16 +154,42 @@ class TeObserver:
         self._suspects.clear()
         return rows, torch.stack(counts) if counts else None
 
+    def begin_step(self, sample: StepSample) -> None:
+        """What the step that begins looks at."""
+        self.sample = sample
+        self._num_steps += 1
+        if self._debugs:
+            te_debug.end_step(self._num_steps)
+
     def end_step(self) -> None:
         """Report what could not be read in this sampled step."""
         names = {row: fqn for (fqn, *_), row in self._rows.items()}
         self._guard.run("te unread", self.unread.report, self.facts, names, self.version, self._tell)
 
-    def note_operand(self, operand: str, x: torch.Tensor) -> None:
-        """Take an operand before its cast, from an observed quantiser (see te_recipe)."""
+    def note_operand(self, operand: str, x: torch.Tensor, layer: str | None = None) -> None:
+        """Take an operand before its cast, from an observed quantiser (te_recipe) or from debug mode (te_debug).
+
+        Args:
+            operand: input, weight or grad_output.
+            x: [..., K].
+            layer: Transformer Engine's name of the GEMM, where it says.
+        """
         frame = self._frame(operand == "grad_output")
-        if frame is not None and frame.sampled:
+        if frame is None or not frame.sampled:
+            return
+        if layer is None:
             frame.operands.setdefault(operand, []).append(x.detach())
+        else:
+            frame.before[operand, te_debug.gemm_of(frame.te.kind, layer)] = x.detach()
+
+    def show_operand(self, operand: str, x: torch.Tensor, layer: str) -> None:
+        """Take an operand before its cast, from debug mode (te_debug)."""
+        self._guard.run("te debug", self.note_operand, operand, x, layer)
+
+    def wants_operands(self) -> bool:
+        """Whether the forward that runs now is to show its operands."""
+        frame = self._frame(backward=False)
+        return frame is not None and frame.debug
 
     # ---- module hooks ----------------------------------------------------------------------------------------
 
@@ -200,15 +202,21 @@ class TeObserver:
     def _enter(self, te: TeModule, args: tuple[Any, ...]) -> None:
         stack = self._stack()
         stack.append(None)  # whatever happens below: each call must leave what it entered
+        debug = False
         if te.module.training and not torch.compiler.is_compiling():
             again = in_backward()
             first = self.rows_of[id(te)][0]
             sampled = bool(self.sample.full[first]) or (self.turns is not None and self.turns.has(first))
-            frame = stack[-1] = _Frame(te, again=again, sampled=sampled, trains=torch.is_grad_enabled())
+            frame = stack[-1] = Frame(te, again=again, sampled=sampled, trains=torch.is_grad_enabled())
             if not again:
                 self._entered(False)
+            debug = sampled and (self.sample.full is YES or te_debug.is_due(self._num_steps, self._places[id(te)]))
             if sampled and te.kind in ("Linear", "GroupedLinear") and args and isinstance(args[0], torch.Tensor):
                 frame.operands["input"] = [args[0].detach()]
+        if self._debugs and not torch.compiler.is_compiling():
+            debug = te_debug.set_turn(te.module, debug)
+            if (entered := stack[-1]) is not None:
+                entered.debug = debug
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._guard.run("te forward", self._leave, output)
@@ -224,24 +232,23 @@ class TeObserver:
         if not first.requires_grad:
             return
         if not frame.again:  # a recomputed frame is followed by its backward at once, or dropped
-            frame.operands.clear()  # the observer must not keep high-precision operands alive until backward
+            frame.forget()  # the observer must not keep high-precision operands alive until backward
         hook: Any = first.register_hook
         hook(lambda grad: self._guard.run("te backward", self._enter_backward, frame, grad))
 
-    def _enter_backward(self, frame: _Frame, grad: torch.Tensor) -> None:
+    def _enter_backward(self, frame: Frame, grad: torch.Tensor) -> None:
         self._entered(True)
-        operands = dict(frame.operands, grad_output=[grad.detach()]) if frame.sampled else {}
-        self._local.backward = _Frame(frame.te, operands, observed=frame.observed, sampled=frame.sampled)
+        self._local.backward = frame.backward(grad)
 
-    def _stack(self) -> list[_Frame | None]:
+    def _stack(self) -> list[Frame | None]:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
-        stack: list[_Frame | None] = self._local.stack
+        stack: list[Frame | None] = self._local.stack
         return stack
 
-    def _frame(self, backward: bool) -> _Frame | None:
+    def _frame(self, backward: bool) -> Frame | None:
         if backward:
-            frame: _Frame | None = getattr(self._local, "backward", None)
+            frame: Frame | None = getattr(self._local, "backward", None)
             return frame
         return self._stack()[-1] if self._stack() else None
 
@@ -290,11 +297,11 @@ class TeObserver:
                 if operand in offsets:
                     offsets[operand] = None if offset is None or rows is None else offset + rows
         if layout == "NT" and number == frame.te.num_gemms - 1:
-            frame.operands.clear()
+            frame.forget()
 
     def _look(
         self,
-        frame: _Frame,
+        frame: Frame,
         index: int,
         tensor: Any,
         operand: str,
@@ -332,7 +339,7 @@ class TeObserver:
 
     def _observe(
         self,
-        frame: _Frame,
+        frame: Frame,
         index: int,
         tensor: Any,
         operand: str,
@@ -350,8 +357,11 @@ class TeObserver:
         quantizer = getattr(held, "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
-        bound = hasattr(quantizer, "force_pow_2_scales")  # else the scale comes from a history, or is rounded up
-        x = self._operand(frame, index, operand, view, offset)
+        bound = view.fmt is not E2M1 and hasattr(
+            quantizer, "force_pow_2_scales"
+        )  # else the scale comes from a history, or is rounded up
+        x = frame.operand(index, operand, view, offset)
+        x = None if x is None else rotated(x, held, columnwise)
         if x is not None:
             stats = exact(x, view, power_2, eps, bound=bound, heavy=self._heavy)
             if self.turns is not None and self.turns.has(self.rows_of[id(frame.te)][0]):
@@ -360,35 +370,8 @@ class TeObserver:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
-            evidence = EXACT if x is not None else DERIVED
+            evidence = EXACT if x is not None else CODES_OF_FOUR_BITS if view.fmt is E2M1 else DERIVED
             recipe = recipe_of(held, view.tile, bound)
             rounded = power_2 or recipe == "mxfp8"
             self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
         self._record(row, view.shape, stats)
-
-    def _operand(
-        self, frame: _Frame, index: int, operand: str, view: QuantizedView, offset: int | None
-    ) -> torch.Tensor | None:
-        """The operand before its cast, if Python has seen one of that shape."""
-        te = frame.te
-        seen = list(frame.operands.get(operand, ()))
-        if (
-            operand == "weight"
-            and not seen
-            and all(te_site.visible for te_site in te.sites if te_site.operand == "weight")
-        ):
-            parts = [w.detach() for w in weights_of(te, index)]
-            seen = [torch.cat(parts) if len(parts) > 1 else parts[0]] if parts else []
-        if operand == "grad_output" and te.kind == "LayerNormMLP" and index == 0 and len(seen) == 1:
-            return None  # the gradient of the module's output is that of fc2
-        for x in reversed(seen):
-            if not x.is_floating_point() or x.element_size() not in (2, 4):
-                continue
-            flat = x.reshape(-1, x.shape[-1])
-            if te.kind == "GroupedLinear" and operand != "weight":
-                if offset is None:
-                    return None
-                flat = flat[offset : offset + view.shape[0]]
-            if tuple(flat.shape) == view.shape:
-                return flat
-        return None

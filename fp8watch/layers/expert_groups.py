@@ -27,6 +27,7 @@ class Frame(NamedTuple):
     first_rows: Tensor  # int64 [E], of each expert
     num_padding: Number  # rows
     num_empty_tiles: Number  # tiles along the rows that are padding only; of rows of their own for a tile of one row
+    sizes: Tensor | None = None  # int64 [E], rows of each expert without padding
 
 
 @dataclass
@@ -56,11 +57,11 @@ class ExpertGroups:
     def rowwise(self, x: Tensor) -> Frame:
         """The rows that belong to an expert: a view where that is known here, else a copy with zeros in the others."""
         if self._num_valid is not None:
-            return Frame(x[: self._num_valid], self._first_rows, 0, 0)
+            return Frame(x[: self._num_valid], self._first_rows, 0, 0, self._sizes)
         last = self.ends[-1]
         mine = torch.arange(x.shape[0], device=x.device) < last
         padding = x.shape[0] - last.long()
-        return Frame(torch.where(mine.unsqueeze(1), x, 0), self._first_rows, padding, padding)
+        return Frame(torch.where(mine.unsqueeze(1), x, 0), self._first_rows, padding, padding, self._sizes)
 
     def columnwise(self, x: Tensor, tile: int) -> Frame:
         """Each expert's rows padded with zeros to a multiple of the tile, one expert behind the other."""
@@ -84,7 +85,7 @@ class ExpertGroups:
         to = first_rows[expert] + rows - self._first_rows[expert]
         out = x.new_zeros((num_tiles * tile + 1, x.shape[1]))
         out.index_copy_(0, to.masked_fill(nobody, num_tiles * tile), x)  # nobody's rows into one that is cut off
-        return Frame(out[:-1], first_rows, padding, empty)
+        return Frame(out[:-1], first_rows, padding, empty, sizes)
 
     def counted(self, y: Tensor) -> Tensor:
         """An output [S, N] without what belongs to no expert."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8watch.layers.custom_ops import asked_rows, is_eager, note_gemm_output, pass_number, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups, Frame
 from fp8watch.layers.observe_linear import _add_light, _mark, _set_grad_enabled
-from fp8watch.observer.expert_rows import Even, Layout, Sorted, Whole
+from fp8watch.observer.expert_layout import Even, Layout, Sorted, Whole
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
@@ -145,7 +145,14 @@ def _operand(
     for column in _directions(plan, first, operand, rowwise=rowwise, columnwise=columnwise):
         frame = of.columnwise(x, _tile_rows(plan, first, operand, column)) if column else of.rowwise(x)
         calls = _measure(
-            plan, first, operand, frame.rows, number, Sorted(frame.first_rows), rowwise=not column, columnwise=column
+            plan,
+            first,
+            operand,
+            frame.rows,
+            number,
+            Sorted(frame.first_rows, frame.sizes),
+            rowwise=not column,
+            columnwise=column,
         )
         if calls:
             _take_off(plan, plan.sites.row(first, operand, column), frame)
@@ -208,11 +215,14 @@ def _measure(
         return False
     asked = asked_rows(plan, first, operand, rowwise, columnwise)
     began = plan.step.calls
-    plan.observe(asked, x, number=number)
+    if layout is None:
+        plan.observe(asked, x, number=number)
+        return plan.step.calls > began
+    with plan.experts.measuring(layout):
+        plan.observe(asked, x, number=number)
     calls = range(began, plan.step.calls)
-    if layout is not None:
-        for row in asked.rows:
-            plan.experts.note(row, calls, layout)
+    for row in asked.rows:
+        plan.experts.note(row, calls, layout)
     return len(calls) > 0
 
 

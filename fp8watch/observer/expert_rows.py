@@ -8,7 +8,8 @@ rows of that call say whose it is. Nothing is read back where it is noted: first
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,32 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.observer.expert_layout import Even, Layout, Sorted, Whole
+from fp8watch.observer.expert_vectors import ExpertVectors
 from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 
 MAX_CALLS = 8192
 """Calls remembered in one step: one whose steps never end must not fill the memory."""
 MAX_NAMED = 4
-
-
-class Whole(NamedTuple):
-    """All rows of a call belong to one expert."""
-
-    expert: int
-
-
-class Even(NamedTuple):
-    """Each expert has as many rows, one behind the other."""
-
-    rows_each: int
-
-
-class Sorted(NamedTuple):
-    """Rows are sorted by expert."""
-
-    first_rows: Tensor  # int64 [E], of each expert in the operand as it was measured
-
-
-Layout = Whole | Even | Sorted
 
 
 class Calls(NamedTuple):
@@ -62,6 +45,25 @@ class ExpertRows:
 
     num_experts: dict[int, int] = field(default_factory=dict)
     _layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
+    vectors: ExpertVectors = field(init=False)
+    _layout: Layout | None = None  # of what is measured now
+
+    def __post_init__(self) -> None:
+        self.vectors = ExpertVectors(self.num_experts)
+
+    @contextmanager
+    def measuring(self, layout: Layout) -> Iterator[None]:
+        """What is measured inside has its rows like this."""
+        self._layout = layout
+        try:
+            yield
+        finally:
+            self._layout = None
+
+    def see(self, row: int, stats: TileStats) -> None:
+        """Take one call of a row into its vector over experts, in the steps in which it has its turn."""
+        if self._layout is not None and row in self.vectors.turn:
+            self.vectors.add(row, stats, self._layout)
 
     def note(self, row: int, calls: range, layout: Layout) -> None:
         """Remember whose the rows of an operand are, in the calls that measured it."""

@@ -9,7 +9,7 @@ common/util/ptx.cuh). scale_inv = amax/FP8_MAX rounded **up** to a power of two,
     0               0x00 (2^-127)        zeros; encoded with scale 1, as Transformer Engine does
     ≤ FP8_MAX·2^-127  0x00 (2^-127)      zeros, for the same reason: what is not 0 underflows
     Inf             0xFE (2^127)         ±Inf where it was (448·2^127 overflows float32), 0 elsewhere
-    NaN inside      0xFF (NaN)           NaN as a whole: the shared exponent is NaN
+    NaN inside      0xFF (NaN)           NaN as a whole: the shared exponent is NaN (Transformer Engine's kernels ignore it)
 """
 
 from __future__ import annotations

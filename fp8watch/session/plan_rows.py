@@ -107,8 +107,9 @@ def make_plan(
         first = next((module for _, module, *_ in watched.operands()), watched.te[0].module if watched.te else model)
         devices = () if first is None else (p.device for p in first.parameters() if p.device.type != "meta")
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
-    rows = SiteRows(quantizers, rows_of(recipe))
-    return Plan(rows, slab, guard, recipe, StepState(guard), experts=ExpertRows(experts)), table
+    rows, found = SiteRows(quantizers, rows_of(recipe)), ExpertRows(experts)
+    found.vectors.cover(tuple(row for row in experts if table[row].direction == "rowwise"))
+    return Plan(rows, slab, guard, recipe, StepState(guard), experts=found), table
 
 
 def look_at_own(plan: Plan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]:

@@ -69,7 +69,7 @@ class StepCycle:
         if plan.stopwatch is not None:
             plan.stopwatch.add(FIXED, plan.stopwatch.began, plan.stopwatch.mark())
         if flush is not None and flush.te is not None:
-            flush.te.sample = sample
+            flush.te.begin_step(sample)
 
     def close(
         self, status: StepStatus, values: Mapping[str, Any], batch_id: str | None, *, recorded: bool, began: Any = None

@@ -60,6 +60,7 @@ class Left:
     gradients: list[str]  # parameters whose gradients were looked at
     suspects: list[int]  # rows of Transformer Engine that may be broken
     experts: Calls | None  # whose rows its operands had
+    vectors: list[int]  # rows with a vector over experts
     parts: list[str]  # what the tensors of `copy` are
     tiles: Held
     tile_bytes: int
@@ -143,11 +144,14 @@ class StepFlush:
         experts = plan.experts.take() if self.expert_names else None
         if experts is not None and experts.tensor is not None:
             parts["experts"] = experts.tensor
+        vectors, found_vectors = plan.experts.vectors.take() if self.expert_names else ([], None)
+        if found_vectors is not None:
+            parts["vectors"] = found_vectors
         self.registration.observed |= observing and plan.step.ran
         self._num_taken += 1
         self._newest = step
         left = Left(
-            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, list(parts),
+            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, list(parts),
             *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
@@ -230,7 +234,12 @@ class StepFlush:
             leaves, records = self.merge.leaving(left.step, rows, followed.calm, in_burst=in_burst)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
         records = rows[leaves] if records is None else records
-        self.recorder.record_step(_header(left, numbers), self._ids[leaves], records, logs, left.batch_id)
+        vectors = None
+        if "vectors" in parts:
+            flat = parts["vectors"].numpy()
+            vectors = self.guard.run("experts", self.plan.experts.vectors.vectors, left.vectors, flat, self.site_ids)
+        more = {"experts": vectors} if vectors else {}
+        self.recorder.record_step(_header(left, numbers), self._ids[leaves], records, logs, left.batch_id, **more)
         for mirror in self.mirrors:
             self.guard.run("mirror", mirror.see, left.step, rows)
         if followed.jumped:

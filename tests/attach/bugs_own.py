@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted import Bug
 
 _T = "tests/attach/test_own_gemms.py::"
+_V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
 OWN_BUGS = [
     Bug("columnwise tiles are of one expert", "expert_groups:ExpertGroups.columnwise",
@@ -44,4 +45,12 @@ OWN_BUGS = [
         "tests/detect/test_reports.py::test_a_tile_of_a_weight_is_told_with_the_expert_whose_rows_it_has"),
     Bug("what is observed in high precision is no suspect", "unobserved:with_unobserved", "name not in seen and ", "",
         "tests/detect/test_reports.py::test_what_is_left_out_of_fp8_and_observed_is_no_suspect"),
+    Bug("tiles count at their expert", "observer.expert_layout:experts_of", "right=True) - 1", "right=False)",
+        f"{_V}test_each_expert_says_its_amax_and_its_tokens"),
+    Bug("experts have turns", "observer.expert_vectors:ExpertVectors._next", "entries < MAX_ENTRIES", "True",
+        f"{_V}test_experts_have_turns_where_there_are_many"),
+    Bug("tokens are those of each expert", "observer.expert_vectors:ExpertVectors.add", "layout.sizes.double()", "layout.sizes.double() + 1",
+        f"{_V}test_each_expert_says_its_amax_and_its_tokens"),
+    Bug("halves of a batch keep their experts", "batch:split", "if v.step in mine]", "if False]",
+        "tests/agent/test_expert_vectors.py::test_halves_of_a_batch_that_is_too_large_and_another_key_keep_them"),
 ]  # fmt: skip

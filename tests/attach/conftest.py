@@ -19,13 +19,15 @@ class Kept:
     def __init__(self, settings, session, *_, **__):
         self.settings, self.session = settings, session
         self.sites, self.steps, self.maps, self.closed, self.facts = [], [], [], 0, {}
+        self.experts = []  # of each step: site -> vector
         self.hurried = []  # number of steps that were not to wait
 
     def register_sites(self, sites):
         self.sites += sites
 
-    def record_step(self, step, site_ids, rows, logs, batch_id):
+    def record_step(self, step, site_ids, rows, logs, batch_id, experts=None):
         self.steps.append((np.array(step), np.array(site_ids), rows.copy(), dict(logs), batch_id))
+        self.experts.append(dict(experts or {}))
 
     def record_tile_maps(self, maps):
         self.maps += maps

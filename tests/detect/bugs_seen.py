@@ -7,6 +7,8 @@ from planted import Bug
 SEEN = "tests/detect/test_seen_to_be_wrong.py"
 SCALARS = "tests/detect/test_scalar_shift.py"
 ROTATED = "tests/detect/test_rotated.py"
+EXPERTS = "tests/detect/test_experts.py"
+FOUR_BITS = "tests/detect/test_four_bits.py"
 
 SEEN_TO_BE_WRONG = [
     Bug(
@@ -169,5 +171,61 @@ SEEN_TO_BE_WRONG = [
         ' and (severity == "critical" or told == "info")\n',
         ' and severity == "critical"\n',
         "tests/incidents/test_rejudged.py::test_information_that_grows_worse_is_told_by_what_made_it_more",
+    ),
+    Bug(
+        "an expert that leaves its siblings",
+        "expert_outlier.detector:ExpertOutliers._look",
+        "apart = octaves - np.nanmedian(octaves)",
+        "apart = octaves - np.nanmax(octaves)",
+        f"{EXPERTS}::test_an_expert_that_is_blown_up_is_named_although_a_sibling_was_as_large",
+    ),
+    Bug(
+        "where an expert stood before counts",
+        "expert_outlier.detector:ExpertOutliers._look",
+        "far = (apart >= limit) & (apart - usual >= limit)",
+        "far = apart >= limit",
+        f"{EXPERTS}::test_an_expert_that_is_blown_up_is_named_although_a_sibling_was_as_large",
+    ),
+    Bug(
+        "a second look at an input must agree",
+        "expert_outlier.detector:ExpertOutliers._look",
+        "if tokens is None or self._doubted.get(row) == expert:",
+        "if True:",
+        f"{EXPERTS}::test_one_look_at_an_input_is_not_enough",
+    ),
+    Bug(
+        "an expert without tokens is told",
+        "dead_layer.starved:StarvedExperts._starved",
+        "looks >= ctx.limit.starved_looks",
+        "looks >= 99 * ctx.limit.starved_looks",
+        f"{EXPERTS}::test_an_expert_without_tokens_is_told_and_one_that_rests_is_not",
+    ),
+    Bug(
+        "tokens of all ranks feed an expert",
+        "cross_rank_step:Now.experts",
+        "known.tokens + tokens",
+        "tokens",
+        f"{EXPERTS}::test_another_rank_may_have_the_tokens",
+    ),
+    Bug(
+        "an incident says the expert",
+        "explain:_place",
+        'finding.extra.get("expert")',
+        "None",
+        f"{EXPERTS}::test_an_expert_that_is_blown_up_is_named_although_a_sibling_was_as_large",
+    ),
+    Bug(
+        "a scale of NVFP4 is rounded itself",
+        "invariant:off_scale",
+        "table.current_scaling & ~table.four_bit",
+        "table.current_scaling",
+        f"{FOUR_BITS}::test_what_four_bits_lose_at_their_best_is_not_told",
+    ),
+    Bug(
+        "four bits have a band of their own",
+        "chronic_quantization_noise.detector:Noise.observe",
+        "        band[now.table.four_bit] = limit.chronic_sqnr_e2m1_db\n",
+        "",
+        f"{FOUR_BITS}::test_what_four_bits_lose_at_their_best_is_not_told",
     ),
 ]

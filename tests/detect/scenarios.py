@@ -462,6 +462,22 @@ def scalar_shift(t: Trace, at: int, level: int, rng: np.random.Generator) -> Non
     t.logs["rollout_corr/kl"] = usual * np.where(np.arange(t.num_steps) >= at, (5.0, 50.0, 500.0)[level], 1.0)
 
 
+def expert_outlier(t: Trace, onset: int, level: int, rng: np.random.Generator) -> None:
+    """One of eight experts grows in an update, and stays under the largest of them: the record of all does not show it."""
+    vectors = t.give_experts(t.one(DOWN, "weight"), 8)
+    vectors["amax"][:, 1:] /= 2**12
+    if level >= 0:
+        vectors["amax"][onset:, int(rng.integers(1, 8))] *= 2.0 ** (7, 9, 11)[level]
+
+
+def of_experts(seed: int, level: int) -> Case:
+    rng = np.random.default_rng([seed, 3])
+    onset = ONSET + int(rng.integers(0, 24))
+    trace = healthy(seed, STEPS)
+    expert_outlier(trace, onset, level, rng)
+    return Case([trace], onset)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("nan-in-loss", Expected("nan-in-loss", None, None, "shared", True), _case(nan_in_loss), invariant=True, loss_sees=0),
     Scenario("zero-tile-eps", Expected("zero-tile-eps", DOWN, "input", "fp8", True), _case(zero_tile_eps), invariant=True),
@@ -490,6 +506,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("loss-scale-collapse", Expected("scale-collapse", None, None, "shared"), _case(loss_scale_collapse)),
     Scenario("nan-in-activation", Expected("nan-in-activation", "layers.1.mlp.up_proj", "input", "shared", True), _case(nan_in_activation), invariant=True),
     Scenario("quantiser-fault", Expected("quantiser-fault", DOWN, "input", "fp8"), _case(quantiser_fault), invariant=True),
+    Scenario("expert-outlier", Expected("expert-outlier", DOWN, "weight", "any"), of_experts),
     Scenario("scalar-shift", Expected("scalar-shift", None, None, "unknown"), _case(scalar_shift)),
 )  # fmt: skip
 BY_NAME = {s.name: s for s in SCENARIOS}

@@ -94,7 +94,9 @@ def test_what_all_gradients_do_together_is_no_fault_of_one() -> None:
     assert {f.mode for f in play(Case([trace], 120))} == {"dead-layer"}
 
 
-@pytest.mark.parametrize("name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement"])
+@pytest.mark.parametrize(
+    "name", ["nan-in-loss", "delayed-clip", "corruption-by-hash", "cross-rank-disagreement", "expert-outlier"]
+)
 def test_the_healthy_twin_is_not(name: str) -> None:
     [scenario] = [s for s in SCENARIOS if s.name == name]
     assert [(f.mode, f.step) for f in play(twin(scenario, 1)) if f.severity != "info"] == []

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8watch_agent.expert_vectors import VECTOR, ExpertVector
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, site_id
 from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.detect.finding import SiteFacts, facts_of
@@ -91,6 +92,8 @@ class Trace:
     rank: int = 0
     session: str = "0" * 32
     sessions: list[SessionFacts] = field(default_factory=list)
+    experts: dict[int, np.ndarray] = field(default_factory=dict)
+    """Site -> VECTOR [T, E], of which each third step sends one."""
 
     # ---- finding one's way
 
@@ -186,6 +189,17 @@ class Trace:
             self.set_sqnr(one, self.sqnr(one)[:, 0] - lost)
             c["num_saturated"][:, j] = np.where(depth > 464 / 448, 1 + (depth - 1) * 20, 0)
 
+    def give_experts(self, j: int, num: int, seed: int = 0) -> np.ndarray:
+        """Make a site one of experts, which lie within two octaves of each other; returns their vectors [T, E]."""
+        rng = np.random.default_rng([seed, j, 5])
+        vectors = self.experts[j] = np.zeros((self.num_steps, num), dtype=VECTOR)
+        apart = rng.uniform(-2, 0, num) + 0.1 * rng.standard_normal((self.num_steps, num))
+        apart[:, 0] = 0.0
+        vectors["amax"] = self.columns["amax_max"][:, [j]] * np.exp2(apart)
+        if self.sites[j].operand != "weight":
+            vectors["num_tokens"] = rng.integers(40, 90, (self.num_steps, num))
+        return vectors
+
     # ---- handing it over
 
     def batches(self, per_batch: int = 8, every: int = 1) -> Iterator[Batch]:
@@ -204,7 +218,12 @@ class Trace:
             )  # fmt: skip
             sent = {k: v[kept].reshape(number, *v.shape[2:]) for k, v in self.columns.items()}
             step = np.repeat(self.steps["step"][kept], len(ids)) if kept else np.zeros(0, dtype=np.int64)
-            yield Batch(header=header, steps=steps, step=step, site=np.tile(ids, len(kept)), sent=sent)
+            vectors = [
+                ExpertVector(int(steps["step"][t - first]), int(ids[j]), of_site[t])
+                for t in range(part.start, part.stop) for j, of_site in self.experts.items() if (t + j) % 3 == 0
+            ]  # fmt: skip
+            site = np.tile(ids, len(kept))
+            yield Batch(header=header, steps=steps, step=step, site=site, sent=sent, experts=vectors)
 
 
 def _ar(rng: np.random.Generator, num: int, sigma: np.ndarray, phi: np.ndarray, heavy: np.ndarray) -> np.ndarray:

@@ -36,7 +36,10 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     "optimizer-divergence": [{}, {"by_loss": True, "lr_jump": (2e-3, 6e-2)}, {"lr_jump": (2e-3, 6e-2)}],
     "attention-logit-growth": [{}, {"bound": True}],
     "chronic-quantization-noise": [{}, {"by": "lost"}, {"by": "underflow"}, {"onset": 3, "by": "drop"}],
-    "dead-layer": [{}, *({"which": w} for w in ("both", "input", "gradient", "not-called", "no-gradient", "frozen"))],
+    "dead-layer": [
+        {},
+        *({"which": w} for w in ("both", "input", "gradient", "not-called", "no-gradient", "frozen", "starved")),
+    ],
     "gradient-underflow": [{}, {"statistical": True}],
     "scale-collapse": [{}, {"grad_scaler": True}],
     "kernel-output-fault": [{}, {"wrong_output": True}],

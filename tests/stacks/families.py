@@ -83,7 +83,7 @@ class Arrived:
     def register_sites(self, sites: Any) -> None:
         self.sites.update((s.id, s) for s in sites)
 
-    def record_step(self, _header: Any, ids: Any, rows: Any, *_: Any) -> None:
+    def record_step(self, _header: Any, ids: Any, rows: Any, *_: Any, **__: Any) -> None:
         self.elements = {int(i): int(r["num_elements"]) for i, r in zip(ids, rows, strict=True)}
         self.steps += 1
 

@@ -66,13 +66,13 @@ def test_what_cannot_be_read_is_told_once_and_is_a_fact(
 ) -> None:
     model = nn.Sequential(te.Linear(128, 128), te.LayerNormLinear(128, 128), Mean())
 
-    class NVFP4TensorStorage:
+    class LaterTensorStorage:
         def __init__(self, inner: Any) -> None:
-            self._fp4_dtype, self.wide = 10, inner.wide
+            self.wide = inner.wide
 
     for quantizer in model[1].quantizers[0]:
         made = quantizer.quantize_impl
-        quantizer.quantize_impl = lambda x, made=made: NVFP4TensorStorage(made(x))
+        quantizer.quantize_impl = lambda x, made=made: LaterTensorStorage(made(x))
     watch = attach(model)
     capsys.readouterr()
     facts: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_told_once_and_is_a_fact(
     said = [line for line in capsys.readouterr().err.splitlines() if "cannot be read" in line]
     line = (
         "Transformer Engine 2.20.imitation: 5 of 10 GEMM operands cannot be read: "
-        "5 of NVFP4TensorStorage (4-bit codes are not read); not observed: 1"
+        "5 of LaterTensorStorage (its codes lie in a way that is not known); not observed: 1"
     )
     assert said == [f"fp8watch: {line}"]
     assert [f["te_unread"] for f in facts if "te_unread" in f] == [line]
@@ -124,7 +124,7 @@ def stored(**more: Any) -> SimpleNamespace:
     ("tensor", "reason"),
     [
         (torch.ones(4, 4), "not in FP8: the module ran outside autocast"),
-        (SimpleNamespace(_fp4_dtype=10), "4-bit codes are not read"),
+        (SimpleNamespace(_fp4_dtype=10), "it holds no codes of the direction that is multiplied"),
         (SimpleNamespace(data=1), "its codes lie in a way that is not known"),
         (stored(_fp8_dtype="kFloat6"), "format 'kFloat6' is not known"),
         (stored(_rowwise_data=None), "it holds no codes of the direction that is multiplied"),

@@ -102,7 +102,8 @@ class Context:
         """Sites whose quantiser does worse than it used to: SQNR, underflow, or values that are clipped. [S]"""
         with np.errstate(invalid="ignore"):
             worse = (self.sqnr_drop > self.limit.sqnr_drop_db) | (self.underflow_rise > self.limit.underflow_points)
-            most = np.where(self.now.table.current_scaling, 1 + 2.0**-10, self.limit.clip_depth)
+            table = self.now.table
+            most = np.where(table.current_scaling & ~table.four_bit, 1 + 2.0**-10, self.limit.clip_depth)
             clipped = self.now.clip_depth > most
         return np.asarray(worse | clipped)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,14 @@ from fp8watch_server.detect.view import Mask, SiteTable, StepView
 Floats = npt.NDArray[np.float64]
 
 RANKS_AT_ONCE = 64
+
+
+class Experts(NamedTuple):
+    """Each expert of a site in one step, [E]: ranks together."""
+
+    amax: Floats  # the largest
+    tokens: Floats  # the sum; 0 of a weight
+    rank: npt.NDArray[np.int64]  # whose amax it is
 
 
 class Now:
@@ -112,6 +120,22 @@ class Now:
         for view in self.views:
             for name, value in view.logs().items():
                 out[name] = value if name not in out or value > out[name] or value != value else out[name]
+        return out
+
+    @cached_property
+    def experts(self) -> dict[int, Experts]:
+        """Row of the table -> what its experts saw, of the sites that sent it in this step."""
+        out: dict[int, Experts] = {}
+        for view in self.views:
+            for row, vector in view.experts:
+                amax, tokens = vector["amax"].astype(np.float64), vector["num_tokens"].astype(np.float64)
+                rank, known = np.full(len(vector), view.rank), out.get(row)
+                if known is not None and len(known.amax) == len(amax):
+                    larger = ~(known.amax >= amax)
+                    rank = np.where(larger, rank, known.rank)
+                    amax, tokens = np.where(larger, amax, known.amax), known.tokens + tokens
+                if known is None or len(known.amax) <= len(amax):
+                    out[row] = Experts(amax, tokens, rank)
         return out
 
     @property

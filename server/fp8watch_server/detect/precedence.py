@@ -18,6 +18,7 @@ ASKED = (
     "frozen-scale",
     "scale-collapse",
     "attention-logit-growth",
+    "expert-outlier",
     "outlier-growth",
     "gradient-underflow",
     "dying-tile",
@@ -60,6 +61,7 @@ SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-bat
 """Causes after which the baselines around them need longer to settle."""
 
 _STATISTICAL = {
+    "expert-outlier",
     "outlier-growth",
     "gradient-underflow",
     "chronic-quantization-noise",
@@ -98,6 +100,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "delayed-clip": frozenset({"chronic-quantization-noise", "outlier-growth", "gradient-underflow", "scale-collapse"}),
     "scale-collapse": frozenset({"chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "attention-logit-growth": frozenset({"outlier-growth", "gradient-underflow", "chronic-quantization-noise"}),
+    "expert-outlier": frozenset(
+        {"outlier-growth", "chronic-quantization-noise", "gradient-underflow", "dying-tile", "bad-batch"}
+    ),
     "outlier-growth": frozenset({"chronic-quantization-noise"}),
     LEAP: frozenset({"chronic-quantization-noise", "bad-batch", "gradient-underflow", "dead-layer"}),
     "gradient-underflow": frozenset({"chronic-quantization-noise", "dying-tile"}),

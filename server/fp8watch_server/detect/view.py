@@ -67,6 +67,7 @@ class SiteTable:
         self.per_tensor = np.array([f.recipe in PER_TENSOR for f in facts], dtype=np.bool_)
         # MXFP8 rounds its scales up, so that it never clips.
         self.rounds_up = np.array([f.recipe == "mxfp8" for f in facts], dtype=np.bool_)
+        self.four_bit = np.array([f.format == "E2M1" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)
         # Tiles of one token. A per-tensor recipe has one tile for all of them.
@@ -160,6 +161,18 @@ class BatchColumns:
         counts = self.has(Measured.COUNTS) & (self.raw("num_inf") > 0)
         return np.asarray(counts | (self.has(Measured.AMAX) & (self.raw("num_sentinel_tiles") > 0)))
 
+    @cached_property
+    def experts(self) -> dict[int, list[tuple[int, Array]]]:
+        """Step -> (row of the table, vector over experts)."""
+        out: dict[int, list[tuple[int, Array]]] = {}
+        vectors = self.batch.experts
+        if vectors:
+            rows = self.table.rows(np.array([v.site for v in vectors], dtype=np.uint64))
+            for row, vector in zip(rows.tolist(), vectors, strict=True):
+                if row >= 0:
+                    out.setdefault(vector.step, []).append((row, vector.experts))
+        return out
+
     def views(self) -> Iterator[StepView]:
         """One view per step of the batch, in order, steps without records included."""
         steps = self.batch.steps
@@ -203,6 +216,11 @@ class StepView:
         """What was given to `watch.log` besides the scalars of a step."""
         at = ((name, values[self.index]) for name, values in self.columns.batch.header.logs.items())
         return {name: float(value) for name, value in at if value is not None}
+
+    @property
+    def experts(self) -> Iterator[tuple[int, Array]]:
+        """Row of the table and vector over experts [E], of the sites that sent one in this step."""
+        return ((row, vector) for row, vector in self.columns.experts.get(self.step, ()))
 
     @property
     def batch_id(self) -> str | None:

@@ -82,6 +82,7 @@ def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
         "direction": facts.direction if facts else None,
         "tile": list(finding.tile) if finding.tile else None,
         "element": list(finding.element) if finding.element else None,
+        "expert": finding.extra.get("expert"),
     }
 
 

@@ -33,7 +33,8 @@ PREFIX = f"{STALLED}:"
 FORGET_AFTER_S = 7 * 86_400.0
 """A run that has been silent for longer is over, whatever it said."""
 _NOWHERE: Place = {
-    "ranks": [], "module": None, "gemm": None, "operand": None, "direction": None, "tile": None, "element": None
+    "ranks": [], "module": None, "gemm": None, "operand": None, "direction": None, "tile": None, "element": None,
+    "expert": None,
 }  # fmt: skip
 
 _log = logging.getLogger(__name__)

@@ -128,7 +128,7 @@ def find_incident(conn: Connection, incident_id: str) -> IncidentWithEvents:
     return complete(found)
 
 
-PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element")
+PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element", "expert")
 
 
 def complete(incident: Seen) -> Seen:

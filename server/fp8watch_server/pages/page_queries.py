@@ -30,7 +30,7 @@ NUM_FLAGGED = 24
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
 LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
 NOISELESS_MARGIN_DB = 99.0
-HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0}  # below these, a format gives away what it could hold
+HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}  # below these, a format gives away what it could hold
 
 
 def incidents(conn: Connection, run_id: str) -> list[IncidentRow]:

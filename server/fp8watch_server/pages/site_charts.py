@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-FLOOR_DB = {"E4M3": 28.0, "E5M2": 22.0}
+FLOOR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}
 """Tile SQNR that is healthy for the format, from there on."""
 
 

@@ -138,7 +138,8 @@ def _from(batch: Batch, step_min: int | None) -> Batch:
         logs={name: values[first:] for name, values in batch.header.logs.items()},
         batch_ids=batch.header.batch_ids[first:],
     )
-    return Batch(header, batch.steps[first:], batch.step[kept], batch.site[kept], sent)
+    experts = [v for v in batch.experts if v.step >= step_min]
+    return Batch(header, batch.steps[first:], batch.step[kept], batch.site[kept], sent, experts)
 
 
 def _of_blocks(

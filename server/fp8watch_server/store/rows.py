@@ -102,6 +102,7 @@ class Place(TypedDict):
     direction: str | None
     tile: list[int] | None
     element: list[int] | None
+    expert: int | None
 
 
 class Evidence(TypedDict):

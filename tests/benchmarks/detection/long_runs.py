@@ -77,7 +77,9 @@ def train(kind: str, seed: int, out: BinaryIO) -> float:
     held: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     sites: dict[int, Site] = {}
 
-    def record_step(_self: Any, step: Any, site_ids: Any, got: Any, logs: Any = None, batch_id: Any = None) -> None:
+    def record_step(
+        _self: Any, step: Any, site_ids: Any, got: Any, logs: Any = None, batch_id: Any = None, **_: Any
+    ) -> None:
         held.append((np.array(step).reshape(1).copy(), np.array(site_ids), got.copy()))
 
     kept = Recorder.record_step, Recorder.register_sites

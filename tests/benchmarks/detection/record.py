@@ -92,7 +92,9 @@ def run(
     sites: dict[int, Site] = {}
     ids: list[np.ndarray] = []
 
-    def record_step(_self: Any, step: Any, site_ids: Any, got: Any, logs: Any = None, batch_id: Any = None) -> None:
+    def record_step(
+        _self: Any, step: Any, site_ids: Any, got: Any, logs: Any = None, batch_id: Any = None, **_: Any
+    ) -> None:
         steps.append(np.array(step).reshape(1).copy())
         ids.append(np.array(site_ids))
         rows.append(got.copy())

@@ -42,7 +42,9 @@ def bounds(power_2_scale: Mask, rounds_up: Mask) -> tuple[npt.NDArray[np.float64
 
 def off_scale(columns: BatchColumns) -> tuple[Mask, Mask]:
     """Records below and above their bounds. Records with a NaN or an Inf belong to others. [N], [N]"""
-    usable = columns.has(Measured.RATIO) & columns.table.current_scaling[columns.row] & ~columns.nonfinite
+    table = columns.table
+    judged = table.current_scaling & ~table.four_bit  # a scale of NVFP4 is itself rounded, to three bits
+    usable = columns.has(Measured.RATIO) & judged[columns.row] & ~columns.nonfinite
     smallest = columns.raw("scale_ratio_min").astype(np.float64)
     largest = columns.raw("scale_ratio_max").astype(np.float64)
     # A record whose tiles were all excluded keeps its defaults: Inf and 0.

@@ -20,6 +20,9 @@ MODE = Mode(
     thresholds=(
         threshold("chronic_sqnr_e4m3_db", 28, "dB", 1, 60, SPEC),
         threshold("chronic_sqnr_e5m2_db", 22, "dB", 1, 60, SPEC),
+        threshold(
+            "chronic_sqnr_e2m1_db", 14, "dB", 1, 60, "20.4 dB of a normal distribution, 17.2 rounded stochastically"
+        ),
         threshold("chronic_underflow", 0.10, "share", 0.001, 1, SPEC),
         threshold("sqnr_drop_db", 3, "dB", 0.1, 60, SPEC),
         threshold("chronic_gain", 0.005, "share", 0.0001, 1, "healthy operands of many elements: up to 0.0017"),

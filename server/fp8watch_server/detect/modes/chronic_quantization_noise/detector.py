@@ -52,7 +52,9 @@ class Noise(Detector):
         """Judge one step."""
         now, limit = ctx.now, ctx.limit
         band = np.where(now.table.e5m2, limit.chronic_sqnr_e5m2_db, limit.chronic_sqnr_e4m3_db)
-        forward = (now.table.role == INPUT) | (now.table.role == WEIGHT)
+        band[now.table.four_bit] = limit.chronic_sqnr_e2m1_db
+        # four bits flush a tenth to 0, and clip the largest of a block, at their best
+        forward = ((now.table.role == INPUT) | (now.table.role == WEIGHT)) & ~now.table.four_bit
         with np.errstate(invalid="ignore"):
             noisy = self._lasting(now.sqnr_db < band, now)
             flushed = forward & (now.underflow > limit.chronic_underflow)

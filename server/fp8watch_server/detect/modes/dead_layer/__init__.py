@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.limits import SPEC, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.dead_layer.detector import DeadLayers
+from fp8watch_server.detect.modes.dead_layer.starved import StarvedExperts
 from fp8watch_server.detect.modes.dead_layer.words import fixes, words
 
 MODE = Mode(
@@ -17,6 +18,9 @@ MODE = Mode(
     ),
     words=words,
     fixes=fixes,
-    thresholds=(threshold("dead_octaves", 3, "octaves", 0.5, 64, SPEC),),
-    detectors=(DeadLayers,),
+    thresholds=(
+        threshold("dead_octaves", 3, "octaves", 0.5, 64, SPEC),
+        threshold("starved_looks", 8, "count", 2, 10000, "looks at an expert's input, while the others get tokens"),
+    ),
+    detectors=(DeadLayers, StarvedExperts),
 )

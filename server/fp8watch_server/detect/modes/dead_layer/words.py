@@ -20,6 +20,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{module} {said} since step {last + 1}",
             f"{module} {said}: its last record is of step {last}, while other modules went on.",
         )
+    if which == "starved":
+        return _starved(f, module)
     fell = _fell(f, "amax_max", "input"), _fell(f, "gradient_amax", "gradient")
     if which is None or not any(fell):
         return (
@@ -46,6 +48,18 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _starved(f: Finding, module: str) -> tuple[str, str]:
+    """Experts that the router passes over."""
+    names, passed = f.extra.get("experts"), evidence(f, "tokens_of_others")
+    several = names is not None and "," in str(names)
+    who = "An expert" if names is None else f"Expert{'s' if several else ''} {names}"
+    beside = f", while the others got {number(passed)}" if passed is not None else ""
+    return (
+        f"{who} of {module} {'get' if several else 'gets'} no tokens",
+        f"The router sent no token to {who[0].lower()}{who[1:]} of {module}{since(f)}{beside}: starved, {'they learn' if several else 'it learns'} nothing.",
+    )
+
+
 def _fell(f: Finding, name: str, what: str) -> str:
     """`input amax 2 → 0`, or nothing."""
     value = evidence(f, name)
@@ -56,7 +70,7 @@ def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     first = (
         "Look at the router: load-balancing loss, capacity factor, expert bias."
-        if p.extra.get("tokens") == 0 or p.extra.get("which") == "not-called"
+        if p.extra.get("tokens") == 0 or p.extra.get("which") in ("not-called", "starved")
         else (f"Look at requires_grad of {p.module} and of what feeds it, and at the gate before it.")
     )
     return [

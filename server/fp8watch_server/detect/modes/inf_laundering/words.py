@@ -6,7 +6,7 @@ from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import element_words, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
 
-_MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
+_MAX_FINITE = {"E4M3": 448, "E5M2": 57344, "E2M1": 6}
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
