@@ -122,6 +122,20 @@ SEEN_TO_BE_WRONG = [
         f"{SEEN}::test_all_flags_that_changed_at_a_resume_are_named_as_the_framework_names_them",
     ),
     Bug(
+        "a flag that went is a change",
+        "sessions:differences",
+        "        if (known or name.startswith(FLAG)) and value != before:\n",
+        "        if known and value != before:\n",
+        f"{SEEN}::test_a_flag_that_came_or_went_at_a_resume_is_a_change",
+    ),
+    Bug(
+        "a restart is no other configuration",
+        "sessions",
+        '            "restart_count",\n',
+        "",
+        f"{SEEN}::test_what_a_restart_is_and_what_is_not_seen_are_no_flags",
+    ),
+    Bug(
         "a hash does not tell the step",
         "agreement:Agreement._corrupted",
         "            began=now.step if last_agreed is None else last_agreed + 1,\n",
