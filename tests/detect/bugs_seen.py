@@ -45,6 +45,20 @@ SEEN_TO_BE_WRONG = [
         f"{SCALARS}::test_a_loss_that_is_scaled_away_is_said_whether_the_norm_is_logged_or_not",
     ),
     Bug(
+        "gradients that fall at once by less",
+        "gradient_fall",
+        "AT_ONCE_OCTAVES = 5.0\n",
+        "AT_ONCE_OCTAVES = 10.0\n",
+        f"{SCALARS}::test_a_loss_divided_twice_is_a_fall_of_the_gradient_and_no_matter_of_data",
+    ),
+    Bug(
+        "norms of some trainings scatter far",
+        "gradient_fall:_is_least",
+        "return norm is not None and 4 * norm <",
+        "return norm is not None and 0 * norm <",
+        f"{SCALARS}::test_a_norm_that_scatters_by_seven_octaves_has_not_fallen",
+    ),
+    Bug(
         "a level of the loss in what scatters",
         "bad_batch.level",
         "WINDOWS = ((8, 24, 2.5), (24, 48, 1.25))\n",

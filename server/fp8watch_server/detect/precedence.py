@@ -113,6 +113,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
             "scale-collapse",
             "frozen-scale",
             "scalar-shift",
+            "bad-batch",
         }
     ),
 }
