@@ -73,6 +73,13 @@ SEEN_TO_BE_WRONG = [
         f"{SEEN}::test_a_mild_clip_of_one_step_is_on_the_timeline",
     ),
     Bug(
+        "a scale that moves within a step is not frozen",
+        "delayed:Delayed._judge_frozen",
+        "high = seen & one & (amax",
+        "high = seen & (amax",
+        f"{SEEN}::test_a_scale_that_moves_between_micro_batches_answers_its_history",
+    ),
+    Bug(
         "harm by the SQNR has a window of its own",
         "delayed:Delayed.observe",
         "        clip |= self._harmed.update(harmed, measured, now.step)\n",

@@ -79,6 +79,20 @@ def test_a_mild_clip_of_one_step_is_on_the_timeline(light: int) -> None:
     assert "clip depth 4" in words.title
 
 
+def test_a_scale_that_moves_between_micro_batches_answers_its_history() -> None:
+    """Each new high of the first micro-batch is answered in the same step: the next one has no more to answer."""
+    t = healthy(3, 150, 1, recipe="delayed", hybrid=True)
+    one, at = t.mask("layers.0.mlp.down_proj", "input"), np.arange(150)
+    scale, depth, up = np.where(at > 60, 0.02, 0.018), np.where(at == 60, 0.8, 0.5), np.zeros(150)
+    for k, step in enumerate((AT, AT + 3, AT + 6)):
+        depth[step], up[step] = 0.9, 2 + 0.2 * k
+    t.grow(one, up)
+    first = np.where(up > 0, 0.9 * scale, scale)
+    for name, values in (("scale_inv_max", scale), ("scale_inv_min", first), ("scale_ratio_max", depth)):
+        t.columns[name][:, one] = values[:, None]
+    assert [i.mode for i in incidents(t) if i.mode == "frozen-scale"] == []
+
+
 def test_harm_that_only_full_samples_hold_is_counted_by_them() -> None:
     """A clip of 1.3 times the limit in each step costs 12 dB here; the steps between samples cannot say so."""
     t = healthy(3, 400, recipe="delayed", hybrid=True)

@@ -66,10 +66,11 @@ def write_page(
     where: str,
     took_s: float,
     proved: str,
+    command: str,
 ) -> str:
     """The whole page."""
     parts = [
-        _intro(rarest.every, split, num_seeds, where, took_s, proved),
+        _intro(rarest.every, split, num_seeds, where, took_s, proved, command),
         _goals(rarest, always),
         _modes(rarest.made),
         _confusion(rarest.made),
@@ -84,7 +85,7 @@ def write_page(
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(every: int, split: str, num_seeds: int, where: str, took_s: float, proved: str) -> str:
+def _intro(every: int, split: str, num_seeds: int, where: str, took_s: float, proved: str, command: str) -> str:
     return f"""# Detection: how well failures are found
 
 Two measurements: faults put into real trainings of sixteen families (`make prove`), and a test of the engine alone on traces
@@ -94,11 +95,11 @@ Two measurements: faults put into real trainings of sixteen families (`make prov
 
 ## Test of the engine on traces
 
-Made by `make bench-detect` ({where}; {took_s:.0f} s of one core). Two sources:
+Made by `{command}` ({where}; {took_s:.0f} s of one core). Two sources:
 
 - **made up**: traces after a calibration on a real training of the demo's model (`tests/detect/calibration.json`: level, spread
   and memory of amax, smallest tile, SQNR, underflow and kurtosis of each kind of site), with faults put into their columns
-  (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover {len({s.expected.mode for s in BY_NAME.values()})} modes, each mild, medium and severe, with {num_seeds} seeds of the
+  (`tests/detect/scenarios.py`). {len(BY_NAME)} scenarios cover {len({s.expected.mode for s in BY_NAME.values()})} modes, each mild, medium and severe, with {num_seeds} seed{"s" if num_seeds > 1 else ""} of the
   *{split}* split; thresholds were chosen on other seeds of this part. Each faulty run has its healthy twin: what the twin says too does not count.
 - **recorded**: real trainings in FP8 on the CPU, 184 steps each, faults put into the model itself
   (`tests/benchmarks/detection/record.py`). **Not held out**: thresholds were changed after looking at these runs (see the end).

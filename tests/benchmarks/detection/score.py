@@ -39,6 +39,7 @@ SPLITS = {"tune": 0, "test": 1000}
 RAREST = 64
 """Steps between full statistics of one site: the most that attach's `overhead_budget` chooses."""
 ALWAYS = 1
+SEEDS, HEALTHY_STEPS = 4, 33_000
 LEVELS = ("mild", "medium", "severe")
 PAGE = Path(__file__).parents[3] / "docs" / "detection.md"
 
@@ -153,8 +154,8 @@ def cost() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--healthy-steps", type=int, default=33_000)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--healthy-steps", type=int, default=HEALTHY_STEPS)
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--print", action="store_true", help="print instead of writing the page")
     args = parser.parse_args()
@@ -170,7 +171,10 @@ def main() -> None:
     where = f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     took_s = time.process_time() - began
-    page = write_page(rarest, always, cost(), args.split, args.seeds, where, took_s, kept(old))
+    given = [] if (args.seeds, args.healthy_steps) == (SEEDS, HEALTHY_STEPS) else ["--seeds", args.seeds]
+    given += ["--healthy-steps", args.healthy_steps] if given else []
+    command = "make bench-detect" + (f' ARGS="{" ".join(map(str, given))}"' if given else "")
+    page = write_page(rarest, always, cost(), args.split, args.seeds, where, took_s, kept(old), command)
     if args.print:
         sys.stdout.write(page)
     else:
