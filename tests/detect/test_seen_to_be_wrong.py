@@ -85,7 +85,7 @@ def test_a_scale_that_moves_between_micro_batches_answers_its_history() -> None:
     one, at = t.mask("layers.0.mlp.down_proj", "input"), np.arange(150)
     scale, depth, up = np.where(at > 60, 0.02, 0.018), np.where(at == 60, 0.8, 0.5), np.zeros(150)
     for k, step in enumerate((AT, AT + 3, AT + 6)):
-        depth[step], up[step] = 0.9, 2 + 0.2 * k
+        depth[step], up[step] = 0.9, 4.0 + k
     t.grow(one, up)
     first = np.where(up > 0, 0.9 * scale, scale)
     for name, values in (("scale_inv_max", scale), ("scale_inv_min", first), ("scale_ratio_max", depth)):
