@@ -51,14 +51,14 @@ def test_what_was_above_the_limit_when_it_was_attached_is_no_growth_until_it_dou
     assert "warning" in {i.severity for i in told(level, first_step=90_000)}
 
 
-@pytest.mark.parametrize(("octaves", "first_step"), [(0.08, 120), (0.05, 3000), (0.2, 0)])
+@pytest.mark.parametrize(("octaves", "first_step"), [(0.08, 120), (0.05, 3000)])
 def test_growth_that_lasts_is_told_before_the_limit(octaves: float, first_step: int) -> None:
     at = 120
     logits = 18 * np.exp2(octaves * np.clip(np.arange(STEPS) - at, 0, None))
     [incident, *_] = told(np.minimum(logits, 5e3), first_step=first_step)
     assert (incident.mode, incident.severity) == ("attention-logit-growth", "warning")
     reached = first_step + at + np.log2(100 / 18) / octaves
-    assert first_step + at < incident.first.step <= reached + 1
+    assert first_step + at < incident.first.step < reached - 5
 
 
 def test_the_last_limit_pages_at_any_time() -> None:
