@@ -176,7 +176,7 @@ def logits_unseen(plan: Plan | None) -> str:
 def logits_summary(plan: Plan | None) -> str:
     """Whether the logits of attention are seen, in words."""
     if plan is None or plan.step.logits_unseen is None:
-        return "not looked at: attach(probes=['norms', 'attention', 'high_precision', 'attention_logits']) does"
+        return "not looked at: the model has no module called attention, or probes= leaves 'attention_logits' out"
     return logits_unseen(plan) or "seen"
 
 

@@ -26,8 +26,8 @@ from fp8watch.quantize.output_checks import ProbeNumbers
 from fp8watch_agent.record import Measured
 
 NORMS, ATTENTION, HIGH_PRECISION = "norms", "attention", "high_precision"
-DEFAULT = (NORMS, ATTENTION, HIGH_PRECISION)
 ATTENTION_LOGITS = "attention_logits"
+DEFAULT = (NORMS, ATTENTION, HIGH_PRECISION, ATTENTION_LOGITS)
 _NORM = re.compile(r"norm(?:\dd)?$")
 _WEIGHTED = (nn.Linear, nn.Embedding)
 MAX_COUNTED = 1 << 23
@@ -73,7 +73,7 @@ def select(
     Args:
         modules: fully qualified names and modules.
         wanted: "norms", "attention", "high_precision" (embeddings, and Linears that are not quantised: heads, routers),
-            and names or shell patterns of modules; None for the first three.
+            "attention_logits", and names or shell patterns of modules; None for these four.
         quantised: ids of the modules whose own operands are observed.
 
     Raises:
@@ -84,7 +84,7 @@ def select(
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"probes={wanted!r}: must be a list of names, such as ['norms', 'layers.*.mlp']")
     found: dict[int, Probe] = {}
-    kinds = {*DEFAULT, ATTENTION_LOGITS}
+    kinds = set(DEFAULT)
     unused = set(names) - kinds
     for fqn, module in modules:
         if not fqn:

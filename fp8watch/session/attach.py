@@ -22,6 +22,7 @@ from fp8watch.layers import custom_ops
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
 from fp8watch.observer.probes import ATTENTION_LOGITS
+from fp8watch.observer.probes import DEFAULT as DEFAULT_PROBES
 from fp8watch.observer.probes import select as select_probes
 from fp8watch.recipe import resolve_recipe
 from fp8watch.selection.flop_coverage import Coverage, coverage
@@ -100,7 +101,8 @@ def attach(
             device. "auto": on a GPU "scaled_mm", and where that cannot be had the GEMMs stay as they are and are observed,
             because emulation would make training slower; elsewhere "emulated".
         probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and Linears that stay in
-            high precision), "attention_logits" (of fused attention), names and shell patterns; None: the first three.
+            high precision), "attention_logits" (largest logits, sampled, of fused attention too), names and shell patterns;
+            None: these four.
         sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
             such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
         windows: (first step, step after the last) pairs; outside of them only the scalars of a step are sent. None:
@@ -223,7 +225,11 @@ def attach(
         if is_lightning_module(model):
             handles.append(LossOfTrainingStep(model, plan.step, custom_ops.site_tensor(plan, 0), guard))
         handles += guard.call(
-            "probes", lambda: place_probes(plan, table, watched.probed, fused=ATTENTION_LOGITS in (probes or ())), []
+            "probes",
+            lambda: place_probes(
+                plan, table, watched.probed, fused=ATTENTION_LOGITS in (DEFAULT_PROBES if probes is None else probes)
+            ),
+            [],
         )
     url = None if recorder is None else run_url(settings, identity)
     attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, covered)

@@ -122,9 +122,9 @@ def logits_of(watch, step=0):
 
 
 @pytest.mark.parametrize("kernel", [in_memory, fused, fused_by_its_own_name, flash])
-def test_the_largest_logit_is_seen_whatever_computes_attention(attach, kernel):
+def test_the_largest_logit_is_seen_by_default_whatever_computes_attention(attach, kernel):
     model = Net(kernel)
-    watch = attach(model, probes=PROBES)
+    watch = attach(model)
     model(data()).backward()
     watch.step()
     assert logits_of(watch) == {"attn": pytest.approx(model.attn.truth / math.sqrt(8), rel=1e-5)}

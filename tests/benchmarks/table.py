@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.operating_point import headed
+
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 ORDER = (
     "kernels",
@@ -97,7 +99,7 @@ def write(family: str, text: str) -> None:
     if family not in ORDER:
         raise ValueError(f"family={family!r}: must be one of {', '.join(ORDER)}")
     parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", _read(OUT), re.S))
-    parts[family] = text.strip()
+    parts[family] = headed(family, text)
     missing = [name for name in ORDER if name not in parts]
     body = "\n\n".join(f"<!-- {name} -->\n{parts[name]}\n<!-- /{name} -->" for name in ORDER if name in parts)
     left = f"\n\n## Not measured\n\n{', '.join(missing)}.\n" if missing else "\n"

@@ -56,6 +56,7 @@ COLUMNS: dict[str, list[str]] = {
     "layers: amax and scale_inv of the site A": ["step", "amax_max", "scale_inv_min", "scale_inv_max"],
     "layers: Tile SQNR of the site A": ["step", "tile_sqnr_db"],
     "layers: Underflow of the site A": ["step", "underflow_ratio"],
+    "layers: Gain error of the site A": ["step", "gain_error"],
     "layers: Clip depth of the site A": ["step", "clip_depth"],
     "layers: Counts of the site A": ["step", "num_saturated", "num_nonfinite", "num_sentinel_tiles"],
     "layers: variable run": OPTIONS,

@@ -118,11 +118,12 @@ def test_the_dashboards_say_what_the_api_says(run: RealRun, chosen: dict[str, st
     rows = answer(run, named("run: Loss over steps A"), chosen)
     assert [r["step"] for r in rows] == loss["steps"]
     assert [r["loss"] for r in rows] == pytest.approx(loss["values"])
-    series = run.client.get(
-        f"{path}/series?site={chosen['site']}&field=tile_sqnr_db&from=0&to={STEPS}&points=1000"
-    ).json()
-    rows = answer(run, named("layers: Tile SQNR of the site A"), chosen)
-    assert [r["tile_sqnr_db"] for r in rows] == pytest.approx(series["values"], nan_ok=True)
+    for field, panel in (("tile_sqnr_db", "Tile SQNR"), ("gain_error", "Gain error")):
+        series = run.client.get(
+            f"{path}/series?site={chosen['site']}&field={field}&from=0&to={STEPS}&points=1000"
+        ).json()
+        rows = answer(run, named(f"layers: {panel} of the site A"), chosen)
+        assert [r[field] for r in rows] == pytest.approx(series["values"], nan_ok=True)
     told = run.client.get(path).json()
     (status,) = answer(run, named("run: Status A"), chosen)
     assert status["status"] == told["status"] == "ended"

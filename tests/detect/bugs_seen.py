@@ -47,6 +47,20 @@ SEEN_TO_BE_WRONG = [
         f"{SCALARS}::test_a_loss_that_is_scaled_away_is_said_whether_the_norm_is_logged_or_not",
     ),
     Bug(
+        "gradients that fall at once by less",
+        "gradient_fall",
+        "AT_ONCE_OCTAVES = 5.0\n",
+        "AT_ONCE_OCTAVES = 10.0\n",
+        f"{SCALARS}::test_a_loss_divided_twice_is_a_fall_of_the_gradient_and_no_matter_of_data",
+    ),
+    Bug(
+        "norms of some trainings scatter far",
+        "gradient_fall:_is_least",
+        "return norm is not None and 4 * norm <",
+        "return norm is not None and 0 * norm <",
+        f"{SCALARS}::test_a_norm_that_scatters_by_seven_octaves_has_not_fallen",
+    ),
+    Bug(
         "a level of the loss in what scatters",
         "bad_batch.level",
         "WINDOWS = ((8, 24, 2.5), (24, 48, 1.25))\n",
@@ -59,6 +73,13 @@ SEEN_TO_BE_WRONG = [
         "NOTICED_DEPTH = 2.0\n",
         "NOTICED_DEPTH = 20.0\n",
         f"{SEEN}::test_a_mild_clip_of_one_step_is_on_the_timeline",
+    ),
+    Bug(
+        "a scale that moves within a step is not frozen",
+        "delayed:Delayed._judge_frozen",
+        "high = seen & one & (amax",
+        "high = seen & (amax",
+        f"{SEEN}::test_a_scale_that_moves_between_micro_batches_answers_its_history",
     ),
     Bug(
         "harm by the SQNR has a window of its own",
@@ -122,6 +143,20 @@ SEEN_TO_BE_WRONG = [
         "    return _HISTORY[fact] if by_flags and fact in _HISTORY else fact\n",
         "    return fact\n",
         f"{SEEN}::test_all_flags_that_changed_at_a_resume_are_named_as_the_framework_names_them",
+    ),
+    Bug(
+        "a flag that went is a change",
+        "sessions:differences",
+        "        if (known or name.startswith(FLAG)) and value != before:\n",
+        "        if known and value != before:\n",
+        f"{SEEN}::test_a_flag_that_came_or_went_at_a_resume_is_a_change",
+    ),
+    Bug(
+        "a restart is no other configuration",
+        "sessions",
+        '            "restart_count",\n',
+        "",
+        f"{SEEN}::test_what_a_restart_is_and_what_is_not_seen_are_no_flags",
     ),
     Bug(
         "a hash does not tell the step",

@@ -162,6 +162,26 @@ def test_a_loss_that_is_scaled_away_is_said_whether_the_norm_is_logged_or_not(fa
     assert "loss scale" in explain(incident.named, t.facts).fix[0]["text"]
 
 
+@pytest.mark.parametrize(("factor", "plotted"), [(1e-3, True), (0.01, True), (0.01, False)])
+def test_a_loss_divided_twice_is_a_fall_of_the_gradient_and_no_matter_of_data(factor: float, plotted: bool) -> None:
+    """Where the loss that is plotted is divided too, it falls with the gradient and comes back with it."""
+    t = made(num=200)
+    while_it_lasts = (np.arange(200) >= AT) & (np.arange(200) < AT + 30)
+    t.steps["grad_norm"][while_it_lasts] *= factor
+    t.grow(t.mask(operand="grad_output"), np.where(while_it_lasts, np.log2(factor), 0.0))
+    if plotted:
+        t.steps["loss"][while_it_lasts] *= factor
+    [incident] = incidents(t)
+    assert (incident.mode, incident.first.onset, incident.first.step) == ("scalar-shift", AT, AT + 2)
+    assert "Gradient norm fell from" in said(t)
+
+
+def test_a_norm_that_scatters_by_seven_octaves_has_not_fallen() -> None:
+    t, rng = made(num=300), np.random.default_rng(1)
+    t.steps["grad_norm"] *= np.where(rng.random(300) < 0.35, 2.0 ** -rng.uniform(4, 7, 300), 1.0)
+    assert incidents(t) == []
+
+
 def test_a_batch_without_tokens_that_count_has_no_gradient_for_a_step_and_is_silent() -> None:
     t = made()
     grads = t.mask(operand="grad_output")

@@ -14,7 +14,8 @@ from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.engine import Engine
-from fp8watch_server.detect.sessions import SessionFacts
+from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
+from fp8watch_server.detect.sessions import SessionFacts, differences
 from fp8watch_server.incidents.explain import Explanation, explain
 
 AT, STEPS = 120, 200
@@ -76,6 +77,20 @@ def test_a_mild_clip_of_one_step_is_on_the_timeline(light: int) -> None:
     assert (incident.mode, incident.severity) == ("delayed-clip", "info")
     assert (incident.first.onset, incident.last_step) == (AT, AT)
     assert "clip depth 4" in words.title
+
+
+def test_a_scale_that_moves_between_micro_batches_answers_its_history() -> None:
+    """Each new high of the first micro-batch is answered in the same step: the next one has no more to answer."""
+    t = healthy(3, 150, 1, recipe="delayed", hybrid=True)
+    one, at = t.mask("layers.0.mlp.down_proj", "input"), np.arange(150)
+    scale, depth, up = np.where(at > 60, 0.02, 0.018), np.where(at == 60, 0.8, 0.5), np.zeros(150)
+    for k, step in enumerate((AT, AT + 3, AT + 6)):
+        depth[step], up[step] = 0.9, 4.0 + k
+    t.grow(one, up)
+    first = np.where(up > 0, 0.9 * scale, scale)
+    for name, values in (("scale_inv_max", scale), ("scale_inv_min", first), ("scale_ratio_max", depth)):
+        t.columns[name][:, one] = values[:, None]
+    assert [i.mode for i in incidents(t) if i.mode == "frozen-scale"] == []
 
 
 def test_harm_that_only_full_samples_hold_is_counted_by_them() -> None:
@@ -305,6 +320,37 @@ def test_all_flags_that_changed_at_a_resume_are_named_as_the_framework_names_the
     assert f"and {len(names) - 3} more" in words.title
     assert all(any(name in f["text"] for f in words.fix) for name in names)
     assert all(name in words.cause for name in names)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told", "fix"),
+    [
+        ({}, {"fp8_param_gather": "1"}, ("not given", "1"), "Leave --fp8-param-gather out, as before."),
+        ({"fp8_param_gather": "1"}, {}, ("1", "not given"), "Give --fp8-param-gather the value it had: 1."),
+    ],
+)
+def test_a_flag_that_came_or_went_at_a_resume_is_a_change(
+    before: dict[str, str], now: dict[str, str], told: tuple[str, str], fix: str
+) -> None:
+    """With it the fingerprint alone would have said that something changed."""
+
+    def session(number: int, flags: dict[str, str]) -> SessionFacts:
+        facts = {"recipe": "delayed", **{f"flag.{k}": v for k, v in flags.items()}}
+        return SessionFacts(f"{number:032x}", 0, number, fingerprint=f"{number:012x}", facts=facts)
+
+    changes = differences(session(2, now), session(1, before), "the session before")
+    assert [(c.fact, c.baseline, c.value) for c in changes[1:]] == [("flag.fp8_param_gather", *told)]
+    t = healthy(3, 16, 1)
+    words = explain(mismatch(changes, 16, 0, resumed=True), t.facts)
+    assert words.title == f"FP8 configuration changed: --fp8-param-gather {told[0]} → {told[1]}"
+    assert fix in {f["text"] for f in words.fix}
+
+
+@pytest.mark.parametrize("fact", ["restart_count", "logits_unseen", "replaced"])
+def test_what_a_restart_is_and_what_is_not_seen_are_no_flags(fact: str) -> None:
+    """A job that its launcher starts again says so by a number."""
+    sessions = [SessionFacts(f"{n:032x}", 0, n, facts={"recipe": "blockwise", fact: n}) for n in (1, 2)]
+    assert differences(sessions[1], sessions[0], "the session before") == []
 
 
 # ---- hashes that go round: each weight once in 32 steps

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks.detection.page import BEGIN, END
 from proving.judge import LOUD, Judged
 from proving.run import ROOT
 from proving.score import (
@@ -28,7 +29,6 @@ from proving.score import (
 from proving.split import DEV_FAMILIES, DEV_GENERATORS, HELD_OUT_FAMILIES, HELD_OUT_GENERATORS
 
 PAGE = ROOT / "docs" / "detection.md"
-BEGIN, END = "<!-- proving ground -->", "<!-- end of proving ground -->"
 SPLITS = ("held-out", "crossed", "dev")
 Measure = Callable[[Sequence[Judged]], float]
 

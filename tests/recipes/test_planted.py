@@ -9,6 +9,8 @@ T = "tests/recipes"
 KEPT = f"{T}/test_kept_for_backward.py"
 HIGH = f"{T}/test_high_precision.py"
 ROWS = f"{T}/test_rowwise.py"
+ASKED = f"{T}/test_declared.py"
+COMPARED = "tests/diagnose/test_compare.py::test_where_fp8_explains_it_the_switches_come_in_the_order_to_try"
 BUGS = [
     Bug("codes are kept for backward", "kept_operands:quantize_for_backward",
         "if later and not torch.compiler.is_compiling() and not kept.numel():", "if later and now:",
@@ -31,6 +33,22 @@ BUGS = [
         "tests/attach/test_window_merge.py::test_after_a_jump_the_sites_that_jumped_send_all_and_the_others_do_not"),
     Bug("a scale of a row is divided in float64", "rowwise:scale_of_rows",
         ".to(torch.float64)", "", f"{ROWS}::test_codes_and_scales_are_torchaos"),
+    Bug("an accelerator that was made is asked before the environment", "declared:_of_accelerate",
+        'str(held.get("_mixed_precision", "")) == "fp8"', 'str(held.get("_mixed_precision", "")) == "no"',
+        f"{ASKED}::test_each_way_to_ask_is_read"),
+    Bug("a flag with false asks for nothing", "declared:_of_argv",
+        "and value.lower() not in _NO", "", f"{ASKED}::test_what_asks_for_none_is_not_taken_for_it"),
+    Bug("a configuration file behind a flag is searched", "declared:_of_argv",
+        'word if not flag.startswith("-") else value', "word",
+        f"{ASKED}::test_a_configuration_file_on_the_command_line_is_searched"),
+    Bug("FP8 that was asked for and is not there is said", "declared:not_active",
+        "if not asked:", "if True:", f"{ASKED}::test_attach_says_it_and_the_run_has_a_warning"),
+    Bug("a model that computes in FP8 is not warned of", "attach:attach",
+        "if computing is None:", "if True:", f"{ASKED}::test_a_model_that_computes_in_fp8_is_not_warned_of_and_has_its_own_flags"),
+    Bug("weights that the trainer keeps in FP8 come first", "verdict:switches",
+        'out.insert(0, "--fp8-param-gather', 'out.append("--fp8-param-gather', COMPARED),
+    Bug("switches are for what FP8 explains", "verdict:judge",
+        'param_gather=param_gather) if kind == "fp8" else ()', "param_gather=param_gather)", COMPARED),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from database import fresh_database
 from store.kit import Feed, made_up
 from store.test_compaction import fill
 
+from fp8watch_agent.record import Measured
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.schema import BLOCK_COUNTS
 from fp8watch_server.db.sql_chart_views import OCTAVES, SMALLEST_IS_WORST
@@ -121,3 +122,46 @@ def test_octaves(conn: sa.Connection, operand: str, points: int, num_steps: int)
         row["step"]: want[row["step"]] for row in got
     }
     assert {row["step"] for row in got} >= set(want)
+
+
+@pytest.fixture(scope="module")
+def gains() -> Iterator[tuple[sa.Connection, np.ndarray]]:
+    """One site whose full statistics come in every third step, its gain errors on both sides of 0, NaN in one; [T]."""
+    with fresh_database("postgresql") as url:
+        feed = Feed(make_engine(url))
+        num = 300
+        gain = np.random.default_rng(2).integers(-40, 41, num) / 4096  # as few bits as the wire keeps
+        gain[78] = np.nan
+        full = (int(Measured.ENERGIES) | int(Measured.GAIN)) * (np.arange(num) % 3 == 0)
+        of_steps = {
+            "signal_energy": np.full(num, 4.0),
+            "gain_energy": 4.0 * gain,
+            "measured": int(Measured.AMAX) | full,
+        }
+        fields = {name: np.repeat(values, 3) for name, values in of_steps.items()}
+        feed.send(feed.agent(), list(range(num)), fields=fields)
+        feed.compact(everything=True)
+        with feed.engine.connect() as opened:
+            yield opened, np.where(np.arange(num) % 3 == 0, gain, np.inf)
+        feed.engine.dispose()
+
+
+@pytest.mark.parametrize("points", [5000, 10])
+def test_the_gain_error_of_a_bucket_is_the_one_furthest_from_zero(
+    gains: tuple[sa.Connection, np.ndarray], points: int
+) -> None:
+    conn, gain = gains
+    width = max(1, math.ceil(len(gain) / points))
+    want: dict[int, list[float]] = defaultdict(list)
+    for step in np.flatnonzero(~np.isinf(gain)):
+        want[int(step) // width * width].append(float(gain[step]))
+    (first, *_) = ask(conn, "SELECT site FROM grafana.site ORDER BY flow_order")
+    got = ask(conn, "SELECT * FROM grafana.gain_series('run-1', :s, NULL, 10000, :p)", s=first["site"], p=points)
+    found = {step: "nan" if any(map(math.isnan, v)) else plain(max(v, key=abs)) for step, v in want.items()}
+    assert {row["step"]: plain(row["gain_error"]) for row in got} == found
+    assert min(row["gain_error"] for row in got) < 0
+
+
+def test_a_block_without_full_statistics_holds_no_gain(conn: sa.Connection) -> None:
+    assert ask(conn, "SELECT count(*) AS num FROM block WHERE gain_error IS NOT NULL") == [{"num": 0}]
+    assert ask(conn, "SELECT * FROM grafana.gain") == []

@@ -60,7 +60,7 @@ def test_check_finds_every_kind_of_damage(feed: Feed, capsys: pytest.CaptureFixt
     assert "known are 'run-1'" in capsys.readouterr().err
 
 
-_ARRAYS = {"steps", *t.BLOCK_ARRAYS, *t.BLOCK_COUNTS}
+_ARRAYS = {"steps", *t.BLOCK_ARRAYS, *t.BLOCK_COUNTS, *t.BLOCK_SAMPLED}
 
 
 def test_prune_says_what_goes_and_lets_it_go(feed: Feed, capsys: pytest.CaptureFixture[str]) -> None:

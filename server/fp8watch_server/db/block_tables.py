@@ -51,6 +51,8 @@ sa.Index(
 
 BLOCK_ARRAYS = ("amax_max", "scale_inv_min", "scale_inv_max", "clip_depth", "tile_sqnr_db", "underflow_ratio")
 BLOCK_COUNTS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
+BLOCK_SAMPLED = ("gain_error",)
+"""Of full statistics alone: NULL where no record of a block has one."""
 
 block = sa.Table(  # 256 steps of one site on one rank, or merged over all ranks
     "block",
@@ -69,6 +71,7 @@ block = sa.Table(  # 256 steps of one site on one rank, or merged over all ranks
     sa.Column("steps", SqlArray("BIGINT")),
     *[sa.Column(name, SqlArray("REAL")) for name in BLOCK_ARRAYS],
     *[sa.Column(name, SqlArray("BIGINT")) for name in BLOCK_COUNTS],  # NULL: all 0
+    *[sa.Column(name, SqlArray("REAL")) for name in BLOCK_SAMPLED],
     of_run(),
 )
 

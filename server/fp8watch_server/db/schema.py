@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from fp8watch_server.db.block_tables import (
     BLOCK_ARRAYS,
     BLOCK_COUNTS,
+    BLOCK_SAMPLED,
     BLOCK_STEPS,
     KEPT_DETAIL,
     KEPT_ROLLUP,
@@ -39,6 +40,7 @@ from fp8watch_server.db.metadata import DEFAULT_TENANT, metadata, of_run, of_ses
 __all__ = [
     "BLOCK_ARRAYS",
     "BLOCK_COUNTS",
+    "BLOCK_SAMPLED",
     "BLOCK_STEPS",
     "DEFAULT_TENANT",
     "KEPT_DETAIL",

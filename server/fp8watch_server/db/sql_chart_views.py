@@ -229,6 +229,11 @@ def create_chart_views(conn: Connection) -> None:
         conn.exec_driver_sql(f"CREATE VIEW {SCHEMA}.{name} AS {body}".replace("%", "%%"))
     for signature, body in FUNCTIONS.items():
         conn.exec_driver_sql(f"CREATE FUNCTION {SCHEMA}.{signature} {body}".replace("%", "%%"))
+    grant_to_readers(conn)
+
+
+def grant_to_readers(conn: Connection) -> None:
+    """Let every role that may use the schema read all that is in it by now."""
     readers = conn.exec_driver_sql(
         "SELECT DISTINCT r.rolname FROM pg_namespace n, aclexplode(n.nspacl) a JOIN pg_roles r ON r.oid = a.grantee "
         f"WHERE n.nspname = '{SCHEMA}' AND a.privilege_type = 'USAGE' AND a.grantee <> n.nspowner"

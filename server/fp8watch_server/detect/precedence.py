@@ -118,6 +118,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
             "scale-collapse",
             "frozen-scale",
             "scalar-shift",
+            "bad-batch",
         }
     ),
 }

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fp8watch_server.detect.sessions import FLAG
+
 FixKind = Literal["env", "flag", "code", "data", "hardware"]
 
 EPS_VARIABLE = {
@@ -99,8 +101,6 @@ _TORCHAO = {
     "tile": "Float8LinearConfig.cast_config_{}.scaling_granularity",
     "recipe": "Float8LinearConfig.cast_config_{}.scaling_granularity",
 }
-FLAG = "flag."
-"""A fact that a trainer's own flag gave."""
 
 
 def switch_of(fact: str, backend: str, by_flags: bool) -> str:

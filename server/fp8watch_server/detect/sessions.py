@@ -27,6 +27,10 @@ from fp8watch_agent.roles import (
 from fp8watch_server.detect.finding import SiteFacts
 
 MAX_NAMED = 8
+FLAG = "flag."
+"""A fact that a trainer's own flag gave."""
+NOT_GIVEN = "not given"
+"""Value of a flag that one of two sessions has and the other has not."""
 NOT_TAKEN_FACT = "not_taken"
 """Fact of a session: weights that it does not watch, with the reason of each."""
 SILENT_FACT = "silent"
@@ -43,6 +47,9 @@ _IGNORED = frozenset(
             SILENT_FACT,
             "silent_share",
             "no_step_ended",
+            "logits_unseen",
+            "replaced",
+            "restart_count",
             ROLES_FACT,
         ),
         EXPERTS_FACT,
@@ -131,10 +138,12 @@ def differences(new: SessionFacts, old: SessionFacts, against: str) -> list[Chan
     if new.fingerprint and old.fingerprint and new.fingerprint != old.fingerprint:
         out.append(Change("fingerprint", new.fingerprint, old.fingerprint, against))
     for name in sorted({*new.facts, *old.facts}):
-        if name in _IGNORED or name.partition(".")[0] in ("checkpoint", "declared") or name not in new.facts:
+        if name in _IGNORED or name.partition(".")[0] in ("checkpoint", "declared"):
             continue
-        if name in old.facts and new.facts[name] != old.facts[name]:
-            out.append(Change(name, new.facts[name], old.facts[name], against))
+        value, before = (facts.get(name, NOT_GIVEN) for facts in (new.facts, old.facts))
+        known = name in new.facts and name in old.facts
+        if (known or name.startswith(FLAG)) and value != before:
+            out.append(Change(name, value, before, against))
     for name in ("recipe", "backend"):
         a, b = getattr(new, name), getattr(old, name)
         if a and b and a != b and name not in new.facts:

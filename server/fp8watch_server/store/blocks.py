@@ -40,7 +40,7 @@ HISTOGRAM_TABLE: dict[str, Column] = {
 }
 ALL_FIELDS: tuple[str, ...] = tuple(f.name for f in FIELDS)
 ROLLED_FIELDS: tuple[str, ...] = (*ALL_FIELDS, *RANK_OF)
-_ARRAY_FIELDS = (*t.BLOCK_ARRAYS, *t.BLOCK_COUNTS)
+_ARRAY_FIELDS = (*t.BLOCK_ARRAYS, *t.BLOCK_COUNTS, *t.BLOCK_SAMPLED)
 _NO_ARRAYS: dict[str, Any] = dict.fromkeys(("first_step", "step_gap", "steps", *_ARRAY_FIELDS))
 
 
@@ -117,7 +117,8 @@ def _native(parts: Parts, index: Array) -> list[dict[str, Any]]:
     for name in _ARRAY_FIELDS:
         values, present = evaluate(SERIES_FIELDS[name], columns)
         for row, v, p in zip(out, values[index], present[index], strict=True):
-            row[name] = None if name in t.BLOCK_COUNTS and p.all() and not v.any() else (v, p)
+            nothing = p.all() and not v.any() if name in t.BLOCK_COUNTS else name in t.BLOCK_SAMPLED and not p.any()
+            row[name] = None if nothing else (v, p)
     return out
 
 

@@ -132,11 +132,12 @@ class Delayed(Detector):
         now, limit = ctx.now, ctx.limit
         scale, amax = now.column("scale_inv_max"), now.log2_amax
         seen = delayed & ~np.isnan(scale)
-        same = seen & (scale == self._scale) & (now.column("scale_inv_min") == scale)
+        one = now.column("scale_inv_min") == scale  # of several micro-batches the first may move it for those behind it
+        same = seen & (scale == self._scale) & one
         with np.errstate(invalid="ignore"):
             clipped = same & (now.clip_depth > limit.frozen_clip_depth)
             gave_way = seen & (scale > self._scale)
-            high = seen & (amax > self._highest + NEW_HIGH) & (now.clip_depth > self._answered * 1.01)
+            high = seen & one & (amax > self._highest + NEW_HIGH) & (now.clip_depth > self._answered * 1.01)
         unanswered = same & self._was_high
         for ring, value in ((self._same, same), (self._clipped, clipped), (self._unanswered, unanswered)):
             ring[seen] = np.concatenate([ring[seen, 1:], value[seen, None]], axis=1)

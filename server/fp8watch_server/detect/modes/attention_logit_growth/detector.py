@@ -4,7 +4,11 @@ Shapes:     `watch.log(max_attention_logit=…)`, or `max_attention_logit/<modul
 Thread:     detect worker
 
 Fixed limits, because softmax has a fixed scale: above 100 it is one-hot, above 1e4 bfloat16 loses the differences of
-neighbours. Below the limits, a slope that lasts.
+neighbours. Below the limits, a slope that lasts and is steeper than that of a young model.
+
+Logits of a healthy model grow until its learning rate has warmed up and for a while after it, and where they stay then
+is a property of the model. So before that only the last limit pages; a value above the first is information, and is
+taken for what is usual. Afterwards a value above the first limit is growth only where it was lower, or half as much.
 """
 
 from __future__ import annotations
@@ -21,6 +25,13 @@ from fp8watch_server.detect.finding import Evidence, Finding, Severity
 LOG = "max_attention_logit"
 WINDOW = 17
 SUSTAIN = 3
+MIN_USUAL = 4
+"""Looks after which a name has a usual value."""
+GREW = 2.0
+"""Times its usual value, where that is above the limit already."""
+YOUNG_OCTAVES = 5.0
+"""By which logits may grow while the number of steps doubles: small models in health were seen to grow by 2 to 4 until
+about step 100. Late in a training that is next to nothing."""
 
 
 class AttentionLogits(Detector):
@@ -58,25 +69,52 @@ class AttentionLogits(Detector):
         return [] if worst is None else [self._finding(ctx, *worst)]
 
     def _judge(self, ctx: Context, name: str, value: float) -> tuple[float, Severity] | None:
+        limit, usual = ctx.limit, self._usual.setdefault(name, Baseline(1))
+        slope = self._slope(name, value, ctx)
+        if self._is_over(ctx, value, slope, usual):
+            self._since.setdefault(name, ctx.now.step)
+            self._num_over[name] = self._num_over.get(name, 0) + 1
+            if value > limit.attention_logit_critical:
+                return slope, "critical"
+            if not ctx.warm:
+                usual.push(np.array([value]))
+                return (slope, "info") if self._num_over[name] >= SUSTAIN else None
+            lasts = value > limit.attention_logit_warning or self._num_over[name] >= SUSTAIN
+            return (slope, "warning") if lasts else None
+        self._num_over[name] = 0
+        self._since.pop(name, None)
+        usual.push(np.array([value]))
+        return None
+
+    def _slope(self, name: str, value: float, ctx: Context) -> float:
+        """Octaves a step over the last looks since the learning rate is warm; 0 where there are few, or a young model does
+        as much."""
         series = self._series.setdefault(name, Baseline(1, WINDOW))
+        if not ctx.warm:
+            series.forget()
+            self._at[name] = []
+            return 0.0
         at = self._at[name] = [*self._at.get(name, []), ctx.now.step][-WINDOW:]
-        usual = self._usual.setdefault(name, Baseline(1))
         series.push(np.array([math.log2(value)]))
-        apart = (at[-1] - at[0]) / max(len(at) - 1, 1)  # it is logged when a step is sampled: a slope is by the step
-        slope = float(series.slope()[0]) / max(apart, 1.0) if int(series.count[0]) >= WINDOW // 2 else 0.0
+        if len(at) < WINDOW // 2:
+            return 0.0
+        looks = series.ordered()[0, -len(at) :].astype(np.float64)
+        third = len(at) // 3  # each look is at other rows and heads: medians of a third
+        first, last = float(np.median(at[:third])), float(np.median(at[-third:]))
+        slope = float(np.median(looks[-third:]) - np.median(looks[:third])) / max(last - first, 1.0)
+        young = YOUNG_OCTAVES * math.log2((last + 1) / (first + 1)) / max(last - first, 1.0)
+        return slope if slope > young else 0.0
+
+    @staticmethod
+    def _is_over(ctx: Context, value: float, slope: float, usual: Baseline) -> bool:
         limit = ctx.limit
-        rising = ctx.warm and value > limit.attention_logit_floor and slope > limit.attention_logit_rate_octaves
-        over = value > limit.attention_logit_warning or rising
-        if not over:
-            self._num_over[name] = 0
-            self._since.pop(name, None)
-            usual.push(np.array([value]))
-            return None
-        self._since.setdefault(name, ctx.now.step)
-        self._num_over[name] = self._num_over.get(name, 0) + 1
         if value > limit.attention_logit_critical:
-            return slope, "critical"
-        return (slope, "warning") if value > limit.attention_logit_warning or self._num_over[name] >= SUSTAIN else None
+            return True
+        if value > limit.attention_logit_warning:
+            known = int(usual.count[0]) >= MIN_USUAL
+            was = float(usual.median()[0]) if known else 0.0
+            return not ctx.warm or was <= limit.attention_logit_warning or value > GREW * was
+        return ctx.warm and value > limit.attention_logit_floor and slope > limit.attention_logit_rate_octaves
 
     def _finding(self, ctx: Context, value: float, name: str, slope: float, severity: Severity) -> Finding:
         module = name.partition("/")[2]

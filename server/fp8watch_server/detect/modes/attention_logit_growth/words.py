@@ -19,6 +19,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     shared = " BF16 does the same." if f.verdict == "shared" else ""
     where = f" in {f.extra['attention']}" if f.extra.get("attention") else ""
     value = evidence(f, "max_attention_logit")
+    if f.severity == "info":
+        return (
+            f"Attention logits{where} are {number(value)} before the learning rate is warm",
+            f"The largest attention logit{where} is {number(value)}. Above 100 softmax is one-hot. While a model finds its feet that "
+            "may pass: it is a warning when it grows from there, or is reached later.",
+        )
     return (
         f"Attention logits grow{where}: {number(value)}",
         f"The largest attention logit{where} is {number(value)} and was {number(baseline(f, 'max_attention_logit'))}. Above 100 softmax is "

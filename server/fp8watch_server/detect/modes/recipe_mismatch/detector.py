@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
-from fp8watch_server.detect.remedies import FLAG, switch_of
-from fp8watch_server.detect.sessions import Change
+from fp8watch_server.detect.remedies import switch_of
+from fp8watch_server.detect.sessions import FLAG, Change
 
 MAX_CHANGES = 32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.sessions import NOT_GIVEN
 
 IN_TITLE = 3
 """Changes that the title names; the evidence has all of them."""
@@ -67,11 +68,7 @@ def fixes(p: Place) -> list[Fix]:
             ),
             Fix("flag", "Save and load with the same flags: --fp8-recipe, --fp8-param-gather, --fp8-amax-history-len."),
         ]
-    fixes = [
-        Fix("flag", f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}.")
-        for name, value, old, _ in changes
-        if name != "fingerprint"
-    ]
+    fixes = [Fix("flag", _back(name, value, old)) for name, value, old, _ in changes if name != "fingerprint"]
     if any("recomputation" in c[3] for c in changes):
         fixes.insert(
             0,
@@ -81,3 +78,9 @@ def fixes(p: Place) -> list[Fix]:
             ),
         )
     return [*fixes, Fix("flag", "Start from the checkpoint with the FP8 flags and the eps with which it was saved.")]
+
+
+def _back(name: str, value: object, old: object) -> str:
+    if old == NOT_GIVEN:
+        return f"Leave {name} out, as before."
+    return f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}."

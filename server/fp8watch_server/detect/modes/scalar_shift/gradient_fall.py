@@ -6,6 +6,9 @@ Thread:     detect worker
 A loss that is scaled by 1e-9 or by 0, an output that was detached, a mask over every token: the loss may look as ever,
 the norm of the gradient does not. What all gradients do together is taken out before one layer is judged, so no other
 detector sees it. The norm is what people log; where it is not, the median gradient against its own baseline says it.
+
+Ten octaves are told however they come. Five are where they come from one step to the next, and the norm is a quarter of the
+smallest of late: a loss divided twice by its tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from fp8watch_server.detect.view import Mask
 SUSTAIN = 3
 """Steps in a row: a batch whose every token is masked has no gradient for one of them."""
 MIN_GRADIENTS = 3
+AT_ONCE_OCTAVES = 5.0
+"""A fall from one step to the next; what drifts there is the training's own."""
+USUAL_OCTAVES = 1.5
+"""Within these of its usual value the step before was as ever."""
 
 
 class GradientFall(Detector):
@@ -34,6 +41,7 @@ class GradientFall(Detector):
         self._num_low = 0
         self._since = -1
         self._usual_norm: float | None = None  # when it began
+        self._as_ever = False  # the step before was
         self._num_sites = num_sites
 
     def grow(self, num_sites: int) -> None:
@@ -51,7 +59,7 @@ class GradientFall(Detector):
 
     def resume(self) -> None:
         """A new session."""
-        self._num_low, self._since = 0, -1
+        self._num_low, self._since, self._as_ever = 0, -1, False
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -64,14 +72,19 @@ class GradientFall(Detector):
             and int(ctx.base.grad_norm.count[0]) >= ctx.limit.min_baseline_steps
         )
         fallen = self._fallen(ctx)
-        factor = 2.0**-ctx.limit.gradient_fall_octaves
-        by_norm = bool(known and norm is not None and usual > 0 and norm < factor * usual)
-        by_sites = fallen is not None and fallen > ctx.limit.gradient_fall_octaves
         if not known and fallen is None:
             return []
+        least = ctx.limit.gradient_fall_octaves
+        at_once = min(AT_ONCE_OCTAVES, least) if self._as_ever or self._num_low else least
+        norm_fell = _octaves(norm, usual) if known else None
+        by_norm = norm_fell is not None and norm_fell > (at_once if _is_least(ctx, norm) else least)
+        by_sites = fallen is not None and fallen > at_once
         if not (by_norm or by_sites):
             self._num_low, self._since = 0, -1
+            moved = [abs(x) for x in (norm_fell, fallen) if x is not None]
+            self._as_ever = max(moved) < USUAL_OCTAVES
             return []
+        self._as_ever = False
         if not self._num_low:
             self._since = ctx.now.step
         self._num_low += 1
@@ -118,3 +131,15 @@ class GradientFall(Detector):
             not_before=self._since,
         )
         return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})
+
+
+def _octaves(norm: float | None, usual: float) -> float | None:
+    """By which the norm stands under its usual value; Inf where it is 0."""
+    if norm is None or not usual > 0:
+        return None
+    return math.log2(usual / norm) if norm > 0 else math.inf
+
+
+def _is_least(ctx: Context, norm: float | None) -> bool:
+    """Whether the norm is a quarter of the smallest of the last clean steps: some trainings' norms scatter far."""
+    return norm is not None and 4 * norm < float(np.nanmin(ctx.base.grad_norm.ordered()[0]))

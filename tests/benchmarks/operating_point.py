@@ -1,0 +1,75 @@
+"""At which settings of attach a published figure was made, read off the program that makes it.
+
+attach's defaults are what people run, so they are what is published; another setting is a second column and is named
+beside it. What a program passes to attach is found in its text: no figure can forget to say it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SETTINGS = ("every", "overhead_budget", "tile_maps", "probes", "sites", "windows", "hash_every")
+"""Arguments of attach that decide how much is looked at, and when."""
+
+HERE = Path(__file__).parent
+DEFAULTS = ", at attach's defaults"
+COMMANDS = {"gpu": "make bench-gpu", "detection": "make bench-detect"}
+
+
+def settings_of(program: Path) -> tuple[str, ...]:
+    """Settings of attach that a program passes and that are not its defaults, as they are written in a call; none of one
+    that never attaches.
+
+    A value that is not written out is `…`: `every=…`. Calls of helpers that hand their arguments on count as well.
+    """
+    if not attaches(program):
+        return ()
+    defaults = _defaults()
+    found = set()
+    for node in ast.walk(ast.parse(program.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        for word in node.keywords:
+            if word.arg not in SETTINGS:
+                continue
+            try:
+                value = ast.literal_eval(word.value)
+            except ValueError:
+                found.add(f"{word.arg}=…")
+                continue
+            if word.arg not in defaults or value != defaults[word.arg]:
+                found.add(f"{word.arg}={value!r}")
+    return tuple(sorted(found))
+
+
+def _defaults() -> dict[str, object]:
+    """Setting -> its default, where that is written out in attach's signature."""
+    tree = ast.parse((HERE.parents[1] / "fp8watch" / "session" / "attach.py").read_text())
+    [attach] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "attach"]
+    given = zip(attach.args.kwonlyargs, attach.args.kw_defaults, strict=True)
+    return {a.arg: d.value for a, d in given if a.arg in SETTINGS and isinstance(d, ast.Constant)}
+
+
+def attaches(program: Path) -> bool:
+    """Whether a program attaches at all."""
+    calls = [n.func for n in ast.walk(ast.parse(program.read_text())) if isinstance(n, ast.Call)]
+    return any(
+        (f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) in ("attach", "attached") for f in calls
+    )
+
+
+def made_by(family: str) -> str:
+    """The line that a part of docs/benchmarks.md begins with: its command, and its settings of attach."""
+    program = HERE / f"{family}.py"
+    command = COMMANDS.get(family, f'make bench ARGS="{family}"')
+    settings = ", ".join(f"`{s}`" for s in settings_of(program))
+    if settings:
+        return f"Made by `{command}`. Not at attach's defaults where a row says so: {settings}."
+    return f"Made by `{command}`{DEFAULTS if attaches(program) else ''}."
+
+
+def headed(family: str, text: str) -> str:
+    """A part with this line under its first heading."""
+    heading, _, rest = text.strip().partition("\n")
+    return f"{heading}\n\n{made_by(family)}\n{rest}"

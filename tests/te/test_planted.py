@@ -1,0 +1,31 @@
+"""The bugs that the tests of this room were seen to find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planted import Bug, all_fit, seen_to_fail
+
+T = "tests/te/test_turns.py"
+BUGS = [
+    Bug("codes are held against the operand", "te_turns:TeTurns.operand",
+        'if recipe == "delayed" or not', "if True or not",
+        f"{T}::test_codes_of_a_gradient_that_are_all_zero_are_counted_there"),
+    Bug("dgrad reads the weight the other way round", "te_turns:TeTurns.gemm",
+        'elif layout == "NN":', 'elif layout == "none":', f"{T}::test_a_healthy_module_is_looked_at_whole_and_silent"),
+    Bug("wgrad contracts over tokens", "te_turns:TeTurns.gemm",
+        "left, right = _turned(left), _turned(right)", "pass", f"{T}::test_a_healthy_module_is_looked_at_whole_and_silent"),
+    Bug("a product has a row of its own", "te_turns:TeTurns.gemm",
+        '"columnwise" if of_b else "rowwise"', '"rowwise"', f"{T}::test_a_product_that_is_wrong_is_wrong_in_its_own_row"),
+]  # fmt: skip
+
+
+def test_what_is_broken_on_purpose_still_fits_the_code() -> None:
+    all_fit(BUGS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_seen(tree: Path, bug: Bug) -> None:
+    seen_to_fail(tree, bug)
