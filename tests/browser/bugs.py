@@ -33,7 +33,7 @@ BUGS = [
     ),
     Bug(
         "ten thousand sites are a bounded map",
-        "pages.health:rows_of",
+        "store.site_rows:rows_of",
         "if len(modules) > max_rows:",
         "if False:",
         f"{T}/test_health_map.py::test_ten_thousand_sites_are_a_bounded_map",

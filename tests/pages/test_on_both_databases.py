@@ -26,6 +26,9 @@ PAGES = (
     SITE,
     f"{SITE}/tile-map?step=90",
     f"/incidents/{INCIDENT_ID}",
+    f"/incidents/{INCIDENT_ID}/flight",
+    f"/incidents/{INCIDENT_ID}/flight.svg",
+    "/runs/demo-nan/flight",
     "/runs/demo-nan",
     "/runs/demo-empty",
     "/runs/demo-inf?from=5000&to=6000",
@@ -36,6 +39,7 @@ DATA = (
     "/runs/demo-inf/health.json?points=40",
     "/runs/demo-inf/health.json?field=num_nonfinite&operand=input",
     f"{SITE}/charts.json",
+    "/api/v1/runs/demo-inf/flight?at=90",
 )
 CHANGING = re.compile(r'data-(?:version|at)="[^"]*"|>(?:just now|\d+ (?:s|min|h) ago)<| title="\d{4}-[^"]*UTC"')
 

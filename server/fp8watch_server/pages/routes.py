@@ -23,6 +23,7 @@ from fp8watch_server.pages import (
     coverage,
     first_chart,
     first_site_chart,
+    flight_pages,
     formatting,
     headline,
     health,
@@ -245,6 +246,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             runbooks=runbooks.slugs(),
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
+            flight=flight_pages.panel_of(run, step),
         )
 
 
@@ -294,6 +296,7 @@ def install(app: FastAPI) -> None:
     live.install(app)
     app.include_router(chart_endpoints.router)
     app.include_router(inbox_routes.router)
+    app.include_router(flight_pages.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

@@ -1,12 +1,8 @@
 // What all charts share: plotly when it is there, colours of the theme, axes, non-finite values along the top edge.
+import { NAMES, api, colour, number, short, text } from "./basics.js";
 import { revision } from "./range.js";
 
-export const api = async (url, parameters = {}) => {
-  const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null && v !== undefined && v !== ""));
-  const answer = await fetch(query.size ? `${url}?${query}` : url, { headers: { accept: "application/json" }, cache: "no-store" });
-  if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
-  return answer.json();
-};
+export { NAMES, api, colour, number, short, text };
 
 // plotly.js is large, and to compile it takes longer than to paint the page: it is asked for when that has been done.
 // A tab in the background paints nothing, and does not wait for it.
@@ -23,20 +19,7 @@ export const plotly = painted.then(() => new Promise((resolve, reject) => {
 }));
 plotly.catch(() => {}); // each chart says so by itself
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-export const NAMES = { nan: "NaN", inf: "+Inf", "-inf": "−Inf" };
 const SYMBOLS = { nan: "x", inf: "triangle-up", "-inf": "triangle-down" };
-
-// Text that plotly shows: it reads a little HTML, and names come from outside.
-export const text = (value) => String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-export const short = (value, length = 34) => (value.length > length ? `…${value.slice(1 - length)}` : value);
-
-export function number(value, digits = 4) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return NAMES[value] ?? value;
-  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
-  return String(Number(value.toPrecision(digits)));
-}
 
 export function layout(extra = {}) {
   const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, tickcolor: colour("line"), automargin: false, fixedrange: false };
