@@ -89,6 +89,12 @@ def test_a_chart_is_the_same(both: dict[str, httpx.Client], path: str) -> None:
     assert found[0] == found[1]
 
 
+def test_the_clock_of_training_is_the_same(both: dict[str, httpx.Client]) -> None:
+    first, second = (client.get("/runs/demo-inf/training.json?x=time").json()["knots"] for client in both.values())
+    assert [(s, round(t - first[0][1], 3)) for s, t in first] == [(s, round(t - second[0][1], 3)) for s, t in second]
+    assert len(first) > 100
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_page_hears_of_what_comes(both: dict[str, httpx.Client], engines: dict[str, sa.Engine], kind: str) -> None:
     def now() -> str:

@@ -36,6 +36,7 @@ from fp8watch_server.pages import (
     run_filters,
     runbooks,
     site_charts,
+    training_axis,
 )
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.logged_scalars import logged_scalars
@@ -152,7 +153,9 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             twin=twin,
             other=other,
             charts=site_charts.served(found["format"]),
-            chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
+            chart_sites=[
+                {"id": s["id"], "maps": num_maps[s["id"]] > 0, "direction": s["direction"]} for s in (found, other) if s
+            ],
             now=page_queries.site_now(conn, run, found),
             incidents=incidents,
             marks=marks,
@@ -176,6 +179,7 @@ def run_page(request: Request, run_id: str) -> Response:
         incidents = page_queries.incidents(conn, run["id"])
         charts = queries.several_scalars(conn, run["id"], panels.fields(), low, high, FIRST_POINTS)
         watched = headline.watched(conn, run)
+        over = ("step", "time", "tokens") if training_axis.token_name(conn, run["id"]) else ("step", "time")
     open_incidents = [i for i in incidents if i["status"] != "resolved"]
     asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
     agents = coverage.agents(run)
@@ -200,6 +204,7 @@ def run_page(request: Request, run_id: str) -> Response:
         now=now,
         headline=headline.headline(run, incidents, not_watching, agents, watched, observed=coverage.observed(facts)),
         each=watched.each(),
+        drawn_over=over,
         asking=asking,
         taken=[i for i in open_incidents if i not in asking],
         over=[i for i in incidents if i["status"] == "resolved" and i not in asking],

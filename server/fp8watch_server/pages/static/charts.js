@@ -39,7 +39,7 @@ export function layout(extra = {}) {
     yaxis: { ...axis, ...yaxis },
   };
 }
-export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false };
+export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false, showTips: false };
 
 // Marks that have no value have a place all the same: a strip above the plot, and the foot of the plot for zeros.
 export const strip = (low = 0.93, high = 1) => ({ range: [0, 1], visible: false, fixedrange: true, domain: [low, high] });
@@ -131,6 +131,7 @@ export function incidentMarks(incidents) {
   const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
   // Above: where a line of the grid stands at the same step, it would hide one that lies below.
   const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "above" }));
+  shapes.push(...shown.filter((i) => i.last_step > i.first_step).map((i) => ({ type: "rect", xref: "x", yref: "paper", x0: i.first_step, x1: i.last_step, y0: 0, y1: 1, fillcolor: of(i), opacity: 0.08, line: { width: 0 }, layer: "below" })));
   const trace = {
     x: shown.map((i) => i.first_step), y: shown.map(() => 0.5), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
     marker: { symbol: shown.map((i) => ({ critical: "triangle-down", warning: "diamond" })[i.severity] ?? "circle"), size: 10, color: shown.map(of) },
@@ -177,6 +178,7 @@ export function keepDrawn(update) {
   document.addEventListener("fp8watch:live", run);
   document.addEventListener("fp8watch:theme", run);
   document.addEventListener("fp8watch:range", run);
+  document.addEventListener("fp8watch:shown", run);
   run();
   return run;
 }
