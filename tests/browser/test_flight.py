@@ -49,7 +49,9 @@ def flight(page: Page, collector: Collector, path: str) -> None:
 def test_it_opens_on_the_failure_and_a_click_leads_to_the_tiles(page: Page, collector: Collector) -> None:
     flight(page, collector, f"/incidents/{travelling.ID}")
     panel = page.locator("#flight")
-    expect(panel.locator("[data-flight-says]")).to_contain_text(f"first in the order of execution is {MODULE} input")
+    expect(panel.locator("[data-flight-says]")).to_contain_text(
+        f"first of these in the order of execution is {MODULE} input"
+    )
     x, y = page.evaluate(PLACE, [MODULE, "input", BORN])
     page.mouse.move(x, y)
     tooltip = page.locator("[data-flight-tooltip]")

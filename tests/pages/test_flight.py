@@ -51,9 +51,9 @@ def test_a_fault_is_seen_born_travelling_and_gone(client: httpx.Client) -> None:
     assert next(row["label"] for row in got["rows"] if row["pane"] == "fprop") == "layers.0.attention.wq"
     words = " ".join(got["said"])
     assert words.startswith(f"At step {BORN}, ")
-    assert f"first in the order of execution is {MODULE} input, rowwise: amax at " in words
+    assert f"first of these in the order of execution is {MODULE} input, rowwise: amax at " in words
     assert f"from step {BORN + 1} on" in words
-    assert f"From step {BORN + LASTS} on none of them does" in words
+    assert f"From step {BORN + LASTS} on none of them stands out" in words
     assert got["outside"][16] >= len(out[BORN])
 
 
@@ -157,3 +157,20 @@ def test_backward_comes_after_fprop_and_from_the_last_layer_up() -> None:
     none = np.zeros((len(sites), 1))
     found = flight.Flight(0, 0, np.arange(1), sites, none, none.astype(int), none == 0, none, none > 0, none)
     assert np.argsort(found.turn).tolist() == [0, 3, 6, 5, 4, 2, 1]
+
+
+def test_a_drift_over_the_edge_is_no_leap() -> None:
+    far = np.array([[0.2, 0.9, 1.2, 1.6, 0.4], [0.2, np.nan, 5.0, 6.0, 0.3], [0.2, 0.1, 0.1, 3.0, 0.1]])
+    sites = [{"gemm": "fprop", "operand": o, "direction": "rowwise", "module": "m"} for o in ("weight", "input", "x")]
+    none = np.zeros(far.shape)
+    found = flight.Flight(
+        2, 2, np.arange(5), sites, far, none.astype(int), ~np.isnan(far), none, none > 0, none
+    )  # fmt: skip
+    assert [list(map(int, row)) for row in found.leaps] == [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]]
+    words = said(found)
+    assert words[0] == (
+        "At step 2, 2 of 3 sites measured stand out, 1 of them at a leap; the first of these in the order of execution "
+        "is m input, rowwise: amax at 5 × its band."
+    )
+    assert words[1] == "In the steps after, up to 4, 1 more leaps out of its band, from step 3 on."
+    assert words[2] == "From step 4 on none of them stands out, as far as they were measured."

@@ -32,6 +32,8 @@ OF = ("amax_max", "tile_sqnr_db")
 """What has a band; a cell shows the one that is farther from its own."""
 NAMES = {"amax_max": "amax", "tile_sqnr_db": "tile SQNR"}
 BAND = "the median of the site's 32 measurements before, ± 4σ"
+LEAP = 2.0
+"""So many times as far as before is a leap; less is a drift over the edge."""
 FPROP, BACKWARD = "fprop", "backward"
 LEAD_STEPS = (32, 256)
 """Steps read before the first that is shown, for its band: more of them where sites are measured seldom."""
@@ -67,6 +69,21 @@ class Flight:
     def outside(self) -> Flags:
         """Cells outside of their band, or broken."""
         return (np.nan_to_num(self.far) > 1) | self.broken
+
+    @property
+    def leaps(self) -> Flags:
+        """Cells that stand out at once: broken, or beyond their band by twice of what was measured before; no drift."""
+        out = np.zeros(self.far.shape, dtype=bool)
+        outside, broken = self.outside, self.broken
+        was_out = np.zeros(len(out), dtype=bool)
+        before = np.zeros(len(out))
+        for j in range(out.shape[1]):
+            far = self.far[:, j]
+            out[:, j] = outside[:, j] & ~was_out & (broken[:, j] | (np.nan_to_num(far) >= LEAP * before))
+            judged = ~np.isnan(far) | broken[:, j]
+            was_out = np.where(judged, outside[:, j], was_out)
+            before = np.where(np.isnan(far), before, far)
+        return out
 
     @property
     def turn(self) -> npt.NDArray[np.int64]:

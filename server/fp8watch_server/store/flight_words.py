@@ -42,39 +42,44 @@ def said(found: Flight) -> list[str]:
     num_looked = int(found.looked[:, at].sum())
     if not len(here):
         return [f"At step {found.at} none of {num_looked} sites measured stands out.", *_most(found)]
-    first = int(here[np.argmin(found.turn[here])])
+    stand = f"At step {found.at}, {len(here)} of {num_looked} sites measured stand{'s' if len(here) == 1 else ''} out"
+    leaps = found.leaps
+    leapt = np.flatnonzero(leaps[:, at])
+    if not len(leapt):
+        far = int(here[np.argmax(np.where(found.broken[here, at], np.inf, np.nan_to_num(found.far[here, at])))])
+        more = "none of them since this step"
+        return [f"{stand}, {more}; the farthest is {site_words(found.sites[far])}: {cell_words(found, far, at)}."]
+    first = int(leapt[np.argmin(found.turn[leapt])])
+    new = "" if len(leapt) == len(here) else f", {len(leapt)} of them at a leap"
     out = [
-        f"At step {found.at}, {len(here)} of {num_looked} sites measured stand{'s' if len(here) == 1 else ''} out; the "
-        f"first in the order of execution is {site_words(found.sites[first])}: {cell_words(found, first, at)}."
+        f"{stand}{new}; the first of these in the order of execution is {site_words(found.sites[first])}: "
+        f"{cell_words(found, first, at)}."
     ]
-    before = np.flatnonzero(outside[first, :at])
-    if len(before):
-        out.append(f"It stood out before, last at step {int(steps[before[-1]])}.")
-    return out + _spread(found, at, here)
+    return out + _spread(found, at, leapt, leaps)
 
 
-def _spread(found: Flight, at: int, here: Any) -> list[str]:
-    """Sites that stood out after the step and not before, and when the last of all was back."""
-    after = found.outside[:, at + 1 :]
+def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
+    """Sites that leapt after the step and not in it, and when the last of all was back."""
+    after = leaps[:, at + 1 :]
     if not after.shape[1]:
         return []
-    before = found.outside[:, :at].any(axis=1)
-    joined = np.flatnonzero(after.any(axis=1) & ~before)
-    joined = joined[~np.isin(joined, here)]
-    last_step = int(found.steps[-1])
+    joined = np.flatnonzero(after.any(axis=1))
+    joined = joined[~np.isin(joined, leapt)]
     out = []
     if len(joined):
         when = int(found.steps[at + 1 + int(np.argmax(after[joined].any(axis=0)))])
         out.append(
-            f"Until step {last_step}, {len(joined)} more {'does' if len(joined) == 1 else 'do'} that had not before, "
-            f"from step {when} on."
+            f"In the steps after, up to {int(found.steps[-1])}, {len(joined)} more leap{'s' if len(joined) == 1 else ''} "
+            f"out of {'its' if len(joined) == 1 else 'their'} band, from step {when} on."
         )
-    of_fault = np.concatenate([here, joined])
+    of_fault = np.concatenate([leapt, joined])
     out_at = np.flatnonzero(found.outside[of_fault, at:].any(axis=0))
     judged = np.flatnonzero((found.looked & ~np.isnan(found.far))[of_fault, at:].any(axis=0))
     calm = judged[judged > out_at[-1]]
     if len(calm):
-        out.append(f"From step {int(found.steps[at + calm[0]])} on none of them does, as far as they were measured.")
+        out.append(
+            f"From step {int(found.steps[at + calm[0]])} on none of them stands out, as far as they were measured."
+        )
     else:
         out.append(f"At step {int(found.steps[at + out_at[-1]])} some of them still do.")
     return out
