@@ -166,6 +166,8 @@ def test_a_drift_over_the_edge_is_no_leap() -> None:
     found = flight.Flight(
         2, 2, np.arange(5), sites, far, none.astype(int), ~np.isnan(far), none, none > 0, none
     )  # fmt: skip
+    already = flight.Flight(2, 2, np.arange(5), sites, far + 9, none.astype(int), none == 0, none, none > 0, none)
+    assert not already.leaps.any()  # outside from the first column on: since when is not known
     assert [list(map(int, row)) for row in found.leaps] == [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]]
     words = said(found)
     assert words[0] == (

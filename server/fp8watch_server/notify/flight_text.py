@@ -1,4 +1,4 @@
-"""The flight recorder in characters, for messages: sites that stand out × the steps around a failure.
+"""The flight recorder in characters, for messages: sites that left their band × the steps around a failure.
 
 Shapes:     incident -> a few lines of one width, or "" where there is nothing to see
 Thread:     dispatcher: one read, bounded by the run's records
@@ -28,7 +28,9 @@ LEGEND = "· inside its band  ▁▃▅▇█ 1, 2, 4, 8, 16 × its band  ✕ Na
 
 
 def flight_text(conn: Connection, incident: Mapping[str, Any]) -> str:
-    """Lines of the sites that stand out, in the order of execution; of many, those that are farthest."""
+    """Lines of the sites that left their band at a leap (where none did, of all that stand out), in the order of execution;
+    of many, those that are farthest.
+    """
     run = queries.run(conn, incident["run_id"])
     if run is None or run["last_step"] is None:
         return ""
@@ -43,7 +45,8 @@ def drawn(found: flight.Flight) -> str:
     """Of what is read, the steps from BEFORE to AFTER."""
     shown = np.flatnonzero(found.steps <= found.at + AFTER)
     outside, far, broken = found.outside[:, shown], found.far[:, shown], found.broken[:, shown]
-    hit = np.flatnonzero(outside.any(axis=1))
+    leapt = np.flatnonzero(found.leaps[:, shown].any(axis=1))
+    hit = leapt if len(leapt) else np.flatnonzero(outside.any(axis=1))
     if not len(hit) or found.at not in found.steps:
         return ""
     most = np.where(broken[hit], np.inf, np.nan_to_num(far[hit])).max(axis=1)
@@ -56,8 +59,8 @@ def drawn(found: flight.Flight) -> str:
     for i in kept.tolist():
         cells = "".join(_cell(found, i, k) for k in shown.tolist())
         lines.append(f"{_name(found.sites[i])} {cells}".rstrip())
-    if len(hit) > len(kept):
-        lines.append(f"and {len(hit) - len(kept)} more sites")
+    if (left := int(outside.any(axis=1).sum()) - len(kept)) > 0:
+        lines.append(f"and {left} more that stand out")
     return "\n".join(lines)
 
 
