@@ -59,7 +59,7 @@ class Flight {
   async load() {
     try {
       this.most = this.whole ? MOST_PX.alone : MOST_PX.beside;
-      const data = fitted(await api(this.panel.dataset.url, { at: this.at, span: this.panel.dataset.span }), this.most);
+      const data = fitted(await api(this.panel.dataset.url, { at: this.at, span: this.panel.dataset.span }), this.most, this.whole ? 1 : 4);
       this.data = data;
       this.sqnr = new Set(data.sqnr.map(([i, j]) => `${i},${j}`));
       this.marks = new Map(data.marks.map(([i, j, site, words]) => [`${i},${j}`, { site, words }]));

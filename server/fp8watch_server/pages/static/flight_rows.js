@@ -1,8 +1,7 @@
 // Where there is room for one row a module only, its sites share one: the worst of each step, with its name.
-const LEAST_PX = 4;
 
-// Rows that do not fit into `most` pixels become one for each module and pane. A mark outweighs any distance.
-export function fitted(data, most) {
+// Rows that do not fit into `most` pixels, of `least` each, become one for each module and pane. A mark outweighs any distance.
+export function fitted(data, most, least) {
   const tall = new Map();
   for (const { label, pane } of data.rows) {
     const of = tall.get(label) ?? { fprop: 0, backward: 0 };
@@ -10,7 +9,7 @@ export function fitted(data, most) {
     tall.set(label, of);
   }
   const subs = [...tall.values()].reduce((n, of) => n + Math.max(of.fprop, of.backward), 0);
-  if (subs * LEAST_PX <= most || subs === tall.size) return data;
+  if (subs * least <= most || subs === tall.size) return data;
   const groups = new Map(), sites = { ...data.sites }, marked = new Map(data.marks.map((mark) => [`${mark[0]},${mark[1]}`, mark]));
   const bySqnr = new Set(data.sqnr.map(([i, j]) => `${i},${j}`));
   data.rows.forEach((row, i) => {
