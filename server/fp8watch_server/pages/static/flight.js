@@ -214,7 +214,7 @@ class Flight {
     this.playing = true;
     this.part = 0;
     this.chosen = null;
-    this.button("❚❚", "Pause", true);
+    this.button("❚❚", "Pause the flight recorder", true);
     let before = null;
     const frame = (now) => {
       if (!this.playing) return;
@@ -240,7 +240,7 @@ class Flight {
   stop() {
     this.playing = false;
     this.part = 1;
-    this.button("▶", "Play", false);
+    this.button("▶", "Play the flight recorder", false);
     this.paint();
   }
 
