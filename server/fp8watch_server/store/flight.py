@@ -77,7 +77,7 @@ class Flight:
         outside, broken = self.outside, self.broken
         was_out = np.zeros(len(out), dtype=bool)
         before = np.full(len(out), np.inf)  # what was outside when it was first judged may have been so for long
-        for j in range(out.shape[1]):
+        for j in range(len(self.steps)):
             far = self.far[:, j]
             out[:, j] = outside[:, j] & ~was_out & (broken[:, j] | (np.nan_to_num(far) >= LEAP * before))
             judged = ~np.isnan(far) | broken[:, j]
