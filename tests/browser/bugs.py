@@ -168,7 +168,7 @@ BUGS = [
     ),
     Bug(
         "names in charts are text",
-        f"{J}/charts.js",
+        f"{J}/basics.js",
         'String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");',
         "String(value);",
         f"{B}/test_hostile_charts.py::test_where_the_mouse_rests "
