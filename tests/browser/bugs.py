@@ -33,7 +33,7 @@ BUGS = [
     ),
     Bug(
         "ten thousand sites are a bounded map",
-        "pages.health:rows_of",
+        "store.site_rows:rows_of",
         "if len(modules) > max_rows:",
         "if False:",
         f"{T}/test_health_map.py::test_ten_thousand_sites_are_a_bounded_map",
@@ -168,7 +168,7 @@ BUGS = [
     ),
     Bug(
         "names in charts are text",
-        f"{J}/charts.js",
+        f"{J}/basics.js",
         'String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");',
         "String(value);",
         f"{B}/test_hostile_charts.py::test_where_the_mouse_rests "

@@ -67,7 +67,7 @@ BUGS = [
     ),
     Bug(
         "what lies outside of a band does not feed it",
-        "pages.deviation:deviations",
+        "store.deviation:deviations",
         "there & (~is_out | anew)",
         "there",
         f"{T}/test_deviation.py::test_a_value_outside_of_its_band_neither_feeds_it_nor_is_usual_before_its_time",

@@ -191,8 +191,8 @@ POISON = [
     Bug(
         "a refusal is not tried again",
         "outbox:Dispatcher",
-        '        return Outcome("dead", error=error)\n\n    def _back_off_s',
-        '        return Outcome("pending", 0.05, error)\n\n    def _back_off_s',
+        '        return Outcome("dead", error=error)\n\n    def _with_flight',
+        '        return Outcome("pending", 0.05, error)\n\n    def _with_flight',
         f"{N}/test_outbox.py::test_a_refusal_is_dead_at_once_and_says_why",
     ),
     Bug(

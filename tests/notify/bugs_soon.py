@@ -86,4 +86,11 @@ SOON = [
         "            rows = [row for row in pending(conn) if (row.run_id, row.tenant) in self._running]\n",
         "tests/collector/test_worker.py::test_a_restart_rebuilds_the_engine_silently_and_takes_what_was_pending",
     ),
+    Bug(
+        "a message never fails for its picture",
+        "outbox:Dispatcher._with_flight",
+        "except Exception as e:",
+        "except ValueError as e:",
+        f"{N}/test_flight_text.py::test_a_message_never_fails_for_its_picture",
+    ),
 ]

@@ -9,8 +9,9 @@ import pytest
 from pages import synthetic
 from pages.collector import make_app, serving
 
-from fp8watch_server.pages import deviation, health
+from fp8watch_server.pages import health
 from fp8watch_server.pages.health_maps import opens_on
+from fp8watch_server.store import deviation
 
 MODULE = "layers.0.attention.wk"
 JUMP = 60

@@ -9,7 +9,7 @@ import pytest
 from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, FAULT_STEP
 
-from fp8watch_server.pages.health import MAX_ROWS, rows_of
+from fp8watch_server.store.site_rows import MAX_ROWS, rows_of
 
 
 def sites_of(modules: list[str]) -> list[dict[str, Any]]:

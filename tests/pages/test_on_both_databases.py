@@ -26,6 +26,9 @@ PAGES = (
     SITE,
     f"{SITE}/tile-map?step=90",
     f"/incidents/{INCIDENT_ID}",
+    f"/incidents/{INCIDENT_ID}/flight",
+    f"/incidents/{INCIDENT_ID}/flight.svg",
+    "/runs/demo-nan/flight",
     "/runs/demo-nan",
     "/runs/demo-empty",
     "/runs/demo-inf?from=5000&to=6000",
@@ -36,6 +39,7 @@ DATA = (
     "/runs/demo-inf/health.json?points=40",
     "/runs/demo-inf/health.json?field=num_nonfinite&operand=input",
     f"{SITE}/charts.json",
+    "/api/v1/runs/demo-inf/flight?at=90",
 )
 CHANGING = re.compile(r'data-(?:version|at)="[^"]*"|>(?:just now|\d+ (?:s|min|h) ago)<| title="\d{4}-[^"]*UTC"')
 
@@ -83,6 +87,12 @@ def test_a_chart_is_the_same(both: dict[str, httpx.Client], path: str) -> None:
     found = [client.get(path).json() for client in both.values()]
 
     assert found[0] == found[1]
+
+
+def test_the_clock_of_training_is_the_same(both: dict[str, httpx.Client]) -> None:
+    first, second = (client.get("/runs/demo-inf/training.json?x=time").json()["knots"] for client in both.values())
+    assert [(s, round(t - first[0][1], 3)) for s, t in first] == [(s, round(t - second[0][1], 3)) for s, t in second]
+    assert len(first) > 100
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])

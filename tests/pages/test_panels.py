@@ -14,7 +14,8 @@ from pages import synthetic
 from pages.collector import make_app, serving
 
 from fp8watch_server.db.schema import SCALAR_NAMES
-from fp8watch_server.pages import deviation, health_maps, panels, site_charts
+from fp8watch_server.pages import health_maps, panels, site_charts
+from fp8watch_server.store import deviation
 from fp8watch_server.store.fields import SERIES_FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-run-page-panel.md"

@@ -28,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -38,6 +39,7 @@ from fp8watch_server.notify.channels import channels_of
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.delivery_status import settle
 from fp8watch_server.notify.fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
+from fp8watch_server.notify.flight_text import flight_text
 from fp8watch_server.notify.group import choose
 from fp8watch_server.notify.outbox_lease import (
     ALIVE,
@@ -183,7 +185,8 @@ class Dispatcher:
 
     def _attempt(self, channel: Channel, leased: Leased) -> Outcome:
         try:
-            answer = channel.send(leased.payload, leased.kind, leased.idempotency_key, self._clock())
+            payload = self._with_flight(channel, leased)
+            answer = channel.send(payload, leased.kind, leased.idempotency_key, self._clock())
         except Unreachable as e:
             return Outcome("pending", self._back_off_s(leased), str(e))
         except TargetError as e:
@@ -203,6 +206,17 @@ class Dispatcher:
         if 300 <= answer.status < 400:
             error += ": redirects are not followed; give the final URL"
         return Outcome("dead", error=error)
+
+    def _with_flight(self, channel: Channel, leased: Leased) -> dict[str, Any]:
+        """The payload, with the flight recorder where the channel shows it. A message never fails for its picture."""
+        if leased.kind != "firing" or leased.others or not getattr(channel, "shows_flight", False):
+            return leased.payload
+        try:
+            with self._reading.connect() as conn:
+                return {**leased.payload, "flight": flight_text(conn, leased.payload["incident"])}
+        except Exception as e:  # noqa: BLE001
+            _log.info("outbox: the message goes without the flight recorder (%s)", type(e).__name__)
+            return leased.payload
 
     def _back_off_s(self, leased: Leased) -> float:
         late = self._clock() - leased.created_at > LATE_S

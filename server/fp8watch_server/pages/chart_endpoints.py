@@ -11,7 +11,16 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.pages import formatting, health, health_maps, lookup, page_queries, panels, site_charts
+from fp8watch_server.pages import (
+    formatting,
+    health,
+    health_maps,
+    lookup,
+    page_queries,
+    panels,
+    site_charts,
+    training_axis,
+)
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.store import queries
 
@@ -45,15 +54,25 @@ def charts_json(request: Request, run_id: str, site: str) -> Response:
 
 @router.get("/runs/{run_id:path}/training.json")
 def training_json(request: Request, run_id: str) -> Response:
-    """{"series": {field: series}, "incidents": [...]} of a run."""
+    """{"series": {field: series}, "further": {name: series}, "knots": [[step, x]], "incidents": [...]} of a run.
+
+    `panels` names logged scalars (a JSON list), `x` is time or tokens: where the steps of `knots` lie on that axis.
+    """
     with _connect(request) as conn:
         run = lookup.find_run(conn, run_id)
         span = _span(request, Link("The run", lookup.run_url(run["id"])), 1000)
+        query = request.query_params
         series = queries.several_scalars(conn, run["id"], panels.fields(), *span)
+        names = [n for n in training_axis.asked_panels(query.get("panels")) if n not in series]
+        more = training_axis.further(conn, run["id"], names, *span)
+        knots: list[list[float]] = []
+        if query.get("x") == "time":
+            knots = training_axis.times(conn, run["id"], sorted({s for of in series.values() for s in of["steps"]}))
+        elif query.get("x") == "tokens":
+            knots = training_axis.tokens(conn, run["id"], *span)
         incidents = page_queries.incidents(conn, run["id"])[:MAX_INCIDENTS]
-        return JsonResponse(
-            {"series": series, "incidents": [{k: v for k, v in i.items() if k in OF_INCIDENT} for i in incidents]}
-        )
+        told = [{k: v for k, v in i.items() if k in OF_INCIDENT} for i in incidents]
+        return JsonResponse({"series": series, "further": more, "knots": knots, "incidents": told})
 
 
 @router.get("/runs/{run_id:path}/health.json")

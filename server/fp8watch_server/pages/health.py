@@ -9,7 +9,6 @@ never quantised (a probe on the output of a module) has no quantisation noise; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection
 
-from fp8watch_server.pages import deviation
 from fp8watch_server.pages.health_maps import of_quantiser
-from fp8watch_server.store import queries
+from fp8watch_server.store import deviation, queries
 from fp8watch_server.store.fields import SERIES_FIELDS
 from fp8watch_server.store.rows import RunRow
+from fp8watch_server.store.site_rows import Row as Row
+from fp8watch_server.store.site_rows import rows_of as rows_of
 
 Floats = npt.NDArray[np.float64]
 
 PROBE = "output"
-MAX_ROWS = 120
 MAX_COLUMNS = 1000
 MAX_MARKS = 4000
 MAX_FINE_RECORDS = 400_000
@@ -37,39 +36,6 @@ NOISELESS_DB = 99.0
 """Shown for a tile SQNR of +Inf (lossless): the best value, and not marked as non-finite."""
 NOW_STEPS, NOW_CELLS = 8, 200_000
 NAMES = {"nan": "is NaN", "inf": "is +Inf", "-inf": "is −Inf"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the map: a module, or modules with a common name prefix."""
-
-    label: str
-    sites: tuple[int, ...]  # row indices in the heatmap
-    num_modules: int
-
-
-def _names(modules: Sequence[str], depth: int) -> list[str]:
-    return list(dict.fromkeys(".".join(m.split(".")[:depth]) for m in modules))
-
-
-def rows_of(sites: Sequence[Mapping[str, Any]], max_rows: int = MAX_ROWS) -> list[Row]:
-    """Sites by module; when there are too many, by the deepest name prefix that fits; else by neighbours."""
-    modules = list(dict.fromkeys(str(s["module"]) for s in sites))
-    names = {m: m for m in modules}
-    if len(modules) > max_rows:
-        deepest = max(m.count(".") for m in modules)
-        depth = next((d for d in range(deepest, 1, -1) if len(_names(modules, d)) <= max_rows), None)
-        if depth is not None:
-            names = {m: ".".join(m.split(".")[:depth]) for m in modules}
-        else:
-            width = -(-len(modules) // max_rows)
-            for first in range(0, len(modules), width):
-                part = modules[first : first + width]
-                names.update(dict.fromkeys(part, part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}"))
-    groups: dict[str, list[int]] = {}
-    for i, site in enumerate(sites):
-        groups.setdefault(names[str(site["module"])], []).append(i)
-    return [Row(label, tuple(i), len({sites[k]["module"] for k in i})) for label, i in groups.items()]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class HealthMap:
     """One quantity over layers and steps."""
 
     field: str
-    """One of fp8watch_server.store.fields.SERIES_FIELDS, or of pages.deviation.OF."""
+    """One of fp8watch_server.store.fields.SERIES_FIELDS, or of fp8watch_server.store.deviation.OF."""
     tab: str
     label: str
     """In words, as it stands in a sentence."""

@@ -32,13 +32,15 @@ class Panel:
     """The axis begins at 0."""
     keeps_its_place: bool = False
     """Shown where it was never logged too."""
+    log: bool = False
+    """Its axis may be logarithmic: it is a positive quantity."""
     axis: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further properties of plotly's axis."""
 
 
 PANELS = (
-    Panel("loss", "loss", "loss", "series-1", 2.4, 6, to_zero=False, keeps_its_place=True),
-    Panel("grad_norm", "gradient norm", "grad norm", "series-2", 1.1, 4),
+    Panel("loss", "loss", "loss", "series-1", 2.4, 6, to_zero=False, keeps_its_place=True, log=True),
+    Panel("grad_norm", "gradient norm", "grad norm", "series-2", 1.1, 4, log=True),
     Panel("lr", "learning rate", "lr", "series-3", 1.0, 3, axis={"nticks": 3, "exponentformat": "power"}),
 )
 

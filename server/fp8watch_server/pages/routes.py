@@ -23,6 +23,7 @@ from fp8watch_server.pages import (
     coverage,
     first_chart,
     first_site_chart,
+    flight_pages,
     formatting,
     headline,
     health,
@@ -35,6 +36,7 @@ from fp8watch_server.pages import (
     run_filters,
     runbooks,
     site_charts,
+    training_axis,
 )
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.logged_scalars import logged_scalars
@@ -151,7 +153,9 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             twin=twin,
             other=other,
             charts=site_charts.served(found["format"]),
-            chart_sites=[{"id": site_id, "maps": n > 0} for site_id, n in num_maps.items()],
+            chart_sites=[
+                {"id": s["id"], "maps": num_maps[s["id"]] > 0, "direction": s["direction"]} for s in (found, other) if s
+            ],
             now=page_queries.site_now(conn, run, found),
             incidents=incidents,
             marks=marks,
@@ -175,6 +179,7 @@ def run_page(request: Request, run_id: str) -> Response:
         incidents = page_queries.incidents(conn, run["id"])
         charts = queries.several_scalars(conn, run["id"], panels.fields(), low, high, FIRST_POINTS)
         watched = headline.watched(conn, run)
+        over = ("step", "time", "tokens") if training_axis.token_name(conn, run["id"]) else ("step", "time")
     open_incidents = [i for i in incidents if i["status"] != "resolved"]
     asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
     agents = coverage.agents(run)
@@ -199,6 +204,7 @@ def run_page(request: Request, run_id: str) -> Response:
         now=now,
         headline=headline.headline(run, incidents, not_watching, agents, watched, observed=coverage.observed(facts)),
         each=watched.each(),
+        drawn_over=over,
         asking=asking,
         taken=[i for i in open_incidents if i not in asking],
         over=[i for i in incidents if i["status"] == "resolved" and i not in asking],
@@ -245,6 +251,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             runbooks=runbooks.slugs(),
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
+            flight=flight_pages.panel_of(run, step),
         )
 
 
@@ -294,6 +301,7 @@ def install(app: FastAPI) -> None:
     live.install(app)
     app.include_router(chart_endpoints.router)
     app.include_router(inbox_routes.router)
+    app.include_router(flight_pages.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

@@ -111,6 +111,16 @@ def steps_available(conn: Connection, run_id: str, site: int, rank: int | None =
     return list(conn.execute(sa.select(m.step).where(*where).distinct().order_by(m.step)).scalars())
 
 
+def kept_between(conn: Connection, run_id: str, first: int, last: int) -> dict[str, list[int]]:
+    """Site -> steps with a map between two steps, ascending."""
+    m = t.tile_map.c
+    where = (m.run_id == run_id, m.tenant == t.DEFAULT_TENANT, m.step >= first, m.step <= last)
+    out: dict[str, list[int]] = {}
+    for site, step in conn.execute(sa.select(m.site, m.step).where(*where).distinct().order_by(m.site, m.step)):
+        out.setdefault(str(site), []).append(int(step))
+    return out
+
+
 def tile_map(
     conn: Connection, run_id: str, site: int, step: int | None = None, rank: int | None = None
 ) -> dict[str, Any] | None:

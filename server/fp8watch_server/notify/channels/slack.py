@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from fp8watch_server.incidents.bidi import visible
 from fp8watch_server.incidents.payload import Incident, MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
+from fp8watch_server.notify.flight_text import LEGEND
 from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
 from fp8watch_server.notify.safe_http import Answer
@@ -54,6 +55,7 @@ class SlackChannel(HttpChannel):
 
     name: str = "slack"
     pace: Pace = SLACK_PACE
+    shows_flight: ClassVar[bool] = True
 
     def send(self, payload: MessagePayload, kind: str, idempotency_key: str, now: float) -> Answer:
         """One attempt."""
@@ -92,10 +94,12 @@ def message(payload: MessagePayload, kind: str) -> dict[str, Any]:
         kind: firing | resolved | summary.
     """
     notices = notices_of(payload, kind)
-    return _one(notices[0]) if len(notices) == 1 and kind != SUMMARY else _several(notices, kind)
+    if len(notices) > 1 or kind == SUMMARY:
+        return _several(notices, kind)
+    return _one(notices[0], str(payload.get("flight") or ""))
 
 
-def _one(notice: Notice) -> dict[str, Any]:
+def _one(notice: Notice, flight: str = "") -> dict[str, Any]:
     incident, run = notice.incident, notice.run
     resolved = notice.kind == "resolved"
     mark, step = _mark(notice), _steps(incident)
@@ -120,6 +124,8 @@ def _one(notice: Notice) -> dict[str, Any]:
     if not resolved:
         blocks.append(_section("Cause", incident["cause"]))
     blocks.append(_section("Evidence", evidence))
+    if flight and not resolved:
+        blocks += _flight(flight)
     if not resolved and fixes:
         blocks.append(_section("What to change", fixes))
     if notice.note:
@@ -196,6 +202,14 @@ def _field(name: str, value: str) -> dict[str, str]:
 def _section(name: str, text: str) -> dict[str, Any]:
     head = f"*{name}*\n"
     return {"type": "section", "text": {"type": "mrkdwn", "text": head + cut(text, SECTION_CHARS - len(head))}}
+
+
+def _flight(lines: str) -> list[dict[str, Any]]:
+    """The flight recorder in characters of one width; a name cannot end them."""
+    shown = cut(lines.replace("`", "ʼ"), SECTION_CHARS - 40)
+    text = f"*Flight recorder*\n```\n{shown}\n```"
+    legend = {"type": "context", "elements": [{"type": "mrkdwn", "text": LEGEND}]}
+    return [{"type": "section", "text": {"type": "mrkdwn", "text": text}}, legend]
 
 
 def _links(incident: Incident) -> list[dict[str, Any]]:

@@ -1,12 +1,8 @@
 // What all charts share: plotly when it is there, colours of the theme, axes, non-finite values along the top edge.
+import { NAMES, api, colour, number, short, text } from "./basics.js";
 import { revision } from "./range.js";
 
-export const api = async (url, parameters = {}) => {
-  const query = new URLSearchParams(Object.entries(parameters).filter(([, v]) => v !== null && v !== undefined && v !== ""));
-  const answer = await fetch(query.size ? `${url}?${query}` : url, { headers: { accept: "application/json" }, cache: "no-store" });
-  if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
-  return answer.json();
-};
+export { NAMES, api, colour, number, short, text };
 
 // plotly.js is large, and to compile it takes longer than to paint the page: it is asked for when that has been done.
 // A tab in the background paints nothing, and does not wait for it.
@@ -23,20 +19,7 @@ export const plotly = painted.then(() => new Promise((resolve, reject) => {
 }));
 plotly.catch(() => {}); // each chart says so by itself
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-export const NAMES = { nan: "NaN", inf: "+Inf", "-inf": "−Inf" };
 const SYMBOLS = { nan: "x", inf: "triangle-up", "-inf": "triangle-down" };
-
-// Text that plotly shows: it reads a little HTML, and names come from outside.
-export const text = (value) => String(value).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-export const short = (value, length = 34) => (value.length > length ? `…${value.slice(1 - length)}` : value);
-
-export function number(value, digits = 4) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return NAMES[value] ?? value;
-  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
-  return String(Number(value.toPrecision(digits)));
-}
 
 export function layout(extra = {}) {
   const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, tickcolor: colour("line"), automargin: false, fixedrange: false };
@@ -56,7 +39,7 @@ export function layout(extra = {}) {
     yaxis: { ...axis, ...yaxis },
   };
 }
-export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false };
+export const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: false, showTips: false };
 
 // Marks that have no value have a place all the same: a strip above the plot, and the foot of the plot for zeros.
 export const strip = (low = 0.93, high = 1) => ({ range: [0, 1], visible: false, fixedrange: true, domain: [low, high] });
@@ -148,6 +131,7 @@ export function incidentMarks(incidents) {
   const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
   // Above: where a line of the grid stands at the same step, it would hide one that lies below.
   const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "above" }));
+  shapes.push(...shown.filter((i) => i.last_step > i.first_step).map((i) => ({ type: "rect", xref: "x", yref: "paper", x0: i.first_step, x1: i.last_step, y0: 0, y1: 1, fillcolor: of(i), opacity: 0.08, line: { width: 0 }, layer: "below" })));
   const trace = {
     x: shown.map((i) => i.first_step), y: shown.map(() => 0.5), yaxis: "y9", type: "scatter", mode: "markers", name: "incidents", cliponaxis: false,
     marker: { symbol: shown.map((i) => ({ critical: "triangle-down", warning: "diamond" })[i.severity] ?? "circle"), size: 10, color: shown.map(of) },
@@ -194,6 +178,7 @@ export function keepDrawn(update) {
   document.addEventListener("fp8watch:live", run);
   document.addEventListener("fp8watch:theme", run);
   document.addEventListener("fp8watch:range", run);
+  document.addEventListener("fp8watch:shown", run);
   run();
   return run;
 }

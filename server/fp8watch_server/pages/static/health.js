@@ -1,4 +1,5 @@
 // The health map of a run: layers × steps, the worst of each. Rows, columns and marks come ready from the server.
+import { behind } from "./chart_data.js";
 import { api, colour, draw, fail, keepDrawn, layout, nothing, number, short, tabs, text } from "./charts.js";
 import { asked, followZoom, shownRange } from "./range.js";
 
@@ -78,7 +79,13 @@ async function drawHealth() {
     yaxis: { tickvals: ticks, ticktext: ticks.map((i) => text(short(label(rows[i]), Math.min(34, chars)))), range: [rows.length - 0.5, -0.5], fixedrange: true, showgrid: false, tickfont: { family: "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", size: 10.5, color: colour("text") }, ticks: "" },
     xaxis: { showgrid: false, ...shownRange(steps) },
   });
-  if (await draw(health, traces, figure)) {
+  const first = await draw(health, traces, figure);
+  const marked = new Map(got.marks.map(([i, j, , what]) => [`${i},${j}`, what]));
+  behind(health, { rows: { columns: ["step", "layer", of.label, "operand", "marked"], rows: steps.flatMap((step, j) => rows.flatMap((row, i) => {
+    const what = marked.get(`${i},${j}`), named = sites[row.sites[j]];
+    return row.values[j] === null && !what ? [] : [[step, named?.[0] ?? row.label, row.values[j] ?? "", named ? `${named[1]} ${named[2]}` : "", what ?? ""]];
+  })) } });
+  if (first) {
     followZoom(health);
     health.on("plotly_click", ({ points }) => {
       const [, , , id] = points[0].customdata;

@@ -1,4 +1,5 @@
 // The tiles' amax by octave, over steps: with power-of-two scales this is the distribution of the scales.
+import { behind } from "./chart_data.js";
 import { api, colour, draw, fail, layout, nothing, text } from "./charts.js";
 import { asked, followZoom, shownRange } from "./range.js";
 
@@ -25,6 +26,8 @@ export async function drawHistogram(element, site, marked, goToMap) {
       shapes: marked(), hovermode: "closest", margin: { l: 70, r: 60, t: 8, b: 42 }, xaxis: { showgrid: false, ...shownRange(got.steps) },
       yaxis: { tickvals: ticks, ticktext: ticks.map((k) => text(buckets[k]).replace(/\^(.*)$/, "<sup>$1</sup>")), showgrid: false, title: { text: "amax of a tile ÷ 1.75", standoff: 8 } },
     });
-    if (await draw(element, traces, figure)) { followZoom(element); goToMap(element, site); }
+    const isNew = await draw(element, traces, figure);
+    behind(element, { rows: { columns: ["step", ...got.buckets], rows: got.steps.map((step, j) => [step, ...got.buckets.map((_, k) => got.counts[j]?.[k] ?? "")]) } });
+    if (isNew) { followZoom(element); goToMap(element, site); }
   } catch (e) { fail(element, e); }
 }

@@ -1,5 +1,6 @@
 // One incident: the charts that prove it, around the step where it began.
-import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip } from "./charts.js";
+import { behind } from "./chart_data.js";
+import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, number, single, strip } from "./charts.js";
 
 const { api: base, severity } = document.body.dataset;
 const BEFORE = 64, AFTER = 64;
@@ -24,7 +25,9 @@ async function drawEvidence(element) {
     if (at.length) traces.push({ x: at.map(([s]) => s), y: at.map(([, v]) => v), type: "scatter", mode: "markers", marker: { color: mark, size: 7 }, hoverinfo: "skip" });
     const annotations = [{ x: Number(first), y: 1, xref: "x", yref: "paper", yanchor: "bottom", text: `step ${first}`, showarrow: false, font: { size: 11, color: mark } }];
     const yaxis = scale === "log2" ? log2Axis(traces) : PERCENT.has(field) ? { ticksuffix: " %", rangemode: "tozero" } : { rangemode: field.startsWith("num_") ? "tozero" : "normal" };
+    const words = element.closest(".panel").querySelector("h2").textContent;
     await draw(element, traces, layout({ shapes, annotations, yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 46, r: 12, t: 20, b: 38 } }));
+    behind(element, { curves: [{ name: words, series: got, stroke: colour("series-1"), say: PERCENT.has(field) ? (v) => `${number(100 * v, 3)} %` : undefined }] });
   } catch (e) { fail(element, e); }
 }
 

@@ -35,7 +35,7 @@ const up = () => [...document.querySelectorAll(".crumbs a")].at(-1) ?? (location
 // What is not here is not done on this page: the list shows the keys of the page that is open.
 const help = document.getElementById("keys");
 const showKeys = () => {
-  const has = { map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: up(), inbox: document.getElementById("inbox"), tick: document.querySelector("[data-tick]"), list: document.querySelector("[data-rows]"), search: document.querySelector("[data-search]") };
+  const has = { flight: document.querySelector("[data-flight]"), map: document.querySelector("[data-tile-map]"), charts: document.getElementById("range"), up: up(), inbox: document.getElementById("inbox"), tick: document.querySelector("[data-tick]"), list: document.querySelector("[data-rows]"), search: document.querySelector("[data-search]") };
   for (const row of help.querySelectorAll("[data-for]")) row.hidden = !has[row.dataset.for];
   help.showModal();
 };

@@ -22,7 +22,7 @@ export const shownRange = (steps = []) => {
 
 export const revision = () => `${whole("from")}-${whole("to")}`;
 
-function set(from, to) {
+export function set(from, to) {
   const url = new URL(location.href);
   for (const [name, value] of [["from", from], ["to", to]]) {
     if (value === null) url.searchParams.delete(name); else url.searchParams.set(name, String(value));
@@ -33,14 +33,14 @@ function set(from, to) {
   document.dispatchEvent(new CustomEvent("fp8watch:range"));
 }
 
-// A chart that was dragged moves all of them.
-export function followZoom(element) {
+// A chart that was dragged moves all of them. `stepOf` makes steps of what it is drawn over.
+export function followZoom(element, stepOf = Number) {
   element.on("plotly_relayout", (change) => {
     const axis = ["xaxis", "xaxis2"].find((name) => `${name}.range[0]` in change || `${name}.autorange` in change || `${name}.range` in change);
     if (!axis) return;
     if (change[`${axis}.autorange`]) return set(null, null);
     const [low, high] = change[`${axis}.range`] ?? [change[`${axis}.range[0]`], change[`${axis}.range[1]`]];
-    set(Math.max(0, Math.ceil(low)), Math.max(0, Math.floor(high)));
+    set(Math.max(0, Math.ceil(stepOf(low))), Math.max(0, Math.floor(stepOf(high))));
   });
   element.on("plotly_doubleclick", () => set(null, null));
 }
@@ -55,7 +55,24 @@ function show() {
   button.onclick = () => set(null, null);
 }
 
+// Twice as near, or half: around the middle of what is shown. `shown` gives the first and the last step of a chart.
+let shown = () => null;
+export const zoomsOf = (ends) => { shown = ends; };
+export function zoom(times) {
+  if (!times) return set(null, null);
+  const ends = shown();
+  if (!ends) return;
+  const middle = (ends[0] + ends[1]) / 2, half = Math.max(1, (ends[1] - ends[0]) / times / 2);
+  set(Math.max(0, Math.round(middle - half)), Math.round(middle + half));
+}
+document.addEventListener("click", ({ target }) => {
+  const button = target.closest("button[data-zoom]");
+  if (button) zoom(Number(button.dataset.zoom));
+});
+
 document.addEventListener("keydown", (event) => {
+  const near = { "+": 2, "-": 0.5 }[event.key];
+  if (near && !event.ctrlKey && !event.metaKey && !event.altKey && !event.target.closest("input, textarea, select")) zoom(near);
   if (event.key === "0" && !event.ctrlKey && !event.metaKey && !event.altKey && !event.target.closest("input, textarea, select")) set(null, null);
 });
 show();

@@ -1,9 +1,10 @@
 // One site over steps: amax, scale_inv, SQNR, underflow, clip depth with what was usual as a band; beside it the other
 // direction of the same operand, on the same scale. The histogram of the tiles' amax is in histogram.js.
+import { behind } from "./chart_data.js";
 import { band, bandTraces, floorOf } from "./baseline.js";
-import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, single, strip } from "./charts.js";
+import { api, colour, draw, fail, foot, keepDrawn, layout, line, log2Axis, nothing, number, single, strip } from "./charts.js";
 import { drawHistogram } from "./histogram.js";
-import { asked, followZoom, shownRange } from "./range.js";
+import { asked, followZoom, shownRange, zoomsOf } from "./range.js";
 
 const { run: runUrl, operand, step } = document.body.dataset;
 const told = (name) => JSON.parse(document.body.dataset[name]); // anew each time: it changes while the page is open
@@ -34,7 +35,8 @@ async function tracesOf({ curves, kind }, asking) {
   const scale = kind === "octaves" ? "log2" : null;
   const lines = series.flatMap((s, i) => line(s, { name: curves[i].label, colour: colour(curves[i].stroke), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
   const drawn = lines[0] ? bandTraces(band(lines[0].x, lines[0].y, floorOf(kind, operand)), colour("usual")) : [];
-  return { traces: [...lines, ...drawn], steps: series[0].steps, measured };
+  const say = kind === "percent" ? (v) => `${number(100 * v, 3)} %` : kind === "dB" ? (v) => `${number(v)} dB` : (v) => number(v);
+  return { traces: [...lines, ...drawn], steps: series[0].steps, measured, curves: series.map((s, i) => ({ name: curves[i].label, series: s, stroke: colour(curves[i].stroke), say })) };
 }
 
 function axis({ kind, floor, limit }, traces) {
@@ -55,14 +57,18 @@ async function drawChart(chart, asking) {
     const region = { type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, fillcolor: colour("damage"), line: { width: 0 }, layer: "below" };
     if (chart.floor) shapes.push({ ...region, y0: -100, y1: chart.floor });
     if (chart.limit !== null) shapes.push({ ...region, y0: chart.limit, y1: chart.limit + 200 });
-    await Promise.all(found.map(async ({ traces, steps, measured }, k) => {
+    await Promise.all(found.map(async ({ traces, steps, measured, curves }, k) => {
       if (!measured) return nothing(elements[k], "Not measured at this site.");
       const figure = layout({
         shapes, xaxis: shownRange(steps), yaxis: { ...yaxis, ...single }, yaxis8: foot(), yaxis9: strip(), margin: { l: 58, r: 14, t: 18, b: 40 },
         showlegend: true, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 }, bgcolor: "transparent" },
       });
-      if (await draw(elements[k], traces, figure)) { followZoom(elements[k]); goToMap(elements[k], SITES[k]); }
+      const first = await draw(elements[k], traces, figure);
+      behind(elements[k], { curves: curves.map((c) => ({ ...c, name: [c.name === chart.title ? c.name : `${chart.title} ${c.name}`, ...(SITES.length > 1 ? [SITES[k].direction] : [])].join(", ") })) });
+      if (first) { followZoom(elements[k]); goToMap(elements[k], SITES[k]); }
     }));
+    const all = found.flatMap((f) => [f.steps[0], f.steps.at(-1)]).filter((s) => s !== undefined), { from, to } = asked();
+    if (all.length) zoomsOf(() => [from ?? Math.min(...all), to ?? Math.max(...all)]);
   } catch (e) { elements.forEach((element) => fail(element, e)); }
 }
 

@@ -3,14 +3,14 @@
 Shapes:     values of sites over columns of steps [S, T] -> deviation [S, T], 1 at the edge of the band, NaN where unknown
 Thread:     worker threads of the server; pure functions
 
-The band is that of static/baseline.js: the median of the 32 measurements before, ± 4σ (1.4826 × the median distance from
+The band is that of pages/static/baseline.js: the median of the 32 measurements before, ± 4σ (1.4826 × the median distance from
 the median, and at least what is believed of an operand), which follows a slow drift here: only what lies beyond twice the
 band does not feed it, until 32 in a row do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ MAX_CELLS = 400_000
 LEAST_COLUMNS = 64
 
 
-def floors(field: str, sites: Sequence[dict[str, Any]]) -> Floats:
+def floors(field: str, sites: Sequence[Mapping[str, Any]]) -> Floats:
     """Spread from step to step that is believed of each site, in what `levels` gives."""
     if field == "tile_sqnr_db":
         return np.full(len(sites), FLOOR_DB)

@@ -1,0 +1,117 @@
+"""What the flight recorder shows, in sentences: where a fault was born, how far it travelled, when it was gone.
+
+Shapes:     Flight -> sentences
+Thread:     any; pure functions
+
+Each sentence counts what was measured, and names its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8watch_server.store.flight import BAND, NAMES, OF, Flight, broken_words
+
+
+def site_words(site: Mapping[str, Any]) -> str:
+    """`layers.1.mlp.down_proj input, rowwise`."""
+    return f"{site['module']} {site['operand']}, {site['direction']}"
+
+
+def band_words() -> str:
+    """What a cell means."""
+    return (
+        f"A cell is how far the site is from its own band in that step: amax or, where it was measured, tile SQNR, "
+        f"whichever is farther. 1 × is the edge of the band: {BAND}. "
+        f"A site stands out beyond 1 ×, or with a NaN, an Inf or a sentinel tile."
+    )
+
+
+def said(found: Flight) -> list[str]:
+    """Born, travelled, gone: at most four sentences."""
+    steps, outside = found.steps, found.outside
+    if not outside.size or not found.looked.any():
+        return ["No site was measured in these steps."]
+    at = int(np.searchsorted(steps, found.at))
+    if at >= len(steps) or not found.looked[:, at].any():
+        return [f"No site was measured at step {found.at}.", *_most(found)]
+    here = np.flatnonzero(outside[:, at])
+    num_looked = int(found.looked[:, at].sum())
+    if not len(here):
+        return [f"At step {found.at} none of {num_looked} sites measured stands out.", *_most(found)]
+    stand = f"At step {found.at}, {len(here)} of {num_looked} sites measured stand{'s' if len(here) == 1 else ''} out"
+    leaps = found.leaps
+    leapt = np.flatnonzero(leaps[:, at])
+    if not len(leapt):
+        far = int(here[np.argmax(np.where(found.broken[here, at], np.inf, np.nan_to_num(found.far[here, at])))])
+        more = "none of them since this step"
+        return [f"{stand}, {more}; the farthest is {site_words(found.sites[far])}: {cell_words(found, far, at)}."]
+    first = int(leapt[np.argmin(found.turn[leapt])])
+    new = "" if len(leapt) == len(here) else f", {len(leapt)} of them at a leap"
+    out = [
+        f"{stand}{new}; the first of these in the order of execution is {site_words(found.sites[first])}: "
+        f"{cell_words(found, first, at)}."
+    ]
+    return out + _spread(found, at, leapt, leaps)
+
+
+def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
+    """Sites that leapt after the step and not in it, and when the last of all was back."""
+    after = leaps[:, at + 1 :]
+    if not after.shape[1]:
+        return []
+    joined = np.flatnonzero(after.any(axis=1))
+    joined = joined[~np.isin(joined, leapt)]
+    out = []
+    if len(joined):
+        when = int(found.steps[at + 1 + int(np.argmax(after[joined].any(axis=0)))])
+        out.append(
+            f"In the steps after, up to {int(found.steps[-1])}, {len(joined)} more leap{'s' if len(joined) == 1 else ''} "
+            f"out of {'its' if len(joined) == 1 else 'their'} band, from step {when} on."
+        )
+    of_fault = np.concatenate([leapt, joined])
+    out_at = np.flatnonzero(found.outside[of_fault, at:].any(axis=0))
+    judged = np.flatnonzero((found.looked & ~np.isnan(found.far))[of_fault, at:].any(axis=0))
+    calm = judged[judged > out_at[-1]]
+    if len(calm):
+        out.append(
+            f"From step {int(found.steps[at + calm[0]])} on none of them stands out, as far as they were measured."
+        )
+    else:
+        out.append(f"At step {int(found.steps[at + out_at[-1]])} some of them still do.")
+    return out
+
+
+def _most(found: Flight) -> list[str]:
+    """The step in which most sites stand out."""
+    counts = found.outside.sum(axis=0)
+    if not counts.any():
+        return []
+    j = int(np.argmax(counts))
+    return [f"Most stand out at step {int(found.steps[j])}: {int(counts[j])}."]
+
+
+def cell_words(found: Flight, i: int, j: int) -> str:
+    """What one cell says."""
+    parts = [text] if (text := broken_words(found, i, j)) else []
+    far = found.far[i, j]
+    if not np.isnan(far):
+        parts.append(f"{NAMES[OF[int(found.by[i, j])]]} at {far:.2g} × its band")
+    return ", ".join(parts) or ("no band yet" if found.looked[i, j] else "not looked at")
+
+
+def by_step(found: Flight) -> list[dict[str, Any]]:
+    """The picture as a table: of each step how many sites were looked at, how many stood out, and the farthest."""
+    rows: list[dict[str, Any]] = []
+    outside, far = found.outside, np.where(found.broken, np.inf, np.nan_to_num(found.far, nan=-1.0))
+    for j, step in enumerate(found.steps.tolist()):
+        n = int(outside[:, j].sum())
+        i = int(np.argmax(far[:, j])) if n else -1
+        row = {"step": step, "looked": int(found.looked[:, j].sum()), "outside": n, "site": None, "said": ""}
+        if n:
+            row |= {"site": found.sites[i], "said": cell_words(found, i, j)}
+        rows.append(row)
+    return rows

@@ -1,0 +1,68 @@
+"""What is broken on purpose in the flight recorder, and the test that sees it."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+T = "tests/pages/test_flight.py"
+B = "tests/browser/test_flight.py"
+STATIC = "server/fp8watch_server/pages/static"
+
+BUGS = [
+    Bug(
+        "a cell without a record is not calm",
+        "store.flight:_worst",
+        "np.where(looked, -1.0, -2.0)",
+        "np.where(looked, -1.0, 0.0)",
+        f"{T}::test_what_was_not_looked_at_is_not_calm",
+    ),
+    Bug(
+        "sites measured seldom have a band",
+        "store.flight:around",
+        "for lead in LEAD_STEPS:",
+        "for lead in LEAD_STEPS[:1]:",
+        f"{T}::test_sites_that_are_measured_seldom_have_a_band_all_the_same",
+    ),
+    Bug(
+        "backward is executed after fprop",
+        "store.flight:Flight.turn",
+        "np.where(back, 2 * n - np.arange(n), np.arange(n))",
+        "np.where(back, -np.arange(n), np.arange(n))",
+        f"{T}::test_backward_comes_after_fprop_and_from_the_last_layer_up",
+    ),
+    Bug(
+        "a drift is no leap",
+        "store.flight:Flight.leaps",
+        "LEAP * before",
+        "0.0 * before",
+        f"{T}::test_a_drift_over_the_edge_is_no_leap",
+    ),
+    Bug(
+        "the still hides names",
+        "pages.flight_still:still",
+        "if names is not None:",
+        "if names is None:",
+        f"{T}::test_the_still_is_whole_hides_names_and_has_both_themes",
+    ),
+    Bug(
+        "what was not looked at is hatched",
+        f"{STATIC}/flight_paint.js",
+        "[(v) => v === null, unlooked], ",
+        "",
+        f"{B}::test_what_was_not_looked_at_looks_like_nothing_else",
+    ),
+    Bug(
+        "space does not play beside other things",
+        f"{STATIC}/flight.js",
+        "if (!here && (!this.whole ||",
+        "if (!here && (false ||",
+        f"{B}::test_space_plays_the_steps_and_on_an_incident_only_where_it_has_the_focus",
+    ),
+    Bug(
+        "the step of the playhead stands in the address",
+        f"{STATIC}/flight.js",
+        "this.show();\n    this.remember();",
+        "this.show();",
+        f"{B}::test_keys_step_choose_and_open_and_the_address_holds_the_step",
+    ),
+]
