@@ -64,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""} | dict.fromkeys(NEED_NOTHING, "")
+        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""} | dict.fromkeys(
+            NEED_NOTHING, ""
+        )
         extra = own.get(args[0], "[server]")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2

@@ -45,7 +45,7 @@ def segment(text: str) -> str:
 class Asking:
     """GET requests to one collector."""
 
-    def __init__(self, collector: str | None) -> None:
+    def __init__(self, collector: str | None, timeout_s: float = TIMEOUT_S) -> None:
         """Take address and token from the argument and the environment.
 
         Raises:
@@ -55,6 +55,7 @@ class Asking:
         self.url = settings.collector or DEFAULT_COLLECTOR
         token = settings.token if settings.token_file is None else read_token_file(settings.token_file)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
         self._pool = urllib3.PoolManager(num_pools=1, retries=False)
 
     def close(self) -> None:
@@ -72,7 +73,13 @@ class Asking:
         headers = {**self._headers, "Accept": accept, "User-Agent": "fp8watch"}
         try:
             answer = self._pool.request(
-                "GET", url, headers=headers, redirect=False, retries=False, preload_content=False, timeout=TIMEOUT_S
+                "GET",
+                url,
+                headers=headers,
+                redirect=False,
+                retries=False,
+                preload_content=False,
+                timeout=self._timeout_s,
             )
             body = answer.read(MAX_ANSWER_BYTES + 1)
             answer.release_conn()
@@ -119,5 +126,7 @@ def _refusal(url: str, path: str, status: int, body: bytes) -> NotAnswered:
     if status == 404:
         return Unknown(said or f"{url}{path}: not found")
     if status in (401, 403):
-        return NotAnswered(f"{url} refuses ({status}): {said or 'a token of scope read is needed'}; put it into FP8WATCH_TOKEN")
+        return NotAnswered(
+            f"{url} refuses ({status}): {said or 'a token of scope read is needed'}; put it into FP8WATCH_TOKEN"
+        )
     return NotAnswered(f"{url}{path} answered {status}{': ' + said if said else ''}")

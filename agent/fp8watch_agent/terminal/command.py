@@ -52,7 +52,9 @@ def say(lines: Iterable[str]) -> None:
 
 def runs_main(argv: list[str]) -> int:
     """Entry point of `fp8watch runs`."""
-    parser = argparse.ArgumentParser(prog="fp8watch runs", description="List the runs of a collector, the newest first.")
+    parser = argparse.ArgumentParser(
+        prog="fp8watch runs", description="List the runs of a collector, the newest first."
+    )
     parser.add_argument("-n", "--number", type=int, default=20, help="at most so many (default: %(default)s)")
     add_arguments(parser)
     args = parser.parse_args(argv)
@@ -158,7 +160,9 @@ def report_main(argv: list[str]) -> int:
         prog="fp8watch report", description="Write an incident into one HTML file that needs no network."
     )
     parser.add_argument("INCIDENT", help="its id")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to; - is standard output (default: report-INCIDENT.html)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to; - is standard output (default: report-INCIDENT.html)"
+    )
     parser.add_argument("--redact", action="store_true", help="replace names of runs, modules, hosts and people")
     add_arguments(parser, json=False)
     args = parser.parse_args(argv)

@@ -88,14 +88,20 @@ def drawn(seen: Look, url: str, problem: str = "") -> Any:
     if problem:
         head = Text(problem, style="bold yellow")
     severity = ["red" if i["severity"] == "critical" else "yellow" for i in seen.incidents]
-    below = grid(text.INCIDENT_HEADS, [text.incident_row(i) for i in seen.incidents], severity) if seen.incidents else Text("no open incidents", style="dim")
+    below = (
+        grid(text.INCIDENT_HEADS, [text.incident_row(i) for i in seen.incidents], severity)
+        if seen.incidents
+        else Text("no open incidents", style="dim")
+    )
     return Group(head, Text(), grid(HEADS, rows(seen), styles), Text(), below)
 
 
 def top_main(argv: list[str]) -> int:
     """Entry point of `fp8watch top`."""
     parser = argparse.ArgumentParser(prog="fp8watch top", description="Show runs and open incidents, live.")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks (default: %(default)s)")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (default: %(default)s)"
+    )
     parser.add_argument("--once", action="store_true", help="one look, as plain text")
     add_arguments(parser)
     args = parser.parse_args(argv)

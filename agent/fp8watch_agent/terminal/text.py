@@ -11,7 +11,7 @@ from typing import Any
 
 ABSENT = "-"
 MAX_CELL_CHARS = 60
-CONTROL = {c: "�" for c in (*range(32), *range(127, 160))}
+CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "�")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,7 +29,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[st
     """Columns as wide as they need to be; numbers to the right."""
     cells = [[cut(plain(value)) for value in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(heads), *cells]) for i in range(len(heads))]
-    right = [bool(rows) and all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(heads))]
+    right = [
+        bool(rows) and all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)
+        for i in range(len(heads))
+    ]
     for line in [list(heads), *cells]:
         yield "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
 
@@ -94,7 +97,15 @@ def incident_row(incident: Mapping[str, Any]) -> tuple[object, ...]:
     """An incident as a line of `fp8watch incidents`."""
     state = incident.get("state") or incident["status"]
     where = place(incident["place"])
-    return incident["id"], incident["severity"], state, incident["mode"], incident["first_step"], where, incident["run_id"]
+    return (
+        incident["id"],
+        incident["severity"],
+        state,
+        incident["mode"],
+        incident["first_step"],
+        where,
+        incident["run_id"],
+    )
 
 
 def run_lines(run: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]], url: str) -> Iterator[str]:
@@ -116,7 +127,9 @@ def run_lines(run: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]], ur
 
 def incident_lines(incident: Mapping[str, Any], url: str) -> Iterator[str]:
     """One incident."""
-    steps = f"{incident['first_step']}" + (f" to {incident['last_step']}" if incident["last_step"] != incident["first_step"] else "")
+    steps = f"{incident['first_step']}" + (
+        f" to {incident['last_step']}" if incident["last_step"] != incident["first_step"] else ""
+    )
     yield f"{incident['severity']}: {plain(incident['title'])}"
     yield f"  {plain(incident['mode'])}, {incident.get('state') or incident['status']}, verdict {incident['verdict']}, since {ago(incident['opened_at'])}"
     yield f"  run {plain(incident['run_id'])}, step {steps}, {place(incident['place'])}"

@@ -61,9 +61,10 @@ def compare(
     logged = of_loss[0].present[i] & of_loss[1].present[j]
     seen = np.where(logged, loss[0], 0.0), np.where(logged, loss[1], 0.0)
     from_the_start = bool(len(steps)) and steps[0] == of_loss[0].steps[0] == of_loss[1].steps[0] and not from_step
-    found = _find(steps, fine, seen, amax, [str(s["operand"]) for s in common], from_the_start)
     data = [batch_ids(conn, side, from_step, to_step) for side in (a, b)]
     of_data, num_named = fact_differences.of_data(*data)
+    same_data = bool(len(steps)) and num_named == len(steps) and not of_data
+    found = _find(steps, fine, seen, amax, [str(s["operand"]) for s in common], from_the_start, same_data)
     names = [words.site_name(s["module"], s["operand"]) for s in common]
     both = amax[0].measured & amax[1].measured
     finite = logged & np.isfinite(loss[0]) & np.isfinite(loss[1])
@@ -100,22 +101,30 @@ def compare(
         "not_looked_at": words.not_looked_at(looked),
         "only_a": list(looked.only_a)[:MAX_SITES_NAMED],
         "only_b": list(looked.only_b)[:MAX_SITES_NAMED],
-        "loss": _loss_chart(steps, loss, logged),
+        "loss": _loss_chart(steps, loss, logged, same_data=same_data or found.identical > 0),
         "map": _map(common, fine, amax, points),
     }
 
 
 def _find(
-    steps: Steps, fine: Steps, loss: tuple[Floats, Floats], amax: tuple[Amax, Amax], operands: Sequence[str], start: bool
+    steps: Steps,
+    fine: Steps,
+    loss: tuple[Floats, Floats],
+    amax: tuple[Amax, Amax],
+    operands: Sequence[str],
+    start: bool,
+    same_data: bool,
 ) -> parting.Parting:
     """Where amax was read; and where that ends, by the losses alone."""
     n = len(fine)
-    found = parting.find(fine, (loss[0][:n], loss[1][:n]), amax, operands, from_the_start=start)
+    found = parting.find(fine, (loss[0][:n], loss[1][:n]), amax, operands, from_the_start=start, same_data=same_data)
     if n == len(steps) or found.step is not None:
         return found
     none = np.zeros((0, len(steps)))
     nothing = Amax(none, none.astype(bool), none.astype(bool))
-    return parting.find(steps, loss, (nothing, nothing), [], from_the_start=False)
+    return parting.find(
+        steps, loss, (nothing, nothing), [], from_the_start=False, same_data=same_data or found.identical > 0
+    )
 
 
 def _side(conn: Connection, side: Side) -> Dict:
@@ -160,10 +169,10 @@ def _parting(found: parting.Parting, sites: Sequence[Mapping[str, Any]]) -> Dict
     }
 
 
-def _loss_chart(steps: Steps, loss: tuple[Floats, Floats], logged: npt.NDArray[np.bool_]) -> Dict:
+def _loss_chart(steps: Steps, loss: tuple[Floats, Floats], logged: npt.NDArray[np.bool_], *, same_data: bool) -> Dict:
     """Losses, their difference and its band, at the steps with a loss on both sides; of each bucket the largest difference."""
     steps, a, b = steps[logged], loss[0][logged], loss[1][logged]
-    band = bands.loss_band(a, b) if len(steps) else np.zeros(0)
+    band = bands.loss_band(a, b, same_data=same_data) if len(steps) else np.zeros(0)
     with np.errstate(invalid="ignore"):
         apart = np.abs(a - b)
     width = max(1, math.ceil(len(steps) / LOSS_POINTS))

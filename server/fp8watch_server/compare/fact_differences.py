@@ -60,7 +60,9 @@ def of_scalar(name: str, a: Scalar, b: Scalar) -> list[dict[str, str | None]]:
     return [{"fact": f"{name}, from step {int(steps[k])} on", "a": f"{x[k]:.6g}", "b": f"{y[k]:.6g}"}]
 
 
-def of_data(a: Mapping[int, frozenset[str]], b: Mapping[int, frozenset[str]]) -> tuple[list[dict[str, str | None]], int]:
+def of_data(
+    a: Mapping[int, frozenset[str]], b: Mapping[int, frozenset[str]]
+) -> tuple[list[dict[str, str | None]], int]:
     """From which step on the batches have other names; and at how many steps both named theirs."""
     both = sorted(a.keys() & b.keys())
     other = [step for step in both if a[step] != b[step]]

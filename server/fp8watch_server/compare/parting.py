@@ -3,10 +3,11 @@
 Shapes:     losses [T] and amax [S, T] of both sides at their common steps -> Parting
 Thread:     any; pure functions
 
-Three things count. One side is not finite where the other is. The losses, or the amax of a site, leave the band of what
-two healthy runs are apart (bands.py), and stay out. Or the median difference of the losses stays out for long: a drift.
+Three things count. One side is not finite where the other is. The losses leave the band of what two healthy runs are apart
+(bands.py), or the amax of a site lies far out of it, and stays there. Or the median difference of the losses stays out for
+long: a drift.
 Where the runs were equal to the last bit before, the origin is the first value that differs; else it is the first site
-that left a narrower band and was out ever since.
+that left its band and was out ever since; where none did, that left a narrower one.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def find(
     operands: Sequence[str],
     *,
     from_the_start: bool,
+    same_data: bool = False,
 ) -> Parting:
     """Compare two sides.
 
@@ -73,6 +75,7 @@ def find(
         amax: of each side [S, T], sites in the order of execution.
         operands: of each site [S].
         from_the_start: the first of `steps` is the first one of both.
+        same_data: both are known to have seen the same batches; so they are where they were equal to the last bit.
     """
     if not len(steps):
         return Parting()
@@ -86,12 +89,16 @@ def find(
     kinds = np.array([operand == "weight" for operand in operands], dtype=bool)
     start: dict[str, int] = {}
     if from_the_start and kinds.any() and both[kinds, 0].any():
-        start = {"weights_differ": int((kinds & ~same_bits[:, 0]).sum()), "num_weights": int((kinds & both[:, 0]).sum())}
+        start = {
+            "weights_differ": int((kinds & ~same_bits[:, 0]).sum()),
+            "num_weights": int((kinds & both[:, 0]).sum()),
+        }
     strangers = start.get("weights_differ", 0) > 0
     floor = np.array([bands.WIDE.get(operand, bands.WIDE["output"]) for operand in operands], dtype=np.float64)
-    wide = bands.beyond(ratio, floor)
-    at_site = _by_sites(np.full_like(wide, np.nan) if strangers else wide, one_bad)
-    by_loss, by_drift = _by_loss(*loss)
+    wide = _far(ratio, floor, floor, kinds)
+    same_data = same_data or identical > 0
+    at_site = _by_sites(np.full_like(wide, np.nan) if strangers else wide if same_data else wide / 2, one_bad)
+    by_loss, by_drift = _by_loss(*loss, same_data=same_data)
     found = {"nonfinite": at_site[0], "amax": at_site[1], "loss": by_loss, "drift": by_drift}
     candidates = [(at, kind) for kind, at in found.items() if at is not None]
     losses_at = min((at for at in (by_loss, by_drift) if at is not None), default=None)
@@ -105,14 +112,21 @@ def find(
     step, sites = seen, ()
     if 0 < identical <= seen and not _only_bits(ratio, one_bad, identical, seen):
         step, sites = identical, common["differs_in"]
-    elif not strangers:
-        step, sites = _origin(ratio, one_bad, floor, seen)
     elif by == "nonfinite":
         sites = tuple(np.flatnonzero(one_bad[:, seen]).tolist())
+    elif not strangers:
+        step, sites = _origin(ratio, wide, floor, kinds, seen)
     within = None
     if sites and len(before := np.flatnonzero(both[sites[0], :step])):
         within = int(steps[before[-1]])
     return Parting(step=int(steps[step]), sites=sites, by=by, seen_at=int(steps[seen]), within_at=within, **common)
+
+
+def _far(ratio: Floats, floor: Floats, at_first: Floats, weights: Flags) -> Floats:
+    """How far each site is out: a weight by its jumps, the others by their band."""
+    far = bands.beyond(ratio, floor, at_first)
+    far[weights] = bands.jumps(ratio[weights], bands.WIDE["weight"])
+    return far
 
 
 def _same(a: Floats, b: Floats) -> Flags:
@@ -125,18 +139,18 @@ def _by_sites(far: Floats, one_bad: Flags) -> tuple[int | None, int | None]:
     first: int | None = None
     for row in far:
         at = np.flatnonzero(~np.isnan(row))
-        place = bands.first_lasting(row[at] > 1, row[at] > bands.AT_ONCE)
+        place = bands.first_lasting(row[at] > bands.LASTING, row[at] > bands.AT_ONCE)
         if place is not None and (first is None or at[place] < first):
             first = int(at[place])
     return (int(bad[0]) if len(bad) else None), first
 
 
-def _by_loss(a: Floats, b: Floats) -> tuple[int | None, int | None]:
+def _by_loss(a: Floats, b: Floats, *, same_data: bool) -> tuple[int | None, int | None]:
     """First column in which the losses are out for good, and first from which they drift apart."""
     finite = np.isfinite(a) & np.isfinite(b)
     one_only = np.isfinite(a) != np.isfinite(b)
     difference = np.where(finite, a - b, 0.0)
-    band = bands.loss_band(a, b)
+    band = bands.loss_band(a, b, same_data=same_data)
     out = finite & (np.abs(difference) > band)
     at = bands.first_lasting(out | one_only, one_only)
     return at, bands.drift(difference[finite], np.fmin(np.abs(a), np.abs(b))[finite])
@@ -149,13 +163,26 @@ def _only_bits(ratio: Floats, one_bad: Flags, at: int, seen: int) -> bool:
     return seen - at > BACK // 2 and largest < BITS_OCTAVES and not one_bad[:, at].any()
 
 
-def _origin(ratio: Floats, one_bad: Flags, floor: Floats, seen: int) -> tuple[int, tuple[int, ...]]:
-    """The first column, and its sites, from which on something was out of its narrow band until the runs were seen to part."""
+def _origin(ratio: Floats, wide: Floats, floor: Floats, weights: Flags, seen: int) -> tuple[int, tuple[int, ...]]:
+    """The first column, and its sites, from which on something was out of its band until the runs were seen to part; where
+    nothing was, out of a narrower one."""
     first = max(0, seen - BACK - bands.WINDOW)
-    narrow = bands.beyond(ratio[:, first : seen + 1], floor * bands.NARROW_SHARE)
-    narrow[one_bad[:, first : seen + 1]] = np.inf
+    begun = _begun(wide[:, first : seen + 1])
+    if not begun:
+        part = ratio[:, first : seen + 1] - np.where(weights, _first_of(ratio[:, first : seen + 1]), 0.0)[:, None]
+        narrow = _far(part, floor * bands.NARROW_SHARE, floor, weights)
+        narrow[weights] /= bands.LASTING
+        begun = _begun(narrow)
+    if not begun:
+        return seen, ()
+    step = min(begun.values())
+    return first + step, tuple(site for site, at in begun.items() if at == step)
+
+
+def _begun(far: Floats) -> dict[int, int]:
+    """Site -> the column from which on it was out, of those that are out at the end, or were LAG columns before."""
     begun: dict[int, int] = {}
-    for site, row in enumerate(narrow):
+    for site, row in enumerate(far):
         at = np.flatnonzero(~np.isnan(row))
         out = np.flatnonzero(row[at] > 1)
         if not len(out) or at[out[-1]] + LAG < len(row) - 1:
@@ -163,8 +190,11 @@ def _origin(ratio: Floats, one_bad: Flags, floor: Floats, seen: int) -> tuple[in
         k = int(out[-1])
         while k > 0 and row[at[k - 1]] > 1:
             k -= 1
-        begun[site] = first + int(at[k])
-    if not begun:
-        return seen, ()
-    step = min(begun.values())
-    return step, tuple(site for site, at in begun.items() if at == step)
+        begun[site] = int(at[k])
+    return begun
+
+
+def _first_of(ratio: Floats) -> Floats:
+    """The first that was measured of each row, 0 where none was. [S]"""
+    known = ~np.isnan(ratio)
+    return np.where(known.any(axis=1), ratio[np.arange(len(ratio)), np.argmax(known, axis=1)], 0.0)

@@ -87,7 +87,9 @@ def _together(found: Parting, of: Compared, names: Sequence[str], over: str, loo
     stay = "stays" if shown == "loss" else "stay"
     if found.weights_differ and not of.num_with_loss:
         return f"{_start(found)} No loss was logged on both sides: whether they part was not looked at."
-    return " ".join(t for t in (_start(found), f"They do not part: {shown} {stay} within the noise in {over}{gap}{own}.") if t)
+    return " ".join(
+        t for t in (_start(found), f"They do not part: {shown} {stay} within the noise in {over}{gap}{own}.") if t
+    )
 
 
 def _before(found: Parting) -> str:
@@ -129,7 +131,9 @@ def not_looked_at(of: Compared) -> list[str]:
     """What the sentence does not speak of, a line each."""
     out = []
     if of.steps and not of.num_named_data:
-        out.append("data: not both sides named their batches, so whether they saw the same data was not looked at: watch.log(batch_id=…)")
+        out.append(
+            "data: not both sides named their batches, so whether they saw the same data was not looked at: watch.log(batch_id=…)"
+        )
     elif of.num_named_data < len(of.steps):
         out.append(f"data: both sides named their batches in {of.num_named_data} of {len(of.steps)} common steps")
     if of.steps and of.num_with_loss < len(of.steps):
@@ -142,7 +146,9 @@ def not_looked_at(of: Compared) -> list[str]:
         if n:
             out.append(f"steps that only {side} has: {n}")
     if of.num_measured_sites < of.num_sites:
-        out.append(f"sites that were never measured in the same step on both sides: {of.num_sites - of.num_measured_sites} of {of.num_sites}")
+        out.append(
+            f"sites that were never measured in the same step on both sides: {of.num_sites - of.num_measured_sites} of {of.num_sites}"
+        )
     if of.num_measured_sites and of.share < 0.9:
         out.append(f"amax: a common site was measured on both sides in {of.share:.0%} of the common steps")
     if of.cut_at is not None:

@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fp8watch open", description="Show a spool or a report without a server. Neither is changed."
     )
-    parser.add_argument("FILE", nargs="?", help="a report, a spool folder, or a file of one (default: FP8WATCH_SPOOL_DIR)")
+    parser.add_argument(
+        "FILE", nargs="?", help="a report, a spool folder, or a file of one (default: FP8WATCH_SPOOL_DIR)"
+    )
     parser.add_argument("--port", type=int, default=0, help="port of the pages (default: any free one)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     args = parser.parse_args(argv)

@@ -49,6 +49,12 @@ class Redaction:
     def _token(self, found: re.Match[str]) -> str:
         token = found[0]
         parts = token.split(".")
-        if token in KEPT or (token not in self._modules and (len(parts) < 2 or parts[0] not in self._first)):
+        if token in KEPT:
+            return token
+        if token not in self._modules and (parts[0] not in self._first if len(parts) > 1 else not self._is_name(token)):
             return token
         return ".".join(p if p.isdigit() or p in KEPT else self._parts.get(p, "n0") for p in parts)
+
+    def _is_name(self, word: str) -> bool:
+        """Whether a word alone is a part of a module's name: one that is no plain word, such as down_proj."""
+        return word in self._parts and not (word.isalpha() and word.islower())

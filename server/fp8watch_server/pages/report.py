@@ -31,16 +31,20 @@ def report(request: Request, incident_id: str, redact: str = "") -> HTMLResponse
         of = subject_of(conn, incident, redact=redact not in ("", "0"))
         sections = [section for make in SECTIONS if (section := make(of)) is not None]
     theme = request.query_params.get("theme")
-    html = environment().get_template("report.html").render(
-        incident=of.incident,
-        run=of.run,
-        sections=sections,
-        redacted=of.redact,
-        policy=POLICY,
-        theme=theme if theme in ("dark", "light") else "light",
-        style=Markup(assets.static_text("fp8watch.css")),
-        made_at=time.time(),
-        version=__version__,
+    html = (
+        environment()
+        .get_template("report.html")
+        .render(
+            incident=of.incident,
+            run=of.run,
+            sections=sections,
+            redacted=of.redact,
+            policy=POLICY,
+            theme=theme if theme in ("dark", "light") else "light",
+            style=Markup(assets.static_text("fp8watch.css")),
+            made_at=time.time(),
+            version=__version__,
+        )
     )
     name = re.sub(r"[^\w.-]", "-", f"fp8watch-{incident['mode']}-step-{incident['first_step']}")[:120]
     disposition = f'attachment; filename="{name}{"-redacted" if of.redact else ""}.html"'

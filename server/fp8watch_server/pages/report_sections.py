@@ -73,7 +73,13 @@ def tiles(of: Subject) -> Section | None:
     picture = Markup(thumbnail(found, TILES))
     flagged = page_queries.flagged_tiles(found, of.site)
     known = [v for v in found["amax"] if v]
-    values = {"picture": picture, "flagged": flagged, "map": found, "low": min(known, default=None), "high": max(known, default=None)}
+    values = {
+        "picture": picture,
+        "flagged": flagged,
+        "map": found,
+        "low": min(known, default=None),
+        "high": max(known, default=None),
+    }
     where = f"{of.site['module']} {of.site['operand']}, step {found['step']}, rank {found['rank']}"
     return Section("Tiles", "report/tiles.html", values, where)
 
@@ -122,7 +128,9 @@ def facts(of: Subject) -> Section | None:
         rows += [("hosts", ", ".join(sorted({s["host"] for s in sessions if s["host"]})[:8]))]
     names = [n for n in sorted(said) if not of.redact or n in OPEN_FACTS]
     rows += [(name.replace("_", " "), said[name]) for name in names]
-    return Section("Facts", "report/facts.html", {"rows": [(n, formatting.cut(v)) for n, v in rows if v not in (None, "")]})
+    return Section(
+        "Facts", "report/facts.html", {"rows": [(n, formatting.cut(v)) for n, v in rows if v not in (None, "")]}
+    )
 
 
 def reached(of: Subject) -> Section | None:
@@ -151,7 +159,9 @@ def not_looked_at(of: Subject) -> Section | None:
         lines.append(f"Steps in between: in the newest steps sites are measured {watched.each()}.")
     covered = coverage.coverage(of.run, of.sites)
     if covered["observed"] is not None and covered["observed"] < 1:
-        lines.append(f"Modules: {formatting.ratio(1 - covered['observed'])} of the model's GEMM FLOPs were not observed.")
+        lines.append(
+            f"Modules: {formatting.ratio(1 - covered['observed'])} of the model's GEMM FLOPs were not observed."
+        )
     for key, words in (("not_taken", "GEMMs not observed"), ("silent", "announced as observed, and silent")):
         if covered[key]:
             names = "" if of.redact else f": {', '.join(name for name, _ in covered[key][:8])}"
