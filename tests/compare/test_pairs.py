@@ -42,33 +42,46 @@ PAIRS = [
 ]
 
 
+class Pairs:
+    """A collector, and the trainings that were asked for, each made once."""
+
+    def __init__(self, client: httpx.Client, patch: pytest.MonkeyPatch) -> None:
+        self._client, self._patch, self._done = client, patch, set[str]()
+
+    def compared(self, a: str, b: str, **query: Any) -> dict[str, Any]:
+        for name in (a, b):
+            if name not in self._done:
+                self._done.add(name)
+                self._train(name)
+        answer = self._client.get("/api/v1/compare", params={"a": a, "b": b, **query})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def _train(self, name: str) -> None:
+        url = str(self._client.base_url).rstrip("/")
+        if name != "ranks":
+            return train(url, name, **RUNS[name])
+        with self._patch.context() as patch:  # two replicas, of which the second breaks
+            for rank in range(2):
+                patch.setenv("RANK", str(rank))
+                patch.setenv("WORLD_SIZE", "2")
+                train(url, "ranks", change=trained.flip_bit if rank else None)
+
+
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """All of the trainings in one collector, and one of two ranks, of which the second breaks."""
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     with pytest.MonkeyPatch.context() as patch, serving(make_app(tmp_path_factory.mktemp("pairs"))) as client:
         patch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path_factory.mktemp("spool")))
-        url = str(client.base_url).rstrip("/")
-        for name, how in RUNS.items():
-            train(url, name, **how)
-        for rank in range(2):
-            patch.setenv("RANK", str(rank))
-            patch.setenv("WORLD_SIZE", "2")
-            train(url, "ranks", change=trained.flip_bit if rank else None)
-        yield client
-
-
-def compared(client: httpx.Client, a: str, b: str, **query: Any) -> dict[str, Any]:
-    answer = client.get("/api/v1/compare", params={"a": a, "b": b, **query})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+        yield Pairs(client, patch)
 
 
 @pytest.mark.parametrize(("a", "b", "step", "site", "words", "fact"), PAIRS, ids=[f"{p[0]}-{p[1]}" for p in PAIRS])
 def test_the_sentence_is_right(
-    client: httpx.Client, a: str, b: str, step: int | None, site: str, words: tuple[str, ...], fact: str
+    pairs: Pairs, a: str, b: str, step: int | None, site: str, words: tuple[str, ...], fact: str
 ) -> None:
     for first, second in ((a, b), (b, a)):
-        found = compared(client, first, second)
+        found = pairs.compared(first, second)
         assert found["parting"]["step"] == step, found["sentence"]
         for part in words:
             assert part in found["sentence"]
@@ -82,25 +95,25 @@ def test_the_sentence_is_right(
             assert found["facts"] == []
 
 
-def test_what_only_one_has_and_what_was_not_looked_at_is_named(client: httpx.Client) -> None:
-    found = compared(client, "good", "deep")
+def test_what_only_one_has_and_what_was_not_looked_at_is_named(pairs: Pairs) -> None:
+    found = pairs.compared("good", "deep")
     assert "layers.2.mlp.down_proj weight" in found["only_b"]
     assert found["only_a"] == []
     lines = " ".join(found["not_looked_at"])
     assert "sites that only the second has: layers.2." in lines
     assert "whether they saw the same data was not looked at" in lines
-    assert compared(client, "good", "twin")["not_looked_at"] == []
+    assert pairs.compared("good", "twin")["not_looked_at"] == []
 
 
-def test_ranks_of_one_run_are_held_against_each_other(client: httpx.Client) -> None:
-    found = compared(client, "ranks", "ranks", rank_a=0, rank_b=1)
+def test_ranks_of_one_run_are_held_against_each_other(pairs: Pairs) -> None:
+    found = pairs.compared("ranks", "ranks", rank_a=0, rank_b=1)
     assert found["sentence"].startswith(
         f"They are identical to the last bit before step {ONSET}, and part there, first in {ATTENTION} weight"
     )
-    assert IDENTICAL in compared(client, "ranks", "ranks", rank_a=1, rank_b=1)["sentence"]
-    assert IDENTICAL in compared(client, "ranks", "good", rank_a=0)["sentence"]
+    assert IDENTICAL in pairs.compared("ranks", "ranks", rank_a=1, rank_b=1)["sentence"]
+    assert IDENTICAL in pairs.compared("ranks", "good", rank_a=0)["sentence"]
 
 
-def test_steps_that_are_chosen_are_the_ones_that_are_compared(client: httpx.Client) -> None:
-    found = compared(client, "good", "inf", to=ONSET - 1)
+def test_steps_that_are_chosen_are_the_ones_that_are_compared(pairs: Pairs) -> None:
+    found = pairs.compared("good", "inf", to=ONSET - 1)
     assert f"in all of {ONSET} common steps (0 to {ONSET - 1})" in found["sentence"]

@@ -145,6 +145,8 @@ def test_a_gap_before_the_parting_is_said() -> None:
 
 
 def test_nothing_measured_is_nothing_said() -> None:
+    found = Parting(step=4, by="amax", sites=(0,), seen_at=4)
+    assert words.sentence(found, words.Compared(steps=[3, 4]), NAMES) == "They part at step 4, first in a input."
     assert words.sentence(Parting(), words.Compared(), ()) == "They have no step in common: nothing can be compared."
     of = words.Compared(steps=[3, 4], num_sites=5)
     assert "nothing can be said" in words.sentence(Parting(), of, NAMES)

@@ -9,7 +9,7 @@ Every number in a sentence was measured, and stands with its step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fp8watch_server.compare.parting import Parting
 
@@ -37,9 +37,6 @@ class Compared:
     """Sites were compared up to this step."""
     largest_gap: float | None = None
     """Largest difference of the losses over the loss."""
-    one_run: bool = False
-    """Both sides are ranks of one run."""
-    not_observed: list[str] = field(default_factory=list)
 
 
 def site_name(module: str, operand: str) -> str:
@@ -56,7 +53,7 @@ def sentence(found: Parting, of: Compared, names: Sequence[str]) -> str:
     if found.step is None:
         return _together(found, of, names, over, looked)
     parted = f"{_before(found)}{_place(found, names)}"
-    return " ".join(part for part in (_start(found), parted, _seen(found)) if part)
+    return " ".join(part for part in (_start(found), parted, _seen(found, of)) if part)
 
 
 def _looked(of: Compared) -> str:
@@ -99,6 +96,8 @@ def _before(found: Parting) -> str:
 
 
 def _place(found: Parting, names: Sequence[str]) -> str:
+    if not found.sites and found.weights_differ:
+        return " in the loss."
     if not found.sites:
         return " in the loss; no site that was compared left its band before." if found.by in ("loss", "drift") else "."
     gap = ""
@@ -107,14 +106,14 @@ def _place(found: Parting, names: Sequence[str]) -> str:
     return f", first in {_named(found.sites, names)}{gap}."
 
 
-def _seen(found: Parting) -> str:
+def _seen(found: Parting, of: Compared) -> str:
     text = ""
     if found.by == "nonfinite":
         text = f"At step {found.seen_at} one side is not finite, and the other is."
     elif found.seen_at != found.step:
         text = f"They leave the noise at step {found.seen_at}."
     if found.loss_step is None:
-        return f"{text} The losses do not part.".strip()
+        return f"{text} The losses do not part.".strip() if of.num_with_loss else text
     if found.sites:
         text += f" The losses part {'slowly, ' if found.by == 'drift' else ''}from step {found.loss_step} on."
     return text.strip()
@@ -153,4 +152,4 @@ def not_looked_at(of: Compared) -> list[str]:
         out.append(f"amax: a common site was measured on both sides in {of.share:.0%} of the common steps")
     if of.cut_at is not None:
         out.append(f"amax after step {of.cut_at}: choose later steps (from, to) to compare them")
-    return out + of.not_observed
+    return out
