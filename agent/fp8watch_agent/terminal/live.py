@@ -111,7 +111,10 @@ def top_main(argv: list[str]) -> int:
     def ask(asking: Asking) -> int:
         if args.json or args.once:
             seen = look(asking)
-            as_json(seen.as_json()) if args.json else _plain(seen)
+            if args.json:
+                as_json(seen.as_json())
+            else:
+                _plain(seen)
             return 0
         try:
             from rich.live import Live

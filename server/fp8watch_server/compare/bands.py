@@ -71,7 +71,8 @@ def loss_band(a: Floats, b: Floats, *, same_data: bool = False) -> Floats:
         return band
     with np.errstate(invalid="ignore"):
         own = np.nan_to_num(_scatter_before(a - b))
-    return np.minimum(band, np.maximum(np.maximum(SIGMAS * own, TWINS_FLOOR * level), TWINS_SHARE * band))
+    least = np.maximum(TWINS_FLOOR * level, TWINS_SHARE * band)
+    return np.asarray(np.minimum(band, np.maximum(SIGMAS * own, least)))
 
 
 def first_lasting(out: Flags, at_once: Flags) -> int | None:

@@ -69,7 +69,7 @@ def of_data(
     if not other:
         return [], len(both)
     step = other[0]
-    what = {"a": ", ".join(sorted(a[step])[:4]), "b": ", ".join(sorted(b[step])[:4])}
+    what: dict[str, str | None] = {"a": ", ".join(sorted(a[step])[:4]), "b": ", ".join(sorted(b[step])[:4])}
     return [{"fact": f"data, from step {step} on ({len(other)} of {len(both)} steps)", **what}], len(both)
 
 

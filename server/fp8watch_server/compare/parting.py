@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,8 @@ def find(
     same_bits = ~both | ((a.bad == b.bad) & ((a.level == b.level) | np.isnan(a.level) & np.isnan(b.level)))
     equal = _same(*loss) & same_bits.all(axis=0)
     identical = int(np.argmin(equal)) if not equal.all() else len(steps)
+    if not both[:, :identical].any() and not loss[0][:identical].any():
+        identical = 0  # nothing was measured there that could have differed
     kinds = np.array([operand == "weight" for operand in operands], dtype=bool)
     start: dict[str, int] = {}
     if from_the_start and kinds.any() and both[kinds, 0].any():
@@ -102,14 +105,19 @@ def find(
     found = {"nonfinite": at_site[0], "amax": at_site[1], "loss": by_loss, "drift": by_drift}
     candidates = [(at, kind) for kind, at in found.items() if at is not None]
     losses_at = min((at for at in (by_loss, by_drift) if at is not None), default=None)
-    common = {"identical": identical, "loss_step": None if losses_at is None else int(steps[losses_at]), **start}
+    common: dict[str, Any] = {
+        "identical": identical,
+        "loss_step": None if losses_at is None else int(steps[losses_at]),
+        **start,
+    }
     if 0 < identical < len(steps):
         differ = np.flatnonzero(~same_bits[:, identical])
         common |= {"differs_at": int(steps[identical]), "differs_in": tuple(differ.tolist())}
     if not candidates:
         return Parting(**common)
     seen, by = min(candidates)
-    step, sites = seen, ()
+    step = seen
+    sites: tuple[int, ...] = ()
     if 0 < identical <= seen and not _only_bits(ratio, one_bad, identical, seen):
         step, sites = identical, common["differs_in"]
     elif by == "nonfinite":

@@ -75,7 +75,8 @@ def _marked(found: dict[str, Any]) -> dict[str, Any]:
 def _rows(of: dict[str, Any]) -> dict[str, Any]:
     """The map by module: of each cell the ratio that is farthest from 1, and whose it is."""
     sites, values = of["sites"], of["values"]
-    rows, row_of = [], {}
+    rows: list[dict[str, Any]] = []
+    row_of: dict[int, int] = {}
     for r, row in enumerate(health.rows_of(sites)):
         row_of |= dict.fromkeys(row.sites, r)
         cells: list[float | None] = []
