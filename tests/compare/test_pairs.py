@@ -21,7 +21,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "other-seed": {"seed": 1, "data_seed": 1},
     "lr-x3": {"lr": 6e-3},
     "inf": {"change": trained.overflow},
-    "flipped": {"change": trained.flip_bit},
+    "overwritten": {"change": trained.overwrite},
     "grown": {"change": trained.grow},
     "lr-x30": {"change": trained.faster},
     "deep": {"num_layers": 3, "name_data": False},
@@ -34,7 +34,7 @@ PAIRS = [
     ("good", "other-seed", None, "", ("do not start from the same weights (14 of 14", TOGETHER), "data, from step 0"),
     ("good", "lr-x3", 1, "embedding output", ("identical to the last bit before step 1,",), "lr, from step 0 on"),
     ("good", "inf", ONSET, f"{DOWN} input", ("one side is not finite, and the other is",), ""),
-    ("good", "flipped", ONSET, f"{ATTENTION} weight", (f"identical to the last bit before step {ONSET}",), ""),
+    ("good", "overwritten", ONSET, f"{ATTENTION} weight", (f"identical to the last bit before step {ONSET}",), ""),
     ("good", "lr-x30", ONSET + 1, "embedding output", (f"before step {ONSET + 1}",), f"lr, from step {ONSET} on"),
     ("bf16", "grown", ONSET, f"{DOWN} input", (f"They part at step {ONSET}, first in {DOWN} input",), "recipe"),
     ("bf16", "inf", ONSET, f"{DOWN} input", (f"They part at step {ONSET}, first in {DOWN} input",), "recipe"),
@@ -66,7 +66,7 @@ class Pairs:
             for rank in range(2):
                 patch.setenv("RANK", str(rank))
                 patch.setenv("WORLD_SIZE", "2")
-                train(url, "ranks", change=trained.flip_bit if rank else None)
+                train(url, "ranks", change=trained.overwrite if rank else None)
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,9 @@ def overflow(model: nn.Module, _optimizer: torch.optim.Optimizer) -> Callable[[]
     return model.get_submodule(DOWN).register_forward_pre_hook(hook).remove
 
 
-def flip_bit(model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
-    """One bit of one weight."""
-    weight = model.get_submodule(ATTENTION).weight.data
-    weight.view(torch.int32)[5, 40] ^= 1 << 25  # type: ignore[operator, index]
+def overwrite(model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    """One weight becomes 1, as a flipped bit of its exponent makes it."""
+    model.get_submodule(ATTENTION).weight.data[5, 40] = 1.0  # type: ignore[index,operator]
 
 
 def grow(model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:

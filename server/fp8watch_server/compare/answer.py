@@ -66,6 +66,7 @@ def compare(
     same_data = bool(len(steps)) and num_named == len(steps) and not of_data
     found = _find(steps, fine, seen, amax, [str(s["operand"]) for s in common], from_the_start, same_data)
     names = [words.site_name(s["module"], s["operand"]) for s in common]
+    shown = [_side(conn, side) for side in (a, b)]
     both = amax[0].measured & amax[1].measured
     finite = logged & np.isfinite(loss[0]) & np.isfinite(loss[1])
     looked = words.Compared(
@@ -77,6 +78,9 @@ def compare(
         only_b=_only(both_sites[1], ids),
         num_only_steps=(len(of_loss[0].steps) - len(i), len(of_loss[1].steps) - len(j)),
         num_named_data=num_named,
+        data_of_first_rank=any(
+            side.rank is None and told["world_size"] > 1 for side, told in zip((a, b), shown, strict=True)
+        ),
         share=float(both.any(axis=1).sum() and both[both.any(axis=1)].mean()),
         cut_at=int(fine[-1]) if len(fine) < len(steps) else None,
         largest_gap=_largest_gap(loss[0][finite], loss[1][finite]),
@@ -87,8 +91,8 @@ def compare(
         facts += fact_differences.of_scalar(name, scalars[0][name], scalars[1][name])
     facts += of_data + fact_differences.of_sites(common, twins)
     return {
-        "a": _side(conn, a),
-        "b": _side(conn, b),
+        "a": shown[0],
+        "b": shown[1],
         "sentence": words.sentence(found, looked, names),
         "parting": _parting(found, common),
         "common": {
@@ -130,7 +134,7 @@ def _find(
 def _side(conn: Connection, side: Side) -> Dict:
     run = queries.run(conn, side.run_id)
     keys = ("id", "name", "status", "recipe", "backend", "world_size", "last_step", "created_at")
-    return {**({k: run[k] for k in keys} if run else {"id": side.run_id}), "rank": side.rank}
+    return {**({k: run[k] for k in keys} if run else {"id": side.run_id, "world_size": 1}), "rank": side.rank}
 
 
 def _common_sites(a: Sequence[Dict], b: Sequence[Dict]) -> tuple[list[Dict], list[Dict]]:

@@ -88,11 +88,11 @@ def amax_of(conn: Connection, side: Side, sites: Sequence[int], steps: Steps) ->
 
 
 def batch_ids(conn: Connection, side: Side, from_step: int | None, to_step: int | None) -> dict[int, frozenset[str]]:
-    """Step -> the names that its data were given, of all ranks or of one; steps without any are left out."""
+    """Step -> the names that its data were given, of rank 0 where all are merged; steps without any are left out."""
     c = t.scalar.c
     low, high = step_range(from_step, to_step)
     where = [c.run_id == side.run_id, c.tenant == t.DEFAULT_TENANT, c.step >= low, c.step <= high]
-    where += [c.batch_id.is_not(None), *([c.rank == side.rank] if side.rank is not None else [])]
+    where += [c.batch_id.is_not(None), c.rank == (side.rank or 0)]
     out: dict[int, set[str]] = {}
     for step, name in conn.execute(sa.select(c.step, c.batch_id).where(*where).distinct()):
         out.setdefault(int(step), set()).add(str(name))

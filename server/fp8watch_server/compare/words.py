@@ -31,6 +31,8 @@ class Compared:
     num_only_steps: tuple[int, int] = (0, 0)
     num_named_data: int = 0
     """Steps in which both sides named their batches."""
+    data_of_first_rank: bool = False
+    """Names of batches were compared of rank 0 only, and there are others."""
     share: float = 1.0
     """Of the common steps, the share in which a common site was measured on both sides, in the mean over the sites."""
     cut_at: int | None = None
@@ -135,6 +137,8 @@ def not_looked_at(of: Compared) -> list[str]:
         )
     elif of.num_named_data < len(of.steps):
         out.append(f"data: both sides named their batches in {of.num_named_data} of {len(of.steps)} common steps")
+    if of.num_named_data and of.data_of_first_rank:
+        out.append("data of other ranks than 0: choose a rank to compare its batches")
     if of.steps and of.num_with_loss < len(of.steps):
         out.append(f"loss: logged on both sides in {of.num_with_loss} of {len(of.steps)} common steps")
     for side, names in (("the first", of.only_a), ("the second", of.only_b)):
