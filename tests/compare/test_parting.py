@@ -70,7 +70,7 @@ def test_a_single_step_is_no_parting_and_one_that_is_far_out_is() -> None:
     pair = Pair(3)
     pair.level[1][0, 90] += 0.7
     assert pair.parting().step is None
-    pair.level[1][0, 90] += 2.0
+    pair.level[1][0, 90] += 5.0
     assert (pair.parting().step, pair.parting().sites) == (90, (0,))
 
 
