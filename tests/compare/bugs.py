@@ -43,13 +43,6 @@ BUGS = [
         f"{P}::test_a_loss_that_drifts_is_seen_though_no_step_leaves_the_band",
     ),
     Bug(
-        "the band of a drift knows the scatter",
-        "compare.bands:drift",
-        "DRIFT_SIGMAS * 1.2533 * sigma / math.sqrt(WINDOW)",
-        "0.0 * sigma",
-        f"{P}::test_healthy_pairs_do_not_part",
-    ),
-    Bug(
         "other weights are said",
         "compare.parting:find",
         "(kinds & ~same_bits[:, 0])",

@@ -68,7 +68,7 @@ def test_the_first_site_in_the_order_of_execution_is_named() -> None:
 
 def test_a_single_step_is_no_parting_and_one_that_is_far_out_is() -> None:
     pair = Pair(3)
-    pair.level[1][0, 90] += 0.7
+    pair.level[1][0, 90] += 3.0
     assert pair.parting().step is None
     pair.level[1][0, 90] += 5.0
     assert (pair.parting().step, pair.parting().sites) == (90, (0,))
