@@ -21,7 +21,15 @@ HELP = {
     "prune": "let old steps of a run go, or the whole run",
     "replay": "run the detectors over a stored run again, with other rules",
     "rules": "show the thresholds of the detectors, or check a file of them",
+    "runs": "list the runs of a collector",
+    "incidents": "list incidents",
+    "show": "show one run, or one incident",
+    "top": "show runs and open incidents, live in the terminal",
+    "compare": "say where two runs part, and how they differ",
+    "report": "write an incident into one HTML file",
+    "open": "show a spool or a report without a server",
 }
+NEED_NOTHING = ("runs", "incidents", "show", "top", "compare", "report")
 
 
 def _commands() -> dict[str, EntryPoint]:
@@ -56,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""}
+        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""} | dict.fromkeys(
+            NEED_NOTHING, ""
+        )
         extra = own.get(args[0], "[server]")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2

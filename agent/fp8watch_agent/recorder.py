@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -81,6 +82,11 @@ class Recorder:
         )
         _recorders.add(self)
         self._sender.thread.start()
+
+    @property
+    def spool_dir(self) -> Path | None:
+        """The folder of ring and spool that is used; None where nothing can be written."""
+        return self._directory
 
     # --- the training thread
 

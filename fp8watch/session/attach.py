@@ -32,6 +32,7 @@ from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.selection.own_parameters import select_own
 from fp8watch.selection.wrappers import is_lightning_module, named_modules
+from fp8watch.session import again as run_again
 from fp8watch.session.arguments import check_arguments, check_tags, check_url
 from fp8watch.session.attach_line import attach_line, run_url, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
@@ -72,7 +73,8 @@ def attach(
     """Put the Linears of `model` on the FP8 path and stream their numerics to a collector.
 
     Works in place and is reversible: `watch.detach()`, or use it as a context manager. Once attached, the observer
-    never raises and changes no number; the compute path raises like any module.
+    never raises and changes no number; the compute path raises like any module. At a prompt or in a notebook a model that
+    is watched already is attached anew: its watch is detached, its run and steps go on where nothing else is given.
 
     Args:
         model: any nn.Module; Linears are found by the precision map, see `filter_fn`.
@@ -135,6 +137,8 @@ def attach(
         if identity.rank == 0:
             sys.stderr.write(f"fp8watch: {text}\n")
 
+    earlier = run_again.before(model) if settings.disabled != "1" else None
+    identity, start_step = run_again.goes_on(earlier, identity, start_step)
     cadence = Cadence(
         schedule, max(every, settings.every), maps, overhead_budget, [] if optimizer is None else torch_optimizers(optimizer),
         start_step, settings.merge_steps,
@@ -213,6 +217,8 @@ def attach(
         told_foreign,
         by,
     )
+    if earlier is not None:
+        say(f"attached anew: the watch of this model is detached, and step {start_step} comes next")
     say(guard.call("line", lambda: attach_line(*line), f"attached to {len(linears)} Linears"))
     versions = guard.run("versions", untested_versions, model) or []
     for text in (*chosen.warnings, *chosen.declared_not_effective, *versions):
@@ -234,7 +240,7 @@ def attach(
     url = None if recorder is None else run_url(settings, identity)
     attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, covered)
     try:
-        return Watch(attachment, Session(chosen, identity, session, guard, say, url), cadence)
+        return Watch(attachment, Session(chosen, identity, session, guard, say, url, settings.collector), cadence)
     except BaseException:
         attachment.undo()
         raise

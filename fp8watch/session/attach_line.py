@@ -5,6 +5,7 @@ Thread:     training, once
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import quote
 
 from torch import nn
@@ -26,6 +27,13 @@ def run_url(settings: AgentSettings, identity: Identity) -> str | None:
     if settings.collector is None:
         return None
     return f"{settings.collector.rstrip('/')}/runs/{quote(identity.run_id, safe='')}"
+
+
+def spool_words(used: Path | None, wanted: Path) -> str:
+    """Where the records of a run without a collector lie: the folder that is used, which need not be the one that was wanted."""
+    if used is None:
+        return f"nowhere: neither {wanted} nor a temporary folder can be written"
+    return f"spool {used}, send it with `fp8watch sync{'' if used == wanted else f' --spool-dir {used}'}`"
 
 
 def attach_line(
@@ -75,7 +83,7 @@ def attach_line(
     if settings.disabled == "stats":
         parts.append("statistics switched off by FP8WATCH_DISABLED=stats")
     elif recorder is not None:
-        where = run_url(settings, identity) or f"spool {settings.spool_dir}, send it with `fp8watch sync`"
+        where = run_url(settings, identity) or spool_words(recorder.spool_dir, settings.spool_dir)
         local = "; FP8WATCH_RUN names it" if identity.source == "local" else ""
         parts.append(f"run {identity.run_id} ({identity.source}{local}) → {where}")
     return "; ".join(parts)

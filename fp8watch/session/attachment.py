@@ -69,6 +69,7 @@ class Session:
     guard: Guard
     say: Callable[[str], None]
     url: str | None = None  # the run's page
+    collector: str | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8watch.layers import custom_ops
@@ -157,6 +158,11 @@ def start(watch: StepListener) -> None:
             )
             _undo.append(lambda: atexit.unregister(_at_exit))
         _watches.add(watch)
+
+
+def watch_of(model: nn.Module) -> StepListener | None:
+    """The watch of this very model that is alive."""
+    return next((w for w in list(_watches) if getattr(w, "_model", None) is model), None)
 
 
 def stop(watch: StepListener) -> None:

@@ -19,7 +19,7 @@ from fp8watch.layers.attention_calls import logits_summary, logits_unseen
 from fp8watch.layers.fp8_linear import SITE_KEY, release
 from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.session import step_boundary
+from fp8watch.session import card, step_boundary
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
 from fp8watch.session.gradient_norm import GradientNorm
@@ -44,7 +44,7 @@ class Watch:
         self._model, self._plan, self._table = attachment.model, attachment.plan, attachment.table
         self._recorder = attachment.recorder
         self.guard, self._recipe, self.identity = session.guard, session.recipe, session.identity
-        self.session, self.url, self._say = session.id, session.url, session.say
+        self.session, self.url, self._say, self._collector = session.id, session.url, session.say, session.collector
         self._overhead = Overhead(
             cadence.every, cadence.overhead_budget, session.say, in_turns=session.recipe.observe_only
         )
@@ -285,9 +285,21 @@ class Watch:
             "loss": "not seen: call watch.log(loss=...)" if self._scalars.loss_is_missing else "seen",
             "steps": NO_STEP_ENDED if self._stuck else "ending" if self._cycle.num_closed else "none yet",
             "url": self.url,
+            "spool": None if self._recorder is None else str(self._recorder.spool_dir),
             "internal_errors": dict(self.guard.errors),
             "health": health,
         }
+
+    def __repr__(self) -> str:
+        """One line."""
+        return card.line(self.summary(), detached=self._detached)
+
+    def _repr_html_(self) -> str:
+        """A card in a notebook; the collector is asked for incidents and the loss."""
+        said = self.guard.call(
+            "card", lambda: card.ask(self._collector, self.identity.run_id), card.Said(why="an error")
+        )
+        return card.card(self.summary(), said, detached=self._detached)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed job gives to `load_state_dict`: the next step and what was quantised how; and `run_id`, which it

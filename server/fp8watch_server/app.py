@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from fp8watch_server.api import comparison, delivery_log, flight, incident_actions, run_actions
+from fp8watch_server.api import comparison, delivery_log, flight, incident_actions, run_actions, two_runs
 from fp8watch_server.api import routes as api
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
@@ -158,6 +158,7 @@ def create_app(
     app.include_router(comparison.router)
     app.include_router(flight.router)
     app.include_router(delivery_log.router)
+    app.include_router(two_runs.router)
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])

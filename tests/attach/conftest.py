@@ -17,7 +17,7 @@ class Kept:
     """What the Recorder was handed, in place of a sender."""
 
     def __init__(self, settings, session, *_, **__):
-        self.settings, self.session = settings, session
+        self.settings, self.session, self.spool_dir = settings, session, settings.spool_dir
         self.sites, self.steps, self.maps, self.closed, self.facts = [], [], [], 0, {}
         self.experts = []  # of each step: site -> vector
         self.hurried = []  # number of steps that were not to wait

@@ -123,7 +123,8 @@ def not_found(what: str, id_: Any) -> Problem:
     )
 
 
-def _require_run(conn: Connection, run_id: str) -> None:
+def require_run(conn: Connection, run_id: str) -> None:
+    """A 404 for a run that is not there."""
     c = t.run.c
     if not conn.execute(sa.select(c.run_id).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)).first():
         raise not_found("run", run_id)
@@ -186,7 +187,7 @@ def get_histogram(
     format: Format = "json",
 ) -> Response:
     """A histogram of a site over steps."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     _require_site(conn, run_id, site)
 
     def make() -> dict[str, Any]:
@@ -198,7 +199,7 @@ def get_histogram(
 @router.get("/runs/{run_id:path}/sites/{site}/tile-map", responses=answers(examples.TILE_MAP))
 def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Rank = None) -> Response:
     """Every tile of a site in a step; without a step the newest that is kept."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     _require_site(conn, run_id, site)
     found = queries.tile_map(conn, run_id, site, step, rank)
     if found is None:
@@ -216,7 +217,7 @@ def get_tile_map(conn: Conn, run_id: str, site: int, step: Step = None, rank: Ra
 @router.get("/runs/{run_id:path}/sites", responses=answers(examples.listed(examples.SITE)))
 def get_sites(conn: Conn, run_id: str) -> Response:
     """The sites of a run in data-flow order."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     return listed(queries.sites(conn, run_id))
 
 
@@ -236,7 +237,7 @@ def get_series(
     format: Format = "json",
 ) -> Response:
     """One field of one site over steps; without a site, a scalar of the run such as loss."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     if site is not None:
         _require_site(conn, run_id, site)
 
@@ -264,7 +265,7 @@ def get_scalars(
     format: Format = "json",
 ) -> Response:
     """Loss, grad_norm, lr, loss_scale or a logged name over steps."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
 
     def make() -> dict[str, Any]:
         return queries.scalars(conn, run_id, name, window.from_step, window.to_step, points, rank)
@@ -290,7 +291,7 @@ def get_top(
     format: Format = "json",
 ) -> Response:
     """The worst sites of a field."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
 
     def make() -> dict[str, Any]:
         return {**queries.top(conn, run_id, field, n, window.from_step, window.to_step), "next": None}
@@ -312,7 +313,7 @@ def get_heatmap(
     format: Format = "json",
 ) -> Response:
     """Sites × steps of a field."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
 
     def make() -> dict[str, Any]:
         return queries.heatmap(conn, run_id, field, window.from_step, window.to_step, points)
@@ -323,7 +324,7 @@ def get_heatmap(
 @router.get("/runs/{run_id:path}/sessions", responses=answers(examples.listed(examples.SESSION)))
 def get_sessions(conn: Conn, run_id: str, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """The sessions of a run and the health of their agents, the newest first."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     return listed(*queries.sessions_page(conn, run_id, cursor=cursor, limit=limit))
 
 
@@ -338,7 +339,7 @@ def get_incidents(
     limit: Limit = 100,
 ) -> Response:
     """Incidents of a run, the newest first."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     page = queries.incidents_page(
         conn, run_id, status or None, severity or None, mode or None, cursor=cursor, limit=limit
     )

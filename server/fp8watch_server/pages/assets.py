@@ -80,6 +80,11 @@ def static_url(name: str) -> str:
     return f"/static/{digest()}/{name}"
 
 
+def static_text(name: str) -> str:
+    """A file of static/ as text, for a page that loads nothing."""
+    return static_files()[name].body.decode()
+
+
 def plotly_url() -> str:
     """URL of plotly.js, with the version of the wheel in it."""
     return f"/assets/plotly-{metadata.version('plotly')}.min.js"

@@ -20,6 +20,7 @@ from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.pages import (
     assets,
     chart_endpoints,
+    compare_page,
     coverage,
     first_chart,
     first_site_chart,
@@ -33,6 +34,7 @@ from fp8watch_server.pages import (
     lookup,
     page_queries,
     panels,
+    report,
     run_filters,
     runbooks,
     site_charts,
@@ -302,6 +304,8 @@ def install(app: FastAPI) -> None:
     app.include_router(chart_endpoints.router)
     app.include_router(inbox_routes.router)
     app.include_router(flight_pages.router)
+    app.include_router(compare_page.router)
+    app.include_router(report.router)
     app.include_router(router)
     app.add_exception_handler(PageProblem, _problem)
     app.add_exception_handler(HTTPException, _lost(app.exception_handlers[HTTPException]))

@@ -1,6 +1,6 @@
 """A tile map as a small picture: what broke looks the same from run to run, or it does not.
 
-Shapes:     a tile map -> SVG of at most ROWS × COLUMNS cells, the largest amax of each, non-finite tiles marked
+Shapes:     a tile map -> SVG of at most ROWS × COLUMNS cells unless told otherwise, the largest amax of each, non-finite tiles marked
 Thread:     worker threads of the server
 """
 
@@ -21,8 +21,8 @@ ZERO, BROKEN = "#232b34", "#ff7a45"
 BAD = int(TileFlag.NAN | TileFlag.INF | TileFlag.SENTINEL | TileFlag.OFF_SCALE)
 
 
-def thumbnail(tile_map: Mapping[str, Any]) -> str:
-    """The picture, longer side across."""
+def thumbnail(tile_map: Mapping[str, Any], at_most: tuple[int, int] = (ROWS, COLUMNS)) -> str:
+    """The picture, longer side across, of at most so many rows and columns."""
     rows, columns = tile_map["shape"]
     amax = np.array([v if v is not None else np.nan for v in tile_map["amax"]], dtype=np.float64).reshape(rows, columns)
     bad = (np.asarray(tile_map["flags"], dtype=np.int64).reshape(rows, columns) & BAD) != 0
@@ -30,7 +30,7 @@ def thumbnail(tile_map: Mapping[str, Any]) -> str:
         amax, bad = amax.T, bad.T
     with np.errstate(divide="ignore", invalid="ignore"):
         octaves = np.where(np.isfinite(amax) & (amax > 0), np.log2(amax), -np.inf)
-    level, broken = _pool(octaves), _pool(bad.astype(np.float64)) > 0
+    level, broken = _pool(octaves, at_most), _pool(bad.astype(np.float64), at_most) > 0
     known = level[np.isfinite(level)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     step = np.where(np.isfinite(level), (level - low) / max(high - low, 1e-9) * (len(RAMP) - 1), -1)
@@ -52,9 +52,9 @@ def thumbnail(tile_map: Mapping[str, Any]) -> str:
     return f"{head}{''.join(paths)}</svg>"
 
 
-def _pool(values: Any) -> Any:
-    """The largest of each part of at most ROWS × COLUMNS."""
-    for axis, most in ((0, ROWS), (1, COLUMNS)):
+def _pool(values: Any, at_most: tuple[int, int]) -> Any:
+    """The largest of each part."""
+    for axis, most in enumerate(at_most):
         n = values.shape[axis]
         if n > most:
             values = np.maximum.reduceat(values, np.linspace(0, n, most, endpoint=False).astype(int), axis=axis)

@@ -13,6 +13,7 @@ function showTicked() {
   if (bar === null) return;
   bar.hidden = ticked.size === 0;
   bar.querySelector("[data-ticked-count]").textContent = `${ticked.size} chosen`;
+  bar.querySelector("[data-compare]").hidden = ticked.size !== 2;
 }
 
 // A question in the page's own words; resolves to whether it was answered with yes.
@@ -58,9 +59,19 @@ document.addEventListener("change", ({ target }) => {
   }
   if (target.matches("[data-submit]")) target.form.requestSubmit();
 });
+// Two runs side by side, in the order in which they were chosen.
+function compare() {
+  const [a, b] = [...ticked];
+  if (ticked.size === 2) location.assign(`/compare?${new URLSearchParams({ a, b })}`);
+}
+
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-runs-do]");
   if (button) act(button);
+  if (event.target.closest("[data-compare]")) compare();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "c" && !event.ctrlKey && !event.metaKey && !event.altKey && !event.target.closest("input:not([type=checkbox]), textarea, select, dialog")) compare();
 });
 document.addEventListener("submit", async (event) => {
   if (event.target.matches(".filters")) { // what was not chosen is not in the address

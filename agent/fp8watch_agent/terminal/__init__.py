@@ -1,0 +1,1 @@
+"""What people ask a collector from a terminal: runs, incidents, one of them, two side by side, a report."""

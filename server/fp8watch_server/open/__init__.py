@@ -1,0 +1,1 @@
+"""A spool or a report shown without a collector that runs."""

@@ -1,0 +1,92 @@
+"""The page of two runs side by side.
+
+Shapes:     GET /compare?a=&b= -> HTML; its charts are drawn from what the page carries
+Thread:     worker threads of the server: one database connection a request
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from sqlalchemy import Connection
+
+from fp8watch_server.compare.answer import compare
+from fp8watch_server.compare.sides import Side
+from fp8watch_server.pages import formatting, health, lookup
+from fp8watch_server.pages.error_pages import Link
+from fp8watch_server.pages.templating import page
+from fp8watch_server.store import queries
+
+NUM_OFFERED = 200
+NUM_FACTS = 60
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/compare")
+def compare_page(request: Request) -> HTMLResponse:
+    """Two runs, or two ranks: where they part, how they differ; without two of them, what can be chosen."""
+    query = request.query_params
+    back = Link("All runs", "/")
+    ids = query.get("a", ""), query.get("b", "")
+    ranks = [lookup.integer("rank", query.get(name), back) for name in ("rank_a", "rank_b")]
+    low, high = lookup.shown_steps(query)
+    with request.app.state.engine.connect() as conn:
+        sides = [lookup.find_run(conn, run_id) if run_id else None for run_id in ids]
+        offered = _offered(conn, [side for side in sides if side is not None])
+        found = None
+        if sides[0] is not None and sides[1] is not None:
+            a, b = (Side(run["id"], rank) for run, rank in zip(sides, ranks, strict=True) if run is not None)
+            found = compare(conn, a, b, low, high)
+    return page(
+        request,
+        "compare.html",
+        sides=sides,
+        ranks=ranks,
+        offered=offered,
+        found=found,
+        facts=found["facts"][:NUM_FACTS] if found else [],
+        drawn={"loss": found["loss"], "map": _rows(found["map"]), "parting": _marked(found)} if found else None,
+        num_rows=len(_rows(found["map"])["rows"]) if found else 0,
+        swapped=_address(ids[::-1], ranks[::-1]),
+        from_step=low,
+        to_step=high,
+    )
+
+
+def _offered(conn: Connection, chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs to choose from: those that are chosen, and the newest."""
+    newest = queries.runs_page(conn, limit=NUM_OFFERED)[0]
+    return list({run["id"]: run for run in [*chosen, *newest]}.values())
+
+
+def _address(ids: tuple[str, ...], ranks: list[int | None]) -> str:
+    query = [f"{name}={formatting.segment(value)}" for name, value in zip(("a", "b"), ids, strict=True)]
+    query += [f"{name}={rank}" for name, rank in zip(("rank_a", "rank_b"), ranks, strict=True) if rank is not None]
+    return f"/compare?{'&'.join(query)}"
+
+
+def _marked(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found["parting"][key] for key in ("step", "seen_at", "loss_step")}
+
+
+def _rows(of: dict[str, Any]) -> dict[str, Any]:
+    """The map by module: of each cell the ratio that is farthest from 1, and whose it is."""
+    sites, values = of["sites"], of["values"]
+    rows: list[dict[str, Any]] = []
+    row_of: dict[int, int] = {}
+    for r, row in enumerate(health.rows_of(sites)):
+        row_of |= dict.fromkeys(row.sites, r)
+        cells: list[float | None] = []
+        names: list[int | None] = []
+        for j in range(len(of["steps"])):
+            there = [(abs(values[i][j]), i) for i in row.sites if values[i][j] is not None]
+            at = max(there)[1] if there else None
+            cells.append(None if at is None else values[at][j])
+            names.append(at)
+        rows.append({"label": row.label, "modules": row.num_modules, "values": cells, "sites": names})
+    marks = [[row_of[i], j, i, text] for i, j, text in of["marks"]]
+    named = [[s["module"], s["operand"], s["direction"]] for s in sites]
+    return {"rows": rows, "steps": of["steps"], "stride": of["stride"], "marks": marks, "sites": named}
