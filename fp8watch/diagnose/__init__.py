@@ -3,6 +3,7 @@
 Thread:     the caller's
 """
 
+from fp8watch.diagnose.calibrate import Calibration, calibrate
 from fp8watch.diagnose.candidates import CANDIDATES, Candidate
 from fp8watch.diagnose.compare import compare_bf16
 from fp8watch.diagnose.loss_impact import LayerImpact, LossImpact, loss_impact
@@ -11,6 +12,7 @@ from fp8watch.diagnose.what_if import WhatIf, what_if
 
 __all__ = [
     "CANDIDATES",
+    "Calibration",
     "Candidate",
     "LayerImpact",
     "LayerPair",
@@ -18,6 +20,7 @@ __all__ = [
     "StepPair",
     "Verdict",
     "WhatIf",
+    "calibrate",
     "compare_bf16",
     "loss_impact",
     "what_if",

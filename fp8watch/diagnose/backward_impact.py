@@ -114,7 +114,8 @@ class BackwardImpacts:
         dgrad, wgrad = self._dgrad.get(module), self._wgrad.get(module)
         found: dict[str, float | None] = {"dgrad": dgrad, "wgrad": wgrad}
         measured = {
-            gemm: self._measured(module, gemm) if measure and value is not None else None for gemm, value in found.items()
+            gemm: self._measured(module, gemm) if measure and value is not None else None
+            for gemm, value in found.items()
         }
         return BackwardImpact(dgrad, wgrad, measured["dgrad"], measured["wgrad"])
 

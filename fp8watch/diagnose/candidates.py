@@ -89,7 +89,9 @@ def _others() -> tuple[Candidate, ...]:
     te = "Transformer Engine: NVFP4BlockScaling"
     blocks = recipes.blockwise(environ={})
 
-    def nvfp4(name: str, how: str, *, square: bool = False, stochastic: bool = False, transform: bool = False) -> Candidate:
+    def nvfp4(
+        name: str, how: str, *, square: bool = False, stochastic: bool = False, transform: bool = False
+    ) -> Candidate:
         return Candidate(
             name, 4, how, lambda *_: Nvfp4Reader(square=square, stochastic=stochastic, transform=transform)
         )

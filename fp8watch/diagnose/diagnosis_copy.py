@@ -9,7 +9,7 @@ Every pass runs on the copy, with the same weights, buffers, batch and random nu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,10 @@ class DiagnosisCopy:
         called: names of Linears in the order of their first call, after a pass.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, batch: Any, filter_fn: FilterFn | None) -> None:
-        """Copy the model.
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, batch: Any, filter_fn: FilterFn | None, kept: Sequence[str] = ()
+    ) -> None:
+        """Copy the model. `kept`: shell patterns of Linears that the recipe leaves in high precision.
 
         Raises:
             TypeError: not a module.
@@ -65,14 +67,20 @@ class DiagnosisCopy:
         self.original = inner
         self.model = deep_copy(inner)
         chosen: FilterFn | None = (lambda _m, name: name in taken) if taken and filter_fn is None else filter_fn
-        found, _ = select_linears(self.model, chosen)
+        found, _ = select_linears(self.model, chosen, kept=kept)
         if not found:
-            raise ValueError("no Linear of this model would compute in FP8; give filter_fn, or see what attach leaves out")
+            raise ValueError(
+                "no Linear of this model would compute in FP8; give filter_fn, or see what attach leaves out"
+            )
         self.linears = dict(found)
         self.called: dict[str, int] = {}
         self._loss_fn = default_loss if loss_fn is None else loss_fn
         self._batch = copy.deepcopy(batch)
         self._random = RandomState()
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Start the passes that follow from the buffers as they are now."""
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
 
     @property
@@ -132,7 +140,9 @@ class DiagnosisCopy:
                 loss = self.loss_of(batch)
             if on_gradient is not None:
                 if not loss.requires_grad:
-                    raise ValueError("the loss has no gradient: call with parameters that require one, outside of no_grad")
+                    raise ValueError(
+                        "the loss has no gradient: call with parameters that require one, outside of no_grad"
+                    )
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
@@ -154,7 +164,8 @@ class DiagnosisCopy:
             return replaced
 
         handles = [
-            self.linears[name].register_forward_hook(hook(name, trial), with_kwargs=True) for name, trial in trials.items()
+            self.linears[name].register_forward_hook(hook(name, trial), with_kwargs=True)
+            for name, trial in trials.items()
         ]
         for name, module in self.linears.items():
             if name not in trials:

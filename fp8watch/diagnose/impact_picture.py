@@ -71,7 +71,13 @@ def impact_picture(result: LossImpact) -> str:
 
 def _cell(x: int, y: int, value: float | None, low: float, high: float) -> str:
     label = "–" if value is None else f"{value:.0e}" if math.isfinite(value) else str(value)
-    share = 0.0 if value is None or value <= 0 else 1.0 if math.isinf(value) else (math.log10(value) - low) / max(high - low, 1e-9)
+    share = (
+        0.0
+        if value is None or value <= 0
+        else 1.0
+        if math.isinf(value)
+        else (math.log10(value) - low) / max(high - low, 1e-9)
+    )
     colour = ",".join(str(round(a + (b - a) * share)) for a, b in zip(_PALE, _DEEP, strict=True))
     return (
         f'<rect x="{x}" y="{y}" width="{CELL_W - 2}" height="{CELL_H - 2}" fill="rgb({colour})"/>'

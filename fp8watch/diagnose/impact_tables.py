@@ -59,31 +59,49 @@ def impact_table(result: LossImpact) -> str:
             ):
                 row += [nats(value), *([nats(seen)] if timed else [])]
         rows.append(row)
-    total = f"{result.recipe}: loss {result.loss:.4f} nats in high precision, {nats(result.total)} by all forwards together"
+    total = (
+        f"{result.recipe}: loss {result.loss:.4f} nats in high precision, spread {result.spread:.2e} of all forwards"
+    )
     if forward:
-        total += f" ({nats(result.measured_total)} measured)"
-    lines = [total, "", columns(rows), "", "impact, spread, measured: nats of the loss, this layer's forward in FP8 alone"]
+        total += f" ({nats(result.measured_total)} measured with all of them)"
+    lines = [
+        total,
+        "",
+        columns(rows),
+        "",
+        "impact, spread, measured: nats of the loss, this layer's forward in FP8 alone",
+    ]
     if result.descent is not None:
-        lines.append(f"dgrad, wgrad: nats that a step descends less; the step of this batch descends {result.descent:.2e}")
+        lines.append(
+            f"dgrad, wgrad: nats that a step descends less; the step of this batch descends {result.descent:.2e}"
+        )
     return "\n".join([*lines, ONE_BATCH])
 
 
 def what_if_table(result: WhatIf, *, layers: bool = True) -> str:
     """One line a format; then, of each layer, one line a format."""
-    rows = [["format", "bits", "SQNR", "tile SQNR", "worst", "underflow", "saturated", "gain − 1", "impact", "spread"]]
+    rows = [["format", "bits", "SQNR", "tile SQNR", "worst", "underflow", "saturated", "gain − 1", "spread"]]
     for summary in result.summaries():
         rows.append(
             [
                 summary.format, str(summary.bits), number(summary.sqnr_db), number(summary.tile_sqnr_db), number(summary.worst_tile_sqnr_db),
                 number(summary.underflow, ".2%"), number(summary.saturated, ".2%"), number(summary.gain_error, "+.1e"),
-                nats(summary.impact), number(summary.spread, ".2e"),
+                number(summary.spread, ".2e"),
             ]
         )  # fmt: skip
     lines = [f"loss {result.loss:.4f} nats in high precision, {len(result.modules)} layers", "", columns(rows)]
     if layers:
         for module in result.modules:
-            lines += ["", columns([[module, "input", "weight", "grad", "underflow", "impact", "spread"], *_of(result, module)])]
-    lines += ["", "SQNR in dB, tile SQNR over 1×128 tiles, worst: of a layer's operand; impact and spread: nats, forward only", ONE_BATCH, ""]
+            lines += [
+                "",
+                columns([[module, "input", "weight", "grad", "underflow", "impact", "spread"], *_of(result, module)]),
+            ]
+    lines += [
+        "",
+        "SQNR in dB, tile SQNR over 1×128 tiles, worst: of a layer's operand; impact and spread: nats, forward only",
+        ONE_BATCH,
+        "",
+    ]
     return "\n".join([*lines, *(f"{c.name}: {c.how}" for c in result.candidates)])
 
 
@@ -94,6 +112,12 @@ def _of(result: WhatIf, module: str) -> list[list[str]]:
                     for o in ("input", "weight", "grad_output")]  # fmt: skip
         flushed = max((s.underflow for s in layer.sites if s.underflow is not None), default=None)
         rows.append(
-            [f"  {layer.format}", *map(number, operands), number(flushed, ".2%"), nats(layer.impact), number(layer.spread, ".2e")]
+            [
+                f"  {layer.format}",
+                *map(number, operands),
+                number(flushed, ".2%"),
+                nats(layer.impact),
+                number(layer.spread, ".2e"),
+            ]
         )
     return rows

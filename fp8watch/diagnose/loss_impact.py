@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8watch.diagnose.backward_impact import BackwardImpact, BackwardPass
 from fp8watch.diagnose.diagnosis_copy import DiagnosisCopy, LinearCall
-from fp8watch.diagnose.model_copies import MakeOptimizer, delayed_scales, plan_of, unwrapped
-from fp8watch.diagnose.backward_impact import BackwardPass, BackwardImpact
+from fp8watch.diagnose.model_copies import MakeOptimizer, check, delayed_scales, plan_of, unwrapped
 from fp8watch.diagnose.readers import Reader, RecipeReader, trial_of
 from fp8watch.diagnose.subject import LossFn
 from fp8watch.diagnose.trial_linear import Read, plain_fprop, trial_fprop
@@ -90,9 +90,10 @@ class LossImpact:
     descent: float | None = None  # nats that the update of this batch lowers the loss by, to first order
 
     @property
-    def total(self) -> float:
-        """Sum of the impacts, in nats."""
-        return sum(layer.impact for layer in self.layers)
+    def spread(self) -> float:
+        """Of all forwards together, in nats: the root of the sum of squares. Impacts of layers do not add up: where a layer
+        upstream moves an input, its rounding errors are drawn anew."""
+        return math.sqrt(sum(layer.spread**2 for layer in self.layers))
 
     def ranked(self) -> tuple[LayerImpact, ...]:
         """The layers by spread, the dearest first."""
@@ -100,7 +101,7 @@ class LossImpact:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
-        plain: dict[str, Any] = as_plain({**asdict(self), "total": self.total})
+        plain: dict[str, Any] = as_plain({**asdict(self), "spread": self.spread})
         return plain
 
     def __str__(self) -> str:
@@ -143,10 +144,10 @@ def loss_impact(
     Raises:
         TypeError, ValueError: an argument that cannot work, with value, rule and remedy; a loss that is not finite.
     """
-    chosen = recipe_asked(model, recipe)
-    inner = unwrapped(model)
+    check(model)
+    chosen, inner = recipe_asked(model, recipe), unwrapped(model)
     with untouched(inner):
-        copied = DiagnosisCopy(model, loss_fn, batch, filter_fn)
+        copied = DiagnosisCopy(model, loss_fn, batch, filter_fn, chosen.high_precision_modules)
         attached = recipe is None and plan_of(inner) is not None
         reader = RecipeReader(chosen, copied.device, backend, delayed_scales(inner) if attached else None)
         if reader.follows_the_past:
@@ -171,7 +172,7 @@ def loss_impact(
 
 def recipe_asked(model: nn.Module, recipe: object) -> Recipe:
     """The recipe of an attached model, else the requested one, as one that computes."""
-    plan = plan_of(unwrapped(model)) if isinstance(model, nn.Module) else None
+    plan = plan_of(unwrapped(model))
     chosen = plan.recipe if plan is not None and recipe is None else resolve_recipe(recipe)
     return replace(chosen, observe_only=False, name="") if chosen.observe_only else chosen
 
@@ -192,13 +193,17 @@ def _visit(
 
     loss = copied.visit(on_gradient)
     if not math.isfinite(loss):
-        raise ValueError(f"the loss is {loss} in high precision: there is nothing to compare; give a batch before the failure")
+        raise ValueError(
+            f"the loss is {loss} in high precision: there is nothing to compare; give a batch before the failure"
+        )
     return {name: found[name] for name in copied.called if name in found}, loss, passed
 
 
 def reading(reader: Reader, module: str) -> Read:
     """How the GEMMs of one module read their operands."""
-    read: Callable[[str, Tensor, bool], Tensor] = lambda operand, x, columnwise: reader.see(  # noqa: E731
-        module, operand, x, columnwise
-    ).values
+    read: Callable[[str, Tensor, bool], Tensor] = lambda operand, x, columnwise: (
+        reader.see(  # noqa: E731
+            module, operand, x, columnwise
+        ).values
+    )
     return read

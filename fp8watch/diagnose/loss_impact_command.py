@@ -16,7 +16,9 @@ HELP = "what FP8 costs in each layer, in nats of the loss"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_subject(parser)
-    parser.add_argument("--recipe", help=f"one of {', '.join(RECIPES)}, or a recipe file (default: the model's own, else blockwise)")
+    parser.add_argument(
+        "--recipe", help=f"one of {', '.join(RECIPES)}, or a recipe file (default: the model's own, else blockwise)"
+    )
     parser.add_argument("--measure", action="store_true", help="also run each layer in FP8 alone: a pass for each")
     parser.add_argument("--backward", action="store_true", help="also dgrad and wgrad, projected on the update")
     add_answers(parser)

@@ -129,7 +129,7 @@ def make_copies(
     attached = plan is not None and recipe is plan.recipe and filter_fn is None
     fp8, high = copy.deepcopy(model), copy.deepcopy(model)
     chosen: FilterFn | None = (lambda _m, name: name in taken) if attached else filter_fn
-    linears, left_out = select_linears(fp8, chosen)
+    linears, left_out = select_linears(fp8, chosen, kept=recipe.high_precision_modules)
     if not linears:
         raise ValueError("no Linear of this model computes in FP8; give filter_fn, or see what attach leaves out")
     device = attach._device(linears, left_out)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.diagnose.diagnosis_copy import LinearCall
-from fp8watch.diagnose.nvfp4 import quantize_nvfp4, random_signs
 from fp8watch.diagnose.number_grid import E5M6
+from fp8watch.diagnose.nvfp4 import quantize_nvfp4, random_signs
 from fp8watch.diagnose.trial_linear import Trial
 from fp8watch.kernels.backend import Backend
 from fp8watch.kernels.registry import resolve
@@ -155,7 +155,9 @@ class Nvfp4Reader(_Stateless):
     """NVFP4 with what its training recipe adds: 16×16 blocks of weights, stochastic rounding of gradients, the random
     Hadamard transform of what wgrad reads."""
 
-    def __init__(self, *, square: bool = False, stochastic: bool = False, transform: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, *, square: bool = False, stochastic: bool = False, transform: bool = False, seed: int = 0
+    ) -> None:
         self._square, self._stochastic, self._transform, self._seed = square, stochastic, transform, seed
 
     def see(self, module: str, operand: str, x_MK: Tensor, columnwise: bool) -> Seen:
@@ -197,7 +199,7 @@ def round_e5m6(x_MK: Tensor, *, columnwise: bool = False) -> Tensor:
     """x in E5M6, tiles of 128 with power-of-two scales rounded down so that nothing finite clips: float32 [M, K]."""
     x = x_MK.detach().float()
     x = x.t() if columnwise else x
-    m, k = x.shape
+    k = x.shape[1]
     tiles = nn.functional.pad(x, (0, -k % 128)).unflatten(1, (-1, 128))
     amax = torch.nan_to_num(tiles.abs(), nan=0.0, posinf=0.0).amax(2, keepdim=True)
     quotient = torch.full_like(amax, E5M6.max_finite) / amax

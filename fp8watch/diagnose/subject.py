@@ -109,7 +109,9 @@ def load_subject(name: str) -> Subject:
     function = getattr(module, function_name, None)
     if not callable(function):
         known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ValueError(f"{name!r}: {module_name} has no function {function_name}; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"{name!r}: {module_name} has no function {function_name}; it has {', '.join(known) or 'none'}"
+        )
     return as_subject(function(), name)
 
 

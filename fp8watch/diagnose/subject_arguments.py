@@ -15,7 +15,9 @@ from fp8watch.selection.module_filter import FilterFn
 def add_subject(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """The function that builds model and batch, and which modules count."""
     parser.add_argument("subject", metavar="MODULE:FUNCTION", nargs="?" if optional else None, help=SUBJECT_HELP)
-    parser.add_argument("--only", metavar="PATTERN", action="append", help="shell pattern of module names; may be given again")
+    parser.add_argument(
+        "--only", metavar="PATTERN", action="append", help="shell pattern of module names; may be given again"
+    )
     parser.add_argument("--backend", help="which kernels quantise (default: the fastest that can)")
     add_traceback(parser)
 

@@ -34,7 +34,9 @@ class Trial:
 
 class _TrialLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, trial: Trial, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, trial: Trial, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(x_MK, weight_NK)
         ctx.trial, ctx.bias_dtype = trial, None if bias_N is None else bias_N.dtype
         if "fprop" in trial.gemms:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from fp8watch.diagnose.candidates import Candidate, Formats, candidates_of
 from fp8watch.diagnose.diagnosis_copy import DiagnosisCopy, LinearCall
 from fp8watch.diagnose.loss_impact import ImpactSums, reading
-from fp8watch.diagnose.model_copies import delayed_scales, unwrapped
+from fp8watch.diagnose.model_copies import check, delayed_scales, unwrapped
 from fp8watch.diagnose.operand_costs import OperandCosts
-from fp8watch.diagnose.readers import Reader, RecipeReader
+from fp8watch.diagnose.readers import RecipeReader
 from fp8watch.diagnose.subject import LossFn
 from fp8watch.diagnose.untouched import untouched
 from fp8watch.diagnose.verdict import as_plain
@@ -74,8 +74,7 @@ class FormatSummary:
     underflow: float | None
     saturated: float | None
     gain_error: float | None  # the largest |gain − 1| of an operand, with its sign
-    impact: float | None  # nats, all forwards
-    spread: float | None  # nats: the root of the sum of squares
+    spread: float | None  # nats, all forwards: the root of the sum of squares
 
 
 @dataclass(frozen=True)
@@ -106,13 +105,12 @@ class WhatIf:
         sqnr = [(s.tile_sqnr_db, name) for name, s in sites if s.tile_sqnr_db is not None]
         worst = min(sqnr, default=(None, None))
         gains = [s.gain - 1 for _, s in sites if s.gain is not None]
-        impacts = [(layer.impact, layer.spread) for layer in layers if layer.impact is not None and layer.spread is not None]
+        spreads = [layer.spread for layer in layers if layer.spread is not None]
         all_of = self.costs[candidate.name]
         return FormatSummary(
             candidate.name, candidate.bits, all_of.sqnr_db, all_of.tile_sqnr_db, worst[0], worst[1], all_of.underflow, all_of.saturated,
             max(gains, key=abs, default=None),
-            sum(i for i, _ in impacts) if impacts else None,
-            math.sqrt(sum(s * s for _, s in impacts)) if impacts else None,
+            math.sqrt(sum(s * s for s in spreads)) if spreads else None,
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -173,6 +171,7 @@ def what_if(
         TypeError, ValueError: an argument that cannot work, with value, rule and remedy; a loss that is not finite.
     """
     candidates = candidates_of(formats)
+    check(model)
     inner = unwrapped(model)
     with untouched(inner):
         copied = DiagnosisCopy(model, loss_fn, batch, filter_fn)
@@ -201,7 +200,9 @@ def what_if(
 
         loss = copied.visit(on_gradient)
     if not math.isfinite(loss):
-        raise ValueError(f"the loss is {loss} in high precision: there is nothing to compare; give a batch before the failure")
+        raise ValueError(
+            f"the loss is {loss} in high precision: there is nothing to compare; give a batch before the failure"
+        )
     seen_modules = tuple(m for m in copied.called if any(key[0] == m for key in sites))
     layers = tuple(_layer(m, c, sites, impacts.get((m, c.name))) for m in seen_modules for c in candidates)
     return WhatIf(loss, seen_modules, candidates, layers, together)
@@ -230,5 +231,9 @@ def _layer(
             direction = "columnwise" if columnwise else "rowwise"
             found.append(SiteCost(operand, direction, c.sqnr_db, c.tile_sqnr_db, c.underflow, c.saturated, c.gain))
     return LayerCost(
-        module, candidate.name, tuple(found), None if sums is None else sums.impact, None if sums is None else sums.spread
+        module,
+        candidate.name,
+        tuple(found),
+        None if sums is None else sums.impact,
+        None if sums is None else sums.spread,
     )
