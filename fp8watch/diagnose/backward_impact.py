@@ -16,6 +16,7 @@ reaches every parameter upstream, and ⟨E, d⟩ = Σ e · Δx with Δx, the cha
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,4 +217,4 @@ class _AtProbe:
 
 
 def _length(tensors: list[Tensor]) -> float:
-    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))

@@ -53,11 +53,9 @@ def impact_table(result: LossImpact) -> str:
         row += [f"{layer.output_error:.2%}", str(layer.num_rows)]
         if backward:
             b = layer.backward
-            for value, seen in (
-                (b and b.dgrad, b and b.measured_dgrad),
-                (b and b.wgrad, b and b.measured_wgrad),
-            ):
-                row += [nats(value), *([nats(seen)] if timed else [])]
+            for gemm in ("dgrad", "wgrad"):
+                row.append(nats(getattr(b, gemm, None)))
+                row += [nats(getattr(b, f"measured_{gemm}", None))] if timed else []
         rows.append(row)
     total = (
         f"{result.recipe}: loss {result.loss:.4f} nats in high precision, spread {result.spread:.2e} of all forwards"

@@ -202,8 +202,6 @@ def _visit(
 def reading(reader: Reader, module: str) -> Read:
     """How the GEMMs of one module read their operands."""
     read: Callable[[str, Tensor, bool], Tensor] = lambda operand, x, columnwise: (
-        reader.see(  # noqa: E731
-            module, operand, x, columnwise
-        ).values
+        reader.see(module, operand, x, columnwise).values
     )
     return read

@@ -59,12 +59,12 @@ def quantize_nvfp4(
     padded = F.pad(rows, (0, -k % BLOCK, 0, -m % BLOCK if square else 0))
     transform = None if signs is None else hadamard(signs.to(padded))
     if transform is not None:
-        padded = (padded.unflatten(1, (-1, BLOCK)) @ transform).flatten(1)
-    blocks = padded.unflatten(1, (-1, BLOCK))  # [M, Kb, 16]
+        padded = (padded.reshape(len(padded), -1, BLOCK) @ transform).flatten(1)
+    blocks = padded.reshape(len(padded), -1, BLOCK)  # [M, Kb, 16]
     amax = blocks.abs().amax(2)
     whole = amax.max() / (_FP8_MAX * E2M1.max_finite)
     if square:
-        amax = amax.unflatten(0, (-1, BLOCK)).amax(1).repeat_interleave(BLOCK, 0)
+        amax = amax.reshape(-1, BLOCK, amax.shape[1]).amax(1).repeat_interleave(BLOCK, 0)
     whole = torch.where(whole > 0, whole, torch.ones_like(whole))
     scale = (amax / E2M1.max_finite / whole).clamp(_FP8_MIN_NORMAL, _FP8_MAX).to(torch.float8_e4m3fn).float()
     scaled = blocks * ((1.0 / whole) / scale)[..., None]

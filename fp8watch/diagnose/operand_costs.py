@@ -86,7 +86,8 @@ class OperandCosts:
 
 def _tiles(x: Tensor) -> Tensor:
     """Sums of 1×TILE tiles: [M, ceil(K/TILE)]."""
-    return F.pad(x, (0, -x.shape[1] % TILE)).unflatten(1, (-1, TILE)).sum(2)
+    padded = F.pad(x, (0, -x.shape[1] % TILE))
+    return padded.reshape(len(x), padded.shape[1] // TILE, TILE).sum(2)
 
 
 def _db(noise: float, signal: float) -> float | None:

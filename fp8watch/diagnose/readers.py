@@ -200,7 +200,7 @@ def round_e5m6(x_MK: Tensor, *, columnwise: bool = False) -> Tensor:
     x = x_MK.detach().float()
     x = x.t() if columnwise else x
     k = x.shape[1]
-    tiles = nn.functional.pad(x, (0, -k % 128)).unflatten(1, (-1, 128))
+    tiles = nn.functional.pad(x, (0, -k % 128)).reshape(len(x), -(-k // 128), 128)
     amax = torch.nan_to_num(tiles.abs(), nan=0.0, posinf=0.0).amax(2, keepdim=True)
     quotient = torch.full_like(amax, E5M6.max_finite) / amax
     exponent = (torch.frexp(torch.where(amax > 0, quotient, torch.ones_like(amax))).exponent - 1).clamp(-126, 126)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -46,9 +47,9 @@ def read_recipe_file(path: str | os.PathLike[str]) -> Recipe:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as e:
         raise ValueError(f"recipe file {name}: {e.strerror or e}; fp8watch calibrate -o {name} writes one") from e
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # before Python 3.11
+    else:
         try:
             import tomli as tomllib
         except ModuleNotFoundError:

@@ -150,8 +150,8 @@ class Recipe:
             raise ValueError(
                 f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"
             )
-        modules = self.high_precision_modules
-        if isinstance(modules, str) or any(not isinstance(m, str) for m in modules):
+        modules: object = self.high_precision_modules
+        if not isinstance(modules, (tuple, list)) or any(not isinstance(m, str) for m in modules):
             raise ValueError(f"high_precision_modules={modules!r}: must be a list of module names or shell patterns")
         object.__setattr__(self, "high_precision_modules", tuple(modules))
         specs = dict(self.quantised)

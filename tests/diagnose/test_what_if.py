@@ -105,7 +105,7 @@ def test_an_attached_models_delayed_scales_are_used() -> None:
     assert (sites["input", "rowwise"].saturated or 0) > 0.01
 
 
-@pytest.mark.parametrize("kind", ["normal", "wide", "rows", "flushed"])
+@pytest.mark.parametrize("kind", ["normal", "wide", "rows", "flushed", "edge"])
 def test_a_stored_sketch_bounds_what_another_format_would_flush(kind: str) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(256, 384, generator=g)
@@ -113,6 +113,9 @@ def test_a_stored_sketch_bounds_what_another_format_would_flush(kind: str) -> No
         x = x * torch.exp(4 * torch.randn(256, 384, generator=g))
     elif kind == "rows":
         x = x * torch.exp(3 * torch.randn(256, 1, generator=g))
+    elif kind == "edge":  # the amax just above where a power of two halves the scale
+        x = torch.full((256, 384), 1.76 * 2.0**-17.9)
+        x[:, ::128] = 1.76
     elif kind == "flushed":
         x = torch.where(torch.rand(256, 384, generator=g) < 0.5, x * 1e-6, x)
     sketch = quantize_blockwise(x).stats.summary()
@@ -124,7 +127,7 @@ def test_a_stored_sketch_bounds_what_another_format_would_flush(kind: str) -> No
         assert (cost.underflow_min or 0.0) <= underflow, f.name
         if cost.underflow_max is not None:
             assert underflow <= cost.underflow_max, f.name
-        if f.tile == "own" and cost.underflow is not None:  # some lie deeper than a sketch tells
+        if f.tile == "own" and cost.underflow is not None and kind != "edge":  # some lie deeper than a sketch tells
             assert cost.underflow == pytest.approx(underflow, abs=0.004), f.name
         if kind in ("normal", "rows", "flushed") and f.tile == "own":
             assert cost.tile_sqnr_db == pytest.approx(exact.tile_sqnr_db, abs=0.5), f.name
