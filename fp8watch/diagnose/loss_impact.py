@@ -15,7 +15,6 @@ the squared impact of each row: the impact that independent rows would have by c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -201,7 +200,8 @@ def _visit(
 
 def reading(reader: Reader, module: str) -> Read:
     """How the GEMMs of one module read their operands."""
-    read: Callable[[str, Tensor, bool], Tensor] = lambda operand, x, columnwise: (
-        reader.see(module, operand, x, columnwise).values
-    )
+
+    def read(operand: str, x: Tensor, columnwise: bool) -> Tensor:
+        return reader.see(module, operand, x, columnwise).values
+
     return read
