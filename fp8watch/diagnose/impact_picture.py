@@ -2,6 +2,8 @@
 
 Thread:     the caller's
 
+A result is a LossImpact or a WhatIf, which import this file to show themselves.
+
 Colours are light enough for dark text in every cell; text is the viewer's own font; nothing is loaded.
 """
 
@@ -10,19 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fp8watch.diagnose.impact_tables import ONE_BATCH, nats
-
-if TYPE_CHECKING:
-    from fp8watch.diagnose.loss_impact import LossImpact
-    from fp8watch.diagnose.what_if import WhatIf
 
 CELL_W, CELL_H, CHAR_W = 62, 22, 7
 _PALE, _DEEP = (255, 247, 236), (239, 101, 72)
 
 
-def what_if_picture(result: WhatIf) -> str:
+def what_if_picture(result: Any) -> str:
     """Layers down, formats across; each cell is the spread of the forward's loss impact in nats."""
     known = {(layer.module, layer.format): layer.spread for layer in result.layers}
     formats = [c.name for c in result.candidates]
@@ -46,7 +44,7 @@ def what_if_picture(result: WhatIf) -> str:
     return _svg(width, height, parts)
 
 
-def impact_picture(result: LossImpact) -> str:
+def impact_picture(result: Any) -> str:
     """Layers down, the dearest first: a bar of the spread, a mark at the impact's size, its sign in figures."""
     layers = result.ranked()
     largest = max((max(layer.spread, abs(layer.impact)) for layer in layers), default=0.0) or 1.0

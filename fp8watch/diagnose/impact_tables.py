@@ -1,17 +1,15 @@
 """Loss impact and what-if as text: columns that a terminal and a bug report show.
 
 Thread:     the caller's
+
+A result is a LossImpact or a WhatIf, which import this file to show themselves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fp8watch.diagnose.loss_impact import LossImpact
-    from fp8watch.diagnose.what_if import WhatIf
+from typing import Any
 
 ONE_BATCH = "One batch at these weights: it does not say how a training would go on."
 
@@ -38,7 +36,7 @@ def number(value: float | None, spec: str = ".1f") -> str:
     return "–" if value is None else format(value, spec)
 
 
-def impact_table(result: LossImpact) -> str:
+def impact_table(result: Any) -> str:
     """One line a layer, the dearest first."""
     forward = result.measured_total is not None
     backward = any(layer.backward is not None for layer in result.layers)
@@ -76,7 +74,7 @@ def impact_table(result: LossImpact) -> str:
     return "\n".join([*lines, ONE_BATCH])
 
 
-def what_if_table(result: WhatIf, *, layers: bool = True) -> str:
+def what_if_table(result: Any, *, layers: bool = True) -> str:
     """One line a format; then, of each layer, one line a format."""
     rows = [["format", "bits", "SQNR", "tile SQNR", "worst", "underflow", "saturated", "gain − 1", "spread"]]
     for summary in result.summaries():
@@ -103,7 +101,7 @@ def what_if_table(result: WhatIf, *, layers: bool = True) -> str:
     return "\n".join([*lines, *(f"{c.name}: {c.how}" for c in result.candidates)])
 
 
-def _of(result: WhatIf, module: str) -> list[list[str]]:
+def _of(result: Any, module: str) -> list[list[str]]:
     rows = []
     for layer in result.of(module):
         operands = [min((s.tile_sqnr_db for s in layer.sites if s.operand == o and s.tile_sqnr_db is not None), default=None)

@@ -123,6 +123,7 @@ def test_a_subject_that_raises_shows_its_own_error(subject: str, tmp_path: Path)
         load_subject("broken_subject:build")
 
 
+@pytest.mark.long
 def test_the_sketches_of_a_stored_run_say_what_other_formats_would_flush(tmp_path: Path, capsys: Any) -> None:
     """The real way: attach, collector, API. Held to the same formats on the operand itself."""
     from fp8watch.demo.collector import running_collector
