@@ -8,6 +8,8 @@ from importlib.metadata import EntryPoint, entry_points
 GROUP = "fp8watch.commands"
 HELP = {
     "demo": "train a small model in FP8, break it on purpose, and see it named",
+    "calibrate": "suggest a recipe from some steps in high precision, as a file",
+    "diagnose": "why a run fails, and what to change: loss impact, what-if",
     "serve": "run the collector",
     "sync": "send what lies in the local spool",
     "notify": "try the notification channels",
@@ -64,9 +66,15 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""} | dict.fromkeys(
-            NEED_NOTHING, ""
-        )
+        own = {
+            "demo": "[demo]",
+            "grafana": "[grafana]",
+            "check-gemm": "[train]",
+            "diagnose": "[train]",
+            "calibrate": "[train]",
+            "sync": "",
+            **dict.fromkeys(NEED_NOTHING, ""),
+        }
         extra = own.get(args[0], "[server]")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2

@@ -13,15 +13,14 @@ import contextlib
 import copy
 import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp8watch.diagnose.model_copies import MakeOptimizer, ModelCopy, check, make_copies, recipe_of, unwrapped
+from fp8watch.diagnose.untouched import RandomState, untouched
 from fp8watch.diagnose.verdict import LAYER_ERROR, LayerPair, StepPair, Verdict, judge
 from fp8watch.selection.module_filter import FilterFn
 
@@ -69,7 +68,7 @@ def compare_bf16(
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
         raise ValueError(f"steps={steps!r}: must be a whole number from 1 to 1000")
     chosen = recipe_of(inner, recipe)
-    with _untouched(inner):
+    with untouched(inner):
         given = [copy.deepcopy(batch) for batch in itertools.islice(iter(batches), steps)]
         if not given:
             raise ValueError("batches is empty: give at least one batch, the failing one among them")
@@ -88,41 +87,6 @@ def _precision(model: nn.Module, autocast: torch.dtype | None) -> str:
     return {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}.get(dtype, str(dtype))
 
 
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Hide gradients, and restore every random generator afterwards."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    kept = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    python, numpy = random.getstate(), np.random.get_state()
-    for p, _ in kept:
-        p.grad = None
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield
-    finally:
-        for p in model.parameters():
-            p.grad = None
-        for p, grad in kept:
-            p.grad = grad
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-class _Random:
-    """Random generator states at the start of a step, for both copies."""
-
-    def __init__(self) -> None:
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-
 def _run(
     fp8: ModelCopy, high: ModelCopy, batches: list[Any], loss_fn: LossFn, autocast: torch.dtype | None
 ) -> tuple[list[StepPair], list[LayerPair]]:
@@ -131,7 +95,7 @@ def _run(
     errors: dict[str, list[float]] = {name: [] for name in fp8.linears}
     cosines: dict[str, list[float]] = {name: [] for name in fp8.linears}
     for step, batch in enumerate(batches):
-        begin = _Random()
+        begin = RandomState()
         a = _step(fp8, copy.deepcopy(batch), loss_fn, None, step)
         begin.restore()
         b = _step(high, batch, loss_fn, autocast, step)

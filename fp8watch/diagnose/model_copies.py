@@ -95,14 +95,15 @@ def recipe_of(model: nn.Module, recipe: object) -> Recipe:
     Raises:
         ValueError: the recipe computes nothing in FP8.
     """
-    plan = _plan_of(model)
+    plan = plan_of(model)
     chosen = plan.recipe if plan is not None and recipe is None else resolve_recipe(recipe)
     if chosen.observe_only:
         raise ValueError("recipe 'observe' computes as before, so there is nothing to compare; give recipe='blockwise'")
     return chosen
 
 
-def _plan_of(model: nn.Module) -> Plan | None:
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan of an attached model."""
     for module in model.modules():
         site = module.__dict__.get(SITE_KEY)
         if isinstance(module, WatchedLinear) and site is not None:
@@ -123,12 +124,12 @@ def make_copies(
         ValueError: no Linear is left to compute in FP8.
         TypeError: the optimizer cannot be copied.
     """
-    plan = _plan_of(model)
+    plan = plan_of(model)
     taken = {name for name, m in model.named_modules() if isinstance(m, WatchedLinear) and SITE_KEY in m.__dict__}
     attached = plan is not None and recipe is plan.recipe and filter_fn is None
     fp8, high = copy.deepcopy(model), copy.deepcopy(model)
     chosen: FilterFn | None = (lambda _m, name: name in taken) if attached else filter_fn
-    linears, left_out = select_linears(fp8, chosen)
+    linears, left_out = select_linears(fp8, chosen, kept=recipe.high_precision_modules)
     if not linears:
         raise ValueError("no Linear of this model computes in FP8; give filter_fn, or see what attach leaves out")
     device = attach._device(linears, left_out)
@@ -158,8 +159,8 @@ def make_copies(
     plain = dict(high.named_modules())
     try:
         copies = (
-            ModelCopy(fp8, _optimizer_of(optimizer, model, fp8), made, dict(linears)),
-            ModelCopy(high, _optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
+            ModelCopy(fp8, optimizer_of(optimizer, model, fp8), made, dict(linears)),
+            ModelCopy(high, optimizer_of(optimizer, model, high), None, {n: plain[n] for n in names}),
         )
     except BaseException:
         custom_ops.remove_plan(made)
@@ -170,21 +171,36 @@ def make_copies(
 
 
 def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
-    """Copy delayed scales and histories; a finished pass of the original is rolled in."""
-    over = {id(q.state) for q in plan.sites.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
     copies = dict(copied.named_modules())
+    for (name, operand), state in delayed_scales(model, plan).items():
+        plan_rows.states_of_module.setdefault(copies[name], {})[operand] = state
+
+
+def delayed_scales(model: nn.Module, plan: Plan | None = None) -> dict[tuple[str, str], DelayedScale]:
+    """(module, operand) -> a copy of the delayed scale that an attached model has; a finished pass is rolled in."""
+    plan = plan_of(model) if plan is None else plan
+    if plan is None:
+        return {}
+    over = {id(q.state) for q in plan.sites.quantizers if isinstance(q, DelayedQuantizer) and q.number is not None}
+    copies: dict[tuple[str, str], DelayedScale] = {}
     for name, module in model.named_modules():
         for operand, state in plan_rows.states_of_module.get(module, {}).items():
             made = DelayedScale(state.format, state.history, state.scale.device)
             made.load_state_dict(state.state_dict())
             if id(state) in over:
                 made.roll()
-            plan_rows.states_of_module.setdefault(copies[name], {})[operand] = made
+            copies[name, operand] = made
+    return copies
 
 
-def _optimizer_of(
+def optimizer_of(
     optimizer: torch.optim.Optimizer | MakeOptimizer | None, model: nn.Module, copied: nn.Module
 ) -> torch.optim.Optimizer | None:
+    """A copy of the optimizer with its state, for the copied parameters; or what a function makes of them.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

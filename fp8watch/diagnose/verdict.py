@@ -81,7 +81,7 @@ class Verdict:
         """Plain values; non-finite numbers as "nan", "inf", "-inf"."""
         steps = [{**asdict(s), "difference": s.difference} for s in self.steps]
         out = {**asdict(self), "steps": steps, "layers": [asdict(x) for x in self.layers]}
-        named: dict[str, Any] = _finite(out)
+        named: dict[str, Any] = as_plain(out)
         return named
 
     def send(self, incident_id: str, collector: str | None = None, token: str | None = None) -> None:
@@ -209,11 +209,12 @@ def _rise(losses: Iterable[float]) -> float:
     return max(got) / max(got[0], 1e-12) if got else 1.0
 
 
-def _finite(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
+    """Nested values with non-finite numbers as "nan", "inf", "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: as_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [as_plain(v) for v in value]
     return value

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fp8watch.recipe.environment import capability, environment, refuse_fp32_scales_on_blackwell
+from fp8watch.recipe.file import is_recipe_file, read_recipe_file
 from fp8watch.recipe.foreign import READ, is_foreign, read_foreign
 from fp8watch.recipe.registry import RECIPES
 from fp8watch.recipe.spec import Recipe
@@ -25,8 +26,8 @@ def resolve_recipe(
     """What `attach(recipe=...)` was given, as a Recipe.
 
     Args:
-        recipe: None (then FP8WATCH_RECIPE, else "blockwise"), one of RECIPES, a Recipe, or a recipe object of
-            Transformer Engine: Float8BlockScaling, Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling.
+        recipe: None (then FP8WATCH_RECIPE, else "blockwise"), one of RECIPES, a Recipe, the path of a
+            recipe file (`fp8watch.recipe.file`), or a recipe object of Transformer Engine: Float8BlockScaling, Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling.
         environ: instead of `os.environ`.
         argv: the trainer's arguments, instead of `sys.argv`.
         as_it_is: the model computes in FP8 by its trainer: its flags are those of the model.
@@ -38,6 +39,8 @@ def resolve_recipe(
     env = environment(environ)
     if recipe is None:
         recipe = env.get("FP8WATCH_RECIPE") or "blockwise"
+    if is_recipe_file(recipe):
+        recipe = read_recipe_file(recipe)  # type: ignore[arg-type]
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(f"recipe={recipe!r} is unknown; use one of {', '.join(map(repr, RECIPES))}")
@@ -51,7 +54,7 @@ def resolve_recipe(
         made = read_foreign(recipe, env)
     else:
         raise TypeError(
-            f"recipe={recipe!r}: must be a name ({', '.join(map(repr, RECIPES))}), a fp8watch.Recipe, or one of "
+            f"recipe={recipe!r}: must be a name ({', '.join(map(repr, RECIPES))}), a recipe file, a fp8watch.Recipe, or one of "
             f"Transformer Engine's {', '.join(READ)}"
         )
     flags = made.flags or trainer_flags(argv)

@@ -130,8 +130,9 @@ class Recipe:
 
     With `observe_only` the GEMMs stay as they are and operands are quantised on the side, for statistics; the name is
     then "observe". For the first `warmup_steps` steps of a run the GEMMs multiply unquantised operands, which are
-    observed all the same; delayed histories fill meanwhile. `flags` are a trainer's own FP8 flags; they change
-    nothing here but the fingerprint. The last two are what a reader must be told, and are not in the fingerprint.
+    observed all the same; delayed histories fill meanwhile. Linears whose name matches one of the shell patterns in
+    `high_precision_modules` are not converted. `flags` are a trainer's own FP8 flags; they change
+    nothing here but the fingerprint. The next two are what a reader must be told, and are not in the fingerprint.
     """
 
     name: str = ""
@@ -144,6 +145,7 @@ class Recipe:
     flags: tuple[tuple[str, str], ...] = ()
     declared_not_effective: tuple[str, ...] = field(default=(), compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    high_precision_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         steps = self.warmup_steps
@@ -152,6 +154,10 @@ class Recipe:
             raise ValueError(
                 f"warmup_steps={steps} with observe_only=True: observed GEMMs never compute in FP8; drop one"
             )
+        modules: object = self.high_precision_modules
+        if not isinstance(modules, (tuple, list)) or any(not isinstance(m, str) for m in modules):
+            raise ValueError(f"high_precision_modules={modules!r}: must be a list of module names or shell patterns")
+        object.__setattr__(self, "high_precision_modules", tuple(modules))
         specs = dict(self.quantised)
         if len(specs) < 2:
             rule = "a GEMM is in FP8 where both of its operands are; quantise two of them, or use recipe='observe'"
@@ -223,6 +229,8 @@ class Recipe:
             out[f"{name}.power_2_scale"] = spec.power_2_scale
             out[f"{name}.eps"] = spec.eps
             out[f"{name}.scaling"] = spec.scaling
+        if self.high_precision_modules:
+            out["high_precision_modules"] = ", ".join(self.high_precision_modules)[:2000]
         if self.warmup_steps:
             out["warmup_steps"] = self.warmup_steps
         if self.history is not None:

@@ -6,8 +6,9 @@ DeepSeek-V3's technical report (arXiv 2412.19437, section 3.3) and common practi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ FilterFn = Callable[[nn.Module, str], "bool | None"]
 
 MULTIPLE = 16
 WATCHED = "watched already by another attach"
+KEPT = "the recipe leaves it in high precision"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def select_linears(
     in_fp8: Collection[int] = (),
     *,
     observe_only: bool = False,
+    kept: Sequence[str] = (),
 ) -> tuple[list[tuple[str, nn.Linear]], list[LeftOut]]:
     """Linears to take over, in the order of the model's modules, and those left out.
 
@@ -46,6 +49,7 @@ def select_linears(
         filter_fn: as for attach.
         in_fp8: ids of those that compute in FP8 by a forward of their own: what is asked of a Linear that is to be
             converted is not asked of them.
+        kept: shell patterns of names that the recipe leaves in high precision.
         observe_only: nothing is converted, so that others with a forward of their own can be observed as well.
 
     Raises:
@@ -77,6 +81,8 @@ def select_linears(
             reason = "DTensor weight (tensor parallel): not taken over by this version"
         elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
             reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
+        elif not observe_only and id(module) not in in_fp8 and any(fnmatchcase(fqn, p) for p in kept):
+            reason = KEPT
         elif filter_fn is not None:
             wanted = filter_fn(module, fqn)
             if not isinstance(wanted, bool | None):

@@ -82,8 +82,8 @@ def attach(
         run_id: identity of the run, for one that goes on: that of `watch.state_dict()` in its checkpoint. None: from
             FP8WATCH_RUN or the launcher.
         recipe: None (FP8WATCH_RECIPE; else "observe" for a model that computes in FP8 already, "blockwise" for others),
-            one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, or
-            a recipe object of Transformer Engine.
+            one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, the
+            path of a recipe file, as `fp8watch calibrate` writes it, or a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
             and weights tied to an embedding.
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
@@ -148,7 +148,9 @@ def attach(
         return Watch(Attachment(model), Session(chosen, identity, session, guard, say), cadence)
 
     named = list(named_modules(model))
-    linears, left_out = select_linears(model, filter_fn, in_fp8, observe_only=chosen.observe_only)
+    linears, left_out = select_linears(
+        model, filter_fn, in_fp8, observe_only=chosen.observe_only, kept=chosen.high_precision_modules
+    )
     leave_wrapped(linears, left_out)
     te = te_modules.find(named)
     left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]

@@ -1,0 +1,55 @@
+"""The bugs that the tests of this room were seen to find."""
+
+from __future__ import annotations
+
+import pytest
+from planted import Bug, all_fit, seen_to_fail
+
+T = "tests/diagnose"
+IMPACT = f"{T}/test_loss_impact.py"
+FORMATS = f"{T}/test_formats.py"
+WHAT_IF = f"{T}/test_what_if.py"
+CALIBRATE = f"{T}/test_calibrate.py"
+BUGS = [
+    Bug("an impact has the size and sign of what the loss does", "loss_impact:ImpactSums.add",
+        "(grad_MN.double() * error).sum(1)", "(grad_MN.double() * y).sum(1)",
+        f"{IMPACT}::test_of_a_loss_that_is_linear_in_the_output_the_impact_is_exact"),
+    Bug("an error of the gradient is projected on what the update follows", "backward_impact:Stepper.__init__",
+        "(n - u) / share", "u",
+        f"{IMPACT}::test_backward_gemms_cost_what_a_step_with_them_shows"),
+    Bug("delayed scales of an attached model are asked about", "loss_impact:loss_impact",
+        "delayed_scales(inner) if attached else None", "None",
+        f"{IMPACT}::test_an_attached_models_own_scales_are_asked_about"),
+    Bug("parameters are put back after a step", "backward_impact:Stepper._back",
+        "p.copy_(before)", "p.copy_(p)", f"{IMPACT}::test_backward_gemms_cost_what_a_step_with_them_shows"),
+    Bug("MX exponents are rounded down where the format says so", "readers:MxFloorReader.see",
+        "- 127 - self._max_exponent", "- 126 - self._max_exponent", f"{FORMATS}::test_mxfp8_and_nvfp4_are_torchaos"),
+    Bug("a block of NVFP4 has an E4M3 scale", "nvfp4:quantize_nvfp4",
+        ".to(torch.float8_e4m3fn).float()", "", f"{FORMATS}::test_mxfp8_and_nvfp4_are_torchaos"),
+    Bug("of two numbers as near the even one is taken", "number_grid:Grid.round",
+        "torch.round(scaled)", "torch.floor(scaled + 0.5)",
+        f"{FORMATS}::test_rounding_takes_the_nearest_number_and_of_two_the_even_one"),
+    Bug("a delayed scale keeps its margin", "readers:RecipeReader.note",
+        "self.recipe.history or AmaxHistory()", "AmaxHistory()",
+        f"{FORMATS}::test_a_delayed_scale_follows_the_passes_before_with_margin_and_history"),
+    Bug("bounds hold what a power-of-two scale may be", "depth_what_if:_bounds",
+        "(1.0 if f.power_2_scale else 0.0)", "0.0",
+        f"{WHAT_IF}::test_a_stored_sketch_bounds_what_another_format_would_flush"),
+    Bug("a module that the recipe keeps is not converted", "attach:attach",
+        "kept=chosen.high_precision_modules", "kept=()",
+        f"{CALIBRATE}::test_a_single_bad_layer_stays_in_high_precision_and_attach_reads_that_back"),
+    Bug("an unknown key of a recipe file is refused", "fp8watch.recipe.file:_known",
+        "    if unknown:", "    if unknown and False:",
+        f"{CALIBRATE}::test_a_file_that_cannot_be_meant_is_refused_by_name"),
+]  # fmt: skip
+
+
+def test_each_bug_still_fits_the_code() -> None:
+    all_fit(BUGS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_each_bug_is_seen(bug: Bug, tree) -> None:
+    seen_to_fail(tree, bug)
