@@ -64,6 +64,7 @@ class Fp8WatchCallback(TrainerCallback):  # type: ignore[misc]  # of a library t
         folder = _folder(args, state)
         if folder.is_dir():
             self._held.do("transformers", lambda watch: save_state(folder, watch))
+            self._held.do("transformers", lambda watch: watch.checkpoint_saved(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Send what is recorded, and detach."""

@@ -41,7 +41,7 @@ from fp8watch_server.pages.logged_scalars import logged_scalars
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.pages.what_helped import what_helped
-from fp8watch_server.store import cause_list, queries, run_list
+from fp8watch_server.store import cause_list, checkpoints, queries, run_list
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
 
 FIRST_POINTS = 600
@@ -189,6 +189,7 @@ def run_page(request: Request, run_id: str) -> Response:
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "coverage": coverage.coverage(run, sites),
                 "logged": logged_scalars(conn, run, open_incidents),
+                "checkpoints": checkpoints.checkpoints(conn, run["id"]),
             }
 
     return page_in_parts(
@@ -245,6 +246,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             runbooks=runbooks.slugs(),
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
+            checkpoints=page_queries.checkpoints_around(conn, incident),
         )
 
 
