@@ -7,6 +7,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "fp8watch.commands"
 HELP = {
+    "diagnose": "why a run fails, and what to change: bisect",
+    "fix": "write an incident's fix as a file for Megatron, Transformer Engine, torchtitan or torchao",
     "demo": "train a small model in FP8, break it on purpose, and see it named",
     "serve": "run the collector",
     "sync": "send what lies in the local spool",
@@ -16,6 +18,7 @@ HELP = {
     "grafana": "push the dashboards into a Grafana",
     "backup": "copy the collector's database while it runs",
     "check": "read all that is stored against its hashes and counts",
+    "check-checkpoint": "look at every tensor of a checkpoint before training resumes from it",
     "check-gemm": "hold this machine's quantisers and FP8 GEMMs against what they must give",
     "migrate": "bring the database to the newest revision",
     "prune": "let old steps of a run go, or the whole run",
@@ -56,7 +59,15 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""}
+        own = {
+            "demo": "[demo]",
+            "grafana": "[grafana]",
+            "check-gemm": "[train]",
+            "check-checkpoint": "[checkpoints]",
+            "sync": "",
+            "fix": "",
+            "diagnose": "[train]",
+        }
         extra = own.get(args[0], "[server]")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2

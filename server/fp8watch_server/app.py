@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from fp8watch_server.api import comparison, delivery_log, incident_actions, run_actions
+from fp8watch_server.api import comparison, delivery_log, fix_files, incident_actions, run_actions
 from fp8watch_server.api import routes as api
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
@@ -156,6 +156,7 @@ def create_app(
     app.include_router(incident_actions.router)
     app.include_router(run_actions.router)
     app.include_router(comparison.router)
+    app.include_router(fix_files.router)
     app.include_router(delivery_log.router)
     app.include_router(api.router)
     app.include_router(api.health_router)

@@ -57,7 +57,10 @@ def seen_here(conn: Connection, run_id: str, site: Dict) -> list[Dict]:
 def checkpoints_around(conn: Connection, incident: Dict) -> Dict:
     """Of an incident: the checkpoints that it poisoned, newest first, and the last one of the run that is clean."""
     found = checkpoints.checkpoints(conn, incident["run_id"])
-    return {"poisoned": [c for c in found["items"] if c["incident"] == incident["id"]], "last_clean": found["last_clean"]}
+    return {
+        "poisoned": [c for c in found["items"] if c["incident"] == incident["id"]],
+        "last_clean": found["last_clean"],
+    }
 
 
 def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:

@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
 from fp8watch_server.http.security_headers import SecurityHeaders
+from fp8watch_server.incidents.fix_files import TARGETS
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.pages import (
     assets,
@@ -247,6 +248,7 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
             checkpoints=page_queries.checkpoints_around(conn, incident),
+            fix_files=[(f.name, f.what) for f in TARGETS.values()],
         )
 
 

@@ -83,7 +83,9 @@ def checkpoints(conn: Connection, run_id: str, tenant: str = t.DEFAULT_TENANT) -
 
 def steps_of(fact: object) -> list[int]:
     """Steps out of the fact; what cannot be read is none."""
-    return [int(p) for p in fact.split() if p.isascii() and p.isdigit() and len(p) < 19] if isinstance(fact, str) else []
+    return (
+        [int(p) for p in fact.split() if p.isascii() and p.isdigit() and len(p) < 19] if isinstance(fact, str) else []
+    )
 
 
 def listed(saved: Iterable[tuple[int, int]], bad: Mapping[int, Sequence[Bad]]) -> dict[str, Any]:
@@ -108,7 +110,9 @@ def listed(saved: Iterable[tuple[int, int]], bad: Mapping[int, Sequence[Bad]]) -
 def _bad(conn: Connection, run_id: str, tenant: str, incident: Mapping[str, Any]) -> list[Bad]:
     first, last = int(incident["first_step"]), int(incident["last_step"])
     name = {"incident": str(incident["id"]), "title": str(incident["title"]), "since": first}
-    if (incident["place"] or {}).get("operand") == "weight":  # weights change by updates: by the one before at the latest
+    if (incident["place"] or {}).get(
+        "operand"
+    ) == "weight":  # weights change by updates: by the one before at the latest
         found = [Bad(first - 1, POISONED, **name)]
     else:
         step = _first_update(conn, run_id, tenant, int(incident["attempt"]), first, last)

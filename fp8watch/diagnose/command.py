@@ -1,0 +1,31 @@
+"""`fp8watch diagnose`: why a run fails and what to change, one subcommand a question.
+
+A subcommand is a row of SUBCOMMANDS: its name, and a module with `HELP`, `arguments(parser)` and `run(args) -> exit status`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from types import ModuleType
+
+from fp8watch.diagnose import bisect_command
+
+SUBCOMMANDS: dict[str, ModuleType] = {
+    "bisect": bisect_command,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of all subcommands."""
+    made = argparse.ArgumentParser(prog="fp8watch diagnose", description="Why a run fails, and what to change.")
+    subparsers = made.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for name, module in SUBCOMMANDS.items():
+        module.arguments(subparsers.add_parser(name, help=module.HELP, description=module.__doc__))
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand."""
+    args = parser().parse_args(None if argv is None else list(argv))
+    return int(SUBCOMMANDS[args.subcommand].run(args))
