@@ -3,7 +3,7 @@
 Thread:     the caller's
 """
 
-from fp8watch.diagnose.bisect import Bisection, bisect
+from fp8watch.diagnose.bisection import Bisection, bisect
 from fp8watch.diagnose.check_checkpoint import CheckpointReport, check_checkpoint
 from fp8watch.diagnose.compare import compare_bf16
 from fp8watch.diagnose.verdict import LayerPair, StepPair, Verdict

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from fp8watch.diagnose.bisect import TrialError, TrialResult, bisect
+from fp8watch.diagnose.bisection import TrialError, TrialResult, bisect
 
 HELP = "find the layers and operands that must leave FP8 for a failure to go"
 

@@ -2,7 +2,7 @@
 
 Thread:     training
 
-Run by `fp8watch.diagnose.bisect`, alone or under torchrun: python -m fp8watch.diagnose.bisect_trial REQUEST
+Run by `fp8watch.diagnose.bisection`, alone or under torchrun: python -m fp8watch.diagnose.bisect_trial REQUEST
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ class Trial:
             names = {name for name, ops in parts.items() if ops == left}
             if len(left) > 1:
                 continue  # each GEMM reads one of the two: all stay in high precision
-            in_part = replace(chosen, name="", **{left[0]: None})
-            fp8watch.attach(model, recipe=in_part, filter_fn=lambda _m, fqn, names=names: fqn in names, **arguments)
+            out: dict[str, Any] = {left[0]: None}
+            filter_in = partial(_is_one_of, frozenset(names))
+            fp8watch.attach(model, recipe=replace(chosen, name="", **out), filter_fn=filter_in, **arguments)
         if asked is None:
             self.modules = before
 
@@ -84,6 +86,10 @@ class Trial:
     def announce(self, modules: Iterable[str]) -> None:
         """Name the modules that compute in FP8 where nothing is left out, for models that `attach` does not convert."""
         self.modules = self.modules or list(modules)
+
+
+def _is_one_of(names: frozenset[str], _module: nn.Module, fqn: str) -> bool:
+    return fqn in names
 
 
 def _named(watch: Any) -> list[str]:

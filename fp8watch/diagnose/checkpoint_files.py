@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +119,8 @@ class SafetensorsFile:
             from safetensors import safe_open
         except ModuleNotFoundError as e:
             raise Unreadable(f"{path}: needs safetensors: pip install 'fp8watch[checkpoints]'") from e
-        self.path, self.contents = path, []
+        self.path = path
+        self.contents: list[Mapping[str, Any]] = []
         try:
             self._open = safe_open(str(path), framework="pt", device="cpu")
             with self._open as f:
@@ -224,7 +226,7 @@ class DistributedFiles:
     kind = DCP
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         try:
@@ -240,7 +242,8 @@ class DistributedFiles:
                 """The one above."""
                 return metadata
 
-        self.path, self.contents, self._reader = path, [], Reader(path)
+        self.path, self._reader = path, Reader(path)
+        self.contents: list[Mapping[str, Any]] = []
         tensors = {n: m for n, m in found.items() if isinstance(m, TensorStorageMetadata)}
         self.forms = {name: (m.properties.dtype, tuple(m.size)) for name, m in tensors.items()}
 
@@ -250,12 +253,15 @@ class DistributedFiles:
         Raises:
             Unreadable: a file is not there, or not whole.
         """
-        from torch.distributed.checkpoint import load
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         made = {name: torch.empty(self.forms[name][1], dtype=self.forms[name][0]) for name in names}
         try:
-            load(made, storage_reader=self._reader, no_dist=True)
-        except Exception as e:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that torch.distributed is not on is meant
+                load(made, storage_reader=self._reader, no_dist=True)
+        except (Exception, CheckpointException) as e:  # the latter is no Exception
             text = str(e).strip().splitlines() or [""]
             raise Unreadable(f"{', '.join(names)}: cannot be read ({type(e).__name__}: {text[-1][:300]})") from e
         return made

@@ -76,7 +76,7 @@ def checkpoints(conn: Connection, run_id: str, tenant: str = t.DEFAULT_TENANT) -
     of_run = sa.select(t.incident).where(i.run_id == run_id, i.tenant == tenant, i.severity == "critical")
     for row in conn.execute(of_run.order_by(i.first_step)).mappings():
         if row["closed_as"] != "false-alarm":
-            bad.setdefault(int(row["attempt"]), []).extend(_bad(conn, run_id, tenant, row))
+            bad.setdefault(int(row["attempt"]), []).extend(_bad(conn, run_id, tenant, dict(row)))
     _inherit(bad, _origins(conn, run_id, tenant, rows))
     return listed(saved, bad)
 
@@ -99,7 +99,7 @@ def listed(saved: Iterable[tuple[int, int]], bad: Mapping[int, Sequence[Bad]]) -
     for attempt, step in sorted(saved, reverse=True)[:MAX_CHECKPOINTS]:
         found = [b for b in bad.get(attempt, ()) if step >= b.step]
         worst = min(found, key=lambda b: (-_WORSE[b.state], b.step), default=None)
-        said = {"since": None, "incident": None, "title": None}
+        said: dict[str, Any] = {"since": None, "incident": None, "title": None}
         if worst is not None:
             said = {"since": worst.since, "incident": worst.incident, "title": worst.title}
         items.append({"attempt": attempt, "step": step, "state": worst.state if worst else CLEAN, **said})
@@ -109,16 +109,16 @@ def listed(saved: Iterable[tuple[int, int]], bad: Mapping[int, Sequence[Bad]]) -
 
 def _bad(conn: Connection, run_id: str, tenant: str, incident: Mapping[str, Any]) -> list[Bad]:
     first, last = int(incident["first_step"]), int(incident["last_step"])
-    name = {"incident": str(incident["id"]), "title": str(incident["title"]), "since": first}
+    name = str(incident["id"]), str(incident["title"]), first
     if (incident["place"] or {}).get(
         "operand"
     ) == "weight":  # weights change by updates: by the one before at the latest
-        found = [Bad(first - 1, POISONED, **name)]
+        found = [Bad(first - 1, POISONED, *name)]
     else:
         step = _first_update(conn, run_id, tenant, int(incident["attempt"]), first, last)
-        found = [] if step is None else [Bad(step, POISONED, **name)]
+        found = [] if step is None else [Bad(step, POISONED, *name)]
     unseen = UNSEEN_STEPS.get(incident["mode"])
-    return found if unseen is None else [*found, Bad(first - unseen, SUSPECT, **name)]
+    return found if unseen is None else [*found, Bad(first - unseen, SUSPECT, *name)]
 
 
 def _first_update(conn: Connection, run_id: str, tenant: str, attempt: int, first: int, last: int) -> int | None:

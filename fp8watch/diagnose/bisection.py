@@ -116,7 +116,11 @@ def bisect(
     name = _name_of(target)
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: must be a whole number of processes, 1 or more")
-    asked = {"target": name, "checkpoint": None if checkpoint is None else str(checkpoint), "recipe": recipe}
+    asked: dict[str, Any] = {
+        "target": name,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "recipe": recipe,
+    }
     asked |= {"limit": limit, "nproc": nproc, "version": VERSION}
     trials = _Trials(asked, None if state is None else Path(state), timeout_s, on_progress)
     if not trials.run(frozenset()).failed:
