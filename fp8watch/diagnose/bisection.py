@@ -50,7 +50,7 @@ class Bisection:
     verdict: str
     """fp8: leaving `culprits` out helps. shared: it fails without any FP8 as well. not-reproduced: it does not fail."""
     culprits: tuple[str, ...]
-    """ "module.operand", or "module" where two of its operands or more must leave."""
+    """ "module.operand", or "module" where no single operand of it is enough."""
     modules: tuple[str, ...]
     trials: tuple[TrialResult, ...]
 
@@ -100,7 +100,7 @@ def bisect(
         recipe: name of a recipe that wins over the function's own.
         limit: a loss above it is a failure; None: only one that is not finite.
         ranking: which modules to suspect first, such as those that an incident names; None: the order of the model.
-        operands: name the operands as well, in up to 4 trials more for each module.
+        operands: name the operands as well, in up to 3 trials more for each module.
         nproc: above 1 each trial runs under torchrun, with so many processes on this machine; a failure of one rank counts.
         state: file that keeps finished trials; None: nothing is kept.
         timeout_s: for a trial.
@@ -131,17 +131,12 @@ def bisect(
     order = _ranked(modules, ranking)
     left = fewest(order, lambda leave: not trials.run(leave).failed, ranked=ranking is not None)
     if operands:
-        parts = [f"{module}.{operand}" for module in left for operand in OPERANDS]
-        left = _whole(fewest(parts, lambda leave: not trials.run(frozenset(_whole(sorted(leave)))).failed))
+        for i, module in enumerate(left):  # two operands of a module are all of its GEMMs: one alone, or the whole
+            for part in (f"{module}.{operand}" for operand in OPERANDS):
+                if not trials.run(frozenset([*left[:i], part, *left[i + 1 :]])).failed:
+                    left[i] = part
+                    break
     return trials.found("fp8", tuple(left))
-
-
-def _whole(names: Iterable[str]) -> list[str]:
-    """Modules instead of their operands where two or more of them leave FP8: then each of its GEMMs does."""
-    by_module: dict[str, list[str]] = {}
-    for name in names:
-        by_module.setdefault(module_of(name), []).append(name)
-    return [name for module, parts in by_module.items() for name in ([module] if len(parts) > 1 else parts)]
 
 
 def _name_of(target: str | Callable[..., Any]) -> str:

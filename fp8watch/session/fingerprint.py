@@ -30,7 +30,9 @@ Fingerprint = dict[str, Any]
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module, plan: Plan | None, table: Sequence[SiteTable], recipe: Recipe) -> Fingerprint:
+def fingerprint(
+    model: nn.Module, plan: Plan | None, table: Sequence[SiteTable], recipe: Recipe, *, in_step: bool = False
+) -> Fingerprint:
     """Recipe with its facts, and the hashes of HASHED; plain types only.
 
     Args:
@@ -38,16 +40,17 @@ def fingerprint(model: nn.Module, plan: Plan | None, table: Sequence[SiteTable],
         plan: with the quantisers of its weights.
         table: what their rows stand for.
         recipe: in effect.
+        in_step: a step runs: delayed scales, and codes that follow from them, are left out and left as they are.
     """
-    if plan is not None:
+    if plan is not None and not in_step:
         plan.settle()  # passes that are over are in the histories
     hashed = _Hashes()
     for module_name, module in named_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             hashed.take("weights", f"{module_name}.{name}".lstrip("."), _local(parameter.detach()))
     if plan is not None and not recipe.observe_only:
-        _take_codes(hashed, model, plan, table)
-    if plan is not None:
+        _take_codes(hashed, model, plan, table, stateful=not in_step)
+    if plan is not None and not in_step:
         for site, quantizer in zip(table, plan.sites.quantizers, strict=False):
             if isinstance(quantizer, DelayedQuantizer):
                 state = torch.cat([v.reshape(-1).float() for v in quantizer.state.state_dict().values()])
@@ -87,13 +90,15 @@ def _local(x: Tensor) -> Tensor:
     return local if isinstance(local, Tensor) else x
 
 
-def _take_codes(hashed: _Hashes, model: nn.Module, plan: Plan, table: Sequence[SiteTable]) -> None:
+def _take_codes(hashed: _Hashes, model: nn.Module, plan: Plan, table: Sequence[SiteTable], *, stateful: bool) -> None:
     """Codes and scale_inv of each weight that our own recipe quantises and that lies here whole."""
     modules = dict(named_modules(model))
     for row, (site, quantizer) in enumerate(zip(table, plan.sites.quantizers, strict=False)):
         weight = getattr(modules.get(site.fqn), "weight", None)
         of_weight = site.operand == "weight" and site.direction == "rowwise" and not site.as_it_is
-        if not of_weight or row - row % len(plan.sites.rows) in plan.sites.foreign:
+        if not of_weight or (quantizer.stateful and not stateful):
+            continue
+        if row - row % len(plan.sites.rows) in plan.sites.foreign:
             continue
         if isinstance(weight, Tensor) and _local(weight) is weight and weight.dim() == 2 and not weight.is_meta:
             (codes, scale_inv), _ = quantizer.codes(weight.detach(), stats=False, heavy=False)
