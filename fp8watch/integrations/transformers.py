@@ -77,7 +77,9 @@ def _folder(args: Any, state: Any) -> Path:
 
 def _remember(state: Any, watch: Any) -> None:
     """Run and recipe, as plain JSON, in the state that the Trainer saves with each checkpoint."""
-    kept = {k: v for k, v in watch.state_dict().items() if k in ("run_id", "session", "fingerprint", "facts")}
+    kept = {
+        k: v for k, v in watch.state_dict(contents=False).items() if k in ("run_id", "session", "fingerprint", "facts")
+    }
     state.stateful_callbacks[KEY] = kept
 
 

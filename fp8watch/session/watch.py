@@ -306,8 +306,7 @@ class Watch:
         """Recipe and effective flags, and hashes of weights, of their codes and scales, and of delayed scales with their
         amax histories: plain types, made to be saved. `state_dict` has it, and `load_state_dict` holds what was loaded
         against it. Reads all weights once, and waits for the device; {} where that fails."""
-        found: Fingerprint | None = self.guard.run("fingerprint", self._made)
-        return found or {}
+        return dict(self.guard.run("fingerprint", self._made) or {})
 
     def checkpoint_saved(self, step: int | None = None) -> None:
         """Say that a checkpoint was written, where `torch.save` and `torch.distributed.checkpoint` cannot show it.
@@ -336,12 +335,13 @@ class Watch:
         """The newest step with a checkpoint that holds no such update; None: there is none."""
         return self._checkpoints.last_good_checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed job gives to `load_state_dict`: the next step, what was quantised how, and `fingerprint()` as
-        "contents"; and `run_id`, which it gives to `attach(run_id=...)`, so that the run goes on."""
+    def state_dict(self, *, contents: bool = True) -> dict[str, Any]:
+        """What a resumed job gives to `load_state_dict`: the next step, what was quantised how, and `fingerprint()` where
+        `contents` are wanted; and `run_id`, which it gives to `attach(run_id=...)`, so that the run goes on."""
         known: dict[str, Any] = {"step": self._cycle.step}
         if self._plan is not None:  # one that was switched off has no run to go on with
-            known |= {"run_id": self.identity.run_id, "session": self.session, "contents": self.fingerprint()}
+            known |= {"run_id": self.identity.run_id, "session": self.session}
+            known |= {"contents": self.fingerprint()} if contents else {}
         return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from fp8watch_server.api.examples import answers
 from fp8watch_server.api.routes import Conn, not_found
 from fp8watch_server.http.errors import Problem
 from fp8watch_server.incidents.fix_files import MAX_NAME, MAX_NAMES, TARGETS, FixError, fix_file
@@ -26,6 +27,7 @@ Name = Annotated[str, Query(max_length=MAX_NAME)]
     "/incidents/{incident_id}/fix",
     response_class=Response,
     responses={
+        **answers({}),
         200: {
             "description": "The file",
             "content": {
@@ -34,8 +36,6 @@ Name = Annotated[str, Query(max_length=MAX_NAME)]
                 "text/x-python": {},
             },
         },
-        404: {"description": "No such incident"},
-        422: {"description": "The incident names no module, or the recipe is not known"},
     },
 )
 def get_fix(
