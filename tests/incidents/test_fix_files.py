@@ -36,8 +36,13 @@ def test_a_title_stays_in_its_line_and_a_name_in_its_string(target):
         fix_file(target, [], "why", FACTS)
 
 
-def test_torchao_converts_all_but_these():
-    float8 = pytest.importorskip("torchao.float8")
+@pytest.fixture(scope="module")
+def float8():
+    """torchao itself; its import takes seconds."""
+    return pytest.importorskip("torchao.float8")
+
+
+def test_torchao_converts_all_but_these(float8):
     made: dict[str, object] = {}
     exec(fix_file("torchao", ["1.down", "2"], "why", {}), made)
     block = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
