@@ -66,7 +66,9 @@ def checkpoints(conn: Connection, run_id: str, tenant: str = t.DEFAULT_TENANT) -
     ).all()
     saved = {(int(r.attempt), step) for r in rows for step in steps_of((r.facts or {}).get(FACT))}
     c = t.logged.c
-    logged = sa.select(c.attempt, c.step).where(c.run_id == run_id, c.tenant == tenant, c.name == LOGGED)
+    logged = sa.select(c.attempt, c.step).where(
+        c.run_id == run_id, c.tenant == tenant, c.name == LOGGED, c.value_class == 0, c.value != 0
+    )
     newest = conn.execute(logged.order_by(c.attempt.desc(), c.step.desc()).limit(MAX_CHECKPOINTS)).all()
     saved |= {(int(r.attempt), int(r.step) - 1) for r in newest if r.step > 0}
     if not saved:
