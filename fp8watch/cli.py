@@ -7,9 +7,10 @@ from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "fp8watch.commands"
 HELP = {
+    "fix": "write an incident's fix as a file for Megatron, Transformer Engine, torchtitan or torchao",
     "demo": "train a small model in FP8, break it on purpose, and see it named",
     "calibrate": "suggest a recipe from some steps in high precision, as a file",
-    "diagnose": "why a run fails, and what to change: loss impact, what-if",
+    "diagnose": "why a run fails, and what to change: loss impact, what-if, bisect",
     "serve": "run the collector",
     "sync": "send what lies in the local spool",
     "notify": "try the notification channels",
@@ -18,6 +19,7 @@ HELP = {
     "grafana": "push the dashboards into a Grafana",
     "backup": "copy the collector's database while it runs",
     "check": "read all that is stored against its hashes and counts",
+    "check-checkpoint": "look at every tensor of a checkpoint before training resumes from it",
     "check-gemm": "hold this machine's quantisers and FP8 GEMMs against what they must give",
     "migrate": "bring the database to the newest revision",
     "prune": "let old steps of a run go, or the whole run",
@@ -70,9 +72,11 @@ def main(argv: list[str] | None = None) -> int:
             "demo": "[demo]",
             "grafana": "[grafana]",
             "check-gemm": "[train]",
+            "check-checkpoint": "[checkpoints]",
             "diagnose": "[train]",
             "calibrate": "[train]",
             "sync": "",
+            "fix": "",
             **dict.fromkeys(NEED_NOTHING, ""),
         }
         extra = own.get(args[0], "[server]")

@@ -1,10 +1,13 @@
-"""Why a run fails, and what to change: FP8 beside BF16, what FP8 costs layer by layer, what other formats would do.
+"""Diagnosis of a failing run, outside of it: would BF16 fail, what FP8 costs layer by layer, what other formats would do,
+which layer must leave FP8, which checkpoint is clean?
 
 Thread:     the caller's
 """
 
+from fp8watch.diagnose.bisection import Bisection, bisect
 from fp8watch.diagnose.calibrate import Calibration, calibrate
 from fp8watch.diagnose.candidates import CANDIDATES, Candidate
+from fp8watch.diagnose.check_checkpoint import CheckpointReport, check_checkpoint
 from fp8watch.diagnose.compare import compare_bf16
 from fp8watch.diagnose.loss_impact import LayerImpact, LossImpact, loss_impact
 from fp8watch.diagnose.verdict import LayerPair, StepPair, Verdict
@@ -12,15 +15,19 @@ from fp8watch.diagnose.what_if import WhatIf, what_if
 
 __all__ = [
     "CANDIDATES",
+    "Bisection",
     "Calibration",
     "Candidate",
+    "CheckpointReport",
     "LayerImpact",
     "LayerPair",
     "LossImpact",
     "StepPair",
     "Verdict",
     "WhatIf",
+    "bisect",
     "calibrate",
+    "check_checkpoint",
     "compare_bf16",
     "loss_impact",
     "what_if",

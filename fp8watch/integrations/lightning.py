@@ -87,6 +87,10 @@ class Fp8Watch(Callback):  # type: ignore[misc]  # of a library that is not inst
         """What is known of the step that broke leaves now."""
         self._held.died()
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """A checkpoint is about to be written."""
+        self._held.do("lightning", lambda watch: watch.checkpoint_saved())
+
     def state_dict(self) -> dict[str, Any]:
         """For Lightning's checkpoint: what a resumed training needs to go on with its run and its delayed scales."""
         return self._held.state()

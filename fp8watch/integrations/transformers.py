@@ -64,6 +64,7 @@ class Fp8WatchCallback(TrainerCallback):  # type: ignore[misc]  # of a library t
         folder = _folder(args, state)
         if folder.is_dir():
             self._held.do("transformers", lambda watch: save_state(folder, watch))
+            self._held.do("transformers", lambda watch: watch.checkpoint_saved(state.global_step))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Send what is recorded, and detach."""
@@ -76,7 +77,9 @@ def _folder(args: Any, state: Any) -> Path:
 
 def _remember(state: Any, watch: Any) -> None:
     """Run and recipe, as plain JSON, in the state that the Trainer saves with each checkpoint."""
-    kept = {k: v for k, v in watch.state_dict().items() if k in ("run_id", "session", "fingerprint", "facts")}
+    kept = {
+        k: v for k, v in watch.state_dict(contents=False).items() if k in ("run_id", "session", "fingerprint", "facts")
+    }
     state.stateful_callbacks[KEY] = kept
 
 

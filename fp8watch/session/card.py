@@ -27,6 +27,9 @@ class Said:
     """Why it said nothing."""
 
 
+NOT_ASKED = Said(why="an error")
+
+
 def ask(collector: str | None, run_id: str) -> Said:
     """Open incidents and the loss of a run."""
     if collector is None:

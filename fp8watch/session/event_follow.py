@@ -99,7 +99,7 @@ class EventFollow:
     def __init__(self, num_rows: int) -> None:
         self.follow = Follow()
         self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
-        self._was_broken = False  # in the step before
+        self.is_broken = False  # in the step that was looked at last
         self._broken_until = -1  # the last step with full statistics because of that
         self._rows: list[int] = []
 
@@ -120,9 +120,9 @@ class EventFollow:
         is_broken |= not (math.isfinite(numbers.get("loss", 0.0)) and math.isfinite(numbers.get("grad_norm", 0.0)))
         follow.reached(newest)
         if is_broken:
-            follow.broke(step, newest, fresh=not self._was_broken)
+            follow.broke(step, newest, fresh=not self.is_broken)
             self._broken_until = follow.full_until
-        self._was_broken = is_broken
+        self.is_broken = is_broken
         score = self._row_jumps.see(rows, broken)
         jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
         begun = jumped and not is_broken and follow.jumped(newest)

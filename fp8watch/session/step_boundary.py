@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8watch.layers import custom_ops
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.step_sample import NOTHING
+from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
 from fp8watch_agent.guard import Guard
 
@@ -40,6 +41,9 @@ class StepListener(Protocol):
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer ends the steps of this watch."""
 
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
 
@@ -51,6 +55,9 @@ class StepListener(Protocol):
 
     def _on_clip(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Gradients have been clipped."""
+
+    def _on_save(self, saved: Any) -> Callable[[], None] | None:
+        """Something is about to be saved; what is returned is called behind that."""
 
     def _on_death(self) -> None:
         """The process ends, or training raised."""
@@ -68,6 +75,27 @@ def _each(action: Callable[[StepListener], Any]) -> None:
 
 def _after_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _each(lambda w: None if is_capturing() else w._on_optimizer(optimizer))
+
+
+def _before_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _each(lambda w: None if is_capturing() else w._before_optimizer(optimizer))
+
+
+def _saving(saved: Any) -> Callable[[], None]:
+    """Ask each watch whether that is a checkpoint of its model; they are told when it has been written."""
+    written: list[tuple[StepListener, Callable[[], None]]] = []
+
+    def ask(watch: StepListener) -> None:
+        if (then := watch._on_save(saved)) is not None:
+            written.append((watch, then))
+
+    _each(ask)
+
+    def tell() -> None:
+        for watch, then in written:
+            watch.guard.run("checkpoint", then)
+
+    return tell
 
 
 def _wrap_scaler() -> Callable[[], None]:
@@ -151,11 +179,15 @@ def start(watch: StepListener) -> None:
     """Begin to tell a watch where its steps end."""
     with _lock:
         if not _undo:
+            before = register_optimizer_step_pre_hook(_before_optimizer)
             handle = register_optimizer_step_post_hook(_after_optimizer)
             atexit.register(_at_exit)
             _undo.extend(
-                [handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping), _wrap_excepthook(), _wrap_sigterm()]
-            )
+                [
+                    before.remove, handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping),
+                    wrap_saving(_saving), _wrap_excepthook(), _wrap_sigterm(),
+                ]
+            )  # fmt: skip
             _undo.append(lambda: atexit.unregister(_at_exit))
         _watches.add(watch)
 

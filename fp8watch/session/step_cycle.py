@@ -42,6 +42,10 @@ class StepCycle:
         self._apart = 1  # its number from that of the one before
         self._is_first = True  # of those that are observed one after the other
 
+    def renumber(self, step: int) -> None:
+        """Give the step that runs another number."""
+        self.step = int(step)
+
     def begin(self) -> None:
         """What the step that begins now looks at."""
         plan, step, flush, overhead = self._plan, self.step, self._flush, self._overhead

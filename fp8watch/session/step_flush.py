@@ -29,6 +29,7 @@ from fp8watch.observer.plan import TILE_BYTES, Plan
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.checkpoint_steps import CheckpointSteps, weights_broken
 from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
 from fp8watch.session.site_registration import Rows, SiteRegistration
 from fp8watch.session.sites import site_name
@@ -95,6 +96,8 @@ class StepFlush:
     merge: WindowMerge | None  # None: each step leaves by itself
     expert_names: Mapping[int, str] = field(default_factory=dict)  # row -> "module.operand.direction" of experts
     mirrors: list[StepMirror] = field(default_factory=list)  # are shown the rows of each step as well
+    weights: npt.NDArray[np.bool_] | None = None  # [sites], which of them are weights
+    checkpoints: CheckpointSteps = field(default_factory=CheckpointSteps)
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[Left] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
@@ -227,6 +230,8 @@ class StepFlush:
         broken = broken_rows(rows)
         look = self.events.look
         followed = self.guard.run("jumps", look, left.step, self._newest, rows, broken, numbers) or NOTHING_FOLLOWED
+        nan_weight = self.weights is not None and weights_broken(broken, rows, self.weights)
+        self.checkpoints.arrived(left.step, left.status, broken=self.events.is_broken, broken_weights=nan_weight)
         leaves = rows["measured"] != 0  # between samples too: then without energies, moments and depth
         records = None
         if self.merge is not None and followed.calm is not None and left.status == StepStatus.OK:
@@ -279,4 +284,5 @@ def step_flush(
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
         EventFollow(len(ids)), maps, merge, expert_names,
+        weights=np.array([site.operand == "weight" for site in attachment.table], dtype=bool),
     )  # fmt: skip

@@ -7,7 +7,7 @@ Thread:     training
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,11 @@ from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.session import card, step_boundary
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
+from fp8watch.session.checkpoint_hooks import holds_weights
+from fp8watch.session.checkpoint_load import CheckpointLoad
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
+from fp8watch.session.checkpoint_steps import CheckpointSteps
+from fp8watch.session.fingerprint import Fingerprint, fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
@@ -62,6 +66,9 @@ class Watch:
             )
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session)
+        self._checkpoints = self._flush.checkpoints if self._flush is not None else CheckpointSteps()
+        self._made = partial(fingerprint, self._model, plan, self._table, session.recipe)
+        self._load = CheckpointLoad(self._made, session.say, self._tell)
         self._replaced = ReplacedModules(attachment, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
         if plan is not None and recorder is not None and self._flush is not None:
@@ -77,9 +84,7 @@ class Watch:
     def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
         """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
         What is seen by itself (a loss that the model returns, the norm that torch's `clip_grad_norm_` returns, the learning
-        rate) need not be given; what is given wins.
-
-        Tensors of one element are kept as they are and read when the step closes.
+        rate) need not be given; what is given wins. Tensors of one element are kept as they are and read when the step closes.
         """
         self.guard.run("log", self._scalars.log, values, batch_id)
 
@@ -90,10 +95,7 @@ class Watch:
     def number(self, step: int) -> None:
         """Number of the step that runs, where training counts its own; the one after it has the next. Adapters of trainers
         call it, so that a step has one number everywhere."""
-        self.guard.run("number", self._number, step)
-
-    def _number(self, step: int) -> None:
-        self._cycle.step = int(step)
+        self.guard.run("number", self._cycle.renumber, step)
 
     def _keep(self, hook: Removable) -> None:
         """Take it off with the rest at the end."""
@@ -112,9 +114,7 @@ class Watch:
     def _end_by_hand(self, step: int | None) -> None:
         if self._owner.ended_by_hand() and not self._ran():
             if step is not None:
-                self._cycle.step = (
-                    int(step) + 1
-                )  # the adopted optimizer has ended this one: only its successor's is new
+                self._cycle.step = int(step) + 1  # the adopted optimizer has ended this one
             return
         self._close(StepStatus.OK, step)
 
@@ -172,6 +172,10 @@ class Watch:
         """Facts of the session that only running shows."""
         if self._recorder is not None:
             self._recorder.update_facts(facts)
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._load.pending is not None and self._owns(optimizer):
+            self._load.settle()
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
@@ -296,21 +300,52 @@ class Watch:
 
     def _repr_html_(self) -> str:
         """A card in a notebook; the collector is asked for incidents and the loss."""
-        said = self.guard.call(
-            "card", lambda: card.ask(self._collector, self.identity.run_id), card.Said(why="an error")
-        )
+        said = self.guard.call("card", lambda: card.ask(self._collector, self.identity.run_id), card.NOT_ASKED)
         return card.card(self.summary(), said, detached=self._detached)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed job gives to `load_state_dict`: the next step and what was quantised how; and `run_id`, which it
-        gives to `attach(run_id=...)`, so that the run goes on."""
+    def fingerprint(self) -> Fingerprint:
+        """Recipe and effective flags, and hashes of weights, of their codes and scales, and of delayed scales with their
+        amax histories: plain types, made to be saved. `state_dict` has it, and `load_state_dict` holds what was loaded
+        against it. Reads all weights once, and waits for the device; {} where that fails."""
+        return dict(self.guard.run("fingerprint", self._made) or {})
+
+    def checkpoint_saved(self, step: int | None = None) -> None:
+        """Say that a checkpoint was written, where `torch.save` and `torch.distributed.checkpoint` cannot show it. `step` is the
+        last one whose update it holds; None: the last that ended."""
+        self.guard.run("checkpoint", self._note_checkpoint, self._cycle.step - 1 if step is None else int(step))
+
+    def _note_checkpoint(self, step: int) -> None:
+        if self._plan is not None and not self._detached and self._checkpoints.note(step):
+            self._tell(self._checkpoints.fact())
+            self._scalars.log({"checkpoint_saved": 1.0}, None)
+
+    def _on_save(self, saved: Any) -> Callable[[], None] | None:
+        """What is about to be saved; returns what is called behind that where it is a checkpoint of this model."""
+        return partial(self._note_checkpoint, self._cycle.step - 1) if holds_weights(saved, self._table) else None
+
+    @property
+    def last_good_step(self) -> int | None:
+        """The newest step behind which the weights hold no update of a broken step, as this rank saw it; None: none was seen."""
+        return self._checkpoints.last_good_step
+
+    @property
+    def last_good_checkpoint(self) -> int | None:
+        """The newest step with a checkpoint that holds no such update; None: there is none."""
+        return self._checkpoints.last_good_checkpoint
+
+    def state_dict(self, *, contents: bool = True) -> dict[str, Any]:
+        """What a resumed job gives to `load_state_dict`: the next step, what was quantised how, and `fingerprint()` where
+        `contents` are wanted; and `run_id`, which it gives to `attach(run_id=...)`, so that the run goes on."""
         known: dict[str, Any] = {"step": self._cycle.step}
         if self._plan is not None:  # one that was switched off has no run to go on with
             known |= {"run_id": self.identity.run_id, "session": self.session}
+            known |= {"contents": self.fingerprint()} if contents else {}
         return known | resume_state(self._recipe) | scale_state(self._plan, self._table)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: its next step, and its delayed scales with their amax histories.
+        """Go on where `state_dict` was taken: its next step, and its delayed scales with their amax histories. What was
+        loaded is held against what was saved, at the latest where the next optimizer steps; what differs is said, and
+        told to the collector.
 
         Raises:
             ValueError: a delayed scale of a site that is not watched, or of another history length; nothing is loaded.
@@ -320,7 +355,9 @@ class Watch:
         if self._plan is not None:
             self._plan.step.warming = self._cycle.step < self._recipe.warmup_steps
         if self._recorder is not None and self._plan is not None:
+            self._checkpoints.loaded(self._cycle.step)
             self.guard.run("resume", self._recorder.update_facts, resume_facts(state))
+            self.guard.run("fingerprint", self._load.begin, state.get("contents"))
             self._cycle.begin()
 
     def detach(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attach import bugs_trainers
+from attach.bugs_checkpoints import CHECKPOINT_BUGS
 from attach.bugs_own import OWN_BUGS
 from planted import Bug, all_fit, seen_to_fail
 
@@ -11,6 +12,7 @@ A = "tests/attach"
 BUGS = [
     *bugs_trainers.BUGS,
     *OWN_BUGS,
+    *CHECKPOINT_BUGS,
     Bug("a step on its way is not read before it arrived", "step_flush:StepFlush.drain",
         "if not wait and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",
         "if False:", f"{A}/test_arrival.py::test_a_step_is_consumed_a_step_later_and_nothing_is_waited_for"),

@@ -55,6 +55,8 @@ ROUTES = {
     "GET /api/v1/runs/{run_id:path}/top": "read",
     "GET /api/v1/runs/{run_id:path}/heatmap": "read",
     "GET /api/v1/runs/{run_id:path}/incidents": "read",
+    "GET /api/v1/runs/{run_id:path}/checkpoints": "read",
+    "GET /api/v1/incidents/{incident_id}/fix": "read",
     "GET /api/v1/runs/{run_id:path}/sites/{site}/histogram": "read",
     "GET /api/v1/runs/{run_id:path}/sites/{site}/tile-map": "read",
     "GET /api/v1/compare": "read",

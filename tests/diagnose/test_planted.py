@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from diagnose.bugs_checkpoints import BISECT_BUGS, CHECKPOINT_BUGS, FIX_BUGS
 from planted import Bug, all_fit, seen_to_fail
 
 T = "tests/diagnose"
@@ -41,6 +42,9 @@ BUGS = [
     Bug("an unknown key of a recipe file is refused", "fp8watch.recipe.file:_known",
         "    if unknown:", "    if unknown and False:",
         f"{CALIBRATE}::test_a_file_that_cannot_be_meant_is_refused_by_name"),
+    *CHECKPOINT_BUGS,
+    *BISECT_BUGS,
+    *FIX_BUGS,
 ]  # fmt: skip
 
 

@@ -110,6 +110,14 @@ INCIDENT: dict[str, Any] = {
     "url": "/incidents/0b8f6f0e6f5c4f0b9a56a2a1f0d3c4e5",
     "runbook_url": "/runbooks/inf-laundering",
 }
+CHECKPOINT: dict[str, Any] = {
+    "attempt": 1,
+    "step": 4250,
+    "state": "poisoned",
+    "since": 4211,
+    "incident": "0b8f6f0e6f5c4f0b9a56a2a1f0d3c4e5",
+    "title": "Inf in the input of layers.0.mlp.up became a finite 448",
+}
 
 
 def listed(item: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fp8watch_server.api import examples as examples
 from fp8watch_server.api.examples import answers
 from fp8watch_server.db import schema as t
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.store import etag, queries
+from fp8watch_server.store import checkpoints, etag, queries
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
 health_router = APIRouter(tags=["operations"])
@@ -326,6 +326,17 @@ def get_sessions(conn: Conn, run_id: str, cursor: Cursor = None, limit: Limit = 
     """The sessions of a run and the health of their agents, the newest first."""
     require_run(conn, run_id)
     return listed(*queries.sessions_page(conn, run_id, cursor=cursor, limit=limit))
+
+
+@router.get(
+    "/runs/{run_id:path}/checkpoints",
+    responses=answers({**examples.listed(examples.CHECKPOINT), "last_clean": {"attempt": 1, "step": 4000}}),
+)
+def get_checkpoints(conn: Conn, run_id: str) -> Response:
+    """Checkpoints that a run has written, the newest first: clean, poisoned by a failure, or suspect; and the last clean
+    one."""
+    _require_run(conn, run_id)
+    return JsonResponse({**checkpoints.checkpoints(conn, run_id), "next": None})
 
 
 @router.get("/runs/{run_id:path}/incidents", responses=answers(examples.listed(examples.INCIDENT)))

@@ -53,6 +53,8 @@ _IGNORED = frozenset(
             ROLES_FACT,
         ),
         EXPERTS_FACT,
+        # of one load, and of what was written
+        *("checkpoints", "loaded_weights", "loaded_codes", "loaded_scales", "loaded_delayed"),
     }
 )
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")

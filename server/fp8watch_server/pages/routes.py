@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
 from fp8watch_server.http.security_headers import SecurityHeaders
+from fp8watch_server.incidents.fix_files import TARGETS
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.pages import (
     assets,
@@ -45,7 +46,7 @@ from fp8watch_server.pages.logged_scalars import logged_scalars
 from fp8watch_server.pages.lookup import RUNS
 from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.pages.what_helped import what_helped
-from fp8watch_server.store import cause_list, queries, run_list
+from fp8watch_server.store import cause_list, checkpoints, queries, run_list
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
 
 FIRST_POINTS = 600
@@ -196,6 +197,7 @@ def run_page(request: Request, run_id: str) -> Response:
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "coverage": coverage.coverage(run, sites),
                 "logged": logged_scalars(conn, run, open_incidents),
+                "checkpoints": checkpoints.checkpoints(conn, run["id"]),
             }
 
     return page_in_parts(
@@ -254,6 +256,8 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
             flight=flight_pages.panel_of(run, step),
+            checkpoints=page_queries.checkpoints_around(conn, incident),
+            fix_files=[(f.name, f.what) for f in TARGETS.values()],
         )
 
 

@@ -7,6 +7,8 @@ from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.sessions import NOT_GIVEN
 
+LOADED = "loaded_"
+"""Begins the names of what is not as it was saved, see fp8watch.session.checkpoint_load."""
 IN_TITLE = 3
 """Changes that the title names; the evidence has all of them."""
 
@@ -28,6 +30,14 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"Scales do not continue at the resume: {site_words(s)} {number(old)} → {number(value)}",
             f"The delayed scales of most sites are not those of {against}: {number(evidence(f, 'median_move'))} octaves off in the "
             "median. The checkpoint did not carry the FP8 state, or it was loaded into other modules.",
+        )
+    if fact.startswith(LOADED):
+        groups = [(c[0].removeprefix(LOADED), c[1]) for c in changes if c[0].startswith(LOADED)]
+        return (
+            f"What was loaded is not what was saved: {groups[0][0]} of {groups[0][1]}",
+            "Behind the load these differ from the fingerprint in the checkpoint: "
+            + "; ".join(f"{group} of {names}" for group, names in groups)
+            + ". The files were damaged or exchanged, or the model was loaded in part or in another dtype.",
         )
     listed = "; ".join(f"{c[0]} {number(c[2])} → {number(c[1])} (against {c[3]})" for c in changes)
     if "recomputation" in against:
@@ -67,6 +77,11 @@ def fixes(p: Place) -> list[Fix]:
                 "Load the FP8 state with the checkpoint: scales and amax histories are in the modules' extra state.",
             ),
             Fix("flag", "Save and load with the same flags: --fp8-recipe, --fp8-param-gather, --fp8-amax-history-len."),
+        ]
+    if any(name.startswith(LOADED) for name in names):
+        return [
+            Fix("code", "Check the files: fp8watch check-checkpoint PATH. Load them strictly, and all of them."),
+            Fix("code", "Where a weight was changed on purpose, leave the watch's state of that checkpoint out."),
         ]
     fixes = [Fix("flag", _back(name, value, old)) for name, value, old, _ in changes if name != "fingerprint"]
     if any("recomputation" in c[3] for c in changes):

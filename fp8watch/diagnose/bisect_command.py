@@ -1,0 +1,56 @@
+"""Which layers, and which of their operands, must leave FP8 for a failure to go: each trial trains in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from fp8watch.diagnose.bisection import TrialError, TrialResult, bisect
+
+HELP = "find the layers and operands that must leave FP8 for a failure to go"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function of a fp8watch.diagnose.Trial: it trains, and "
+                        "returns True where it failed, or its losses")  # fmt: skip
+    parser.add_argument("--checkpoint", metavar="PATH", help="what the function finds as trial.checkpoint")
+    parser.add_argument("--recipe", help="a recipe's name, instead of the function's own")
+    parser.add_argument(
+        "--limit", type=float, metavar="LOSS", help="a loss above it is a failure (default: not finite)"
+    )
+    parser.add_argument("--suspect", action="append", metavar="NAME", help="a module to try first, such as one that an "
+                        "incident names; may be given again, the most suspected first")  # fmt: skip
+    parser.add_argument("--layers-only", action="store_true", help="do not name operands")
+    parser.add_argument("--nproc", type=int, default=1, help="processes of a trial, under torchrun (default: 1)")
+    parser.add_argument("--state", metavar="FILE", help="keeps finished trials, so that the same command goes on")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds for a trial")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Exit status: 0 where culprits were named, 1 where none was, 2 where it cannot be run."""
+    try:
+        found = bisect(
+            args.target, checkpoint=args.checkpoint, recipe=args.recipe, limit=args.limit, ranking=args.suspect,
+            operands=not args.layers_only, nproc=args.nproc, state=args.state, timeout_s=args.timeout, on_progress=_say,
+        )  # fmt: skip
+    except (ValueError, TypeError, TrialError) as e:
+        sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
+        return 2
+    sys.stdout.write((json.dumps(found.as_json(), indent=2) if args.json else str(found)) + "\n")
+    return 0 if found.verdict == "fp8" else 1
+
+
+def _say(trial: TrialResult, num: int) -> None:
+    many = f"{len(trial.leave)} names" if len(trial.leave) > 3 else ", ".join(trial.leave) or "nothing"
+    outcome = "fails" if trial.failed else "does not fail"
+    sys.stderr.write(f"trial {num}: {many} in high precision: {outcome} ({trial.said}), {trial.seconds:.0f} s\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command by itself."""
+    parser = argparse.ArgumentParser(prog="fp8watch diagnose bisect", description=__doc__)
+    arguments(parser)
+    return run(parser.parse_args(argv))

@@ -1,0 +1,62 @@
+"""Bugs in the check of checkpoints, in bisections, and in fixes as files."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+_C = "tests/diagnose/test_check_checkpoint.py::"
+_B = "tests/diagnose/test_bisect.py::"
+_F = "tests/incidents/test_fix_files.py::"
+_P = "tests/pages/test_checkpoints.py::"
+FAULTS = f"{_C}test_each_fault_is_named_with_its_tensor"
+CHECKPOINT_BUGS = [
+    Bug("codes without scales fail", "check_checkpoint:_check",
+        'yield Finding(FAIL, name, "scale present"', 'yield Finding(WARN, name, "scale present"', FAULTS),
+    Bug("scales are positive", "checkpoint_checks:scales", "& (s > 0)", "", FAULTS),
+    Bug("empty codes fail", "checkpoint_checks:_fit", "if not bool(filled.any()):\n        yield",
+        "if not bool(filled.any()):\n        return\n        yield", FAULTS),
+    Bug("v is 0 only where m is", "checkpoint_checks:moments", "if num_lost:", "if False:", FAULTS),
+    Bug("one element does not hold a weight's energy", "checkpoint_checks:distribution",
+        "v.amax**2 > ONE_ELEMENT * v.energy", "False", FAULTS),
+    Bug("the same weight of other layers is compared", "check_checkpoint:_peers",
+        "if abs(off) > FAR_FROM_PEERS:", "if False:", FAULTS),
+    Bug("a scale may lie in another file", "checkpoint_files:Checkpoint.__init__",
+        "for name, form in source.forms.items():", "for name, form in list(source.forms.items())[:1]:",
+        f"{_C}test_scales_may_lie_in_another_file_and_what_the_index_lists_must_be_there"),
+    Bug("nothing in the metadata is executed", "checkpoint_files:_OnlyTorch.find_class",
+        "if not known or", "if False and", f"{_C}test_nothing_in_a_checkpoint_is_executed"),
+    Bug("bits are held against the fingerprint", "check_checkpoint:_of_weight",
+        "if now != was:", "if False:", f"{_C}test_the_bits_that_a_watch_saw_are_held_against_those_in_the_file"),
+    Bug("a tensor that cannot be read is a finding", "checkpoint_files:DistributedFiles.read",
+        "except (Exception, CheckpointException)", "except KeyError",
+        f"{_C}test_a_file_that_was_cut_off_is_a_finding_or_a_reason"),
+]  # fmt: skip
+BISECT_BUGS = [
+    Bug("a second culprit is sought", "bisect_search:fewest", "if rest and helps(frozenset(found)):", "if True:",
+        f"{_B}test_several_culprits_are_found_and_nothing_else"),
+    Bug("a ranking is tried from its front", "bisect_search:_shortest", "while ranked and", "while False and",
+        f"{_B}test_a_good_ranking_costs_two_trials"),
+    Bug("a single operand is tried", "bisection:bisect", "left[i] = part", "pass",
+        f"{_B}test_a_planted_culprit_is_named_with_its_operand"),
+    Bug("high precision is tried as well", "bisection:bisect", "if trials.run(frozenset(modules)).failed:", "if False:",
+        f"{_B}test_what_fp8_does_not_explain_is_said"),
+    Bug("finished trials are kept", "bisection:_Trials._save", "if self._state is None:", "if True:",
+        f"{_B}test_an_interrupted_bisection_goes_on_where_it_was"),
+    Bug("a training that raises has failed", "bisect_trial:main", "failed, said, status = True,", "failed, said, status = False,",
+        f"{_B}test_a_training_that_raises_has_failed"),
+]  # fmt: skip
+FIX_BUGS = [
+    Bug("a title stays in its line", "incidents.fix_files:one_line", 'c if c.isprintable() else " "', "c",
+        f"{_F}test_a_title_stays_in_its_line_and_a_name_in_its_string"),
+    Bug("torchao converts all but these", "incidents.fix_files:torchao", "fqn == name or", "",
+        f"{_F}test_torchao_converts_all_but_these"),
+    Bug("GEMMs are those that read the operand", "incidents.fix_files:Asked.gemms", "self.operands.get(module) or OPERANDS", "OPERANDS",
+        f"{_F}test_yaml_says_which_gemms_leave"),
+    Bug("a skipped step poisons no checkpoint of the run", "store.checkpoints:_bad",
+        "found = [] if step is None else", "found = [Bad(first, POISONED, *name)] if step is None else",
+        f"{_P}test_a_checkpoint_is_poisoned_from_the_failure_on_whenever_that_was_found"),
+    Bug("poison is inherited", "store.checkpoints:checkpoints", "    _inherit(bad, _origins(conn, run_id, tenant, rows))\n", "",
+        f"{_P}test_what_went_on_from_a_poisoned_one_is_poisoned_and_what_went_on_from_a_clean_one_is_not"),
+    Bug("false alarms poison nothing", "store.checkpoints:checkpoints", 'if row["closed_as"] != "false-alarm":', "if True:",
+        f"{_P}test_a_checkpoint_is_poisoned_from_the_failure_on_whenever_that_was_found"),
+]  # fmt: skip

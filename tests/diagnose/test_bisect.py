@@ -1,0 +1,148 @@
+"""The fewest layers and operands that must leave FP8 are named, in few trials, each in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import sys
+
+import pytest
+from diagnose import bisect_cases
+
+from fp8watch.diagnose import bisect_trial, command
+from fp8watch.diagnose import bisection as bisect_room
+from fp8watch.diagnose.bisect_search import fewest
+from fp8watch.diagnose.bisection import TrialError, bisect
+
+CASES = "diagnose.bisect_cases:"
+PLANTED = {
+    "an_input": ("5.down.input",),
+    "an_input_at_the_front": ("0.up.input",),
+    "two_inputs": ("1.up.input", "6.down.input"),
+    "a_gradient": ("3.up.grad_output",),
+    "losses_of_training": ("2.down.input",),
+}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Trials run in this process: that they are processes of their own is the long test's."""
+    monkeypatch.setenv("FP8WATCH_DISABLED", "stats")
+
+    def process(self, request):
+        return f"exit status {bisect_trial.main([str(request)])}"
+
+    monkeypatch.setattr(bisect_room._Trials, "_process", process)
+
+
+def asked_of(culprits, units, **how):
+    asked = []
+
+    def helps(leave):
+        asked.append(leave)
+        return culprits <= leave
+
+    return fewest(units, helps, **how), asked
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_one_culprit_is_found_wherever_it_is_in_few_trials(ranked):
+    for n in range(1, 70):
+        units = [f"m{i}" for i in range(n)]
+        for culprit in units:
+            found, asked = asked_of({culprit}, units, ranked=ranked)
+            assert found == [culprit]
+            assert len(asked) + 2 <= 2 * math.log2(n) + 5, (n, culprit)
+            assert len(set(asked)) == len(asked)
+
+
+def test_a_good_ranking_costs_two_trials():
+    found, asked = asked_of({"m0"}, [f"m{i}" for i in range(512)], ranked=True)
+    assert found == ["m0"]
+    assert len(asked) <= 2
+
+
+def test_several_culprits_are_found_and_nothing_else():
+    units = [f"m{i}" for i in range(12)]
+    for culprits in itertools.chain(itertools.combinations(units, 2), itertools.combinations(units, 3)):
+        for ranked in (False, True):
+            found, _ = asked_of(set(culprits), units, ranked=ranked)
+            assert set(found) == set(culprits)
+
+
+LONG = ("an_input_at_the_front", "two_inputs", "losses_of_training")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long if c in LONG else ()) for c in PLANTED])
+def test_a_planted_culprit_is_named_with_its_operand(here, case):
+    found = bisect(f"{CASES}{case}", limit=0.1)
+    assert found.verdict == "fp8"
+    assert found.culprits == PLANTED[case]
+    assert len(found.modules) == 2 * bisect_cases.BLOCKS
+    of_one = 2 * math.log2(len(found.modules)) + 5
+    assert len(found.trials) <= of_one + (len(PLANTED[case]) - 1) * of_one / 2
+    for name in found.culprits:
+        assert name in str(found)
+
+
+def test_what_fp8_does_not_explain_is_said(here):
+    shared = bisect(f"{CASES}shared")
+    assert (shared.verdict, shared.culprits, len(shared.trials)) == ("shared", (), 2)
+    assert "FP8 is not the cause" in str(shared)
+    sound = bisect(f"{CASES}sound")
+    assert (sound.verdict, len(sound.trials)) == ("not-reproduced", 1)
+
+
+def test_a_training_that_raises_has_failed(here):
+    found = bisect(f"{CASES}raises", operands=False, ranking=["4.up"])
+    assert found.culprits == ("4.up",)
+    assert "FloatingPointError: loss is nan" in found.trials[0].said
+    assert len(found.trials) <= 4
+
+
+def test_an_interrupted_bisection_goes_on_where_it_was(here, tmp_path, capsys):
+    state = tmp_path / "state.json"
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(_trial, num):
+        if num == 4:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        bisect(bisect_cases.an_input, state=state, on_progress=stop)
+    before = json.loads(state.read_text())["trials"]
+    assert len(before) == 4
+    found = bisect(bisect_cases.an_input, state=state)
+    after = json.loads(state.read_text())["trials"]
+    assert after[:4] == before
+    assert len(after) == len(found.trials)
+    with pytest.raises(ValueError, match=r"is of limit=None, not 3\.0"):
+        bisect(bisect_cases.an_input, state=state, limit=3.0)
+    assert command.main(["bisect", f"{CASES}an_input", "--state", str(state)]) == 0
+    said = capsys.readouterr()
+    assert "With 5.down.input in high precision it does not fail" in said.out
+    assert "trial 1: nothing in high precision: fails" in said.err
+    assert command.main(["bisect", "nowhere"]) == 2
+
+
+def test_a_trial_without_a_result_is_no_result(here, monkeypatch):
+    with pytest.raises(TrialError, match="took no module to FP8"):
+        bisect(f"{CASES}never_attaches")
+    monkeypatch.setattr(bisect_room._Trials, "_process", lambda self, request: "exit status -9")
+    with pytest.raises(TrialError, match=r"without a result \(exit status -9\)"):
+        bisect(f"{CASES}sound")
+
+
+@pytest.mark.long
+def test_trials_are_processes_of_their_own_and_under_torchrun_a_rank_that_fails_counts(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = bisect(f"{CASES}on_ranks", nproc=2, ranking=["7.up"], operands=False)
+    assert found.culprits == ("7.up",)
+    assert len(found.trials) == 3
+    with pytest.raises(TrialError, match="without a result"):
+        bisect(f"{CASES}sound", timeout_s=0.05)
