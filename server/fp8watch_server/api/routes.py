@@ -335,7 +335,7 @@ def get_sessions(conn: Conn, run_id: str, cursor: Cursor = None, limit: Limit = 
 def get_checkpoints(conn: Conn, run_id: str) -> Response:
     """Checkpoints that a run has written, the newest first: clean, poisoned by a failure, or suspect; and the last clean
     one."""
-    _require_run(conn, run_id)
+    require_run(conn, run_id)
     return JsonResponse({**checkpoints.checkpoints(conn, run_id), "next": None})
 
 
