@@ -50,7 +50,7 @@ def get_fix(
         raise not_found("incident", incident_id)
     run = queries.run(conn, found["run_id"])
     facts = (run["sessions"][0]["facts"] or {}) if run is not None and run["sessions"] else {}
-    named = (found["place"] or {}).get("module")
+    named = found["place"]["module"]
     why = f"fp8watch: {found['title']} (step {found['first_step']}, incident {found['id']})"
     try:
         text = fix_file(for_, module or ([named] if named else []), why, facts)

@@ -21,6 +21,7 @@ from fp8watch_server.compare import bands, fact_differences, parting, words
 from fp8watch_server.compare.sides import Amax, Floats, Side, Steps, amax_of, batch_ids, scalars_of
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import as_data
+from fp8watch_server.store.rows import SiteRow
 
 MAX_CELLS = 1_500_000
 MAX_STEPS = 1 << 20
@@ -134,17 +135,20 @@ def _find(
 def _side(conn: Connection, side: Side) -> Dict:
     run = queries.run(conn, side.run_id)
     keys = ("id", "name", "status", "recipe", "backend", "world_size", "last_step", "created_at")
-    return {**({k: run[k] for k in keys} if run else {"id": side.run_id, "world_size": 1}), "rank": side.rank}
+    return {
+        **({k: v for k, v in run.items() if k in keys} if run else {"id": side.run_id, "world_size": 1}),
+        "rank": side.rank,
+    }
 
 
-def _common_sites(a: Sequence[Dict], b: Sequence[Dict]) -> tuple[list[Dict], list[Dict]]:
+def _common_sites(a: Sequence[SiteRow], b: Sequence[SiteRow]) -> tuple[list[SiteRow], list[SiteRow]]:
     """Sites of both, in the order of execution of the first, and their twins."""
     of_b = {site["id"]: site for site in b}
     common = [site for site in a if site["id"] in of_b]
     return common, [of_b[site["id"]] for site in common]
 
 
-def _only(sites: Sequence[Dict], common: Sequence[int]) -> list[str]:
+def _only(sites: Sequence[SiteRow], common: Sequence[int]) -> list[str]:
     known = set(common)
     return list(dict.fromkeys(words.site_name(s["module"], s["operand"]) for s in sites if s["id"] not in known))
 

@@ -55,6 +55,7 @@ _Group = TypedDict(
         "also": list[AlsoPayload],  # the notices that go with it
         "with": list[list[str]],  # [run id, tenant, row id] of their rows
         "open": list[Incident],  # what this channel was told of the run before, and is still open
+        "flight": str,  # the flight recorder in characters, where the channel shows it
         "alone": bool,  # it may not be put together with others: together they were refused
     },
     total=False,

@@ -58,6 +58,7 @@ def test_payload(public_url: str, now: float) -> MessagePayload:
                 "direction": "rowwise",
                 "tile": [37, 5],
                 "element": [37, 700],
+                "expert": None,
             },
             "num_sites": 1,
             "evidence": [

@@ -28,13 +28,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels import channels_of
 from fp8watch_server.notify.channels.base import Channel
 from fp8watch_server.notify.delivery_status import settle
@@ -207,7 +207,7 @@ class Dispatcher:
             error += ": redirects are not followed; give the final URL"
         return Outcome("dead", error=error)
 
-    def _with_flight(self, channel: Channel, leased: Leased) -> dict[str, Any]:
+    def _with_flight(self, channel: Channel, leased: Leased) -> MessagePayload:
         """The payload, with the flight recorder where the channel shows it. A message never fails for its picture."""
         if leased.kind != "firing" or leased.others or not getattr(channel, "shows_flight", False):
             return leased.payload

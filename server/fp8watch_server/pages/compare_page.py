@@ -6,6 +6,7 @@ Thread:     worker threads of the server: one database connection a request
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,7 @@ from fp8watch_server.pages import formatting, health, lookup
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import page
 from fp8watch_server.store import queries
+from fp8watch_server.store.rows import RunRow
 
 NUM_OFFERED = 200
 NUM_FACTS = 60
@@ -56,10 +58,11 @@ def compare_page(request: Request) -> HTMLResponse:
     )
 
 
-def _offered(conn: Connection, chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _offered(conn: Connection, chosen: Sequence[RunRow]) -> list[RunRow]:
     """Runs to choose from: those that are chosen, and the newest."""
     newest = queries.runs_page(conn, limit=NUM_OFFERED)[0]
-    return list({run["id"]: run for run in [*chosen, *newest]}.values())
+    runs: list[RunRow] = [*chosen, *newest]
+    return list({run["id"]: run for run in runs}.values())
 
 
 def _address(ids: tuple[str, ...], ranks: list[int | None]) -> str:

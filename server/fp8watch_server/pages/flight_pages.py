@@ -17,6 +17,7 @@ from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import THEMES, page
 from fp8watch_server.store import flight, queries
 from fp8watch_server.store.flight_words import band_words, by_step, said
+from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions
 
 router = APIRouter(include_in_schema=False)
 
@@ -30,7 +31,7 @@ def _span(request: Request, back: Link) -> int:
     return flight.SPAN if asked is None else max(1, min(asked, flight.MAX_SPAN))
 
 
-def panel_of(run: dict[str, Any], at: int, span: int = flight.SPAN) -> dict[str, Any]:
+def panel_of(run: RunWithSessions, at: int, span: int = flight.SPAN) -> dict[str, Any]:
     """What the template of the panel needs besides the data, which its script asks for."""
     return {"run": run["id"], "at": at, "span": span, "band": band_words(), "spans": SPANS}
 
@@ -38,7 +39,9 @@ def panel_of(run: dict[str, Any], at: int, span: int = flight.SPAN) -> dict[str,
 SPANS = (16, 32, 64, 128)
 
 
-def _page(request: Request, conn: Connection, run: dict[str, Any], at: int, incident: dict[str, Any] | None) -> Any:
+def _page(
+    request: Request, conn: Connection, run: RunWithSessions, at: int, incident: IncidentWithEvents | None
+) -> Any:
     back = Link("The run", lookup.run_url(run["id"]))
     topic = live.Topic(run["id"], incident["id"] if incident else "")
     watch = {"url": topic.url, "version": live.version(conn, topic)}

@@ -55,7 +55,7 @@ def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
 
 
-def checkpoints_around(conn: Connection, incident: Dict) -> Dict:
+def checkpoints_around(conn: Connection, incident: IncidentRow) -> Dict:
     """Of an incident: the checkpoints that it poisoned, newest first, and the last one of the run that is clean."""
     found = checkpoints.checkpoints(conn, incident["run_id"])
     return {

@@ -9,15 +9,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from markupsafe import Markup
 from sqlalchemy import Connection
 
-from fp8watch_server.pages import coverage, first_chart, first_site_chart, formatting, headline, lookup, page_queries
+from fp8watch_server.pages import (
+    coverage,
+    first_chart,
+    first_site_chart,
+    flight_still,
+    formatting,
+    headline,
+    lookup,
+    page_queries,
+)
 from fp8watch_server.pages.redaction import Redaction
 from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.store import queries
+from fp8watch_server.store.rows import IncidentWithEvents, RunWithSessions, SiteRow
 
 Dict = dict[str, Any]
 
@@ -36,10 +46,10 @@ class Subject:
     conn: Connection
     run_id: str
     """As the store knows it, for questions; never shown."""
-    run: Dict
-    incident: Dict
-    sites: list[Dict]
-    site: Dict | None
+    run: RunWithSessions
+    incident: IncidentWithEvents
+    sites: list[SiteRow]
+    site: SiteRow | None
     """The site that it names."""
     redact: bool = False
     rename: Redaction = field(default_factory=Redaction)
@@ -63,6 +73,14 @@ def fix(of: Subject) -> Section | None:
 def why(of: Subject) -> Section | None:
     """Cause, evidence, and what else it could be."""
     return Section("Why, and the evidence", "report/why.html", {"incident": of.incident})
+
+
+def recorder(of: Subject) -> Section | None:
+    """The still of the flight recorder."""
+    modules = {str(site["module"]) for site in queries.sites(of.conn, of.run_id)}
+    names = {module: str(of.rename(module)) for module in modules} if of.redact else None
+    picture = flight_still.still(of.conn, {**of.incident, "run_id": of.run_id}, names=names)
+    return Section("Flight recorder", "report/recorder.html", {"picture": Markup(picture.decode())})
 
 
 def tiles(of: Subject) -> Section | None:
@@ -121,7 +139,8 @@ def facts(of: Subject) -> Section | None:
     """Recipe, versions, flags and hosts."""
     sessions = of.run["sessions"]
     said = coverage.newest_facts(sessions)
-    rows = [(name.replace("_", " "), of.run[name]) for name in FACTS]
+    told: Dict = {**of.run}
+    rows = [(name.replace("_", " "), told[name]) for name in FACTS]
     rows += [("ranks seen", len({s["rank"] for s in sessions})), ("sites", len(of.sites))]
     rows += sorted((sessions[0]["versions"] or {}).items()) if sessions else []
     if not of.redact:
@@ -154,7 +173,7 @@ def not_looked_at(of: Subject) -> Section | None:
     loss = queries.several_scalars(of.conn, of.run_id, ("loss",), None, None, 3)["loss"]
     if not first_chart.is_logged(loss):
         lines.append("Loss: it was never logged.")
-    watched = headline.watched(of.conn, {**of.run, "id": of.run_id})
+    watched = headline.watched(of.conn, cast(RunWithSessions, {**of.run, "id": of.run_id}))
     if watched.share is not None and watched.share < headline.EACH_STEP_FROM:
         lines.append(f"Steps in between: in the newest steps sites are measured {watched.each()}.")
     covered = coverage.coverage(of.run, of.sites)
@@ -178,6 +197,7 @@ def not_looked_at(of: Subject) -> Section | None:
 SECTIONS: tuple[Callable[[Subject], Section | None], ...] = (
     fix,
     why,
+    recorder,
     tiles,
     charts,
     compared,
@@ -187,7 +207,7 @@ SECTIONS: tuple[Callable[[Subject], Section | None], ...] = (
 )
 
 
-def subject_of(conn: Connection, incident: Dict, *, redact: bool) -> Subject:
+def subject_of(conn: Connection, incident: IncidentWithEvents, *, redact: bool) -> Subject:
     """Run, incident and sites, with other names where they are asked for."""
     run = lookup.find_run(conn, incident["run_id"])
     sites = queries.sites(conn, run["id"])
@@ -199,10 +219,11 @@ def subject_of(conn: Connection, incident: Dict, *, redact: bool) -> Subject:
     place = incident["place"]["module"]
     rename = Redaction([s["module"] for s in sites] + ([place] if place else []), names)
     known = {s["id"]: rename({k: s[k] for k in ("module",)}) for s in sites}
-    renamed = [{**s, **known[s["id"]]} for s in sites]
-    closed = {**incident, "title": rename(incident["title"]), "owner": "", "run_id": "run"}
+    renamed = [cast(SiteRow, {**s, **known[s["id"]]}) for s in sites]
+    closed: Dict = {**incident, "title": rename(incident["title"]), "owner": "", "run_id": "run"}
     for key in ("place", "cause", "fix", "alternatives", "evidence", "events"):
         closed[key] = rename(incident.get(key))
-    shown = {**run, "id": "run", "name": "run", "note": "", "tags": []}
+    shown: Dict = {**run, "id": "run", "name": "run", "note": "", "tags": []}
     named = next((s for s in renamed if site is not None and s["id"] == site["id"]), None)
-    return Subject(conn, run["id"], shown, closed, renamed, named, True, rename)
+    as_run, as_incident = cast(RunWithSessions, shown), cast(IncidentWithEvents, closed)
+    return Subject(conn, run["id"], as_run, as_incident, renamed, named, True, rename)
