@@ -254,7 +254,8 @@ class Plan:
         if row not in self.sites.shapes:
             self.sites.shapes[row] = shape or stats.shape
         self.tiles.add(row, order, stats)
-        self.experts.see(row, stats)
+        if row in self.experts.num_experts:
+            self.experts.see(row, stats)
 
     def note_output(self, row: int, y: Tensor) -> None:
         """Merge what is not finite in the output of a GEMM into the row of its operand, in the steps that look at it."""

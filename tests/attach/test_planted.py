@@ -97,7 +97,7 @@ BUGS = [
     Bug("what was measured is forgotten with the step", "plan:Plan.begin_step",
         "self.shared_input = SharedInput()", "pass",
         f"{A}/test_shared_input.py::test_what_was_measured_is_forgotten_with_the_step"),
-    Bug("a quantiser that was replaced runs", "site_rows:SiteRows.replace",
+    Bug("a quantiser that was replaced runs", "observer.site_rows:SiteRows.replace",
         "self.known.clear()", "pass",
         f"{A}/test_way_of_an_operand.py::test_a_quantiser_that_was_replaced_is_the_one_that_runs"),
     Bug("a recomputation is the same", "checkpoint_consistency:Recomputed.again",

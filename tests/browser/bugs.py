@@ -47,7 +47,7 @@ BUGS = [
     ),
     Bug(
         "a run that falls silent is told of though nothing is written",
-        "live:version",
+        "pages.live:version",
         "[[*row, now - row.last_seen_at > STALLED_AFTER_S] for row in conn.execute(runs)]",
         "[[*row] for row in conn.execute(runs)]",
         f"{T}/test_coverage_and_agents.py::test_version_changes_with_steps_incidents_silences_and_silence_of_the_run",

@@ -132,7 +132,7 @@ BUGS = [
     ),
     Bug(
         "pages hear of changes on PostgreSQL too",
-        "live:version",
+        "pages.live:version",
         "sa.func.sum(sa.cast(s.ended, sa.Integer))",
         "sa.func.sum(s.ended)",
         f"{T}/test_on_both_databases.py::test_a_page_is_the_same",

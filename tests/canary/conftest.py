@@ -23,6 +23,7 @@ class Line:
     def __init__(self, settings, session, *_, **__):
         self.sites, self.findings, self.rows, self.facts = {}, [], [], {}
         self.engine = Engine({})
+        self.spool_dir = settings.spool_dir
 
     def register_sites(self, sites):
         self.sites |= facts_of(sites)

@@ -87,7 +87,7 @@ def test_a_fault_that_lasts_does_not_become_the_new_normal() -> None:
 
 def test_what_all_gradients_do_together_is_no_fault_of_one() -> None:
     trace = healthy(3, 200)
-    falls = np.where(np.arange(200) >= 120, -5.0, 0.0)
+    falls = np.where(np.arange(200) >= 120, -4.0, 0.0)
     trace.grow(trace.mask(operand="grad_output"), falls)
     assert [f.mode for f in play(Case([trace], 120))] == []
     trace.grow(trace.mask(GATE, "grad_output"), 2 * falls)  # this one's fall further than the others'

@@ -59,6 +59,7 @@ def test_an_incident_holds_what_the_contract_names(store: Store) -> None:
         "direction": "rowwise",
         "tile": [37, 1],
         "element": [37, 200],
+        "expert": None,
     }
     assert (incident["mode"], incident["severity"], incident["status"]) == ("inf-laundering", "critical", "open")
     assert (incident["first_step"], incident["last_step"], incident["num_events"]) == (5, 5, 1)
