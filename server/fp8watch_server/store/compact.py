@@ -1,13 +1,13 @@
-"""Compaction: hot batches become blocks, 256 steps of a rank at a time.
+"""Compaction: hot batches become sheets, 256 steps of a rank at a time.
 
 Upstream:   fp8watch_server.store.commit (table hot_batch)
-Downstream: fp8watch_server.store.blocks
-Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
+Downstream: fp8watch_server.store.sheets
+Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a sheet per 32 sites, in one transaction
 Thread:     compactor
 
 Reading, merging and packing happen before the write lock is taken; the transaction only replaces rows. It is rolled
 back when the cell has changed since (by its revision), and retried later. A batch leaves hot_batch in the same
-transaction that puts its last step into a block, so no step is ever in both or in neither.
+transaction that puts its last step into a sheet, so no step is ever in both or in neither.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
-from fp8watch_server.store import batch_dedup, blocks, hot_batches
-from fp8watch_server.store.records import Parts, complete, join, newest_of_each, over_ranks
+from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
+from fp8watch_server.store.rank_merge import over_ranks
+from fp8watch_server.store.records import Parts, complete, join, newest_of_each
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import pack_summary, summarize
 
@@ -59,7 +60,8 @@ class Group:
     attempt: int
     rank: int
     rows: list[Any]  # of hot_batch, without bodies
-    alone: bool  # the run has one rank and one attempt: its blocks are what charts show
+    alone: bool  # the run has one rank and one attempt: its sheets are what charts show
+    more: bool = False  # other batches of the cell are left for the next round
 
 
 def groups_of(
@@ -87,7 +89,7 @@ def groups_of(
     rows = conn.execute(
         sa.select(*(b[n] for n in names), b.step_min, b.step_max, b.body_sha256)
         .where(*of_run, b.detected != t.BATCH_PENDING, b.step_min.is_not(None), ripe)
-        .order_by(b.step_min, b.arrival)
+        .order_by(b.step_min - b.step_min % t.BLOCK_STEPS, b.attempt, b.rank, b.arrival)
         .limit(MAX_BATCHES)
     ).all()
     found: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
@@ -95,9 +97,13 @@ def groups_of(
         found[blocks.cell_of(row.step_min), row.attempt, row.rank].append(row)
     s = t.session.c
     sources = conn.execute(sa.select(s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).limit(2)).all()
+    keys = sorted(found)
+    cut = keys[-1][0] if len(rows) == MAX_BATCHES else None
+    if cut is not None and len(keys) > 1:
+        keys.pop()  # it may not be whole
     return [
-        Group(run_id, tenant, step0, attempt, rank, of_group, len(sources) == 1)
-        for (step0, attempt, rank), of_group in sorted(found.items())
+        Group(run_id, tenant, step0, attempt, rank, found[step0, attempt, rank], len(sources) == 1, step0 == cut)
+        for step0, attempt, rank in keys
     ]
 
 
@@ -126,7 +132,8 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     merged = _together(old, new, into)
     at_once = group.alone and cell is None
     arrays = engine.dialect.name == "postgresql" and (at_once or into == ROLLED)
-    encoded = blocks.encode(merged, group.step0, arrays=arrays)
+    encoded = sheets.encode(merged, group.step0)
+    for_sql = blocks.arrays_of(merged, group.step0) if arrays else []
     summary = summarize(merged, group.step0) if at_once else None
     num_new = len(merged) - len(old)
     crash("compact.encoded")
@@ -134,7 +141,9 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
         claim = _Claim(source if at_once else None, len(merged) - len(old), size_of(encoded), now)
         _claim(conn, group, rows, cell, claim)
         crash("compact.claimed")
-        put_blocks(conn, group.run_id, group.tenant, into, encoded)
+        if len(old):
+            drop_records(conn, group.run_id, group.tenant, into, group.step0, np.unique(old.site).tolist())
+        put_records(conn, group.run_id, group.tenant, into, encoded, for_sql)
         if summary is not None:
             put_summary(conn, group.run_id, group.tenant, group.step0, summary)
             put_scalar_block(conn, group.run_id, group.tenant, group.step0)
@@ -203,7 +212,7 @@ def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
         key = ROLLED
     elif cell is None or list(key) not in cell.sources:
         return join([], blocks.ALL_FIELDS)
-    return read_blocks(conn, group.run_id, group.tenant, [key], group.step0, np.unique(new.site).tolist())
+    return read_records(conn, group.run_id, group.tenant, [key], group.step0)
 
 
 def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
@@ -219,24 +228,67 @@ def _joined(old: Parts, new: Parts) -> Parts:
     return join([complete(p, names) for p in (old, new) if len(p)], names)
 
 
-def read_blocks(
-    conn: Connection, run_id: str, tenant: str, keys: Sequence[tuple[int, int]], step0: int, sites: Sequence[int]
+def read_records(
+    conn: Connection,
+    run_id: str,
+    tenant: str,
+    keys: Sequence[tuple[int, int]],
+    step0: int,
+    sites: Sequence[int] | None = None,
+    *,
+    old: bool = True,
 ) -> Parts:
-    """All columns that some blocks of a cell have."""
-    b = t.block.c
+    """All columns that some sources of a cell have, of some sites or of all, sorted by source, site and step.
+
+    Without `old` blocks of earlier collectors are not looked for.
+    """
+    rolled = any(key[1] == t.ROLLED_RANK for key in keys)
+    names = blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS
+    x, b = t.sheet.c, t.block.c
+    where = [x.run_id == run_id, x.tenant == tenant, _of_keys(x, keys), x.step0 == step0]
+    if sites is not None:
+        where += [x.site_min <= max(sites), x.site_max >= min(sites)]
+    columns = (x.attempt, x.rank, x.step0, x.num_records, x.body, x.histograms)
+    rows = conn.execute(sa.select(*columns).where(*where).order_by(x.attempt, x.rank, x.site_min)).all()
+    found = sheets.decode(rows, names, sites=sites, absent=False)
+    if not old:
+        return found
+    before = _blocks(conn, (run_id, tenant), keys, step0, sites)
+    if not before:
+        return found
+    both = _joined(blocks.decode(before, names, absent=False), found)
+    return both.take(np.lexsort((both.step, both.site, both.rank, both.attempt)))
+
+
+def _blocks(
+    conn: Connection,
+    of_run: tuple[str, str],
+    keys: Sequence[tuple[int, int]],
+    step0: int,
+    sites: Sequence[int] | None,
+) -> list[Any]:
+    """Packed blocks by complete keys, looked up one by one, to avoid scanning the run's other blocks."""
+    b, s = t.block.c, t.site.c
+    if sites is None:
+        query = sa.select(s.site).where(s.run_id == of_run[0], s.tenant == of_run[1])
+        sites = list(conn.execute(query.order_by(s.site)).scalars())
     found: list[Any] = []
     for start in range(0, len(sites), SITES_AT_ONCE):
         found += conn.execute(
             sa.select(b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes).where(
-                b.run_id == run_id,
-                b.tenant == tenant,
-                sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)),
+                b.run_id == of_run[0],
+                b.tenant == of_run[1],
+                _of_keys(b, keys),
                 b.site.in_(sites[start : start + SITES_AT_ONCE]),
                 b.step0 == step0,
+                b.front_bytes > 0,
             )
         ).all()
-    rolled = any(key[1] == t.ROLLED_RANK for key in keys)
-    return blocks.decode(found, blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS, absent=False)
+    return found
+
+
+def _of_keys(c: Any, keys: Sequence[tuple[int, int]]) -> Any:
+    return sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))
 
 
 @dataclass(frozen=True)
@@ -289,8 +341,8 @@ def touch(conn: Connection, cell: Any, **values: Any) -> None:
 
 
 def size_of(encoded: Sequence[dict[str, Any]]) -> int:
-    """Bytes of blocks, without the database's overhead."""
-    return sum(len(row["body"]) for row in encoded)
+    """Bytes of sheets, without the database's overhead."""
+    return sum(len(row["body"]) + len(row["histograms"]) for row in encoded)
 
 
 def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary: npt.NDArray[np.void]) -> None:
@@ -299,12 +351,32 @@ def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary:
     upsert(conn, t.block_meta, [{**row, "body": pack_summary(summary)}])
 
 
-def put_blocks(
-    conn: Connection, run_id: str, tenant: str, key: tuple[int, int], encoded: Sequence[dict[str, Any]]
+def put_records(
+    conn: Connection,
+    run_id: str,
+    tenant: str,
+    key: tuple[int, int],
+    encoded: Sequence[dict[str, Any]],
+    for_sql: Sequence[dict[str, Any]],
 ) -> None:
-    """Insert or replace blocks."""
+    """Insert or replace sheets of a source, and the arrays that SQL reads."""
     fixed = {"run_id": run_id, "tenant": tenant, "attempt": key[0], "rank": key[1]}
-    upsert(conn, t.block, [{**fixed, **row} for row in encoded])
+    upsert(conn, t.sheet, [{**fixed, **row} for row in encoded])
+    arrays = [name for name in (for_sql[0] if for_sql else ()) if name not in ("body", "front_bytes")]
+    upsert(conn, t.block, [{**fixed, **row} for row in for_sql], update=arrays)  # bytes of an earlier collector stay
+
+
+def drop_records(
+    conn: Connection, run_id: str, tenant: str, key: tuple[int, int], step0: int, sites: Sequence[int]
+) -> None:
+    """Delete all sheets of a source in a cell, and its blocks of some sites, looked up by complete keys."""
+    x, b = t.sheet.c, t.block.c
+    this = (x.run_id == run_id, x.tenant == tenant, x.attempt == key[0], x.rank == key[1], x.step0 == step0)
+    conn.execute(sa.delete(t.sheet).where(*this))
+    source = (b.run_id == run_id, b.tenant == tenant, b.attempt == key[0], b.rank == key[1])
+    for start in range(0, len(sites), SITES_AT_ONCE):
+        part = sites[start : start + SITES_AT_ONCE]
+        conn.execute(sa.delete(t.block).where(*source, b.site.in_(part), b.step0 == step0))
 
 
 def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) -> None:
