@@ -245,9 +245,9 @@ STORE = [
     ),
     Bug(
         "no maximum takes a NaN in silence",
-        "records:over_ranks",
-        "merged[name] = np.maximum.reduceat(values, starts)",
-        "merged[name] = np.fmax.reduceat(values, starts)",
+        "rank_merge:RankMerge._merge",
+        "into[at] = np.maximum(into[at], values)",
+        "into[at] = np.fmax(into[at], values)",
         f"{C}/test_nonfinite.py::test_a_nan_on_one_rank_is_not_averaged_away",
     ),
     Bug(

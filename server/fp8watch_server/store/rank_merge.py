@@ -147,7 +147,7 @@ class RankMerge:
         out: dict[str, Array] = {}
         for name, values in self._columns.items():
             if name in HISTOGRAMS:
-                codes = np.zeros((values.shape[1], len(values)), np.uint8)
+                codes = np.zeros(values.shape, np.uint8).T  # bucket by bucket in memory
                 for bucket in np.flatnonzero(values.any(axis=1)).tolist():
                     codes[:, bucket] = encode_histogram(values[bucket])
                 out[name] = codes[there]

@@ -29,7 +29,7 @@ def pack_histogram(
     for a, b in edges:
         first, last = int(places.starts[a]), int(places.ends[b - 1])
         of_part = Places(places.lengths[a:b])
-        lanes = np.ascontiguousarray(codes[first:last].T)  # [buckets, n]
+        lanes = np.array(codes[first:last].T, order="C")  # [buckets, n], changed below
         starts = of_part.starts
         low = np.minimum.reduceat(lanes, starts, axis=1)
         total = np.add.reduceat(lanes, starts, axis=1, dtype=np.int64)
@@ -55,7 +55,7 @@ def pack_histogram(
 def unpack_histogram(
     body: bytes, entry: Sequence[Any], payload: int, num_buckets: int, places: Places, part: slice = slice(None)
 ) -> npt.NDArray[np.uint8]:
-    """Codes [n, buckets] of the records of a slice; its ends are those of sites."""
+    """Codes [n, buckets] of the records of a slice, bucket by bucket in memory; its ends are those of sites."""
     first, last, _ = part.indices(places.n)
     _, about, sizes = entry
     num_sites = len(places.lengths)
@@ -81,7 +81,7 @@ def unpack_histogram(
                 values = np.frombuffer(frames[of_class], np.uint8, count=end - start, offset=at[of_class])
                 lanes[bucket, start - first : end - first] += values
             at[of_class] += end - start
-    return np.ascontiguousarray(lanes.T)
+    return lanes.T
 
 
 def payload_bytes(entry: Sequence[Any]) -> int:
