@@ -10,6 +10,7 @@ HELP = {
     "demo": "train a small model in FP8, break it on purpose, and see it named",
     "serve": "run the collector",
     "sync": "send what lies in the local spool",
+    "relay": "take the batches of a host's ranks, and send them on together",
     "notify": "try the notification channels",
     "load": "send the statistics of a made-up run to a collector",
     "token": "make, list and revoke tokens of a collector",
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         print("fp8watch: interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as e:
-        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": ""}
+        own = {"demo": "[demo]", "grafana": "[grafana]", "check-gemm": "[train]", "sync": "", "relay": ""}
         extra = own.get(args[0], "[server]")
         print(f"fp8watch: {args[0]} needs {e.name}: pip install 'fp8watch{extra}'", file=sys.stderr)
         return 2

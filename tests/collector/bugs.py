@@ -80,7 +80,7 @@ INGEST = [
     ),
     Bug(
         "more in flight than 128 MiB is a 429",
-        "ingest.routes:_body",
+        "ingest.routes:read_body",
         "if held.total_bytes > MAX_INFLIGHT_BYTES:",
         "if held.total_bytes < 0:",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
@@ -143,7 +143,7 @@ INGEST = [
     ),
     Bug(
         "health is answered while bodies are refused",
-        "ingest.routes:_body",
+        "ingest.routes:read_body",
         "            if held.total_bytes > MAX_INFLIGHT_BYTES:\n",
         "            while held.total_bytes > MAX_INFLIGHT_BYTES:\n                time.sleep(0.5)\n            if held.total_bytes < 0:\n",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from database import KINDS, fresh_database
-from store.kit import SITES, UP, Feed
+from store.kit import SITES, Feed
 from store.test_compaction import fill
 
 from fp8watch_server.db import migrations

@@ -244,7 +244,7 @@ def read_records(
     """
     rolled = any(key[1] == t.ROLLED_RANK for key in keys)
     names = blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS
-    x, b = t.sheet.c, t.block.c
+    x = t.sheet.c
     where = [x.run_id == run_id, x.tenant == tenant, _of_keys(x, keys), x.step0 == step0]
     if sites is not None:
         where += [x.site_min <= max(sites), x.site_max >= min(sites)]

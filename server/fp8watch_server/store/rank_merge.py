@@ -59,7 +59,9 @@ class RankMerge:
         new = ~self.seen[at]
         fresh = bool(new.all())
         given = {
-            name: columns[name] if name in columns else np.broadcast_to(np.asarray(default_of(name)), self._shape(name, n))
+            name: columns[name]
+            if name in columns
+            else np.broadcast_to(np.asarray(default_of(name)), self._shape(name, n))
             for name in self._columns
         }
         for name, values in given.items():  # before the maxima that they follow are raised

@@ -267,7 +267,14 @@ def _blocks(
     """Sheets and blocks of some keys and cells, cut to the requested steps."""
     step0s = sorted(cell.step0 for cell in cells)
     parts = join(
-        [p for p in (_sheets(conn, found, names, sites, keys, step0s, seqs), _old(conn, found, names, sites, keys, step0s, seqs)) if len(p)],
+        [
+            p
+            for p in (
+                _sheets(conn, found, names, sites, keys, step0s, seqs),
+                _old(conn, found, names, sites, keys, step0s, seqs),
+            )
+            if len(p)
+        ],
         names,
     )
     if not len(parts) or (step0s[0] >= found.from_step and step0s[-1] + t.BLOCK_STEPS - 1 <= found.to_step):

@@ -296,5 +296,3 @@ class Unpacked:
 
 def _payload_bytes(lane: Sequence[Any], n: int) -> int:
     return sum(n if how == _RAW else how for how in lane[4]) if lane[0] == _PLANES else 0
-
-

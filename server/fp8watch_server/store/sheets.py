@@ -120,9 +120,7 @@ def decode(
     return join(parts, wanted)
 
 
-def _opened(
-    row: Any, names: Sequence[str], sites: Sequence[int] | None, seqs: bool, check: bool
-) -> list[Parts]:
+def _opened(row: Any, names: Sequence[str], sites: Sequence[int] | None, seqs: bool, check: bool) -> list[Parts]:
     try:
         return _open(row, names, sites, seqs, check)
     except (ValueError, TypeError, IndexError, KeyError, zstandard.ZstdError) as e:
