@@ -84,7 +84,7 @@ class Sessions:
             OSError: it cannot be written.
         """
         given = msgspec.json.decode(body, type=dict[str, Any])
-        facts = _UNSAID | {name: value for name, value in given.items() if name in _FIELDS}
+        facts = _UNSAID | {name: value for name, value in given.items() if name in _FIELDS and value is not None}
         said = self._runs.get(run_id, {})
         facts |= {"run_id": run_id, "session": session, "run_name": said.get("name") or run_id}
         facts["tags"] = said.get("tags") or facts.get("tags") or []

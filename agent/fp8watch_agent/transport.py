@@ -1,7 +1,7 @@
 """HTTP client of the collector: one keep-alive connection, bounded responses, and a verdict for each status.
 
 Upstream:   fp8watch_agent.uploader
-Downstream: fp8watch_server.ingest.routes (HTTP)
+Downstream: fp8watch_server.ingest.routes (HTTP), fp8watch_agent.relay (HTTP)
 Thread:     sender; never the one that trains
 
 urllib3 does no retries and follows no redirects here: the sender decides, because only it knows what is idempotent.

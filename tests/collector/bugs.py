@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collector.bugs_limits import EDGE
 from collector.bugs_runs import RUNS
+from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
 from planted import Bug
 
@@ -273,4 +274,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *EDGE, *RUNS, *STORE]
+BUGS = [*INGEST, *DEFENCES, *SCALE, *EDGE, *RUNS, *STORE]

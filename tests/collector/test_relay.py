@@ -170,6 +170,15 @@ def test_of_joined_batches_each_is_answered_by_itself(tmp_path: Path, database_u
         assert [a["status"] for a in answers] == [200, 400, 409, 424, 200, 200]
         assert [a.get("acked") for a in answers] == [1, None, None, None, 2, 1]
         assert len(store.keys()) == 2
+        owner = Agent(client, session="c" * 32, rank=1)
+        client.headers[SESSION_KEY] = "right"
+        owner.register(SITES)
+        body = owner.body(SITES, [1])
+        for key, status in (("wrong", 403), ("", 403), ("right", 200)):
+            (answer,) = client.post(joined.JOINED_PATH, content=joined.join_bodies([(key, body)]), headers=kind).json()[
+                "answers"
+            ]
+            assert answer["status"] == status, key
         assert client.post(joined.JOINED_PATH, content=b"junk", headers=kind).status_code == 400
         assert post(**{"Content-Type": "text/plain"}).status_code == 415
         assert post(*[good] * (joined.MAX_JOINED + 1)).status_code == 400
@@ -200,7 +209,12 @@ def test_kill_9_of_the_relay_under_load(
 
     num_started = [0]
     crew, tally = kill_under_load(
-        lambda url_of: Crew(4, 2, url_of), relay, store.keys, num_kills=num_kills, acks_between=8, rng=random.Random(seed)
+        lambda url_of: Crew(4, 2, url_of),
+        relay,
+        store.keys,
+        num_kills=num_kills,
+        acks_between=8,
+        rng=random.Random(seed),
     )
     last = relay()
     until = time.monotonic() + 30

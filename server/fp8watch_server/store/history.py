@@ -27,7 +27,7 @@ from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, STEP_SCALARS
 from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.compact import read_records
+from fp8watch_server.store.cell_records import read_records
 from fp8watch_server.store.records import Parts
 
 STEPS_A_PIECE = 8

@@ -15,7 +15,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CellChanged, CrashPoint, no_crash, touch
+from fp8watch_server.store.cell_records import SITES_AT_ONCE
+from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, no_crash, touch
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64

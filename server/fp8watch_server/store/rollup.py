@@ -20,19 +20,8 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import blocks, sheets
-from fp8watch_server.store.compact import (
-    ROLLED,
-    CellChanged,
-    CrashPoint,
-    cell_row,
-    drop_records,
-    no_crash,
-    put_records,
-    put_summary,
-    read_records,
-    size_of,
-    touch,
-)
+from fp8watch_server.store.cell_records import drop_records, put_records, read_records, size_of
+from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, cell_row, no_crash, put_summary, touch
 from fp8watch_server.store.rank_merge import RankMerge
 from fp8watch_server.store.reading import detail_keys, owners
 from fp8watch_server.store.records import Parts, owned
