@@ -1,7 +1,7 @@
 """Several batches in one request, as a relay sends them: one header, one authorisation, one answer.
 
 Upstream:   fp8watch_agent.relay_forward (HTTP)
-Downstream: fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.ingest.routes
 Shapes:     POST [(session key, body)] -> a status each; 200 of a batch means committed
 Thread:     event loop; batches go through the committer
 

@@ -54,7 +54,7 @@ def encode(parts: Parts, step0: int) -> list[dict[str, Any]]:
     ]
     sites = parts.site[starts]
     offset = (parts.step - step0).astype(np.uint8)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, (a, b) in enumerate(edges):
         first, last = int(places.starts[a]), int(places.ends[b - 1])
         of_sheet = Places(places.lengths[a:b])
