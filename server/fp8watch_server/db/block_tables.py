@@ -5,7 +5,7 @@ Thread:     any; only data
 
 A cell is 256 steps of a run, of one rank (detail) or merged over all ranks (roll-up). Programs read its sheets, packed
 bytes of 32 sites each, the same on both databases. SQL reads its blocks: on PostgreSQL what charts show has a row a site
-with native arrays to unnest. Collectors before 0.1.0 kept packed bytes in the blocks as well.
+with native arrays to unnest. Collectors before revision 0008 kept packed bytes in the blocks as well.
 """
 
 from __future__ import annotations
