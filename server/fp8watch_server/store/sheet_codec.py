@@ -178,7 +178,7 @@ class _Parts:
         size = spread.dtype.itemsize
         used = (int((high - low).max()).bit_length() + 7) // 8
         raw = spread.view(np.uint8).reshape(-1, size)
-        out = [[_PLANES, *narrow(low[a:b]), []] for a, b in self.edges]
+        out: list[list[Any]] = [[_PLANES, *narrow(low[a:b]), []] for a, b in self.edges]
         for k in range(used):
             plane = np.ascontiguousarray(raw[:, k])
             for entry, payload, (a, b) in zip(out, self.payload, self.records, strict=True):
@@ -270,7 +270,7 @@ class Unpacked:
         if spec.dtype in _BIAS:
             words ^= _BIAS[spec.dtype]
         if spec.size == 1:
-            return words[0].view(spec.dtype)
+            return np.asarray(words[0].view(spec.dtype))
         return np.ascontiguousarray(words.T).view(spec.dtype)
 
     def _lane(self, lane: Sequence[Any], at: int, out: Array, first: int, last: int) -> None:
