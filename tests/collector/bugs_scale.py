@@ -17,9 +17,9 @@ SCALE = [
     ),
     Bug(
         "nothing leaves a relay before the collector has answered for it",
-        "relay_forward:Forwarder._done",
-        "        if num_entries:\n",
-        "        num_entries = self._journal.num_waiting\n        if num_entries:\n",
+        "relay_forward:Forwarder._alone",
+        "if receipt.verdict is not Verdict.ACKNOWLEDGED:",
+        "if receipt.verdict is Verdict.HOLD:",
         f"{C}::test_what_was_answered_outlives_the_relay_and_the_collector",
     ),
     Bug(
