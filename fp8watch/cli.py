@@ -13,6 +13,7 @@ HELP = {
     "diagnose": "why a run fails, and what to change: loss impact, what-if, bisect",
     "serve": "run the collector",
     "sync": "send what lies in the local spool",
+    "relay": "take the batches of a host's ranks, and send them on together",
     "notify": "try the notification channels",
     "load": "send the statistics of a made-up run to a collector",
     "token": "make, list and revoke tokens of a collector",
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             "diagnose": "[train]",
             "calibrate": "[train]",
             "sync": "",
+            "relay": "",
             "fix": "",
             **dict.fromkeys(NEED_NOTHING, ""),
         }

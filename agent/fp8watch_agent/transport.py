@@ -1,7 +1,7 @@
 """HTTP client of the collector: one keep-alive connection, bounded responses, and a verdict for each status.
 
 Upstream:   fp8watch_agent.uploader
-Downstream: fp8watch_server.ingest.routes (HTTP)
+Downstream: fp8watch_server.ingest.routes (HTTP), fp8watch_agent.relay (HTTP)
 Thread:     sender; never the one that trains
 
 urllib3 does no retries and follows no redirects here: the sender decides, because only it knows what is idempotent.
@@ -54,7 +54,9 @@ class Answer:
         return f"HTTP {self.status} {text}".rstrip()
 
 
-class _Capture(msgspec.Struct):
+class Capture(msgspec.Struct):
+    """A wish for full tile maps of a site."""
+
     site: int
     steps: tuple[int, int]
 
@@ -63,7 +65,7 @@ class Ack(msgspec.Struct):
     """Body of a 200. Unknown keys of newer collectors are ignored."""
 
     acked: int
-    captures: list[_Capture] | None = None
+    captures: list[Capture] | None = None
 
 
 def judge(answer: Answer) -> Verdict:
@@ -136,6 +138,10 @@ class Transport:
     def post(self, path: str, body: bytes, content_type: str, key: str = "") -> Answer:
         """POST a compressed body."""
         return self._request("POST", path, body, {"Content-Type": content_type, "Content-Encoding": "zstd"}, key)
+
+    def post_joined(self, body: bytes, content_type: str) -> Answer:
+        """POST several bodies that are compressed one by one."""
+        return self._request("POST", "/v1/batches/joined", body, {"Content-Type": content_type}, "")
 
     def close(self) -> None:
         self._pool.clear()

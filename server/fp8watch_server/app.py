@@ -31,6 +31,7 @@ from fp8watch_server.http import errors
 from fp8watch_server.http.db_timeout import DbTimeoutMiddleware
 from fp8watch_server.http.logs import RequestLog
 from fp8watch_server.ingest import routes as ingest
+from fp8watch_server.ingest.fast_path import IngestFastPath
 from fp8watch_server.observability import metrics
 from fp8watch_server.pipeline.detect_worker import Detection, DetectWorker
 from fp8watch_server.settings import Settings
@@ -163,7 +164,7 @@ def create_app(
     app.include_router(api.router)
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
-    app.add_middleware(ingest.IngestFastPath)
+    app.add_middleware(IngestFastPath)
     app.add_middleware(DbTimeoutMiddleware, engine=engine)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)

@@ -42,8 +42,9 @@ SHIFTED = {
     "cell": ("step0", "step_min", "step_max"),
     "scalar": ("step",),
     "scalar_block": ("step0",),
+    "sheet": ("step0",),
 }
-"""What lies in steps, and its columns that count them from the beginning; within a block steps count from its own."""
+"""What lies in steps, and its columns that count them from the beginning; within a sheet or block steps count from its own."""
 KINDS = ("sqlite", "postgresql")
 FEW, MANY = "few", "many"
 

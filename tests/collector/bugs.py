@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collector.bugs_limits import EDGE
 from collector.bugs_runs import RUNS
+from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
 from planted import Bug
 
@@ -80,7 +81,7 @@ INGEST = [
     ),
     Bug(
         "more in flight than 128 MiB is a 429",
-        "ingest.routes:_body",
+        "ingest.routes:read_body",
         "if held.total_bytes > MAX_INFLIGHT_BYTES:",
         "if held.total_bytes < 0:",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
@@ -143,7 +144,7 @@ INGEST = [
     ),
     Bug(
         "health is answered while bodies are refused",
-        "ingest.routes:_body",
+        "ingest.routes:read_body",
         "            if held.total_bytes > MAX_INFLIGHT_BYTES:\n",
         "            while held.total_bytes > MAX_INFLIGHT_BYTES:\n                time.sleep(0.5)\n            if held.total_bytes < 0:\n",
         f"{C}/test_rolling.py::test_more_than_it_can_hold_is_refused_and_memory_stays",
@@ -245,9 +246,9 @@ STORE = [
     ),
     Bug(
         "no maximum takes a NaN in silence",
-        "records:over_ranks",
-        "merged[name] = np.maximum.reduceat(values, starts)",
-        "merged[name] = np.fmax.reduceat(values, starts)",
+        "rank_merge:RankMerge._merge",
+        "into[at] = np.maximum(into[at], values)",
+        "into[at] = np.fmax(into[at], values)",
         f"{C}/test_nonfinite.py::test_a_nan_on_one_rank_is_not_averaged_away",
     ),
     Bug(
@@ -273,4 +274,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *EDGE, *RUNS, *STORE]
+BUGS = [*INGEST, *DEFENCES, *SCALE, *EDGE, *RUNS, *STORE]

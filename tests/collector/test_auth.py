@@ -43,6 +43,7 @@ ROUTES = {
     "PUT /v1/runs/{run_id:path}/sessions/{session}": "ingest",
     "PUT /v1/runs/{run_id:path}/sites": "ingest",
     "POST /v1/batches": "ingest",
+    "POST /v1/batches/joined": "ingest",
     "POST /v1/tile-maps": "ingest",
     "POST /v1/incidents/{incident_id}/comparison": "ingest",
     "GET /api/v1/runs": "read",

@@ -48,7 +48,7 @@ def fill(feed: Feed) -> None:
         fields, losses = made_up(rng, 50, 3), list(rng.normal(2, 1, 50))
         feed.send(agent, list(range(first, first + 50)), fields=fields, scalars={"loss": losses}, logs=logs)
     feed.compact()
-    assert feed.count(t.block)
+    assert feed.count(t.sheet)
     assert feed.count(t.hot_batch)
 
 

@@ -55,7 +55,7 @@ def test_killed_anywhere_compaction_loses_nothing_and_doubles_nothing(
     assert kill_at("nowhere") == "passed"
     assert changed() == []
     assert feed.count(t.hot_batch) == 0
-    assert feed.count(t.block) == 2 * len(SITES) * 3  # cells × sites × (two ranks and their roll-up): no orphan is left
+    assert feed.count(t.sheet) == 2 * 3  # cells × (two ranks and their roll-up): no orphan is left
     assert feed.count(t.cell, t.cell.c.shown_rank.is_(None)) == 0
 
 
@@ -73,9 +73,9 @@ def test_killed_anywhere_retention_keeps_the_sums_that_it_promises(feed: Feed, k
             assert queries.scalars(conn, "run-1", "loss") == loss, point
             assert queries.top(conn, "run-1", "num_nonfinite", 3, 0, 255) == top, point
     assert kill_at("prune.nowhere") == "passed"
-    b = t.block.c
-    assert feed.count(t.block) == 2 * len(SITES)  # roll-ups of two cells; of the first only the summary is left
-    assert feed.count(t.block, b.rank >= 0) == 0
+    assert feed.count(t.sheet) == 2  # roll-ups of two cells; of the first only the summary is left
+    assert feed.count(t.sheet, t.sheet.c.rank >= 0) == 0
+    assert feed.count(t.block, t.block.c.step0 == 0) == 0
     with feed.engine.connect() as conn:
         assert queries.top(conn, "run-1", "num_nonfinite", 3, 0, 255) == top
         assert queries.series(conn, "run-1", SITES[0].id, "num_underflow", 0, 255)["steps"] == []

@@ -3,9 +3,9 @@
 Shapes:     SQLAlchemy Core tables; arrays for SQL on PostgreSQL only
 Thread:     any; only data
 
-A cell is 256 steps of a run. Each of its blocks holds one site: of one rank (detail), or merged over all ranks
-(roll-up). Programs read packed bytes, the same on both databases; on PostgreSQL the blocks that charts show carry
-native arrays as well, so that SQL can unnest them.
+A cell is 256 steps of a run, of one rank (detail) or merged over all ranks (roll-up). Programs read its sheets, packed
+bytes of 32 sites each, the same on both databases. SQL reads its blocks: on PostgreSQL what charts show has a row a site
+with native arrays to unnest. Collectors before revision 0009 kept packed bytes in the blocks as well.
 """
 
 from __future__ import annotations
@@ -54,6 +54,22 @@ BLOCK_COUNTS = ("num_nonfinite", "num_saturated", "num_sentinel_tiles")
 BLOCK_SAMPLED = ("gain_error",)
 """Of full statistics alone: NULL where no record of a block has one."""
 
+sheet = sa.Table(  # 256 steps of up to 32 sites on one rank, or merged over all ranks
+    "sheet",
+    metadata,
+    *run_key(),
+    sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("site_min", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("site_max", sa.BigInteger, primary_key=True, autoincrement=False),  # in the key: found without the row
+    sa.Column("num_records", sa.Integer, nullable=False),
+    sa.Column("max_records", sa.Integer, nullable=False),  # of the site with the most
+    sa.Column("body", sa.LargeBinary, nullable=False),  # store.sheets: keys, and all fields but the histograms
+    sa.Column("histograms", sa.LargeBinary, nullable=False),
+    of_run(),
+)
+
 block = sa.Table(  # 256 steps of one site on one rank, or merged over all ranks
     "block",
     metadata,
@@ -63,8 +79,8 @@ block = sa.Table(  # 256 steps of one site on one rank, or merged over all ranks
     sa.Column("site", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("step0", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("num_records", sa.Integer, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),  # store.packing: all fields, then codes of histograms
-    sa.Column("front_bytes", sa.Integer, nullable=False),  # of the body, without the histograms
+    sa.Column("body", sa.LargeBinary, nullable=False),  # store.block_codec; empty where a sheet has the records
+    sa.Column("front_bytes", sa.Integer, nullable=False),  # of the body, without the histograms; 0: empty
     # for SQL, on PostgreSQL only, in the blocks that charts show; NULL elsewhere
     sa.Column("first_step", sa.BigInteger),
     sa.Column("step_gap", sa.Integer),  # when steps are evenly spaced; else:

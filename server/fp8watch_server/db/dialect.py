@@ -92,6 +92,25 @@ def pg_array(kind: str, values: npt.NDArray[Any], present: npt.NDArray[np.bool_]
     return PgArray(kind, head + raw[keep].tobytes())
 
 
+def pg_arrays(
+    kind: str, values: npt.NDArray[Any], present: npt.NDArray[np.bool_], starts: Any, ends: Any
+) -> list[PgArray]:
+    """An array of each slice of some values, as `pg_array`; what is the same for all of them is done once."""
+    dtype, oid = _ARRAY_DTYPES[kind]
+    width = np.dtype(dtype).itemsize
+    items = np.empty(len(values), dtype=[("bytes", ">i4"), ("value", dtype)])
+    items["bytes"], items["value"] = width, values
+    raw, head = items.tobytes(), struct.pack(">iiI", 1, 0, oid)
+    whole = np.logical_and.reduceat(present, starts).tolist()
+    each = width + 4
+    return [
+        PgArray(kind, head + struct.pack(">ii", end - start, 1) + raw[start * each : end * each])
+        if of_slice
+        else pg_array(kind, values[start:end], present[start:end])
+        for start, end, of_slice in zip(starts.tolist(), ends.tolist(), whole, strict=True)
+    ]
+
+
 class _PgArrayType(UserDefinedType[Any]):
     cache_ok = True
 
@@ -119,9 +138,11 @@ class SqlArray(TypeDecorator[Any]):
         return dialect.type_descriptor(kind)
 
     def process_bind_param(self, value: Any, dialect: sa.Dialect) -> Any:
-        """Convert (values, present) or None."""
+        """Convert (values, present), an array that is made, or None."""
         if value is None or dialect.name != "postgresql":
             return None
+        if isinstance(value, PgArray):
+            return value
         return pg_array(self.kind, *value)
 
 

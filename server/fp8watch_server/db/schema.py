@@ -33,6 +33,7 @@ from fp8watch_server.db.block_tables import (
     logged,
     retention,
     scalar_block,
+    sheet,
 )
 from fp8watch_server.db.dialect import Json
 from fp8watch_server.db.metadata import DEFAULT_TENANT, metadata, of_run, of_session, run_key
@@ -66,6 +67,7 @@ __all__ = [
     "scalar",
     "scalar_block",
     "session",
+    "sheet",
     "silence",
     "site",
     "site_total",

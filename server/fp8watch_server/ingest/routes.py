@@ -1,6 +1,6 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
-Upstream:   fp8watch_agent.transport (HTTP)
+Upstream:   fp8watch_agent.transport (HTTP), fp8watch_server.ingest.joined
 Downstream: fp8watch_server.ingest.group_commit
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
@@ -21,7 +21,6 @@ from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
@@ -36,7 +35,7 @@ from fp8watch_agent.wire import (
 )
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.http.db_timeout import ProgressTimeout, WorkClock, unavailable
-from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
+from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.ingest.group_commit import Closed, Committer
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
@@ -107,7 +106,7 @@ class Ingest:
         self.committer.stop()
 
 
-async def _body(request: Request, limit: int, held: Held) -> bytes:
+async def read_body(request: Request, limit: int, held: Held) -> bytes:
     """Read a body, counted as in flight until `held` lets go of it.
 
     Raises:
@@ -143,7 +142,7 @@ def _too_large(size: int, limit: int) -> Problem:
     )
 
 
-def _ingest(request: Request) -> Ingest:
+def ingest_of(request: Request) -> Ingest:
     found = request.app.state.ingest
     assert isinstance(found, Ingest)
     return found
@@ -184,7 +183,7 @@ def _wire(work: Callable[[], T]) -> T:
     raise Problem(status, detail, rule=rule, remedy=remedy, error="refused", column=column)
 
 
-def _unstored(e: Exception) -> Problem:
+def unstored(e: Exception) -> Problem:
     """What the store did not know, as a problem."""
     if isinstance(e, registrations.KeyReused):
         return Problem(
@@ -231,23 +230,23 @@ UNSTORED = (
 
 
 async def _register(request: Request, run_id: str, store: Callable[[bytes], dict[str, Any]]) -> Response:
-    ingest = _ingest(request)
+    ingest = ingest_of(request)
     sender_of(request).grant.require(run_id)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
     with ingest.stats.inflight() as held:
-        body = await _body(request, MAX_JSON_BYTES, held)
+        body = await read_body(request, MAX_JSON_BYTES, held)
         try:
             return JsonResponse(await ingest.run(lambda: store(body)))
         except UNSTORED as e:
-            raise _unstored(e) from e
+            raise unstored(e) from e
 
 
 @router.put("/runs/{run_id:path}/sessions/{session}")
 async def put_session(request: Request, run_id: str, session: str) -> Response:
     """Register one attach of one process; answers with its attempt."""
-    engine, key_sha256 = _ingest(request).engine, sender_of(request).key_sha256
+    engine, key_sha256 = ingest_of(request).engine, sender_of(request).key_sha256
 
     def store(body: bytes) -> dict[str, Any]:
         facts = decode(body, SessionBody).as_facts(check_name("session", session))
@@ -262,7 +261,7 @@ async def put_session(request: Request, run_id: str, session: str) -> Response:
 @router.put("/runs/{run_id:path}/sites")
 async def put_sites(request: Request, run_id: str) -> Response:
     """Register sites, or renew their static facts."""
-    sites, key_sha256 = _ingest(request).sites, sender_of(request).key_sha256
+    sites, key_sha256 = ingest_of(request).sites, sender_of(request).key_sha256
 
     def store(body: bytes) -> dict[str, Any]:
         return {"run": run_id, "num_sites": sites.register(run_id, body, key_sha256)}
@@ -273,7 +272,7 @@ async def put_sites(request: Request, run_id: str) -> Response:
 @router.put("/runs/{run_id:path}")
 async def put_run(request: Request, run_id: str) -> Response:
     """Register a run, or renew what is said of it."""
-    engine = _ingest(request).engine
+    engine = ingest_of(request).engine
 
     def store(body: bytes) -> dict[str, Any]:
         got = decode(body, RunBody)
@@ -295,15 +294,15 @@ async def put_run(request: Request, run_id: str) -> Response:
 
 
 async def _post(request: Request, content_type: str, store: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
-    ingest = _ingest(request)
+    ingest = ingest_of(request)
     with ingest.stats.one_body() as outcome:
         _require_type(request, content_type)
         with ingest.stats.inflight() as held:
-            body = await _body(request, MAX_WIRE_BYTES, held)
+            body = await read_body(request, MAX_WIRE_BYTES, held)
             try:
                 answer = await store(body)
             except UNSTORED as e:
-                raise _unstored(e) from e
+                raise unstored(e) from e
         outcome.accepted(len(body))
     ingest.wake()
     return JsonResponse(answer)
@@ -323,7 +322,7 @@ def _batch(body: bytes) -> Batch:
 @router.post("/batches")
 async def post_batch(request: Request) -> Response:
     """Take a batch. 200 after commit, also when the very same batch had come before."""
-    ingest = _ingest(request)
+    ingest = ingest_of(request)
 
     async def store(body: bytes) -> dict[str, Any]:
         taken = await ingest.commit(body, sender_of(request))
@@ -335,7 +334,7 @@ async def post_batch(request: Request) -> Response:
 @router.post("/tile-maps")
 async def post_tile_maps(request: Request) -> Response:
     """Take full tile maps. 200 after commit."""
-    ingest, sender = _ingest(request), sender_of(request)
+    ingest, sender = ingest_of(request), sender_of(request)
 
     def write_maps(body: bytes) -> dict[str, Any]:
         maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
@@ -364,25 +363,3 @@ def _check_header(run_id: str, session: str, rank: int) -> None:
             error="refused",
             column="header",
         )
-
-
-class IngestFastPath:
-    """A middleware around the router: batches are nine of ten requests, and need none of what the router does.
-
-    The route stays for the description of the interface, and is the same function.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a batch, or pass on."""
-        if scope["type"] != "http" or scope["path"] != "/v1/batches" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        try:
-            answer = await post_batch(request)
-        except Exception as e:  # noqa: BLE001  what the router's own handlers would make of it
-            answer = answer_of(request, e)
-        await answer(scope, receive, send)

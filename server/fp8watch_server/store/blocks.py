@@ -1,8 +1,6 @@
-"""Blocks: up to 256 steps of one site, in columns.
+"""Blocks: up to 256 steps of one site, as native arrays for SQL; and the packed bytes of collectors before the sheets.
 
-Upstream:   fp8watch_server.store.compact
-Downstream: fp8watch_server.store.reading
-Shapes:     Parts of one source, sorted by site and step -> a row of `block` per site; and back
+Shapes:     Parts of one source, sorted by site and step -> a row of `block` per site; packed rows -> Parts
 Thread:     compactor (write), query pool (read)
 """
 
@@ -16,7 +14,8 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, holds
 from fp8watch_server.db import schema as t
-from fp8watch_server.store.block_codec import Column, DamagedBlock, Packed, pack
+from fp8watch_server.db.dialect import pg_arrays
+from fp8watch_server.store.block_codec import Column, DamagedBlock, Packed
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 from fp8watch_server.store.records import RANK_OF, Parts, complete, counted, default_of, dtype_of, filled, size_of
 
@@ -41,7 +40,6 @@ HISTOGRAM_TABLE: dict[str, Column] = {
 ALL_FIELDS: tuple[str, ...] = tuple(f.name for f in FIELDS)
 ROLLED_FIELDS: tuple[str, ...] = (*ALL_FIELDS, *RANK_OF)
 _ARRAY_FIELDS = (*t.BLOCK_ARRAYS, *t.BLOCK_COUNTS, *t.BLOCK_SAMPLED)
-_NO_ARRAYS: dict[str, Any] = dict.fromkeys(("first_step", "step_gap", "steps", *_ARRAY_FIELDS))
 
 
 def cell_of(step: int) -> int:
@@ -49,76 +47,48 @@ def cell_of(step: int) -> int:
     return step - step % t.BLOCK_STEPS
 
 
-def _gaps(values: npt.NDArray[np.int64], first: Array) -> npt.NDArray[np.int64]:
-    """[B, n] -> what each adds to the one before it; the first of a block repeats the second, so that even steps pack
-    into one number.
-    """
-    gaps = np.diff(values, axis=1, prepend=first[:, None])
-    if values.shape[1] > 1:
-        gaps[:, 0] = gaps[:, 1]
-    return gaps
-
-
-def encode(parts: Parts, step0: int, *, arrays: bool) -> list[dict[str, Any]]:
-    """Rows of `block` without their run, attempt and rank.
+def arrays_of(parts: Parts, step0: int) -> list[dict[str, Any]]:
+    """Rows of `block` without their run, attempt and rank: the native arrays that SQL reads, and no packed bytes.
 
     Args:
-        parts: records of one source within one cell, sorted by site, then step; one of each. A column that they lack
-            is at its default.
+        parts: records of one source within one cell, sorted by site, then step; one of each.
         step0: first step of the cell.
-        arrays: whether to add the native arrays that SQL reads.
     """
     if not len(parts):
         return []
     edges = np.flatnonzero(parts.site[1:] != parts.site[:-1]) + 1
-    starts = np.concatenate([[0], edges])
-    lengths = np.diff(np.concatenate([starts, [len(parts)]]))
-    rows: list[dict[str, Any]] = []
-    for n in np.unique(lengths).tolist():
-        of_length = starts[lengths == n]
-        index = of_length[:, None] + np.arange(n)
-        rows += _encode_alike(parts, index, step0, arrays)
-    rows.sort(key=lambda row: int(row["site"]))
-    return rows
-
-
-def _encode_alike(parts: Parts, index: Array, step0: int, arrays: bool) -> list[dict[str, Any]]:
-    """Blocks of equal length, `index` [B, n]."""
-    columns: dict[str, Array] = {}
-    for name, values in (("first", parts.step - step0), ("seq0", parts.seq)):
-        of_blocks = values[index]
-        first = of_blocks[:, 0]
-        columns[name] = np.broadcast_to(first[:, None], of_blocks.shape)
-        columns["gap" if name == "first" else "seq"] = _gaps(of_blocks, first)
-    columns |= {name: parts.columns[name][index] for name in CODES if name in parts.columns}
-    bodies = pack(columns, TABLE, index.shape)
-    there = {name: parts.columns[name][index] for name in HISTOGRAMS if name in parts.columns}
-    histograms = pack(there, HISTOGRAM_TABLE, index.shape)
-    native = _native(parts, index) if arrays else [_NO_ARRAYS] * len(bodies)
-    sites = parts.site[index[:, 0]].tolist()
+    starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(parts)]])
+    of_all = {"step0": step0, "body": b"", "front_bytes": 0}
     return [
-        {"site": site, "step0": step0, "num_records": index.shape[1], "body": body + hist, "front_bytes": len(body)}
-        | more
-        for site, body, hist, more in zip(sites, bodies, histograms, native, strict=True)
+        {"site": site, "num_records": n, **of_all, **row}
+        for site, n, row in zip(
+            parts.site[starts].tolist(), (ends - starts).tolist(), _native(parts, starts, ends), strict=True
+        )
     ]
 
 
-def _native(parts: Parts, index: Array) -> list[dict[str, Any]]:
+def _native(parts: Parts, starts: Array, ends: Array) -> list[dict[str, Any]]:
     """What SQL reads. Even steps are a first one and a gap, and counts that are all 0 are left out."""
     needs = {need for name in _ARRAY_FIELDS for need in SERIES_FIELDS[name].needs}
     columns = counted(complete(parts, needs)).columns
-    steps = parts.step[index]
-    gaps = np.diff(steps, axis=1)
-    even = (gaps == gaps[:, :1]).all(axis=1) if gaps.shape[1] else np.ones(len(steps), dtype=bool)
+    gaps = np.diff(parts.step, append=0)
     out: list[dict[str, Any]] = []
-    for row, gap, plain in zip(steps, gaps, even.tolist(), strict=True):
-        first = {"first_step": int(row[0]), "step_gap": int(gap[0]) if len(gap) else 1}
-        out.append({**first, "steps": None if plain else (row, None)})
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        of_site = gaps[start : end - 1]
+        even = not len(of_site) or bool((of_site == of_site[0]).all())
+        first = {"first_step": int(parts.step[start]), "step_gap": int(of_site[0]) if len(of_site) else 1}
+        out.append({**first, "steps": None if even else (parts.step[start:end], None)})
     for name in _ARRAY_FIELDS:
         values, present = evaluate(SERIES_FIELDS[name], columns)
-        for row, v, p in zip(out, values[index], present[index], strict=True):
-            nothing = p.all() and not v.any() if name in t.BLOCK_COUNTS else name in t.BLOCK_SAMPLED and not p.any()
-            row[name] = None if nothing else (v, p)
+        counts = name in t.BLOCK_COUNTS
+        if counts or name in t.BLOCK_SAMPLED:
+            nothing = present & (values == 0) if counts else ~present
+            empty = np.logical_and.reduceat(nothing, starts).tolist()
+        else:
+            empty = [False] * len(out)
+        arrays = pg_arrays("BIGINT" if counts else "REAL", values, present, starts, ends)
+        for row, array, left_out in zip(out, arrays, empty, strict=True):
+            row[name] = None if left_out else array
     return out
 
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
-from fp8watch_server.store import blocks
+from fp8watch_server.store import blocks, sheets
 from fp8watch_server.store.block_codec import DamagedBlock
 from fp8watch_server.store.records import Parts, join
 from fp8watch_server.store.summary import summarize, unpack_summary
@@ -30,7 +30,7 @@ class Checked:
     """What was read, and the errors found."""
 
     num_batches: int = 0
-    num_blocks: int = 0
+    num_blocks: int = 0  # sheets, and packed blocks of earlier collectors
     num_cells: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -104,9 +104,13 @@ def _check_cell(conn: Connection, cell: Any, name: str, done: Checked) -> None:
     if body is None:
         done.problems.append(f"{name}: no summary")
     elif not np.array_equal(
-        unpack_summary(bytes(body)).tobytes(), summarize(join(shown, blocks.ALL_FIELDS), cell.step0).tobytes()
+        unpack_summary(bytes(body)).tobytes(), summarize(_by_site(join(shown, blocks.ALL_FIELDS)), cell.step0).tobytes()
     ):
         done.problems.append(f"{name}: the summary is not that of the blocks that are shown")
+
+
+def _by_site(parts: Parts) -> Parts:
+    return parts.take(np.lexsort((parts.step, parts.site)))
 
 
 def _keys(cell: Any) -> list[tuple[int, int]]:
@@ -117,7 +121,13 @@ def _keys(cell: Any) -> list[tuple[int, int]]:
 
 
 def _blocks(conn: Connection, cell: Any, attempt: int, rank: int, done: Checked) -> Iterator[Parts]:
-    """The blocks of a source, site by site."""
+    """The records of a source, sheet by sheet and block by block."""
+    x = t.sheet.c
+    this = (x.run_id == cell.run_id, x.tenant == cell.tenant, x.attempt == attempt, x.rank == rank)
+    query = sa.select(t.sheet).where(*this, x.step0 == cell.step0).order_by(x.site_min)
+    for row in conn.execute(query).all():
+        done.num_blocks += 1
+        yield sheets.decode([row], blocks.ALL_FIELDS, check=True)
     b, s = t.block.c, t.site.c
     of_run = (b.run_id == cell.run_id, b.tenant == cell.tenant)
     sites = (
@@ -127,8 +137,8 @@ def _blocks(conn: Connection, cell: Any, attempt: int, rank: int, done: Checked)
     )
     columns = (b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes)
     for start in range(0, len(sites), 256):
-        this = (b.attempt == attempt, b.rank == rank, b.site.in_(sites[start : start + 256]), b.step0 == cell.step0)
-        rows = conn.execute(sa.select(*columns).where(*of_run, *this).order_by(b.site)).all()
+        source = (b.attempt == attempt, b.rank == rank, b.site.in_(sites[start : start + 256]), b.step0 == cell.step0)
+        rows = conn.execute(sa.select(*columns).where(*of_run, *source, b.front_bytes > 0).order_by(b.site)).all()
         done.num_blocks += len(rows)
         if rows:
             yield blocks.decode(rows, blocks.ALL_FIELDS, check=True)

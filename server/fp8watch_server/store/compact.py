@@ -1,13 +1,13 @@
-"""Compaction: hot batches become blocks, 256 steps of a rank at a time.
+"""Compaction: hot batches become sheets, 256 steps of a rank at a time.
 
 Upstream:   fp8watch_server.store.commit (table hot_batch)
-Downstream: fp8watch_server.store.blocks
-Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a block per site, in one transaction
+Downstream: fp8watch_server.store.sheets
+Shapes:     hot_batch rows of one (attempt, rank) within one cell -> a sheet per 32 sites, in one transaction
 Thread:     compactor
 
 Reading, merging and packing happen before the write lock is taken; the transaction only replaces rows. It is rolled
 back when the cell has changed since (by its revision), and retried later. A batch leaves hot_batch in the same
-transaction that puts its last step into a block, so no step is ever in both or in neither.
+transaction that puts its last step into a sheet, so no step is ever in both or in neither.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
-from fp8watch_server.store import batch_dedup, blocks, hot_batches
-from fp8watch_server.store.records import Parts, complete, join, newest_of_each, over_ranks
+from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
+from fp8watch_server.store.cell_records import SITES_AT_ONCE, drop_records, joined, put_records, read_records, size_of
+from fp8watch_server.store.rank_merge import over_ranks
+from fp8watch_server.store.records import Parts, join, newest_of_each
 from fp8watch_server.store.scalars import put_scalar_block
 from fp8watch_server.store.summary import pack_summary, summarize
 
@@ -35,7 +37,6 @@ CLOSE_AFTER_STEPS = 32
 COOL_AFTER_S = 600.0
 """Age at which a batch is compacted, however few its steps are."""
 MAX_BATCHES = 4096
-SITES_AT_ONCE = 512
 ROLLED = (t.ROLLED_ATTEMPT, t.ROLLED_RANK)
 
 CrashPoint = Callable[[str], None]
@@ -59,7 +60,8 @@ class Group:
     attempt: int
     rank: int
     rows: list[Any]  # of hot_batch, without bodies
-    alone: bool  # the run has one rank and one attempt: its blocks are what charts show
+    alone: bool  # the run has one rank and one attempt: its sheets are what charts show
+    more: bool = False  # other batches of the cell are left for the next round
 
 
 def groups_of(
@@ -87,7 +89,7 @@ def groups_of(
     rows = conn.execute(
         sa.select(*(b[n] for n in names), b.step_min, b.step_max, b.body_sha256)
         .where(*of_run, b.detected != t.BATCH_PENDING, b.step_min.is_not(None), ripe)
-        .order_by(b.step_min, b.arrival)
+        .order_by(b.step_min - b.step_min % t.BLOCK_STEPS, b.attempt, b.rank, b.arrival)
         .limit(MAX_BATCHES)
     ).all()
     found: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
@@ -95,9 +97,13 @@ def groups_of(
         found[blocks.cell_of(row.step_min), row.attempt, row.rank].append(row)
     s = t.session.c
     sources = conn.execute(sa.select(s.rank, s.attempt).where(s.run_id == run_id, s.tenant == tenant).limit(2)).all()
+    keys = sorted(found)
+    cut = keys[-1][0] if len(rows) == MAX_BATCHES else None
+    if cut is not None and len(keys) > 1:
+        keys.pop()  # it may not be whole
     return [
-        Group(run_id, tenant, step0, attempt, rank, of_group, len(sources) == 1)
-        for (step0, attempt, rank), of_group in sorted(found.items())
+        Group(run_id, tenant, step0, attempt, rank, found[step0, attempt, rank], len(sources) == 1, step0 == cut)
+        for step0, attempt, rank in keys
     ]
 
 
@@ -126,7 +132,8 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
     merged = _together(old, new, into)
     at_once = group.alone and cell is None
     arrays = engine.dialect.name == "postgresql" and (at_once or into == ROLLED)
-    encoded = blocks.encode(merged, group.step0, arrays=arrays)
+    encoded = sheets.encode(merged, group.step0)
+    for_sql = blocks.arrays_of(merged, group.step0) if arrays else []
     summary = summarize(merged, group.step0) if at_once else None
     num_new = len(merged) - len(old)
     crash("compact.encoded")
@@ -134,7 +141,9 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
         claim = _Claim(source if at_once else None, len(merged) - len(old), size_of(encoded), now)
         _claim(conn, group, rows, cell, claim)
         crash("compact.claimed")
-        put_blocks(conn, group.run_id, group.tenant, into, encoded)
+        if len(old):
+            drop_records(conn, group.run_id, group.tenant, into, group.step0, np.unique(old.site).tolist())
+        put_records(conn, group.run_id, group.tenant, into, encoded, for_sql)
         if summary is not None:
             put_summary(conn, group.run_id, group.tenant, group.step0, summary)
             put_scalar_block(conn, group.run_id, group.tenant, group.step0)
@@ -203,40 +212,15 @@ def _there(conn: Connection, group: Group, cell: Any, new: Parts) -> Parts:
         key = ROLLED
     elif cell is None or list(key) not in cell.sources:
         return join([], blocks.ALL_FIELDS)
-    return read_blocks(conn, group.run_id, group.tenant, [key], group.step0, np.unique(new.site).tolist())
+    return read_records(conn, group.run_id, group.tenant, [key], group.step0)
 
 
 def _together(old: Parts, new: Parts, into: tuple[int, int]) -> Parts:
     if into != ROLLED:
-        return new if not len(old) else newest_of_each(_joined(old, new))
+        return new if not len(old) else newest_of_each(joined(old, new))
     # the detail is deleted: late records are merged into the roll-up, as one more rank
-    both = _joined(old, blocks.with_ranks(new))
+    both = joined(old, blocks.with_ranks(new))
     return over_ranks(both.take(np.lexsort((both.rank, both.step, both.site))))
-
-
-def _joined(old: Parts, new: Parts) -> Parts:
-    names = list(dict.fromkeys([*old.columns, *new.columns]))
-    return join([complete(p, names) for p in (old, new) if len(p)], names)
-
-
-def read_blocks(
-    conn: Connection, run_id: str, tenant: str, keys: Sequence[tuple[int, int]], step0: int, sites: Sequence[int]
-) -> Parts:
-    """All columns that some blocks of a cell have."""
-    b = t.block.c
-    found: list[Any] = []
-    for start in range(0, len(sites), SITES_AT_ONCE):
-        found += conn.execute(
-            sa.select(b.attempt, b.rank, b.site, b.step0, b.num_records, b.body, b.front_bytes).where(
-                b.run_id == run_id,
-                b.tenant == tenant,
-                sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)),
-                b.site.in_(sites[start : start + SITES_AT_ONCE]),
-                b.step0 == step0,
-            )
-        ).all()
-    rolled = any(key[1] == t.ROLLED_RANK for key in keys)
-    return blocks.decode(found, blocks.ROLLED_FIELDS if rolled else blocks.ALL_FIELDS, absent=False)
 
 
 @dataclass(frozen=True)
@@ -288,23 +272,10 @@ def touch(conn: Connection, cell: Any, **values: Any) -> None:
         raise CellChanged
 
 
-def size_of(encoded: Sequence[dict[str, Any]]) -> int:
-    """Bytes of blocks, without the database's overhead."""
-    return sum(len(row["body"]) for row in encoded)
-
-
 def put_summary(conn: Connection, run_id: str, tenant: str, step0: int, summary: npt.NDArray[np.void]) -> None:
     """Write the summary of a cell."""
     row = {"run_id": run_id, "tenant": tenant, "step0": step0, "num_sites": len(summary)}
     upsert(conn, t.block_meta, [{**row, "body": pack_summary(summary)}])
-
-
-def put_blocks(
-    conn: Connection, run_id: str, tenant: str, key: tuple[int, int], encoded: Sequence[dict[str, Any]]
-) -> None:
-    """Insert or replace blocks."""
-    fixed = {"run_id": run_id, "tenant": tenant, "attempt": key[0], "rank": key[1]}
-    upsert(conn, t.block, [{**fixed, **row} for row in encoded])
 
 
 def _let_go(conn: Connection, group: Group, got: Sequence[tuple[Any, Batch]]) -> None:

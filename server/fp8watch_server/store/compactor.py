@@ -121,11 +121,14 @@ class Compactor:
             num_batches = compact(self._db, group, now, crash=self._crash)
             done.num_groups += bool(num_batches)
             done.num_records += num_batches
-            if i + 1 == len(groups) or groups[i + 1].step0 != group.step0:
+            if not group.more and (i + 1 == len(groups) or groups[i + 1].step0 != group.step0):
                 self._roll_up(run_id, tenant, group.step0, now, done)
         with self._db.connect() as conn:
             left = behind(conn, run_id, tenant)
+        waiting = {group.step0 for group in groups if group.more}
         for step0 in left:
+            if step0 in waiting:
+                continue
             if self._stopping():
                 return
             self._roll_up(run_id, tenant, step0, now, done)

@@ -27,7 +27,7 @@ from fp8watch_agent.record import FIELD_BY_NAME, HISTOGRAMS, STEP, STEP_SCALARS
 from fp8watch_agent.wire import Batch, Header
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.compact import read_blocks
+from fp8watch_server.store.cell_records import read_records
 from fp8watch_server.store.records import Parts
 
 STEPS_A_PIECE = 8
@@ -104,9 +104,11 @@ def num_without_detail(conn: Connection, run_id: str, tenant: str) -> int:
 
 def num_samples(conn: Connection, run_id: str, tenant: str, source: Source, step0: int) -> int:
     """Number of steps with records of a source in a cell."""
-    b = t.block.c
-    key = (b.run_id == run_id, b.tenant == tenant, b.attempt == source[0], b.rank == source[1], b.step0 == step0)
-    return int(conn.execute(sa.select(sa.func.max(b.num_records)).where(*key)).scalar() or 0)
+    num = 0
+    for c, of_site in ((t.sheet.c, t.sheet.c.max_records), (t.block.c, t.block.c.num_records)):
+        key = (c.run_id == run_id, c.tenant == tenant, c.attempt == source[0], c.rank == source[1], c.step0 == step0)
+        num = max(num, int(conn.execute(sa.select(sa.func.max(of_site)).where(*key)).scalar() or 0))
+    return num
 
 
 def _of_hot(conn: Connection, run_id: str, tenant: str, where: Sequence[Any]) -> Iterator[PastBatch]:
@@ -147,7 +149,7 @@ def _of_blocks(
 ) -> Iterator[PastBatch]:
     at, seq = 0.0, FIRST_SEQ
     for cell in of_source:
-        parts = read_blocks(conn, *of_run, [source], cell.step0, _sites(conn, of_run, source, cell.step0))
+        parts = read_records(conn, *of_run, [source], cell.step0)
         parts = parts.take(np.lexsort((parts.site, parts.step)))
         steps, batch_ids = _steps(conn, of_run, source, cell.step0)
         logs = _logs(conn, of_run, source, cell.step0)
@@ -163,12 +165,6 @@ def _of_blocks(
             known = of_piece["time"][np.isfinite(of_piece["time"])]
             at = max(at, float(known[-1]) if len(known) else at)
             yield PastBatch(at, source[0], source[1], batch, None)
-
-
-def _sites(conn: Connection, of_run: tuple[str, str], source: Source, step0: int) -> list[int]:
-    b = t.block.c
-    key = (b.run_id == of_run[0], b.tenant == of_run[1], b.attempt == source[0], b.rank == source[1])
-    return list(conn.execute(sa.select(b.site).where(*key, b.step0 == step0)).scalars())
 
 
 def _where(table: sa.Table, of_run: tuple[str, str], source: Source, step0: int) -> list[Any]:

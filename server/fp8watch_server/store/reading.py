@@ -1,6 +1,6 @@
 """Reads records from blocks and hot batches, deduplicated and merged over ranks.
 
-Upstream:   fp8watch_server.store.blocks
+Upstream:   fp8watch_server.store.sheets
 Downstream: fp8watch_server.store.series
 Shapes:     a run, sites, steps -> Records, one of each (site, step), merged over ranks
 Thread:     query pool
@@ -27,15 +27,16 @@ from fp8watch_agent.record import HISTOGRAMS
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import hot_batches as hot
 from fp8watch_server.store import segment_cache
+from fp8watch_server.store import sheets as sheet_rows
 from fp8watch_server.store.blocks import cell_of, decode
 from fp8watch_server.store.hot_batches import step_range
+from fp8watch_server.store.rank_merge import over_ranks
 from fp8watch_server.store.records import (
     Parts,
     Records,
     counted,
     join,
     newest_of_each,
-    over_ranks,
     owned,
     with_denominators,
 )
@@ -263,26 +264,75 @@ def _blocks(
     *,
     seqs: bool,
 ) -> Parts:
-    """Blocks of some keys and cells, cut to the requested steps, ordered by key, site and step."""
-    b = t.block.c
+    """Sheets and blocks of some keys and cells, cut to the requested steps."""
     step0s = sorted(cell.step0 for cell in cells)
-    whole = any(name in HISTOGRAMS for name in names)
-    body = b.body if whole else sa.func.substr(b.body, 1, b.front_bytes, type_=sa.LargeBinary).label("body")
-    columns: list[Any] = [b.attempt, b.rank, b.site, b.step0, b.num_records, body, b.front_bytes]
-    where = [b.run_id == found.run_id, b.tenant == found.tenant]
-    if len(keys) == 1:
-        where += [b.attempt == keys[0][0], b.rank == keys[0][1]]
-    else:
-        where.append(sa.or_(*(sa.and_(b.attempt == a, b.rank == r) for a, r in keys)))
-    if sites is not None:
-        where.append(b.site.in_([int(s) for s in sites]))
-    where += [b.step0 >= step0s[0], b.step0 <= step0s[-1]]
-    rows = conn.execute(sa.select(*columns).where(*where).order_by(b.attempt, b.rank, b.site, b.step0)).all()
-    if len(step0s) * t.BLOCK_STEPS != step0s[-1] - step0s[0] + t.BLOCK_STEPS:
-        wanted = set(step0s)
-        rows = [row for row in rows if row.step0 in wanted]
-    parts = decode(rows, names, seqs=seqs)
+    parts = join(
+        [
+            p
+            for p in (
+                _sheets(conn, found, names, sites, keys, step0s, seqs),
+                _old(conn, found, names, sites, keys, step0s, seqs),
+            )
+            if len(p)
+        ],
+        names,
+    )
     if not len(parts) or (step0s[0] >= found.from_step and step0s[-1] + t.BLOCK_STEPS - 1 <= found.to_step):
         return parts
     mask = (parts.step >= found.from_step) & (parts.step <= found.to_step)
     return parts if mask.all() else parts.take(np.flatnonzero(mask))
+
+
+def _sheets(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    sites: Sequence[int] | None,
+    keys: Sequence[Key],
+    step0s: Sequence[int],
+    seqs: bool,
+) -> Parts:
+    x = t.sheet.c
+    columns: list[Any] = [x.attempt, x.rank, x.step0, x.num_records, x.body]
+    if any(name in HISTOGRAMS for name in names):
+        columns.append(x.histograms)
+    where = _of_keys(x, found, keys, step0s)
+    if sites is not None:
+        where += [x.site_min <= max(sites, default=-1), x.site_max >= min(sites, default=0)]
+    rows = conn.execute(sa.select(*columns).where(*where).order_by(x.attempt, x.rank, x.step0, x.site_min)).all()
+    return sheet_rows.decode(_of_cells(rows, step0s), names, sites=sites, seqs=seqs)
+
+
+def _old(
+    conn: Connection,
+    found: Extent,
+    names: Sequence[str],
+    sites: Sequence[int] | None,
+    keys: Sequence[Key],
+    step0s: Sequence[int],
+    seqs: bool,
+) -> Parts:
+    """What collectors before the sheets wrote."""
+    b = t.block.c
+    whole = any(name in HISTOGRAMS for name in names)
+    body = b.body if whole else sa.func.substr(b.body, 1, b.front_bytes, type_=sa.LargeBinary).label("body")
+    columns: list[Any] = [b.attempt, b.rank, b.site, b.step0, b.num_records, body, b.front_bytes]
+    where = [*_of_keys(b, found, keys, step0s), b.front_bytes > 0]
+    if sites is not None:
+        where.append(b.site.in_([int(s) for s in sites]))
+    rows = conn.execute(sa.select(*columns).where(*where).order_by(b.attempt, b.rank, b.site, b.step0)).all()
+    return decode(_of_cells(rows, step0s), names, seqs=seqs)
+
+
+def _of_keys(c: Any, found: Extent, keys: Sequence[Key], step0s: Sequence[int]) -> list[Any]:
+    where = [c.run_id == found.run_id, c.tenant == found.tenant, c.step0 >= step0s[0], c.step0 <= step0s[-1]]
+    if len(keys) == 1:
+        return [*where, c.attempt == keys[0][0], c.rank == keys[0][1]]
+    return [*where, sa.or_(*(sa.and_(c.attempt == a, c.rank == r) for a, r in keys))]
+
+
+def _of_cells(rows: Sequence[Any], step0s: Sequence[int]) -> Sequence[Any]:
+    if len(step0s) * t.BLOCK_STEPS == step0s[-1] - step0s[0] + t.BLOCK_STEPS:
+        return rows
+    wanted = set(step0s)
+    return [row for row in rows if row.step0 in wanted]

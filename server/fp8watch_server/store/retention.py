@@ -15,7 +15,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store.compact import ROLLED, SITES_AT_ONCE, CellChanged, CrashPoint, no_crash, touch
+from fp8watch_server.store.cell_records import SITES_AT_ONCE
+from fp8watch_server.store.compact import ROLLED, CellChanged, CrashPoint, no_crash, touch
 
 DAY_S = 86_400.0
 KEEP_AROUND_INCIDENT_STEPS = 64
@@ -192,7 +193,9 @@ class _At:
 
 def _delete_blocks(conn: Connection, cell: Any, attempt: int, rank: int) -> None:
     """Delete by complete keys, looked up one by one, to avoid scanning the run's other blocks."""
-    b, s = t.block.c, t.site.c
+    b, s, x = t.block.c, t.site.c, t.sheet.c
+    source = (x.run_id == cell.run_id, x.tenant == cell.tenant, x.attempt == attempt, x.rank == rank)
+    conn.execute(sa.delete(t.sheet).where(*source, x.step0 == cell.step0))
     of_run = (b.run_id == cell.run_id, b.tenant == cell.tenant)
     sites = list(conn.execute(sa.select(s.site).where(s.run_id == cell.run_id, s.tenant == cell.tenant)).scalars())
     for start in range(0, len(sites), SITES_AT_ONCE):

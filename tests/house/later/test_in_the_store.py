@@ -21,7 +21,8 @@ from fp8watch_server.detect.view import BatchColumns, SiteTable, StepView
 from fp8watch_server.pages.formatting import field_label
 from fp8watch_server.store import blocks, queries
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
-from fp8watch_server.store.records import Parts, dtype_of, over_ranks
+from fp8watch_server.store.rank_merge import over_ranks
+from fp8watch_server.store.records import Parts, dtype_of
 
 NEW = ("num_made_up", "made_up_max")
 GROUP = int(Measured["MADE_UP"])
