@@ -175,6 +175,20 @@ MODES = [
         f"{T}/test_attention_logits.py::test_what_was_above_the_limit_when_it_was_attached_is_no_growth_until_it_doubles",
     ),
     Bug(
+        "a young model may pass the first limit and come back",
+        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "            if ctx.warm and ctx.now.step < YOUNG_STEPS",
+        "            if not value and ctx.now.step < YOUNG_STEPS",
+        f"{T}/test_attention_logits.py::test_a_young_model_may_pass_the_first_limit_and_come_back",
+    ),
+    Bug(
+        "a jump past the limit warns a young model as well",
+        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "not (jumped or slope > 0)",
+        "not slope > 0",
+        f"{T}/test_attention_logits.py::test_crossing_the_limit_after_the_warm_up_warns_at_once",
+    ),
+    Bug(
         "attention-logit-growth as a bound",
         "outlier:Outliers._q_and_k",
         "if len(parents[parent]) == 2]] = True",

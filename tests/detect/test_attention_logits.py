@@ -34,6 +34,16 @@ def test_a_young_model_whose_logits_rise_and_level_off_is_silent() -> None:
     assert told(*(small_model(v, every=n, seed=seed) for v, n in shapes for seed in range(8))) == []
 
 
+def test_a_young_model_may_pass_the_first_limit_and_come_back() -> None:
+    """The demo's in health: 5.6 at step 11, 42 at 48, 97 at 108, 125 at 130, 105 at 168; seen each 10 steps."""
+    at = [0, 4, 11, 18, 28, 38, 48, 68, 88, 108, 118, 124, 135, 148, 168, STEPS]
+    seen = [0.5, 6.7, 19, 21.7, 27.4, 38.5, 40.5, 49.7, 78.3, 96.8, 118.7, 125.4, 121.9, 116.2, 104.7, 104.7]
+    logits = np.interp(np.arange(STEPS), at, seen)
+    logits[12 : STEPS - 100][np.arange(12, STEPS - 100) % 10 != 8] = np.nan
+    assert told(logits) == []
+    assert "warning" in {i.severity for i in told(logits, first_step=90_000)}
+
+
 @pytest.mark.parametrize("warm_up", [100, 160])
 def test_logits_that_rise_with_the_learning_rate_are_information_and_then_the_usual(warm_up: int) -> None:
     lr = 2e-3 * np.minimum(1, (np.arange(STEPS) + 1) / warm_up)

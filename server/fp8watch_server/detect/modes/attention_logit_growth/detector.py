@@ -8,7 +8,8 @@ neighbours. Below the limits, a slope that lasts and is steeper than that of a y
 
 Logits of a healthy model grow until its learning rate has warmed up and for a while after it, and where they stay then
 is a property of the model. So before that only the last limit pages; a value above the first is information, and is
-taken for what is usual. Afterwards a value above the first limit is growth only where it was lower, or half as much.
+taken for what is usual. Afterwards a value above the first limit is growth only where it was lower, or half as much;
+in the first steps of a run, where small models in health pass that limit and come back, only where it came faster.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ GREW = 2.0
 YOUNG_OCTAVES = 5.0
 """By which logits may grow while the number of steps doubles: small models in health were seen to grow by 2 to 4 until
 about step 100. Late in a training that is next to nothing."""
+YOUNG_STEPS = 1000
+"""Before which a model in health may pass the first limit: the demo's reached 125 at step 130 and came back below 105."""
+JUMP_OCTAVES = 1.0
+"""From one look to the next, beyond what another sample of rows makes."""
 
 
 class AttentionLogits(Detector):
@@ -70,8 +75,9 @@ class AttentionLogits(Detector):
 
     def _judge(self, ctx: Context, name: str, value: float) -> tuple[float, Severity] | None:
         limit, usual = ctx.limit, self._usual.setdefault(name, Baseline(1))
+        jumped = self._jumped(name, value, ctx)
         slope = self._slope(name, value, ctx)
-        if self._is_over(ctx, value, slope, usual):
+        if self._is_over(ctx, value, slope, usual, jumped):
             self._since.setdefault(name, ctx.now.step)
             self._num_over[name] = self._num_over.get(name, 0) + 1
             if value > limit.attention_logit_critical:
@@ -105,14 +111,24 @@ class AttentionLogits(Detector):
         young = YOUNG_OCTAVES * math.log2((last + 1) / (first + 1)) / max(last - first, 1.0)
         return slope if slope > young else 0.0
 
+    def _jumped(self, name: str, value: float, ctx: Context) -> bool:
+        """Whether it rose since the last look by more than another sample of rows, or a young model, makes."""
+        at = self._at.get(name)
+        if not at:
+            return False
+        young = YOUNG_OCTAVES * math.log2((ctx.now.step + 1) / (at[-1] + 1))
+        return math.log2(value) - float(self._series[name].ordered()[0, -1]) > max(young, JUMP_OCTAVES)
+
     @staticmethod
-    def _is_over(ctx: Context, value: float, slope: float, usual: Baseline) -> bool:
+    def _is_over(ctx: Context, value: float, slope: float, usual: Baseline, jumped: bool) -> bool:
         limit = ctx.limit
         if value > limit.attention_logit_critical:
             return True
         if value > limit.attention_logit_warning:
             known = int(usual.count[0]) >= MIN_USUAL
             was = float(usual.median()[0]) if known else 0.0
+            if ctx.warm and ctx.now.step < YOUNG_STEPS and not (jumped or slope > 0):
+                return False
             return not ctx.warm or was <= limit.attention_logit_warning or value > GREW * was
         return ctx.warm and value > limit.attention_logit_floor and slope > limit.attention_logit_rate_octaves
 
