@@ -37,6 +37,7 @@ from fp8watch.layers.double_backward import once_only
 from fp8watch.layers.kept_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.observe_linear import observe, observe_forward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
+from fp8watch.layers.wrapped_forward import lead_to_class
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8watch.recipe import OperandRecipe, Recipe
@@ -335,6 +336,7 @@ def take_over(
     module.__dict__[OBSERVE_KEY] = observe_only
     if not isinstance(module, WatchedLinear):  # it is after a detach under FSDP2, which put its class on top
         module.__class__ = watched_class(type(module), mixin)
+    lead_to_class(module)
 
 
 def release(module: nn.Module) -> None:
@@ -344,3 +346,4 @@ def release(module: nn.Module) -> None:
     cls = type(module)
     if "_fp8watch_base" in cls.__dict__:
         module.__class__ = cls.__dict__["_fp8watch_base"]
+        lead_to_class(module)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fp8watch.layers.fp8_linear import GEMMS_KEY, KEYS, SITE_KEY
 from fp8watch.layers.own_gemms import GemmMode, OwnGemms
+from fp8watch.layers.wrapped_forward import lead_to_class, replaces_forward
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -25,7 +26,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def refuses(module: nn.Module) -> str | None:
     """Why the class of a module cannot be swapped, or None."""
     cls = type(module)
-    if "forward" in module.__dict__:
+    if replaces_forward(module):
         return "forward of its own on the module"
     if cls.forward is nn.Module.forward:
         return "no forward"
@@ -85,6 +86,7 @@ def look_at(module: nn.Module, sites: Mapping[str, Tensor]) -> OwnGemms:
         "_fp8watch_base" not in type(module).__dict__
     ):  # it is there after a detach under FSDP2, which put its class on top
         module.__class__ = watched_class(type(module))
+    lead_to_class(module)
     module.__dict__[SITE_KEY] = next(iter(sites.values()))
     module.__dict__[GEMMS_KEY] = gemms
     return gemms

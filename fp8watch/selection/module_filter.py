@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fp8watch.layers.fp8_linear import SITE_KEY, WatchedLinear
+from fp8watch.layers.wrapped_forward import replaces_forward
 from fp8watch.selection.module_roles import roles
 from fp8watch.selection.wrappers import named_modules
 from fp8watch_agent.roles import pattern
@@ -71,7 +72,7 @@ def select_linears(
         wanted: bool | None = None
         if SITE_KEY in module.__dict__:
             reason = WATCHED
-        elif "forward" in module.__dict__ or not (_plain_forward(module) or observe_only or id(module) in in_fp8):
+        elif replaces_forward(module) or not (_plain_forward(module) or observe_only or id(module) in in_fp8):
             reason = f"own forward ({type(module).__name__})"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "never called by MultiheadAttention, which reads its weight"

@@ -106,7 +106,8 @@ def select_own(
             continue
         reason = refuses(module) or _cannot_swap(module)
         if reason is not None:
-            left_out.append(LeftOut(fqn, reason))
+            if all(m.fqn != fqn for m in left_out):
+                left_out.append(LeftOut(fqn, reason))
             continue
         found.append(own)
     names = {p.fqn for own in found for p in own.parameters}

@@ -7,7 +7,13 @@ from planted import Bug
 _T = "tests/attach/test_own_gemms.py::"
 _V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
+_W = "tests/attach/test_wrapped_forward.py::"
 OWN_BUGS = [
+    Bug("a forward on the module calls the class that it has now", "wrapped_forward:lead_to_class",
+        "cell.cell_contents = ", "", f"{_W}test_what_the_forward_on_a_module_calls_is_observed_and_nothing_changes"),
+    Bug("a forward that stands in for the class is left alone", "wrapped_forward:replaces_forward",
+        "and _cell(module) is None", "and False",
+        f"{_W}test_a_forward_that_stands_in_for_the_class_is_left_alone_with_the_reason"),
     Bug("columnwise tiles are of one expert", "expert_groups:ExpertGroups.columnwise",
         "first_rows = (tiles.cumsum(0) - tiles) * tile", "first_rows = self._first_rows", OWN_TILES),
     Bug("rows of nobody count nowhere", "expert_groups:ExpertGroups.rowwise", "Frame(x[: self._num_valid],", "Frame(x,", OWN_TILES),
