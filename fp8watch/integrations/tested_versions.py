@@ -33,6 +33,7 @@ STACKS: tuple[Stack, ...] = (
     Stack(
         "megatron-core", ("megatron",), "0.16.1", "0.16.1", "megatron", "run on a CPU that it takes for a CUDA device"
     ),
+    Stack("torchtitan", ("torchtitan",), "0.3.0", "0.3.0", "torchtitan", "run on a CPU, with dense attention"),
     Stack("peft", ("peft",), "0.21.2", "0.21.2", None, "run on a CPU"),
     Stack(
         "transformer-engine", ("transformer_engine",), "2.9.0", "2.20.2", "te", "run over a stand-in for its extension"

@@ -22,7 +22,7 @@ def _no_group_is_left():
         torch.distributed.destroy_process_group()
 
 
-def train(family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, **training):
+def train(family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, seen=None, **training):
     """(what torchtitan logged of each step, its model)"""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -33,7 +33,7 @@ def train(family: str, folder: Path, *, watched: bool, attach=None, checkpoints=
     trainer = config.build()
     if attach is not None:
         attach(trainer)
-    logged = {}
+    logged = {} if seen is None else seen
 
     def log(self, step, loss, _max, norm, extra_metrics=None):
         logged[step] = (loss, norm, next(v for k, v in extra_metrics.items() if k.startswith("lr")))
@@ -87,6 +87,7 @@ def test_a_resumed_training_goes_on_with_its_run_and_its_steps(kept, tmp_path):
     assert list(logged) == [5, 6]
     assert kept.steps() == [1, 2, 3, 4, 5, 6]
     assert len(kept.run_ids()) == 1
+    assert kept[1].facts["checkpoint.session"] == kept[0].session.session
     assert kept[0].facts["checkpoints"] == "2 4"
 
 

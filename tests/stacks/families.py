@@ -140,7 +140,7 @@ def measure(family: Family) -> Row:
     import fp8watch.session.start as start
     from fp8watch_agent.roles import role_of
 
-    plain = made(family)
+    plain = (family.counted or (lambda: made(family)))()
     plain.train()
     with Products(plain) as products:
         family.loss(plain, 0)
@@ -246,7 +246,7 @@ def main() -> int:
                 gc.collect()
     import importlib.metadata as metadata
 
-    have = [f"{n} {metadata.version(n)}" for n in ("torch", "transformers", "diffusers")]
+    have = [f"{n} {metadata.version(n)}" for n in ("torch", "transformers", "diffusers", "torchao")]
     text = table(rows, ", ".join(have))
     if args.print or args.names:
         print(text)

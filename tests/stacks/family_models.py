@@ -27,6 +27,7 @@ class Family:
         weight: name of a parameter into which an Inf is put, and where in it.
         at: element.
         loss: of a model and the number of a batch.
+        counted: the model whose products are counted, where those of `make` do not read its parameters.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Family:
     weight: str
     at: tuple[int, ...]
     loss: Callable[[nn.Module, int], Tensor]
+    counted: Callable[[], nn.Module] | None = None
 
 
 def _tokens(step: int) -> Tensor:
@@ -70,6 +72,15 @@ def _causal(config: str, model: str, more: dict[str, Any], experts: str | None =
     return make
 
 
+def _torchao_llama() -> nn.Module:
+    """Its Linears multiply in FP8 by torchao, with one scale a tensor; the head stays as it is, as torchtitan does it."""
+    from torchao.float8 import convert_to_float8_training
+
+    made = _causal("LlamaConfig", "LlamaForCausalLM", LLAMA)()
+    convert_to_float8_training(made, module_filter_fn=lambda _, fqn: fqn != "lm_head")
+    return made
+
+
 def _dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
@@ -100,6 +111,8 @@ DEEPSEEK = {
 _MLP = "model.layers.1.mlp"
 FAMILIES = [
     Family("Llama", _causal("LlamaConfig", "LlamaForCausalLM", LLAMA), f"{_MLP}.down_proj.weight", (5, 7), _next_token),
+    Family("Llama converted by torchao", _torchao_llama, f"{_MLP}.down_proj.weight", (5, 7), _next_token,
+           counted=_causal("LlamaConfig", "LlamaForCausalLM", LLAMA)),
     Family("Mixtral", _causal("MixtralConfig", "MixtralForCausalLM", MIXTRAL), f"{_MLP}.experts.down_proj", (1, 5, 7), _next_token),
     Family("Mixtral, experts one by one", _causal("MixtralConfig", "MixtralForCausalLM", MIXTRAL, "eager"),
            f"{_MLP}.experts.down_proj", (1, 5, 7), _next_token),

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The checks of this room on the real packages of requirements.txt, from the package registry, in an environment of their own
 # that sees torch and pytest of PYTHON. A file of checks is one process: engines keep process groups.
-#   tests/stacks/run.sh [CHECK...]        (transformers lightning ...)
+#   tests/stacks/run.sh [CHECK...]            (transformers lightning ...)
+#   tests/stacks/run.sh --table [NAME...]     writes the table of trainers in docs/integrations.md
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -17,6 +18,9 @@ print("\n".join(p for p in sys.path if p and ("site-packages" in p or not p.star
     >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
   DS_BUILD_OPS=0 "$env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt -r "$wanted"
   cp "$wanted" "$env/ready"
+fi
+if [ "${1:-}" = --table ]; then
+  OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 exec "$env/bin/python" -W ignore tests/stacks/trainers.py "${@:2}"
 fi
 if [ $# = 0 ]; then
   set -- $(basename -s .py -a tests/stacks/check_*.py | sed 's/^check_//')
