@@ -22,6 +22,7 @@ KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
 
 _OBSERVED = "transformer_engine.pytorch.module."
 _OPS = "transformer_engine.pytorch.ops."
+_PACKAGE = "transformer_engine.pytorch."
 
 _DATA_FLOW = (
     ("input", "rowwise", "fprop"),
@@ -115,6 +116,18 @@ def unseen(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, st
         ours = any(cls.__module__.startswith(_OPS) and "Linear" in cls.__name__ for cls in type(module).__mro__)
         if ours and not (found and fqn.startswith(f"{found[-1][0]}.")):  # its parts are reported with it
             found.append((fqn, "te.ops: fused behind the module, not where products are observed"))
+    return found
+
+
+def without_sites(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    """Parts of Transformer Engine modules that may compute or communicate in FP8 and have no sites, and why."""
+    found: list[tuple[str, str]] = []
+    for fqn, module in named_modules:
+        classes = type(module).__mro__
+        if any(c.__name__ == "DotProductAttention" and c.__module__.startswith(_PACKAGE) for c in classes):
+            found.append((fqn, "products of activations: not observed, in FP8 where its recipe says fp8_dpa or fp8_mha"))
+        elif kind_of(module) and any(name.startswith("ub_overlap") and on for name, on in vars(module).items()):
+            found.append((f"{fqn} communication", "overlapped with its GEMMs: what it sends is not observed"))
     return found
 
 

@@ -12,7 +12,7 @@ statistics looks healthy.
 
 Source: transformer_engine/pytorch, versions 2.8.0 to 2.20.2: modules call `general_gemm(A, B, …, layout=…)` with
 weight and input (TN: fprop), weight and grad_output (NN: dgrad), input and grad_output (NT: wgrad).
-Not seen: a module inside torch.compile, `te.ops`, FP8 attention, grouped tensors from 2.17 on (one call for all experts).
+Not seen: a module inside torch.compile, `te.ops`, attention, grouped tensors from 2.17 on (one call for all experts).
 
 State of this file: `make test-te` runs the Python packages of Transformer Engine over a stand-in for their extension, on
 a CPU; no GPU was there.

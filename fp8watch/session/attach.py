@@ -153,7 +153,7 @@ def attach(
     )
     leave_wrapped(linears, left_out)
     te = te_modules.find(named)
-    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named)]
+    left_out += [LeftOut(fqn, reason) for fqn, reason in te_modules.unseen(named) + te_modules.without_sites(named)]
     device = _device(linears, left_out)
     by = choose_gemm(gemm, chosen, device, len(linears))
     chosen = by.recipe
