@@ -9,6 +9,9 @@ _V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
 _W = "tests/attach/test_wrapped_forward.py::"
 OWN_BUGS = [
+    Bug("what is announced and silent is on the page", "server/fp8watch_server/pages/coverage.py",
+        '"silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],', '"silent": [],',
+        "tests/integration/test_whole_way.py::test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page"),
     Bug("a forward on the module calls the class that it has now", "wrapped_forward:lead_to_class",
         "cell.cell_contents = ", "", f"{_W}test_what_the_forward_on_a_module_calls_is_observed_and_nothing_changes"),
     Bug("a forward that stands in for the class is left alone", "wrapped_forward:replaces_forward",

@@ -239,3 +239,31 @@ def test_the_collector_runs_where_torch_is_not(extra, tmp_path):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert "--database-url" in out.stdout
+
+
+class Unreadable(nn.Module):
+    """Multiplies with a parameter in a way that nothing recognises, and has a Linear that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.spare = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.odd = nn.Parameter(torch.randn(64, 64) * 0.1)
+
+    def forward(self, x):
+        return torch.einsum("ij,kj->ik", self.q(x), self.odd).pow(2).mean()
+
+
+def test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page(collector):
+    model = Unreadable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with fp8watch.attach(model, recipe="observe", collector=collector) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(32, 64)).backward()
+            optimizer.step()
+        watch.flush(20)
+    text = get(f"{collector}/runs/{watch.identity.run_id}")
+    assert "read by einsum, whose product is not recognised" in text
+    assert "67 % of the GEMM FLOPs were announced as observed and send nothing" in text
+    assert "Not called in the first step" in text
+    assert "spare" in text
