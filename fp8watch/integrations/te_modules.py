@@ -125,7 +125,9 @@ def without_sites(named_modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[
     for fqn, module in named_modules:
         classes = type(module).__mro__
         if any(c.__name__ == "DotProductAttention" and c.__module__.startswith(_PACKAGE) for c in classes):
-            found.append((fqn, "products of activations: not observed, in FP8 where its recipe says fp8_dpa or fp8_mha"))
+            found.append(
+                (fqn, "products of activations: not observed, in FP8 where its recipe says fp8_dpa or fp8_mha")
+            )
         elif kind_of(module) and any(name.startswith("ub_overlap") and on for name, on in vars(module).items()):
             found.append((f"{fqn} communication", "overlapped with its GEMMs: what it sends is not observed"))
     return found

@@ -79,7 +79,7 @@ def test_what_the_forward_on_a_module_calls_is_observed_and_nothing_changes(atta
     watch = attach(model, recipe="observe")
     assert losses_of(model) == wanted
     kept = watch._recorder
-    header, rows = kept.step(-1)
+    _, rows = kept.step(-1)
     assert {name for name, operand, _ in rows if operand == "input"} == {"up", "down", "experts.w1"}
     assert {name for name, operand, _ in rows if operand == "grad_output"} == {"up", "down", "experts.w1"}
     watch.detach()

@@ -22,7 +22,9 @@ def _no_group_is_left():
         torch.distributed.destroy_process_group()
 
 
-def train(family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, seen=None, **training):
+def train(
+    family: str, folder: Path, *, watched: bool, attach=None, checkpoints=None, breaks_at=None, seen=None, **training
+):
     """(what torchtitan logged of each step, its model)"""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """The trainings of `trainers.py`, with what the checks of this room train with. As a command: one of them, as a line of JSON.
 
-    python tests/stacks/trainer_runs.py NAME URL FOLDER
+python tests/stacks/trainer_runs.py NAME URL FOLDER
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ Run = Callable[[Path, bool, bool], Trained]
 
 
 def _loop(folder: Path, watched: bool, broken: bool, *, micro: int = 1, wrap: Any = None) -> Trained:
-    import fp8watch
     from attach.conftest import Mlp
+
+    import fp8watch
 
     torch.manual_seed(0)
     model = Mlp()
@@ -224,8 +225,9 @@ TRAINERS: dict[str, Run] = {
 
 def measure(name: str, url: str, folder: Path) -> dict[str, Any]:
     """One line of the table."""
-    import fp8watch.session.start as start
     from attach.conftest import Kept
+
+    import fp8watch.session.start as start
 
     run, kept, recorder = TRAINERS[name], [], start.Recorder
     alone = run(folder, False, False)
@@ -240,7 +242,9 @@ def measure(name: str, url: str, folder: Path) -> dict[str, Any]:
     finally:
         start.Recorder = recorder  # type: ignore[misc]
     losses = [float(header["loss"]) for header, *_ in kept[0].steps]
-    close = len(losses) == len(watched.losses) and all(abs(a - b) < 1e-4 for a, b in zip(losses, watched.losses, strict=True))
+    close = len(losses) == len(watched.losses) and all(
+        abs(a - b) < 1e-4 for a, b in zip(losses, watched.losses, strict=True)
+    )
     called = re.sub(r"\W+", "-", name.lower())
     os.environ |= {"FP8WATCH_COLLECTOR": url, "FP8WATCH_RUN": called}
     run(folder, True, True)

@@ -1,6 +1,6 @@
 """Trains something small with each trainer, watched and not, and writes the second table of docs/integrations.md.
 
-    python tests/stacks/trainers.py [--print] [NAME...]
+    python tests/stacks/trainers.py [--print] [NAME...]      (rows of others stay as they are)
 
 Per trainer: whether the recorded losses are its own, whether its losses and weights are those of the same training without a
 watch, to the last bit, how many steps ended, and what a collector says of an Inf that is put into one weight. A trainer is a
@@ -35,7 +35,11 @@ PACKAGES = ("torch", "transformers", "lightning", "accelerate", "deepspeed", "me
 def child(name: str, url: str, folder: Path) -> dict[str, Any]:
     """One trainer, measured: a line of JSON from a process of its own."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("FP8WATCH")}
-    environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "FP8WATCH_SPOOL_DIR": str(folder / "spool"), "OMP_NUM_THREADS": "1"}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(PATHS),
+        "FP8WATCH_SPOOL_DIR": str(folder / "spool"),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", str(HERE / "trainer_runs.py"), name, url, str(folder)]
     done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=580)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"trainer"')]
@@ -59,22 +63,35 @@ def told(url: str, run: str) -> str:
     return "**no incident**"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def line_of(r: dict[str, Any]) -> str:
+    """One row."""
+    loss, same = ("its own" if r["loss"] else "**another**"), ("yes" if r["identical"] else "**no**")
+    return f"| {r['trainer']} | {loss} | {same} | {r['steps']} of {r['made']} | {r['told']} |"
+
+
+def merged(section: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of the table in its order: those that were measured now, and of the others those that the page has."""
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in section.splitlines() if line.startswith("| ")}
+    known |= {r["trainer"]: line_of(r) for r in rows}
+    return [known[name] for name in TRAINERS if name in known]
+
+
+def table(lines: list[str]) -> str:
     """The section of the page."""
     have = ", ".join(f"{n} {metadata.version(n)}" for n in PACKAGES)
-    lines = [
-        BEGIN,
-        f"Made by `make stacks` ({have}; CPU, tiny models, observe mode). A loss is the trainer's own where the recorded one is within",
-        "0.0001 of it in each step. Losses, and weights after the last step, are held against the same training without a watch,",
-        "bit by bit. Last column: the first incident after an Inf was put into one weight.",
-        "",
-        "| trainer | loss of a step | losses and weights bit-identical | steps | an Inf in a weight |",
-        "|---|---|---|---|---|",
-    ]
-    for r in rows:
-        loss, same = ("its own" if r["loss"] else "**another**"), ("yes" if r["identical"] else "**no**")
-        lines.append(f"| {r['trainer']} | {loss} | {same} | {r['steps']} of {r['made']} | {r['told']} |")
-    return "\n".join([*lines, END])
+    return "\n".join(
+        [
+            BEGIN,
+            f"Made by `make stacks` ({have}; CPU, tiny models, observe mode). A loss is the trainer's own where the recorded one is",
+            "within 0.0001 of it in each step. Losses, and weights after the last step, are held against the same training without a",
+            "watch, bit by bit. Last column: the first incident after an Inf was put into one weight.",
+            "",
+            "| trainer | loss of a step | losses and weights bit-identical | steps | an Inf in a weight |",
+            "|---|---|---|---|---|",
+            *lines,
+            END,
+        ]
+    )
 
 
 def main() -> int:
@@ -96,13 +113,13 @@ def main() -> int:
             row["told"] = told(url, row["run"])
             print(row, flush=True)
             rows.append(row)
-    text = table(rows)
-    if args.print or args.names:
-        print(text)
-        return 0
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(before + text + rest.partition(END)[2])
+    section, _, after = rest.partition(END)
+    if args.print:
+        print(table([line_of(r) for r in rows]))
+    else:
+        PAGE.write_text(before + table(merged(section, rows)) + after)
     return 0
 
 
