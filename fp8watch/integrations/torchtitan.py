@@ -34,7 +34,7 @@ _asked: list[tuple[Any, TrainerWatch]] = []
 """Configurations of metrics that the override was applied to, whose Trainers have not begun."""
 
 
-@override(target=MetricsProcessor.Config, description="watched by fp8watch")
+@override(target=MetricsProcessor.Config, description="watched by fp8watch")  # type: ignore[untyped-decorator]
 def watch(config: Any, **arguments: Any) -> Any:
     """The override, as `--override.imports` names it; the configuration is given back as it is.
 
@@ -119,8 +119,11 @@ class Training:
             run=f"{spec.name} {spec.flavor}",
             optimizer=list(trainer.optimizers),
         )
-        if trainer.fwd_bwd_fn != trainer._forward_backward_body:
-            self._held.do("torchtitan", lambda watch: watch._say(GRAPHS))
+        self._held.do("torchtitan", self._say_of_graphs)
+
+    def _say_of_graphs(self, watch: Any) -> None:
+        if self._trainer.fwd_bwd_fn != self._trainer._forward_backward_body:
+            watch._say(GRAPHS)
 
     def _train_step(self, train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._held.watch is None:
