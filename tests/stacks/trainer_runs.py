@@ -38,6 +38,12 @@ def _plain(tensor: Any) -> torch.Tensor:
     return found.detach()
 
 
+def put_inf(module: nn.Linear) -> None:
+    """Into one element of its weight."""
+    with torch.no_grad():
+        _plain(module.weight)[ELEMENT] = float("inf")
+
+
 def breaks(module: nn.Linear) -> None:
     """Put an Inf into its weight before a forward in training."""
     count = [0]
@@ -45,8 +51,7 @@ def breaks(module: nn.Linear) -> None:
     def before(linear: nn.Linear, _: Any) -> None:
         count[0] += linear.training
         if count[0] == BREAKS_AT + 1:
-            with torch.no_grad():
-                _plain(linear.weight)[ELEMENT] = float("inf")
+            put_inf(linear)
 
     module.register_forward_pre_hook(before)
 
@@ -62,13 +67,13 @@ def _loop(folder: Path, watched: bool, broken: bool, *, micro: int = 1, wrap: An
 
     torch.manual_seed(0)
     model = Mlp()
-    if broken:
-        breaks(model.down)
     called = model if wrap is None else wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watch = fp8watch.attach(called, recipe="observe", overhead_budget=None) if watched else None
     generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(6):
+    for step in range(6):
+        if broken and step == BREAKS_AT:
+            put_inf(model.down)
         optimizer.zero_grad()
         parts = []
         for _ in range(micro):

@@ -29,7 +29,7 @@ from stacks.trainer_runs import TRAINERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- trainers -->", "<!-- /trainers -->"
-PACKAGES = ("torch", "transformers", "lightning", "accelerate", "deepspeed", "megatron-core", "torchtitan")
+PACKAGES = ("torch", "transformers", "lightning", "accelerate", "deepspeed", "torchtitan")
 
 
 def child(name: str, url: str, folder: Path) -> dict[str, Any]:
