@@ -193,11 +193,13 @@ class Watch:
         if self._plan is not None and not self._detached:
             self._owner.meets(optimizer, self._ran(), self._plan.step.num_passes)
 
+    def _on_scale(self, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
+        if isinstance(scale, Tensor) and not self._detached and self._owner.owns_any({id(optimizer)}):
+            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):
             return
-        if isinstance(scale, Tensor):
-            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
         if self._ran():
             self._close(StepStatus.SKIPPED)
 

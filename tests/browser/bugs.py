@@ -11,6 +11,20 @@ T = "tests/pages"
 
 BUGS = [
     Bug(
+        "the dearest layer comes first",
+        "pages.layer_costs:layer_costs",
+        '-(r["share"] or 0.0)',
+        '(r["share"] or 0.0)',
+        f"{T}/test_layer_costs.py::test_the_run_page_ranks_what_was_measured_and_each_figure_has_its_step",
+    ),
+    Bug(
+        "what no turn measured has no table",
+        f"{P}/templates/run.html",
+        '<section class="panel" id="costs" data-live{% if not costs.rows %} hidden{% endif %}>\n  {% if costs.rows %}',
+        '<section class="panel" id="costs" data-live>\n  {% if true %}',
+        f"{T}/test_layer_costs.py::test_a_run_without_a_turn_has_no_table",
+    ),
+    Bug(
         "a copy is confirmed on the button that a refresh puts in its place",
         f"{J}/actions.js",
         'document.addEventListener("fp8watch:live", sayCopied);',

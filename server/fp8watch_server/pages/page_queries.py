@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
 from fp8watch_server.api.comparison import KIND as COMPARISON
-from fp8watch_server.pages import formatting, health, lookup, panels
+from fp8watch_server.pages import formatting, health, layer_costs, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
@@ -183,8 +183,9 @@ def site_now(conn: Connection, run: RunRow, site: SiteRow) -> list[Dict]:
     """The newest value of each field of a site, with its step."""
     if run["last_step"] is None:
         return []
-    now = _newest(conn, run, NOW_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
-    cells = {field: now.get(field, (None, None)) for field in NOW_FIELDS}
+    fields = (*NOW_FIELDS, layer_costs.FIELD) if layer_costs.is_measured_at(site) else NOW_FIELDS
+    now = _newest(conn, run, fields, {int(site["id"])}).get(int(site["id"]), {})
+    cells = {field: now.get(field, (None, None)) for field in fields}
     return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
 
 

@@ -31,6 +31,7 @@ from fp8watch_server.pages import (
     health,
     health_maps,
     inbox_routes,
+    layer_costs,
     live,
     lookup,
     page_queries,
@@ -155,7 +156,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=siblings,
             twin=twin,
             other=other,
-            charts=site_charts.served(found["format"]),
+            charts=site_charts.served(found),
             chart_sites=[
                 {"id": s["id"], "maps": num_maps[s["id"]] > 0, "direction": s["direction"]} for s in (found, other) if s
             ],
@@ -195,6 +196,7 @@ def run_page(request: Request, run_id: str) -> Response:
                 "worst": page_queries.worst_sites(conn, run, sites, open_incidents),
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
+                "costs": layer_costs.layer_costs(conn, run, sites),
                 "coverage": coverage.coverage(run, sites),
                 "logged": logged_scalars(conn, run, open_incidents),
                 "checkpoints": checkpoints.checkpoints(conn, run["id"]),
