@@ -1,9 +1,10 @@
 """What `loss_impact` says beside what the loss does, on small models of several families: the table of docs/diagnose.md.
 
-    PYTHONPATH=.:agent:tests python -m benchmarks.loss_impact [--batches N] [--pictures docs/images]
+    PYTHONPATH=.:agent:tests python -m benchmarks.loss_impact [--batches N] [--turns] [--pictures docs/images]
 
 Each model is trained for some steps first. Then, on batches that it has not seen, each Linear's forward, dgrad and wgrad are put
 in FP8 alone, and the change of the loss (of the loss after a step, for the backward GEMMs) is held against what one pass said.
+`--turns` holds what the turns of a watched training measure from 64 rows of each Linear against all rows of a diagnosis.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import fp8watch
 from fp8watch.demo.model import ByteModel
 from fp8watch.diagnose import loss_impact, what_if
 from fp8watch.diagnose.impact_picture import impact_picture
@@ -80,6 +82,51 @@ def measure(s: Subject, batches: int, recipe: str) -> Pairs:
     return found
 
 
+class _Kept:
+    """A mirror of a watch: the rows of the last step."""
+
+    rows: Any = None
+
+    def see(self, step: int, rows: Any) -> None:
+        self.rows = rows.copy()
+
+    def stop(self) -> None:
+        pass
+
+
+def turns(name: str, batches: int, recipe: str) -> str:
+    """A row: loss impact per token of the turns, beside that of a diagnosis of the same batch at the same weights."""
+    from fp8watch.observer import canary
+    from fp8watch_agent.record import Measured
+
+    s = build(name)
+    train(s)
+    canary.FIRST_STEPS = 1  # all Linears in one step, so that both see one batch
+    kept, pairs = _Kept(), []
+    watch = fp8watch.attach(s.model, recipe=recipe, optimizer=s.optimizer)
+    watch._flush.mirrors.append(kept)
+    names = [site.module for site in watch._table]
+    for number in range(batches):
+        batch = s.batch(10_000 + number)
+        watch._plan.canary.sweep()
+        s.optimizer.zero_grad()
+        s.loss(s.model, batch).backward()
+        watch.step()
+        said = {
+            names[i]: (row["impact_energy"] / row["num_impact_rows"]) ** 0.5
+            for i, row in enumerate(kept.rows) if row["measured"] & Measured.IMPACT
+        }  # fmt: skip
+        s.optimizer.zero_grad()
+        for layer in loss_impact(s.model, batch, s.loss).layers:
+            if layer.module in said:
+                pairs.append((said[layer.module], layer.spread / layer.num_rows**0.5))
+    watch.detach()
+    turned, full = np.array(pairs).T
+    ranks = [np.argsort(np.argsort(v)) for v in (turned, full)]
+    r, of_ranks = (float(np.corrcoef(*v)[0, 1]) for v in ((turned, full), ranks))
+    return f"| {name} | {len(pairs)} | {full.min():.1e} … {full.max():.1e} | {r:.3f} | {of_ranks:.3f} |"
+
+
 def rows(name: str, pairs: Pairs) -> Iterator[str]:
     for gemm, of in pairs.items():
         if not of:
@@ -98,7 +145,15 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--recipes", nargs="+", default=["blockwise"])
     parser.add_argument("--pictures", type=Path, help="folder for the pictures, of the demo's model")
+    parser.add_argument("--turns", action="store_true", help="what turns measure, beside a diagnosis")
     args = parser.parse_args()
+    if args.turns:
+        print(
+            "| family | Linears × batches | nats per token, all rows | correlation | of ranks |\n|---|---|---|---|---|"
+        )
+        for name in args.families:
+            print(turns(name, args.batches, args.recipes[0]), flush=True)
+        return
     if args.pictures is not None:
         s = build("demo")
         train(s)

@@ -54,7 +54,12 @@ def layer_costs(conn: Connection, run: RunRow, sites: list[SiteRow]) -> Dict:
     squares = {i: float(v) ** 2 for i, (_, v) in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
     total = sum(squares.values())
     rows = [
-        {"site": asked[i], "step": step, "value": value, "share": squares[i] / total if i in squares and total else None}
+        {
+            "site": asked[i],
+            "step": step,
+            "value": value,
+            "share": squares[i] / total if i in squares and total else None,
+        }
         for i, (step, value) in found.items()
     ]
     rows.sort(key=lambda r: (r["share"] is not None, -(r["share"] or 0.0), r["site"]["order"]))

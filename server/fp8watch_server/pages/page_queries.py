@@ -9,6 +9,7 @@ from __future__ import annotations
 from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
+from fp8watch_server.api.bisection import KIND as BISECTION
 from fp8watch_server.api.comparison import KIND as COMPARISON
 from fp8watch_server.pages import formatting, health, layer_costs, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
@@ -26,6 +27,7 @@ NUM_WORST = 12
 SPARK_POINTS = 120
 STATE_ORDER = {OPEN: 0, UNSEEN: 1, ACKNOWLEDGED: 2}
 NUM_FLAGGED = 24
+OPERANDS = ("input", "weight", "grad_output")
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
 LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
@@ -208,11 +210,25 @@ def evidence_charts(incident: IncidentRow, site: SiteRow | None) -> list[Dict]:
 
 def comparison(incident: IncidentWithEvents) -> Dict | None:
     """What ten steps in high precision said, the newest that was sent, with the layers that differ most in front."""
-    told = [e["detail"] for e in incident.get("events") or [] if e["kind"] == COMPARISON]
-    if not told:
+    told = _newest_told(incident, COMPARISON)
+    if told is None:
         return None
-    layers = sorted(told[-1]["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
-    return {**told[-1], "layers": layers[:8]}
+    layers = sorted(told["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
+    return {**told, "layers": layers[:8]}
+
+
+def bisection(incident: IncidentWithEvents) -> Dict | None:
+    """Which layers must leave FP8, the newest that was sent, with the modules of what it names."""
+    told = _newest_told(incident, BISECTION)
+    if told is None:
+        return None
+    modules = [name.rpartition(".")[0] if name.rpartition(".")[2] in OPERANDS else name for name in told["culprits"]]
+    return {**told, "culprit_modules": list(dict.fromkeys(modules))}
+
+
+def _newest_told(incident: IncidentWithEvents, kind: str) -> Dict | None:
+    told: list[Dict] = [e["detail"] for e in incident.get("events") or [] if e["kind"] == kind]
+    return told[-1] if told else None
 
 
 def _distance(error: object) -> float:
