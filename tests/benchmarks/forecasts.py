@@ -1,4 +1,4 @@
-"""How often the interval of a forecast held, on trainings of the proving ground's development families: docs/detection.md.
+"""How often the interval of a forecast held, on trainings of the proving ground's development families: docs/pages.md.
 
     PYTHONPATH=.:agent:server:tests python -m benchmarks.forecasts record FOLDER
     PYTHONPATH=.:agent:server:tests python -m benchmarks.forecasts score FOLDER

@@ -4,7 +4,7 @@
 
 Each model is trained for some steps first. Then, on batches that it has not seen, each Linear's forward, dgrad and wgrad are put
 in FP8 alone, and the change of the loss (of the loss after a step, for the backward GEMMs) is held against what one pass said.
-`--turns` holds what the turns of a watched training measure from 64 rows of each Linear against all rows of a diagnosis.
+`--turns` holds what the turns of a watched training measure from 256 rows of each Linear against all rows of a diagnosis.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Thread:     any; pure functions
 
 The window is cut into bins of equal length, and each speaks by its median, so that single steps move nothing. A trend
 lasts where its halves and its last third rise as the whole does, and where it is far above the scatter of the bins. Its
-interval is that of the slopes of these parts, widened by `WIDEN`: what was needed for `HELD` of the forecasts on recorded
-trainings (docs/detection.md). A line says nothing of a schedule that is about to change.
+interval is that of the slopes of these parts, widened by `WIDEN`. A line says nothing of a schedule that is about to
+change.
 """
 
 from __future__ import annotations
