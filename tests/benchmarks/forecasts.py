@@ -4,7 +4,7 @@
     PYTHONPATH=.:agent:server:tests python -m benchmarks.forecasts score FOLDER
 
 `record` trains each family and keeps amax and underflow of each site and step. `score` stands at every 32nd step, looks back
-as the site's page does, and asks when the series passes a level ahead: `AHEAD` octaves above the line for all of them, and
+as the site's page does, and asks when the series passes a level ahead: `AHEAD` octaves above its last median for all of them, and
 the limit that the page has, 10 %, for underflow. A forecast has held if the running median of 9 steps passes the level
 within its interval; one whose interval the training does not outlast is left out.
 """
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("do", choices=("record", "score"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--families", nargs="*")
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     args = parser.parse_args()
     if args.do == "score":
         return score(args.folder)
@@ -138,7 +139,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory():
         for family in args.families or DEV_FAMILIES:
-            for recipe in RECIPES:
+            for recipe in args.recipes:
                 path = args.folder / f"{family}-{recipe}.npz"
                 if not path.exists():
                     record(family, recipe, path)

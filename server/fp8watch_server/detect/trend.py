@@ -5,7 +5,7 @@ Thread:     any; pure functions
 
 The window is cut into bins of equal length, and each speaks by its median, so that single steps move nothing. A trend
 lasts where its halves and its last third rise as the whole does, and where it is far above the scatter of the bins. Its
-interval is that of the slopes of these parts, widened by `WIDEN`. A line says nothing of a schedule that is about to
+interval is that of the slopes of these parts, widened by `WIDEN` and `WIDEN_LATE`. A line says nothing of a schedule that is about to
 change.
 """
 
@@ -29,7 +29,9 @@ ABOVE_SCATTER = 6.0
 AHEAD = 4.0
 """A forecast reaches so many times as far ahead as it looks back, and no further."""
 WIDEN = 1.5
-"""By how much the interval of the slopes is widened, to both sides."""
+"""By how much the interval of the slopes is widened towards now."""
+WIDEN_LATE = 4.0
+"""... and away from it: on a recorded training most trends that seemed to last had slowed down (docs/pages.md)."""
 
 Array = npt.NDArray[Any]
 
@@ -90,7 +92,7 @@ def forecast(steps: Array, values: Array, limit: float, window: int = WINDOW_STE
         return None
     slopes = [slope, *parts[1:]]
     soonest = max(gap - scatter, 0.0) / max(slopes) / WIDEN
-    latest = (gap + scatter) / min(slopes) * WIDEN
+    latest = (gap + scatter) / min(slopes) * WIDEN_LATE
     return Forecast(
         limit, now, slope, int(soonest), round(gap / slope), int(np.ceil(latest)), int(steps[0]), last
     )  # fmt: skip
