@@ -46,9 +46,10 @@ class Measured(IntFlag):
     QUANTISER = 8192  # what a GEMM reads was held against its operand
     OUTPUTS = 16384  # the output of a GEMM was looked at, and something in it was not finite
     GAIN = 32768  # goes with ENERGIES
+    IMPACT = 65536  # what FP8 changed of sampled rows of an output met the gradient of the loss
 
 
-SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS
+SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS | Measured.IMPACT
 """Groups of looks that are taken at some calls and on some ranks, in turn: a merged record holds them if any had one."""
 
 LATER = Measured(sum(group for group in Measured if group > Measured.CAST))
@@ -96,6 +97,7 @@ _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
 _CK, _AK = Measured.COUNTS | Measured.CAST, Measured.AMAX | Measured.CAST
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
 _G, _Q, _O, _B = Measured.GEMM, Measured.QUANTISER, Measured.OUTPUTS, Measured.GAIN
+_I = Measured.IMPACT
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
@@ -103,6 +105,8 @@ FIELDS: tuple[Field, ...] = (
     Field("noise_energy", "<f8", "sum", _E, 0, "x²", "Σ (x − dequantised x)² over finite elements", 17),
     Field("gain_energy", "<f8", "sum", _B, 0, "x²", "Σ x · (dequantised x − x) over finite elements", 51,
           label="gain energy"),
+    Field("impact_energy", "<f8", "sum", _I, 0, "nats²",
+          "Σ over sampled rows of (∂ℒ/∂y · (y − what F.linear gives))²", 52, label="impact energy"),
     Field("tile_noise_ratio_sum", "<f8", "sum", _E, 0, "ratio", "Σ over tiles of noise energy / signal energy", 6),
     Field("moment2", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)² over finite elements", 24),
     Field("moment4", "<f8", "sum", _M, 0, "1", "Σ (x / tile amax)⁴ over finite elements", 25),
@@ -146,6 +150,8 @@ FIELDS: tuple[Field, ...] = (
           label="tiles that became zero"),
     Field("num_wrong_scales", "<i4", "sum", _Q, 0, "tiles",
           "sampled tiles whose scale_inv is not what their amax gives", 49, label="wrong scales"),
+    Field("num_impact_rows", "<i4", "sum", _I, 0, "rows",
+          "sampled rows of the output whose impact on the loss was taken", 53, label="rows with their impact"),
     Field("amax_hist", "<i4", "sum", _A, 0, "tiles", "octave buckets of the tile amax", 0, NUM_AMAX_BUCKETS),
     # float32 maxima and minima
     Field("amax_max", "<f4", "max", _A, 0, "x", "largest tile amax; Inf where an element is", 3),

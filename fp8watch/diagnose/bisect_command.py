@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from fp8watch.diagnose.bisection import TrialError, TrialResult, bisect
+from fp8watch_agent.fix_command import address
 
 HELP = "find the layers and operands that must leave FP8 for a failure to go"
 
@@ -26,12 +28,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=1, help="processes of a trial, under torchrun (default: 1)")
     parser.add_argument("--state", metavar="FILE", help="keeps finished trials, so that the same command goes on")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds for a trial")
+    parser.add_argument("--incident", metavar="INCIDENT", help="its id, with FP8WATCH_COLLECTOR, or the address of its page, "
+                        "which then shows the result; a token of scope ingest: [FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE]")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Exit status: 0 where culprits were named, 1 where none was, 2 where it cannot be run."""
     try:
+        if args.incident:
+            address(args.incident, os.environ.get("FP8WATCH_COLLECTOR"))  # before hours of trials, not behind them
         found = bisect(
             args.target, checkpoint=args.checkpoint, recipe=args.recipe, limit=args.limit, ranking=args.suspect,
             operands=not args.layers_only, nproc=args.nproc, state=args.state, timeout_s=args.timeout, on_progress=_say,
@@ -40,6 +46,13 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
         return 2
     sys.stdout.write((json.dumps(found.as_json(), indent=2) if args.json else str(found)) + "\n")
+    sys.stdout.flush()
+    if args.incident:
+        try:
+            found.send(args.incident)
+        except (ValueError, OSError) as e:
+            sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
+            return 2
     return 0 if found.verdict == "fp8" else 1
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8watch.diagnose.bisect_search import fewest
+from fp8watch.diagnose.tell_incident import tell_incident
 from fp8watch.recipe import OPERANDS
 
 VERSION = 1
@@ -62,6 +63,20 @@ class Bisection:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "sentence": str(self)}
+
+    def send(self, incident: str, collector: str | None = None, token: str | None = None) -> None:
+        """Attach this to an incident, whose page then shows it.
+
+        Args:
+            incident: its id, or the address of its page.
+            collector: URL, for an id; else FP8WATCH_COLLECTOR.
+            token: with scope ingest; else FP8WATCH_TOKEN, or what is in FP8WATCH_TOKEN_FILE.
+
+        Raises:
+            ValueError: no collector is named.
+            OSError: it cannot be reached, or refuses; the message says why.
+        """
+        tell_incident("bisection", self.as_json(), incident, collector, token)
 
     def __str__(self) -> str:
         num = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}, {len(self.modules)} modules in FP8"

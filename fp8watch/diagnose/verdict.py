@@ -6,15 +6,12 @@ Thread:     the caller's
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import quote
 
-import urllib3
+from fp8watch.diagnose.tell_incident import tell_incident
 
 LOSS_TOLERANCE = 0.0025
 """Healthy FP8 and high-precision runs stay within 0.25 % of each other for the first 20 to 40 steps."""
@@ -88,28 +85,15 @@ class Verdict:
         """Attach this to an incident, whose page then shows it.
 
         Args:
-            incident_id: as in the address of its page.
-            collector: URL; else FP8WATCH_COLLECTOR.
-            token: with scope ingest; else FP8WATCH_TOKEN.
+            incident_id: its id, or the address of its page.
+            collector: URL, for an id; else FP8WATCH_COLLECTOR.
+            token: with scope ingest; else FP8WATCH_TOKEN, or what is in FP8WATCH_TOKEN_FILE.
 
         Raises:
             ValueError: no collector is named.
             OSError: it cannot be reached, or refuses; the message says why.
         """
-        url = collector or os.environ.get("FP8WATCH_COLLECTOR")
-        if not url:
-            raise ValueError("no collector: give collector='http://…:8420', or set FP8WATCH_COLLECTOR")
-        secret = token or os.environ.get("FP8WATCH_TOKEN")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
-        target = f"{url.rstrip('/')}/v1/incidents/{quote(incident_id, safe='')}/comparison"
-        try:
-            answer = urllib3.request(
-                "POST", target, body=json.dumps(self.as_json()), headers=headers, timeout=10, retries=False
-            )
-        except urllib3.exceptions.HTTPError as e:
-            raise OSError(f"collector {url} was not reached: {e}") from e
-        if answer.status not in (200, 201):
-            raise OSError(f"collector {url} answered {answer.status}: {answer.data[:500].decode('utf-8', 'replace')}")
+        tell_incident("comparison", self.as_json(), incident_id, collector, token)
 
 
 FINER = {

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_virtual, plan_of, rows_by_columns
+from fp8watch.layers.impact_rows import LOOK, ImpactRows, impact_rows
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import NUM_ROWS, TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.numerics.formats import fp8_format
@@ -51,6 +52,7 @@ class Turn:
         self._task = -1  # graph task of its backward
         self._awaited: set[int] = set()  # gradients that autograd will hand on: of INPUT, of WEIGHT
         self._hook: Any = None
+        self._impact: ImpactRows | None = None  # of its output, until the gradient comes
 
     # ---- what autograd hands on --------------------------------------------------------------------------------------
 
@@ -59,6 +61,8 @@ class Turn:
         if gradient is not None and self._task == -1 and not is_virtual(gradient):
             self.gradient, self._task = rows_by_columns(gradient.detach()), graph_task()
             _running.turn = self
+            if self._impact is not None:
+                self._impact.see(self.gradient)
 
     def saw_dgrad(self, gradient: Tensor | None) -> None:
         """The gradient of the input, of this call alone."""
@@ -79,7 +83,11 @@ class Turn:
 
     def saw_output(self, y: Tensor) -> None:
         """What the module returned."""
-        self._check(INPUT, False, rows_by_columns(y.detach()), (WEIGHT, False), self.bias)
+        rows = rows_by_columns(y.detach())
+        self._check(INPUT, False, rows, (WEIGHT, False), self.bias)
+        if y.requires_grad and self.plan.canary.is_turn(self.first):
+            run, known = self.plan.guard.run, (self.x, self.weight, self.bias)
+            self._impact = run(LOOK, impact_rows, self.plan, self.first, *known, rows)
 
     def watch_weight(self, weight: Tensor) -> None:
         """See the gradient of the weight in the next backward, once."""

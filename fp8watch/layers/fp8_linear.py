@@ -34,6 +34,7 @@ from fp8watch.layers.custom_ops import (
     rows_by_columns,
 )
 from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.impact_rows import take_impact
 from fp8watch.layers.kept_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.observe_linear import observe, observe_forward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
@@ -249,9 +250,11 @@ def fp8_linear(
     rows = x if x.dim() == 2 else rows_by_columns(x)
     dgrad = x.requires_grad and torch.is_grad_enabled()
     if scaled is not None and x.numel():
-        product: Tensor = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
-        return product.reshape(*x.shape[:-1], weight.shape[0])
-    y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
+        y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
+    else:
+        y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
+    if count and how.gemms[0] and not torch.compiler.is_compiling():
+        take_impact(site, rows, weight, bias, y)
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
 

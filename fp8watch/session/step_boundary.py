@@ -50,6 +50,9 @@ class StepListener(Protocol):
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler steps an optimizer that no watch owns."""
 
+    def _on_scale(self, optimizer: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
+        """The gradients of that optimizer are as much larger; a disabled scaler has no scale."""
+
     def _on_scaler(self, scale: torch.Tensor | None, optimizers: set[int]) -> None:
         """A GradScaler has updated its scale."""
 
@@ -109,6 +112,7 @@ def _wrap_scaler() -> Callable[[], None]:
         _each(lambda w: owned.append(w._owns(optimizer)))
         if not any(owned):  # what steps another watched model is nobody's optimizer of copies
             _each(lambda w: w._on_scaler_step(optimizer))
+        _each(lambda w: w._on_scale(optimizer, getattr(self, "_scale", None)))
         return original_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(original_update)

@@ -223,6 +223,8 @@ class StepFlush:
             numbers.update(
                 self.guard.run("experts", named_experts, left.experts, first_rows, rows, self.expert_names) or {}
             )
+        if (scale := numbers.get("loss_scale", 1.0)) > 0:  # gradients were as much larger
+            rows["impact_energy"] /= scale**2
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
             left.status = StepStatus.SKIPPED
         if not left.recorded:

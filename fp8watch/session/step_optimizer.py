@@ -155,6 +155,11 @@ class StepOwner:
         """Whether an optimizer that has been met holds the parameter of this id."""
         return any(id(p) == parameter for o in self._known for g in o.param_groups for p in g["params"])
 
+    @property
+    def known(self) -> list[Optimizer]:
+        """The optimizers that have been met."""
+        return list(self._known)
+
     def owns_any(self, ids: set[int]) -> bool:
         """Whether one of the optimizers that has been met has one of these ids."""
         return any(id(o) in ids for o in self._known)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers import custom_ops
-from fp8watch.layers.attention_calls import logits_summary, logits_unseen
+from fp8watch.layers.attention_calls import logits_summary
 from fp8watch.layers.fp8_linear import SITE_KEY, release
 from fp8watch.layers.module_hooks import LossHook
 from fp8watch.observer.pass_counter import graph_task
@@ -28,12 +28,13 @@ from fp8watch.session.checkpoint_steps import CheckpointSteps
 from fp8watch.session.fingerprint import Fingerprint, fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
+from fp8watch.session.precision_map import late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_facts
-from fp8watch.session.step_scalars import LOSS_MISSING_STEPS, StepScalars
+from fp8watch.session.step_scalars import StepScalars
 from fp8watch_agent.record import StepStatus
 
 
@@ -170,7 +171,7 @@ class Watch:
 
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Facts of the session that only running shows."""
-        if self._recorder is not None:
+        if self._recorder is not None and facts:
             self._recorder.update_facts(facts)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,11 +194,13 @@ class Watch:
         if self._plan is not None and not self._detached:
             self._owner.meets(optimizer, self._ran(), self._plan.step.num_passes)
 
+    def _on_scale(self, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
+        if isinstance(scale, Tensor) and not self._detached and self._owner.owns_any({id(optimizer)}):
+            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):
             return
-        if isinstance(scale, Tensor):
-            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
         if self._ran():
             self._close(StepStatus.SKIPPED)
 
@@ -244,8 +247,7 @@ class Watch:
             plan.step.on_stuck = None
             if cycle.num_closed <= FIRST_CHECKS or cycle.num_closed % CHECK_EVERY == 0:
                 self.guard.run("replaced", self._replaced.look)
-            if cycle.num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
-                self._tell({"logits_unseen": unseen})
+            self._tell(self.guard.run("late facts", late_facts, cycle.num_closed, self._model, self._owner, plan) or {})
             if self._stuck:
                 self._stuck = False
                 self._tell({STUCK_FACT: ""})

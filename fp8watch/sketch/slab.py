@@ -152,6 +152,19 @@ class Slab:
         torch.where(tile < 0, check.fault_tile, tile, out=tile)
         row_span(mine, "measured").bitwise_or_(int(Measured.QUANTISER))
 
+    def accumulate_impact(self, row: int, energy: torch.Tensor, num_rows: torch.Tensor) -> None:
+        """Merge what a forward GEMM in FP8 changes of the loss into the row of the operand that it reads.
+
+        Args:
+            energy: float64 0-d, nats²: the squared impacts of sampled rows of its output, added.
+            num_rows: int64 0-d, how many.
+        """
+        self._check_row(row)
+        mine = self.buffer[row]
+        row_span(mine, "impact_energy").add_(energy)
+        row_span(mine, "num_impact_rows").add_(num_rows)
+        row_span(mine, "measured").bitwise_or_((num_rows > 0).to(torch.int32) * int(Measured.IMPACT))
+
     def tile_to_look_at(self, row: int) -> torch.Tensor:
         """Of a row the tile of the largest noise where that was measured, else of the largest amax: int32 [2], −1 where
         there is neither. A view or a new tensor, on this device."""

@@ -21,7 +21,16 @@ from fastapi import FastAPI, Request
 from sqlalchemy.engine import Engine
 from starlette.responses import Response
 
-from fp8watch_server.api import comparison, delivery_log, fix_files, flight, incident_actions, run_actions, two_runs
+from fp8watch_server.api import (
+    bisection,
+    comparison,
+    delivery_log,
+    fix_files,
+    flight,
+    incident_actions,
+    run_actions,
+    two_runs,
+)
 from fp8watch_server.api import routes as api
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
@@ -157,6 +166,7 @@ def create_app(
     app.include_router(incident_actions.router)
     app.include_router(run_actions.router)
     app.include_router(comparison.router)
+    app.include_router(bisection.router)
     app.include_router(flight.router)
     app.include_router(fix_files.router)
     app.include_router(delivery_log.router)

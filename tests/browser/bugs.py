@@ -11,6 +11,41 @@ T = "tests/pages"
 
 BUGS = [
     Bug(
+        "a forecast is of a site whose trend lasts",
+        "pages.forecasts:of_site",
+        "[text for text in said if text]",
+        "[]",
+        f"{T}/test_forecasts.py::test_a_lasting_trend_has_a_sentence_and_others_have_none",
+    ),
+    Bug(
+        "a bisection that was sent is on the page",
+        "pages.page_queries:bisection",
+        "_newest_told(incident, BISECTION)",
+        "None",
+        f"{T}/test_next_questions.py::test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it",
+    ),
+    Bug(
+        "the address is checked before hours of trials",
+        "bisect_command:run",
+        '        if args.incident:\n            address(args.incident, os.environ.get("FP8WATCH_COLLECTOR"))',
+        '        if False:\n            address(args.incident, os.environ.get("FP8WATCH_COLLECTOR"))',
+        f"{T}/test_next_questions.py::test_an_incident_that_cannot_be_told_stops_the_command_before_its_trials",
+    ),
+    Bug(
+        "the dearest layer comes first",
+        "pages.layer_costs:layer_costs",
+        '-(r["share"] or 0.0)',
+        '(r["share"] or 0.0)',
+        f"{T}/test_layer_costs.py::test_the_run_page_ranks_what_was_measured_and_each_figure_has_its_step",
+    ),
+    Bug(
+        "what no turn measured has no table",
+        f"{P}/templates/run.html",
+        '<section class="panel" id="costs" data-live{% if not costs.rows %} hidden{% endif %}>\n  {% if costs.rows %}',
+        '<section class="panel" id="costs" data-live>\n  {% if true %}',
+        f"{T}/test_layer_costs.py::test_a_run_without_a_turn_has_no_table",
+    ),
+    Bug(
         "a copy is confirmed on the button that a refresh puts in its place",
         f"{J}/actions.js",
         'document.addEventListener("fp8watch:live", sayCopied);',

@@ -10,6 +10,7 @@ BOUND = f"{T}/test_rounding_bound.py"
 HOLDS = f"{T}/test_self_consistency.py"
 TURNS = f"{T}/test_turns.py"
 OWN = f"{T}/test_own_forward.py"
+IMPACT = f"{T}/test_impact.py"
 
 BUGS = [
     Bug("what a GEMM reads is held against the operand", "custom_ops:run_operand",
@@ -82,6 +83,14 @@ BUGS = [
     Bug("without tokens a weight gradient is zero", "shadow_gemm:hold_against_shadow",
         "not output.numel():", "not (output.numel() and first.numel()):",
         f"{FAULTS}::test_the_weight_gradient_of_an_expert_without_tokens_is_zero"),
+    Bug("an impact is that of the error, row by row", "impact_rows:ImpactRows.see",
+        ".sum(1)\n", ".abs().sum(1)\n", f"{IMPACT}::test_a_turn_says_what_a_diagnosis_says_of_the_same_rows"),
+    Bug("an impact is in nats of the loss, not of the scaled one", "step_boundary:_wrap_scaler",
+        '_each(lambda w: w._on_scale(optimizer, getattr(self, "_scale", None)))', "pass",
+        f"{IMPACT}::test_every_module_has_its_figure_and_the_loss_scale_is_taken_off"),
+    Bug("a forward that nothing comes back to has no impact", "slab:Slab.accumulate_impact",
+        "(num_rows > 0).to(torch.int32) * int(Measured.IMPACT)", "int(Measured.IMPACT)",
+        f"{IMPACT}::test_rows_that_are_not_finite_are_no_impact"),
     Bug("a module that was replaced is observed again", "replaced_modules:ReplacedModules.look",
         "put_on_site(plan, row, module, in_fp8)", "pass", f"{OWN}::test_what_replaces_a_linear_after_attach_is_observed"),
 ]  # fmt: skip

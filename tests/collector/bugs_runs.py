@@ -10,6 +10,13 @@ SESSION = f"{WHOSE}::test_a_session_belongs_to_whoever_registered_it"
 
 RUNS = [
     Bug(
+        "what was not reproduced decides nothing",
+        "api.bisection:post_bisection",
+        'got.verdict if got.verdict != "not-reproduced" else None',
+        '"shared"',
+        "tests/collector/test_bisection.py::test_it_is_kept_and_an_unknown_verdict_takes_it",
+    ),
+    Bug(
         "a token registers the runs that it names",
         "ingest.routes:_register",
         "    sender_of(request).grant.require(run_id)\n",

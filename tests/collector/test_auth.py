@@ -46,6 +46,7 @@ ROUTES = {
     "POST /v1/batches/joined": "ingest",
     "POST /v1/tile-maps": "ingest",
     "POST /v1/incidents/{incident_id}/comparison": "ingest",
+    "POST /v1/incidents/{incident_id}/bisection": "ingest",
     "GET /api/v1/runs": "read",
     "GET /api/v1/runs/{run_id:path}": "read",
     "GET /api/v1/runs/{run_id:path}/sites": "read",

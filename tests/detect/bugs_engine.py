@@ -9,6 +9,20 @@ T = "tests/detect"
 
 REPORTS = [
     Bug(
+        "a trend that fades is not continued",
+        "detect.trend:forecast",
+        "min(parts) < STEADY * slope",
+        "min(parts) < -1",
+        f"{T}/test_trend.py::test_what_is_no_lasting_trend_is_not_continued",
+    ),
+    Bug(
+        "an interval holds the truth",
+        "detect.trend:forecast",
+        "/ min(slopes) * WIDEN",
+        "/ max(slopes) / WIDEN",
+        f"{T}/test_trend.py::test_a_line_passes_its_limit_within_the_interval",
+    ),
+    Bug(
         "two jobs in one run are told",
         "detect.engine:Engine.observe",
         "        found += [f for f in two if f.mode not in self.thresholds.disabled]\n",

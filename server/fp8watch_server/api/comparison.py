@@ -8,26 +8,17 @@ The training process sends it, so the scope is `ingest`. An incident with an unk
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-import sqlalchemy as sa
 from fastapi import APIRouter, Request
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from fp8watch_server.api.routes import not_found
-from fp8watch_server.auth import grant
-from fp8watch_server.db import schema as t
-from fp8watch_server.db.dialect import writing
-from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.store import queries
+from fp8watch_server.api.diagnosis_notes import decoded, note
 
 router = APIRouter(prefix="/v1", tags=["ingest"])
 
 KIND = "comparison"
-MAX_BYTES = 1 << 20
 MAX_LAYERS_KEPT = 64
 """Of the layers the worst are kept: a page is no place for a thousand rows."""
 
@@ -76,42 +67,7 @@ def _error(layer: LayerPair) -> float:
 @router.post("/incidents/{incident_id}/comparison")
 async def post_comparison(request: Request, incident_id: str) -> Response:
     """Keep a comparison with BF16. The newest one is shown on the incident's page."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BYTES:
-            raise Problem(413, "a comparison above 1 MiB", rule="at most 1 MiB", remedy="compare fewer steps")
-    try:
-        got = msgspec.json.decode(bytes(body), type=Comparison)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise Problem(
-            422,
-            f"comparison: {e}",
-            rule="the JSON of fp8watch.diagnose.Verdict.as_json",
-            remedy="send it as it was made",
-        ) from e
+    got = await decoded(request, Comparison, KIND, "fp8watch.diagnose.Verdict.as_json")
     worst = {id(x) for x in sorted(got.layers, key=_error, reverse=True)[:MAX_LAYERS_KEPT]}
     got.layers = [x for x in got.layers if id(x) in worst]  # in the order of execution
-    answer = await run_in_threadpool(_store, request.app.state.engine, incident_id, got, grant.of(request.scope))
-    request.app.state.on_change()
-    return answer
-
-
-def _store(engine: sa.Engine, incident_id: str, got: Comparison, granted: grant.Grant) -> Response:
-    c, e, now = t.incident.c, t.incident_event.c, time.time()
-    with writing(engine) as conn:
-        mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
-        row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
-        if row is None:
-            raise not_found("incident", incident_id)
-        granted.require(row.run_id)
-        values: dict[str, Any] = {"updated_at": now}
-        if row.verdict == "unknown":
-            values["verdict"] = got.verdict
-        conn.execute(sa.update(t.incident).where(c.run_id == row.run_id, *mine).values(**values))
-        of_incident = (e.run_id == row.run_id, e.tenant == row.tenant, e.incident_id == incident_id)
-        seq = conn.execute(sa.select(sa.func.coalesce(sa.func.max(e.seq), 0) + 1).where(*of_incident)).scalar_one()
-        event = {"run_id": row.run_id, "tenant": row.tenant, "incident_id": incident_id, "seq": seq, "kind": KIND}
-        event |= {"at": now, "step": row.last_step, "detail": msgspec.to_builtins(got)}
-        conn.execute(sa.insert(t.incident_event), [event])
-        return JsonResponse(queries.incident(conn, incident_id), 201)
+    return await note(request, incident_id, KIND, got, got.verdict)

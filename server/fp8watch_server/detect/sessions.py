@@ -140,7 +140,7 @@ def differences(new: SessionFacts, old: SessionFacts, against: str) -> list[Chan
     if new.fingerprint and old.fingerprint and new.fingerprint != old.fingerprint:
         out.append(Change("fingerprint", new.fingerprint, old.fingerprint, against))
     for name in sorted({*new.facts, *old.facts}):
-        if name in _IGNORED or name.partition(".")[0] in ("checkpoint", "declared"):
+        if name in _IGNORED or name.partition(".")[0] in ("checkpoint", "declared", "precision"):
             continue
         value, before = (facts.get(name, NOT_GIVEN) for facts in (new.facts, old.facts))
         known = name in new.facts and name in old.facts

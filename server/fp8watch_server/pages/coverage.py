@@ -19,6 +19,9 @@ Dict = dict[str, Any]
 PROBE = "output"
 NUM_LEFT_OUT = 40
 NUM_RANKS = 32
+NUM_PRECISIONS = 16
+PRECISION = "precision."
+"""Facts of a session: what is kept in which precision."""
 _ITEM = re.compile(r"([^;()]+?) \(((?:[^()]|\([^()]*\))*)\)(?:; |$)")
 
 
@@ -75,6 +78,11 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
         "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
+        "precisions": [
+            (str(name).removeprefix(PRECISION), str(text))
+            for name, text in facts.items()
+            if str(name).startswith(PRECISION)
+        ][:NUM_PRECISIONS],
         "warnings": [
             str(facts[k])
             for k in ("silent_share", "configuration_warning", "declared_not_effective", "te_unread", "logits_unseen")

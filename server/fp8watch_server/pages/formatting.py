@@ -27,6 +27,7 @@ MAX_NAME_CHARS = 240  # more is cut in the text itself; less is cut by the style
 
 FIELD_LABELS = {f.name: f.label for f in FIELDS if f.label} | {
     "loss_scale": "loss scale",
+    "impact_rms": "loss impact per token",
     "tile_sqnr_db": "tile SQNR",
     "sqnr_db": "tensor SQNR",
     "underflow_ratio": "underflow",
@@ -109,7 +110,7 @@ def of_field(value: object, field: str) -> str:
     """A value as its field is read: shares in percent, SQNR in dB."""
     if field in RATIO_FIELDS:
         return ratio(value)
-    return quantity(value, "dB" if field.endswith("_db") else None)
+    return quantity(value, "nats" if field == "impact_rms" else "dB" if field.endswith("_db") else None)
 
 
 def field_label(field: str) -> str:

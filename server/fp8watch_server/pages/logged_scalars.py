@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from fp8watch_server.pages import formatting
+from fp8watch_server.pages import forecasts, formatting
 from fp8watch_server.store import logged_names
 
 MAX_SHOWN, MAX_NAMES = 36, 400
@@ -41,6 +41,7 @@ def logged_scalars(
                 "value": value,
                 "spark": formatting.spark(series, 200, 34),
                 "incident": told.get(name),
+                "forecast": forecasts.of_scalar(name, series, NUM_STEPS),
             }
         )
     rest = [name for name in names if name not in shown]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
+from fp8watch_server.api.bisection import KIND as BISECTION
 from fp8watch_server.api.comparison import KIND as COMPARISON
-from fp8watch_server.pages import formatting, health, lookup, panels
+from fp8watch_server.pages import formatting, health, layer_costs, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
@@ -26,6 +27,7 @@ NUM_WORST = 12
 SPARK_POINTS = 120
 STATE_ORDER = {OPEN: 0, UNSEEN: 1, ACKNOWLEDGED: 2}
 NUM_FLAGGED = 24
+OPERANDS = ("input", "weight", "grad_output")
 # What makes a tile worth listing, worst first. Zero, eps and underflow tiles are everyday, so they are only counted.
 FLAG_ORDER = (TileFlag.NAN, TileFlag.INF, TileFlag.SENTINEL, TileFlag.OFF_SCALE, TileFlag.SATURATED)
 LOUD = sum(int(flag) for flag in FLAG_ORDER)  # a plain int: an enum costs microseconds a tile, and there are millions
@@ -183,8 +185,9 @@ def site_now(conn: Connection, run: RunRow, site: SiteRow) -> list[Dict]:
     """The newest value of each field of a site, with its step."""
     if run["last_step"] is None:
         return []
-    now = _newest(conn, run, NOW_FIELDS, {int(site["id"])}).get(int(site["id"]), {})
-    cells = {field: now.get(field, (None, None)) for field in NOW_FIELDS}
+    fields = (*NOW_FIELDS, layer_costs.FIELD) if layer_costs.is_measured_at(site) else NOW_FIELDS
+    now = _newest(conn, run, fields, {int(site["id"])}).get(int(site["id"]), {})
+    cells = {field: now.get(field, (None, None)) for field in fields}
     return [{"field": field, "step": step, "value": value} for field, (step, value) in cells.items()]
 
 
@@ -207,11 +210,25 @@ def evidence_charts(incident: IncidentRow, site: SiteRow | None) -> list[Dict]:
 
 def comparison(incident: IncidentWithEvents) -> Dict | None:
     """What ten steps in high precision said, the newest that was sent, with the layers that differ most in front."""
-    told = [e["detail"] for e in incident.get("events") or [] if e["kind"] == COMPARISON]
-    if not told:
+    told = _newest_told(incident, COMPARISON)
+    if told is None:
         return None
-    layers = sorted(told[-1]["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
-    return {**told[-1], "layers": layers[:8]}
+    layers = sorted(told["layers"], key=lambda x: _distance(x["output_error"]), reverse=True)
+    return {**told, "layers": layers[:8]}
+
+
+def bisection(incident: IncidentWithEvents) -> Dict | None:
+    """Which layers must leave FP8, the newest that was sent, with the modules of what it names."""
+    told = _newest_told(incident, BISECTION)
+    if told is None:
+        return None
+    modules = [name.rpartition(".")[0] if name.rpartition(".")[2] in OPERANDS else name for name in told["culprits"]]
+    return {**told, "culprit_modules": list(dict.fromkeys(modules))}
+
+
+def _newest_told(incident: IncidentWithEvents, kind: str) -> Dict | None:
+    told: list[Dict] = [e["detail"] for e in incident.get("events") or [] if e["kind"] == kind]
+    return told[-1] if told else None
 
 
 def _distance(error: object) -> float:

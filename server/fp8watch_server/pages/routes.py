@@ -26,13 +26,16 @@ from fp8watch_server.pages import (
     first_chart,
     first_site_chart,
     flight_pages,
+    forecasts,
     formatting,
     headline,
     health,
     health_maps,
     inbox_routes,
+    layer_costs,
     live,
     lookup,
+    next_questions,
     page_queries,
     panels,
     report,
@@ -59,6 +62,11 @@ def _connect(request: Request) -> Any:
     return request.app.state.engine.connect()
 
 
+def _own_url(request: Request) -> str:
+    """Of the collector, as people reach it."""
+    return str(request.app.state.settings.public_url or request.base_url).rstrip("/")
+
+
 def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
     """Event stream URL of a page, and its current version."""
     return {"url": topic.url, "version": live.version(conn, topic)}
@@ -80,7 +88,7 @@ def runs_page(request: Request) -> HTMLResponse:
         active=run_filters.active(wanted),
         selects=selects,
         pager=run_filters.pager(wanted, shown["found"]),
-        own_url=request.app.state.settings.public_url or str(request.base_url).rstrip("/"),
+        own_url=_own_url(request),
         **shown,
     )
 
@@ -155,7 +163,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             siblings=siblings,
             twin=twin,
             other=other,
-            charts=site_charts.served(found["format"]),
+            charts=site_charts.served(found),
             chart_sites=[
                 {"id": s["id"], "maps": num_maps[s["id"]] > 0, "direction": s["direction"]} for s in (found, other) if s
             ],
@@ -164,6 +172,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             marks=marks,
             amax=first_site_chart.amax_charts(amax, marks, low, high),
             num_maps=num_maps[found["id"]],
+            forecasts=forecasts.of_site(conn, run, found),
         )
 
 
@@ -195,6 +204,7 @@ def run_page(request: Request, run_id: str) -> Response:
                 "worst": page_queries.worst_sites(conn, run, sites, open_incidents),
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
+                "costs": layer_costs.layer_costs(conn, run, sites),
                 "coverage": coverage.coverage(run, sites),
                 "logged": logged_scalars(conn, run, open_incidents),
                 "checkpoints": checkpoints.checkpoints(conn, run["id"]),
@@ -251,6 +261,8 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             tile=tuple(place["tile"]) if place["tile"] else None,
             charts=page_queries.evidence_charts(incident, site),
             comparison=page_queries.comparison(incident),
+            bisection=page_queries.bisection(incident),
+            questions=next_questions.questions(incident, run, site, _own_url(request)),
             silences=silences,
             runbooks=runbooks.slugs(),
             same_cause=cause_list.same_cause(conn, incident),

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from fp8watch_server.pages import layer_costs
+from fp8watch_server.store.rows import SiteRow
+
 FLOOR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}
 """Tile SQNR that is healthy for the format, from there on."""
 
@@ -41,6 +44,8 @@ class SiteChart:
     """Values below FLOOR_DB are tinted."""
     limit: float | None = None
     """Values above it, on the axis as drawn, are tinted."""
+    of_fprop: bool = False
+    """Of the inputs of forward GEMMs only."""
     drawn_first: bool = False
     """Drawn by the collector too, before scripts run."""
 
@@ -71,6 +76,10 @@ CHARTS = (
         "clip", "Clip depth", "largest amax × scale ÷ largest code; above 1 values were clipped", "octaves",
         (Curve("clip_depth", "clip depth", "series-1"),), limit=0.0,
     ),
+    SiteChart(
+        "impact", "Loss impact per token", "what this forward in FP8 changes of the loss, RMS over sampled tokens, nats; a point for each turn", "octaves",
+        (Curve("impact_rms", "loss impact", "series-1"),), of_fprop=True,
+    ),
 )  # fmt: skip
 
 
@@ -85,6 +94,7 @@ def strokes_drawn_first() -> dict[str, str]:
     return {curve.field: curve.stroke for curve in chart.curves}
 
 
-def served(fmt: str) -> list[dict[str, Any]]:
-    """As static/site.js reads them, for a site of a format."""
-    return [asdict(c) | {"floor": FLOOR_DB.get(fmt) if c.has_floor else None} for c in CHARTS]
+def served(site: SiteRow) -> list[dict[str, Any]]:
+    """As static/site.js reads them, for a site."""
+    shown = [c for c in CHARTS if not c.of_fprop or layer_costs.is_measured_at(site)]
+    return [asdict(c) | {"floor": FLOOR_DB.get(site["format"]) if c.has_floor else None} for c in shown]

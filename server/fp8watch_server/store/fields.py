@@ -89,6 +89,16 @@ _DERIVED: tuple[SeriesField, ...] = (
         lambda c: c["signal_energy"] != 0,
     ),
     SeriesField(
+        "impact_rms",
+        ("impact_energy", "num_impact_rows"),
+        Measured.IMPACT,
+        "nats",
+        "RMS over sampled tokens of what this forward GEMM in FP8 changes of the loss, to first order",
+        "max",
+        lambda c: np.sqrt(_ratio(c["impact_energy"], c["num_impact_rows"])),
+        lambda c: c["num_impact_rows"] > 0,
+    ),
+    SeriesField(
         "underflow_ratio",
         ("num_underflow", "num_nonzero"),
         _CK,

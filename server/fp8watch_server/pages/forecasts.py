@@ -1,0 +1,80 @@
+"""Sentences on where a lasting trend leads: steps until it passes a limit, with an interval and the steps it was read off.
+
+Upstream:   fp8watch_server.store.queries, fp8watch_server.detect.trend
+Shapes:     a site, or a logged scalar -> sentences
+Thread:     query pool
+
+What is said holds if it goes on as it has. A series that is no lasting trend has no sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection
+
+from fp8watch_server.detect.modes.attention_logit_growth.detector import LOG as LOGITS
+from fp8watch_server.detect.thresholds import DEFAULTS
+from fp8watch_server.detect.trend import WINDOW_STEPS, forecast
+from fp8watch_server.pages.formatting import capitalised, field_label, number
+from fp8watch_server.store import queries
+from fp8watch_server.store.rows import RunRow, SiteRow
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a quantity must not pass."""
+
+    field: str
+    value: float
+    means: str
+    """What is so from there on."""
+    holds_for: Callable[[SiteRow], bool] = lambda _: True
+
+
+OF_SITES = (
+    Limit(
+        "underflow_ratio",
+        DEFAULTS.chronic_underflow,
+        f"{100 * DEFAULTS.chronic_underflow:g} %, the limit of chronic-quantization-noise",
+    ),
+    Limit("clip_depth", 1.0, "1, from where the largest values are clipped", lambda site: site["recipe"] == "delayed"),
+)
+OF_LOGITS = Limit(
+    LOGITS, DEFAULTS.attention_logit_warning, f"{DEFAULTS.attention_logit_warning:g}, where softmax is one-hot"
+)
+
+
+def of_site(conn: Connection, run: RunRow, site: SiteRow) -> list[str]:
+    """What a site is heading for."""
+    limits = [limit for limit in OF_SITES if limit.holds_for(site)]
+    last = run["last_step"]
+    if last is None or site["operand"] == "output":
+        return []
+    names = [limit.field for limit in limits]
+    low = max(0, int(last) - WINDOW_STEPS + 1)
+    found = queries.several_series(conn, run["id"], site["id"], names, low, int(last), 4 * WINDOW_STEPS)
+    said = (sentence(found[limit.field], limit, field_label(limit.field)) for limit in limits)
+    return [text for text in said if text]
+
+
+def of_scalar(name: str, series: Mapping[str, Any], window: int) -> str:
+    """What a logged scalar is heading for; nothing of a name that has no limit."""
+    if name != LOGITS and not name.startswith(LOGITS + "/"):
+        return ""
+    return sentence(series, OF_LOGITS, name, window)
+
+
+def sentence(series: Mapping[str, Any], limit: Limit, label: str, window: int = WINDOW_STEPS) -> str:
+    """Of one series; empty without a lasting trend."""
+    values = np.array([math.nan if v is None or v <= 0 else math.log2(v) for v in series["values"]])
+    found = forecast(np.array(series["steps"]), values, math.log2(limit.value), window)
+    if found is None:
+        return ""
+    pace = f"at the pace of steps {found.first_step}–{found.last_step}"
+    when = f"in about {number(found.steps)} steps ({number(found.soonest)}–{number(found.latest)})"
+    return f"{capitalised(label)}: {pace} it passes {limit.means}, {when}."

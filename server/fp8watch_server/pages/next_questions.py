@@ -1,0 +1,64 @@
+"""What to ask next about an incident: diagnoses, each as a command that can be pasted or a page that can be opened.
+
+Shapes:     an incident, its site, the collector's address -> rows of a template
+Thread:     any; pure functions
+
+Commands run where the model is, against a function of the user's: MODULE:FUNCTION stays for that person to fill in.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from fp8watch_server.pages.lookup import run_url, site_url
+from fp8watch_server.store.rows import IncidentRow, RunRow, SiteRow
+
+TARGET = "MODULE:FUNCTION"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row."""
+
+    asks: str
+    command: str = ""
+    url: str = ""
+    opens: str = ""
+    """What the link says."""
+
+
+def questions(incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url: str) -> list[Question]:
+    """In the order in which they narrow it down.
+
+    Args:
+        own_url: of the collector, as people reach it.
+    """
+    module = incident["place"]["module"]
+    page = f"{own_url}/incidents/{quote(incident['id'], safe='')}"
+    only = f" --only {shlex.quote(module)}" if module else ""
+    suspect = f" --suspect {shlex.quote(module)}" if module else ""
+    asked = [
+        Question("Is it FP8 at all?", f'fp8watch.diagnose.compare_bf16(model, batches, loss_fn).send("{page}")'),
+        Question(
+            "Which layers must leave FP8 for it to go?",
+            f"fp8watch diagnose bisect {TARGET}{suspect} --incident {page}",
+        ),
+        Question(
+            "What does FP8 cost, layer by layer?",
+            f"fp8watch diagnose loss-impact {TARGET}{only} --measure",
+            f"{run_url(run['id'])}#costs",
+            "as turns measured it",
+        ),
+        Question(
+            "What would another format do?",
+            f"fp8watch diagnose what-if --run {shlex.quote(run['id'])} --collector {own_url}",
+        ),
+        Question("Is there a run without it?", "", f"/compare?a={quote(run['id'], safe='')}", "two runs side by side"),
+        Question("May I resume from this checkpoint?", "fp8watch check-checkpoint PATH"),
+    ]
+    if site is not None:
+        at = f"{site_url(run['id'], site['id'])}?step={incident['first_step']}"
+        asked.insert(2, Question("What did the operand look like before?", "", at, "its site"))
+    return asked
