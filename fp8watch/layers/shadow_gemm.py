@@ -234,6 +234,9 @@ def hold_against_shadow(
     if not turn and not (canary.is_forced(row) and plan.step.sample.full[row]):
         return
     began = perf_counter()
+    if not first.numel():  # an expert without tokens, which may never have had any
+        plan.sites.shapes.setdefault(row, (int(first.shape[0]), int(first.shape[1])))
+        slab.note_empty(row)
     if operand == INPUT:
         b = b.t()
     elif operand == GRAD_OUTPUT and columnwise:
