@@ -2,6 +2,7 @@
 mode in the first step in which its site is looked at."""
 
 import importlib
+import os
 import sys
 
 import pytest
@@ -12,6 +13,8 @@ from check_observed import recipe_of
 import fp8watch
 import fp8watch.session.start as start_module
 
+STEPS = int(os.environ.get("FP8WATCH_HEALTHY_STEPS", "40"))
+"""Of a healthy run; `make healthy` runs 2,000."""
 TOKENS, WIDTHS = 256, (128, 256, 384)  # each operand has a shape of its own
 INPUT, GRADIENT = (TOKENS, WIDTHS[1]), (TOKENS, WIDTHS[2])  # of the module "1"
 WEIGHT = (WIDTHS[2], WIDTHS[1])
@@ -215,4 +218,4 @@ def test_a_healthy_run_is_silent(te, run, recipe):
     model = torch.nn.Sequential(
         te.LayerNormLinear(*WIDTHS[:2], **options), te.Linear(WIDTHS[1], WIDTHS[0], **options), Experts(te)
     )
-    assert run(te, model, recipe_of(recipe), steps=40).said() == []
+    assert run(te, model, recipe_of(recipe), steps=STEPS).said() == []
