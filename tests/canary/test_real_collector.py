@@ -118,9 +118,12 @@ def test_each_public_fault_is_an_incident_with_its_mode_step_and_place(tmp_path,
     mode, severity, step, module, _ = told["experts without tokens"]
     assert (mode, severity, module) == (KERNEL, "critical", "e1")
     assert step == 0
-    if find_spec("torchao") is not None:  # its casts are seen in the module's turn, the second step; a NaN at once, in what came out
+    if find_spec("torchao") is not None:
+        # its casts are seen in the module's turn, the second step; a NaN at once, in what came out
         at_once = {"scales of the padding": (KERNEL, "critical", 0)}
-        theirs = {name: (*at_once.get(name, (QUANTISER, "critical", 1)), "b", case[0]) for name, case in TORCHAO.items()}
+        theirs = {
+            name: (*at_once.get(name, (QUANTISER, "critical", 1)), "b", case[0]) for name, case in TORCHAO.items()
+        }
         assert {name: told["torchao " + name] for name in TORCHAO} == theirs
 
 
