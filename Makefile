@@ -8,7 +8,7 @@ ROOMS    ?= tests/agent tests/store
 BIN      := $(VENV)/bin
 PROVING  := build/proving/.venv
 
-.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks families lint docs serve bench bench-gpu bench-detect prove screenshots clean
+.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks healthy families lint docs serve bench bench-gpu bench-detect prove screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -64,6 +64,12 @@ test-stacks: $(VENV)/.dev
 # make stacks       the same trainers, watched and not, an Inf told to a collector; writes docs/integrations.md (ARGS="--print hugging")
 stacks: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) PIP_ARGS="$(PIP_ARGS)" tests/stacks/run.sh --table $(ARGS)
+
+# make healthy      2,000 steps of each recipe and backend, torchao and Transformer Engine among them, in which nothing may be raised
+healthy: $(VENV)/.dev
+	$(PYTEST) -m "" -k long_healthy tests/canary tests/ao
+	FP8WATCH_HEALTHY_STEPS=2000 PYTEST_ADDOPTS="-k healthy_run" \
+	  PYTHON=$(abspath $(BIN)/python) PIP_ARGS="$(PIP_ARGS)" WORKERS=$(WORKERS) tests/te/real/run.sh 2.20.2
 
 # make families     tiny models of transformers' and diffusers' families, observed; writes docs/integrations.md (ARGS="--print gpt")
 families: $(VENV)/.dev

@@ -16,7 +16,8 @@ from torch import nn
 
 from fp8watch.integrations.te_debug import shows_all
 from fp8watch.integrations.te_nvfp4 import BLOCK
-from fp8watch.integrations.te_tensors import is_quantized
+from fp8watch.integrations.te_tensors import QuantizedView, is_quantized
+from fp8watch.numerics.formats import E2M1
 
 KINDS = ("LayerNormMLP", "LayerNormLinear", "GroupedLinear", "Linear")
 
@@ -173,3 +174,31 @@ def _sites(te: TeModule, index: int) -> list[TeSite]:
         or index == 1,  # between fc2 and fc1 it stays inside the module
     }
     return [TeSite(name, operand, direction, gemm, seen[operand]) for operand, direction, gemm in _DATA_FLOW]
+
+
+def name_of(te: TeModule, index: int) -> str:
+    """Name of the sites of one of its GEMMs: of an MLP the first or the second, of experts each has its own."""
+    if te.kind == "GroupedLinear":
+        return f"{te.fqn}.{index}"
+    return f"{te.fqn}.fc{index + 1}" if te.kind == "LayerNormMLP" else te.fqn
+
+
+def numerics_of(held: Any, view: QuantizedView, *, exact: bool) -> SiteNumerics:
+    """What a tensor of one direction says of itself.
+
+    Args:
+        held: the tensor.
+        view: its codes and scales.
+        exact: the operand was seen before its cast.
+    """
+    quantizer = getattr(held, "_quantizer", None)
+    power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
+    eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
+    recipe = recipe_of(held, view.tile, is_bound(quantizer, view))
+    evidence = EXACT if exact else CODES_OF_FOUR_BITS if view.fmt is E2M1 else DERIVED
+    return SiteNumerics(view.tile, view.fmt.name, power_2 or recipe == "mxfp8", eps, evidence, recipe)
+
+
+def is_bound(quantizer: Any, view: QuantizedView) -> bool:
+    """Whether the scale is that of the operand's own amax, rounded down; else it has a history, or is rounded up."""
+    return view.fmt is not E2M1 and hasattr(quantizer, "force_pow_2_scales")

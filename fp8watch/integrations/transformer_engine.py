@@ -2,7 +2,7 @@
 
 Shapes:     codes and scales of a GEMM's operands -> TileStats of their sites     Thread: training, and autograd's
 
-In the steps of a module's turn only: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
+In the steps of a module's turn, but for what its GEMMs return: a forward pre-hook keeps the operand that Python sees, a hook on the output keeps the gradient,
 and the functions through which all modules multiply (`general_gemm` and its grouped form) are wrapped to see codes and
 scales. Nothing is quantised a second time, and an error in here is counted and never reaches training. Operands that only
 debug mode shows come from te_debug.
@@ -32,20 +32,20 @@ from torch import nn
 from fp8watch.integrations import te_debug
 from fp8watch.integrations.te_frames import Frame, Hook
 from fp8watch.integrations.te_modules import (
-    CODES_OF_FOUR_BITS,
-    DERIVED,
-    EXACT,
     SiteNumerics,
     TeModule,
+    is_bound,
+    name_of,
+    numerics_of,
     recipe_of,
 )
 from fp8watch.integrations.te_nvfp4 import rotated
 from fp8watch.integrations.te_package import load
+from fp8watch.integrations.te_products import products_of
 from fp8watch.integrations.te_stats import derived, exact, num_suspect
 from fp8watch.integrations.te_tensors import QuantizedView, direction_of, read
 from fp8watch.integrations.te_turns import TeTurns
 from fp8watch.integrations.te_unread import Tell, Unread, silent
-from fp8watch.numerics.formats import E2M1
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.pass_counter import in_backward
 from fp8watch.observer.step_sample import EVERYTHING, YES, StepSample
@@ -77,6 +77,7 @@ class TeObserver:
         entered: told of each forward (False) and backward (True) of a module in training, sampled or not.
         tell: takes what could not be read: a line for people, and facts of the session.
         turns: whose turn it is, and what is checked then (te_turns); None: nothing is.
+        output: takes what each GEMM returned, sampled or not: (row of the operand that it is told at, [M, N]).
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class TeObserver:
         entered: Callable[[bool], None] = lambda backward: None,
         tell: Tell = silent,
         turns: TeTurns | None = None,
+        output: Callable[[int, torch.Tensor], None] = lambda row, y: None,
     ) -> None:
-        self.turns = turns
+        self.turns, self._output = turns, output
         self._entered, self._tell = entered, tell
         self.version, self.backend, self.unread = "", STOCK, Unread()
         self.facts: dict[int, SiteNumerics] = {}
@@ -188,8 +190,7 @@ class TeObserver:
 
     def wants_operands(self) -> bool:
         """Whether the forward that runs now is to show its operands."""
-        frame = self._frame(backward=False)
-        return frame is not None and frame.debug
+        return (frame := self._frame(backward=False)) is not None and frame.debug
 
     # ---- module hooks ----------------------------------------------------------------------------------------
 
@@ -258,25 +259,37 @@ class TeObserver:
         def product(*args: Any, **kwargs: Any) -> Any:
             layout, turns = str(kwargs.get("layout", "TN")), self.turns
             turn = turns is not None and turns.any
-            if (self.sample.any_full or turn) and len(args) >= 2:
-                self._guard.run("te gemm", self._see, args[0], args[1], layout)
+            if len(args) >= 2:
+                self._guard.run("te gemm", self._see, args[0], args[1], layout, self.sample.any_full or turn)
             out = original(*args, **kwargs)
-            if turn and turns is not None and len(args) >= 2 and (frame := self._frame(layout != "TN")) is not None:
-                first = self.rows_of[id(frame.te)][0]
-                self._guard.run("te turn", turns.gemm, frame, self._rows, first, args[0], args[1], layout, kwargs, out)
+            frame = self._frame(layout != "TN") if len(args) >= 2 else None
+            if frame is not None and not (frame.again and layout == "TN"):  # else a recomputation
+                self._guard.run("te product", self._made, frame, args[0], args[1], layout, kwargs, out)
             return out
 
         return product
 
-    def _see(self, a: Any, b: Any, layout: str) -> None:
-        if layout not in _OPERANDS:
+    def _made(self, frame: Frame, a: Any, b: Any, layout: str, how: dict[str, Any], out: Any) -> None:
+        """What a GEMM returned: whether it is finite, and in the module's turn whether it is the product."""
+        products = products_of(frame, self._rows, a, b, layout, how, out)
+        if not how.get("accumulate"):
+            for each in products:
+                self._output(each.row, each.output)
+        if self.turns is None or not self.turns.any:
             return
+        for each in products:  # an expert that has not had a token has not said how it is quantised
+            view = read(each.b, layout == "NT") if each.row not in self.facts else ""
+            if not isinstance(view, str) and not view.codes.numel():
+                self.facts[each.row] = numerics_of(direction_of(each.b, layout == "NT"), view, exact=True)
+        self.turns.gemm(self.rows_of[id(frame.te)][0], products, layout, how)
+
+    def _see(self, a: Any, b: Any, layout: str, looked_at: bool) -> None:
         frame = self._frame(layout != "TN")
-        if frame is None or not frame.sampled:
+        if layout not in _OPERANDS or frame is None:
             return
         number = frame.num_products.get(layout, 0)
         frame.num_products[layout] = number + 1
-        if layout == "TN" and frame.again:
+        if not looked_at or not frame.sampled or (layout == "TN" and frame.again):
             return
         if frame.te.kind == "GroupedLinear":
             pairs = list(enumerate(zip(a, b, strict=True))) if isinstance(a, list | tuple) else []
@@ -288,8 +301,9 @@ class TeObserver:
             if not 0 <= index < frame.te.num_gemms:
                 continue
             for tensor, (operand, columnwise) in zip(tensors, _OPERANDS[layout], strict=True):
-                if operand == "weight" and columnwise:
-                    continue  # the same codes and scales as rowwise
+                if operand == "weight" and columnwise:  # the same codes and scales as rowwise, where it was written
+                    self._guard.run("te copy", self._look_at_copy, frame, index, tensor)
+                    continue
                 offset = offsets.get(operand, 0)
                 rows = self._look(frame, index, tensor, operand, columnwise, offset)
                 if not columnwise and operand != "weight" and frame.trains:  # while the operand itself is at hand
@@ -298,6 +312,22 @@ class TeObserver:
                     offsets[operand] = None if offset is None or rows is None else offset + rows
         if layout == "NT" and number == frame.te.num_gemms - 1:
             frame.forget()
+
+    def _look_at_copy(self, frame: Frame, index: int, weight: Any) -> None:
+        """In the module's turn: the transposed copy of a weight, which dgrad alone reads."""
+        turns = self.turns
+        if turns is None or not turns.has(self.rows_of[id(frame.te)][0]):
+            return
+        row = self._rows[name_of(frame.te, index), "weight", "rowwise"]
+        view, rowwise = read(weight, True), read(weight, False)
+        if isinstance(view, str) or view.tile == view.shape:
+            return
+        x = frame.operand(index, "weight", view, None)
+        if x is not None and row in self.facts:
+            facts = self.facts[row]
+            turns.operand(row, x, view, facts.recipe, facts.power_2_scale, facts.eps, what="copy")
+        if not isinstance(rowwise, str):
+            turns.copies(row, rowwise, view)
 
     def _look(
         self,
@@ -320,9 +350,7 @@ class TeObserver:
             ahead: the product reads the other direction; this one may not be there.
         """
         te = frame.te
-        name = f"{te.fqn}.fc{index + 1}" if te.kind == "LayerNormMLP" else te.fqn
-        name = f"{te.fqn}.{index}" if te.kind == "GroupedLinear" else name
-        row = self._rows[name, operand, "columnwise" if columnwise else "rowwise"]
+        row = self._rows[name_of(te, index), operand, "columnwise" if columnwise else "rowwise"]
         try:
             view = read(tensor, columnwise)
             if isinstance(view, str):
@@ -357,9 +385,7 @@ class TeObserver:
         quantizer = getattr(held, "_quantizer", None)
         power_2 = bool(getattr(quantizer, "force_pow_2_scales", False))
         eps = float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0)
-        bound = view.fmt is not E2M1 and hasattr(
-            quantizer, "force_pow_2_scales"
-        )  # else the scale comes from a history, or is rounded up
+        bound = is_bound(quantizer, view)
         x = frame.operand(index, operand, view, offset)
         x = None if x is None else rotated(x, held, columnwise)
         if x is not None:
@@ -370,8 +396,5 @@ class TeObserver:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
         if row not in self.facts:
-            evidence = EXACT if x is not None else CODES_OF_FOUR_BITS if view.fmt is E2M1 else DERIVED
-            recipe = recipe_of(held, view.tile, bound)
-            rounded = power_2 or recipe == "mxfp8"
-            self.facts[row] = SiteNumerics(view.tile, view.fmt.name, rounded, eps, evidence, recipe)
+            self.facts[row] = numerics_of(held, view, exact=x is not None)
         self._record(row, view.shape, stats)

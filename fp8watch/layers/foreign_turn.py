@@ -28,6 +28,7 @@ from fp8watch.observer.foreign import Foreign
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
+from fp8watch.quantize.rounding_bound import check_codes
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 
 _running = threading.local()
@@ -142,9 +143,10 @@ class Turn:
         if canary.takes(row, "columnwise" if columnwise else "operand"):
             began = perf_counter()
             near = None if tile == tuple(x.shape) else slab.tile_to_look_at(row)
-            slab.accumulate_quantiser(
-                row, check_quantiser(x, Reads(data, scale_inv, tile), spec, None, near, canary.phase)
-            )
+            reads = Reads(data, scale_inv, tile)
+            slab.accumulate_quantiser(row, check_quantiser(x, reads, spec, None, near, canary.phase))
+            if (lost := check_codes(x, reads, spec, canary.phase)) is not None:
+                slab.accumulate_quantiser(row, lost)
             canary.spent_s += perf_counter() - began
 
     def _second_gradient(self) -> bool:

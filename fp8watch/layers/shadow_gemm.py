@@ -177,6 +177,13 @@ def _index(size: int, phase: int, num: int, device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
+def _note_empty(plan: Plan, row: int, operand: Tensor) -> None:
+    """An expert without tokens, which may never have had any: its weight gradient is looked at all the same."""
+    plan.sites.shapes.setdefault(row, (int(operand.shape[0]), int(operand.shape[1])))
+    if plan.slab is not None:
+        plan.slab.note_empty(row)
+
+
 def hold_rows_of_output(
     plan: Plan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
 ) -> None:
@@ -188,7 +195,7 @@ def hold_rows_of_output(
     slab, stopwatch = plan.slab, plan.stopwatch
     given = [*factors, *[None] * (5 - len(factors))]
     first, second, bias, first_scale, second_scale = given
-    if slab is None or first is None or second is None or not (first_scale is second_scale is None and first.numel()):
+    if slab is None or first is None or second is None or not first_scale is second_scale is None or not output.numel():
         return
     if not plan.observing or row in plan.sites.unobserved or capturing(output):
         return
@@ -202,7 +209,12 @@ def hold_rows_of_output(
         b = b.t()
     elif operand == GRAD_OUTPUT and columnwise:
         a = a.t()
-    found = check_product(output, a, b, bias, part_of_rows(output.shape[0], plan.step.num_begun))
+    found: GemmCheck | None
+    if first.numel():
+        found = check_product(output, a, b, bias, part_of_rows(output.shape[0], plan.step.num_begun))
+    else:
+        _note_empty(plan, row, first)
+        found = check_gemm(output, a, b, num_rows=TURN_ROWS, num_columns=TURN_COLUMNS)
     if found is not None:
         slab.accumulate_gemm(row, found)
     if stopwatch is not None:
@@ -234,6 +246,8 @@ def hold_against_shadow(
     if not turn and not (canary.is_forced(row) and plan.step.sample.full[row]):
         return
     began = perf_counter()
+    if not first.numel():
+        _note_empty(plan, row, first)
     if operand == INPUT:
         b = b.t()
     elif operand == GRAD_OUTPUT and columnwise:

@@ -3,10 +3,10 @@
 Shapes:     operand [M, K], and values that a GEMM reads [M, K] -> counts and one tile
 Thread:     training, and autograd's; nothing here reads a value back to the host, but on the CPU
 
-A quantiser rounds each element to a number of its format, so what it takes from a row is at most half a step of each
-element of it, and of elements that are tiny beside their tile half of the smallest number. A row that lost more holds
-an element that is off the grid, whatever the data are: codes that lie elsewhere, that nobody wrote, that stand for other
-values. Every eighth row is read, and the next time another eighth: a block of rows that is wrong is met at once.
+A quantiser rounds each element to a number of its format, so what it takes of one is at most half a step, and of one
+that is tiny beside its tile half of the smallest number. An element that lost more is off the grid, whatever the data
+are: its code lies elsewhere, nobody wrote it, or it stands for another value. Every eighth row is read, and the next time
+another eighth: a block of rows that is wrong is met at once, and so are single bytes, where they are more than a few.
 `fp8watch.quantize.self_consistency` reads some tiles, and knows what is wrong with them.
 
 Rows that hold something that is not finite, and those below 2^-50, are left to the statistics.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.numerics.formats import fp8_format
-from fp8watch.quantize.self_consistency import QuantiserCheck
+from fp8watch.quantize.self_consistency import QuantiserCheck, Reads
 from fp8watch.recipe import OperandRecipe
 
 HALF_STEP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
@@ -27,8 +27,8 @@ HALF_STEP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
 LEAST_ROWS, MOST_PARTS = 64, 8
 """Rows are read in up to so many parts, of so many rows at least."""
 
-_LEAST = 2.0**-50  # squares of what is smaller leave float32
-_SLACK = 1.0 + 2.0**-10  # what float32 loses in sums of squares
+_LEAST = 2.0**-50  # smaller ones are near where scales overflow
+_SLACK = 1.0 + 2.0**-10  # what float32 loses in the scale, the product and the difference
 _SCALE_ROUNDING = 2.0  # a scale that is a power of two is up to twice as coarse
 
 
@@ -51,7 +51,7 @@ def check_rounding(
 
     Args:
         x: [M, K] float32, bfloat16 or float16, as it was quantised.
-        values: [M, K] float32: what the codes stand for.
+        values: float32, what the codes stand for: of all of the operand [M, K], or of `rows` of it alone.
         rows: those to read, see `part_of_rows`.
         spec: how the recipe quantises the operand.
         tile: rows × columns of the operand that share a scale; only for the place.
@@ -68,22 +68,24 @@ def check_rounding(
     if scale is not None:
         limit = fmt.max_finite / scale.reshape(())
         exact = exact.clamp(-limit, limit)
-    lost = exact - values[rows]
-    size, error = (torch.linalg.vector_norm(t, dim=1) for t in (exact, lost))
+    lost = exact - (values[rows] if values.shape[0] == x.shape[0] else values)
+    sizes = exact.abs()
+    size = sizes.amax(1)
     if scale is not None:
         coarsest = 1.0 / scale.reshape(())
     else:
         coarsest = amax.reshape(()).clamp_min(spec.eps) * (_SCALE_ROUNDING / fmt.max_finite)
-    floor = coarsest * (fmt.min_subnormal / 2 * exact.shape[1] ** 0.5)
-    most = torch.hypot(size * HALF_STEP[fmt.name], floor) * _SLACK
+    floor = coarsest * (fmt.min_subnormal / 2 * _SLACK)
+    over = lost.abs_().sub_(sizes, alpha=HALF_STEP[fmt.name] * _SLACK)  # of each element, beyond half of its step
+    error = over.amax(1)
     judged = size.isfinite() & (size >= _LEAST) & amax.reshape(()).isfinite()
     nan = judged & error.isnan()
-    off = judged & ~(error <= most) & ~nan
+    off = judged & ~(error <= floor) & ~nan
     bad = nan | off
     if bad.is_cpu and not bad.any():
         return None
-    worst = (error / most).nan_to_num(torch.inf, torch.inf).where(bad, -1.0).argmax().reshape(1)
-    column = lost.index_select(0, worst).abs().nan_to_num(torch.inf, torch.inf).argmax().reshape(1)
+    worst = (error / size).nan_to_num(torch.inf, torch.inf).where(bad, -1.0).argmax().reshape(1)
+    column = over.index_select(0, worst).nan_to_num(torch.inf, torch.inf).argmax().reshape(1)
     row = worst * rows.step + rows.start
     at = torch.cat((row // max(tile[0], 1), column // max(tile[1], 1))).to(torch.int32)
     num = exact.shape[0] * -(-exact.shape[1] // max(tile[1], 1)) if tile[0] == 1 else 1  # tiles: of others at least one
@@ -91,3 +93,23 @@ def check_rounding(
     return QuantiserCheck(
         torch.stack((nan.sum(), off.sum())), torch.stack((none + num, none, none)), at.masked_fill(~bad.any(), -1)
     )
+
+
+def check_codes(x: Tensor, reads: Reads, spec: OperandRecipe, phase: int) -> QuantiserCheck | None:
+    """Hold every eighth row of codes against the operand that they stand for, in a module's turn.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16, as it was quantised.
+        reads: codes and scale_inv of the operand's own rows × columns, the scale one of its own amax.
+        spec: how the recipe quantises the operand.
+        phase: which rows, see `part_of_rows`.
+
+    Returns:
+        As `check_rounding`.
+    """
+    assert reads.scale_inv is not None
+    rows, (down, across) = part_of_rows(x.shape[0], phase), reads.tile
+    codes = reads.data.view(torch.uint8)[rows].contiguous().view(reads.data.dtype).to(torch.float32)
+    row, column = (torch.arange(n, device=x.device) for n in x.shape)
+    scales = reads.scale_inv.index_select(0, row[rows] // down).index_select(1, column // across)
+    return check_rounding(x, codes.mul_(scales), rows, spec, reads.tile, x.detach().abs().amax().float())

@@ -126,8 +126,18 @@ def observe_te(
         if recorder is not None:
             recorder.update_facts(facts)
 
-    turns = TeTurns(plan.canary, plan.slab, _check_codes, lambda: plan.observing and plan.stopwatch is None)
-    observer = TeObserver(te, len(plan.sites.quantizers), plan.record, guard, entered=entered, tell=tell, turns=turns)
+    met = plan.sites.shapes.setdefault
+    turns = TeTurns(plan.canary, plan.slab, _check_codes, lambda: plan.observing and plan.stopwatch is None, met)
+    observer = TeObserver(
+        te,
+        len(plan.sites.quantizers),
+        plan.record,
+        guard,
+        entered=entered,
+        tell=tell,
+        turns=turns,
+        output=plan.note_output,
+    )
     try:
         reason = observer.start()
     except Exception as error:  # noqa: BLE001 - whatever it is: training goes on without these observations

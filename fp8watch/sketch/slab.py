@@ -25,6 +25,9 @@ from fp8watch.quantize.output_checks import GemmCheck, ProbeNumbers
 from fp8watch.quantize.self_consistency import QuantiserCheck
 from fp8watch_agent.record import NUM_AMAX_BUCKETS, ROW, Measured, merge_measured
 
+LAST = 1 << 20
+"""Place in the order of execution of what has none."""
+
 
 class Slab:
     """Rows of ROW on a device, each the sketch of one site in the running step.
@@ -99,6 +102,13 @@ class Slab:
         torch.minimum(gain, check.gain, out=gain)
         row_span(mine, "output_num_nonfinite").add_(check.num_nonfinite)
         row_span(mine, "measured").bitwise_or_(int(Measured.GEMM))
+
+    def note_empty(self, row: int) -> None:
+        """The operand of this row has no elements in this call, and its GEMM was looked at all the same: where nothing else
+        of it is seen in this step, it comes last."""
+        self._check_row(row)
+        order = row_span(self.buffer[row], "order")
+        order.masked_fill_(order < 0, LAST)
 
     def accumulate_probe(self, row: int, seen: ProbeNumbers, call_order: int) -> None:
         """Merge one look at an output into the row of its probe; a slab on the CPU only. As `accumulate` of

@@ -20,6 +20,7 @@ RECIPES = {
     "current": lambda: recipes.current(),
     "delayed": lambda: recipes.delayed(),
     "mxfp8": lambda: recipes.mxfp8(),
+    "rowwise": lambda: recipes.rowwise(),
     "observe": lambda: "observe",
 }
 
@@ -37,7 +38,7 @@ def test_a_healthy_run_is_silent(train, recipe, backend, steps) -> None:
         return
     assert checked == set(line.sites) - {i for i, s in line.sites.items() if s.operand == "output"}
     assert len(multiplied) == (
-        8 if recipe.startswith(("blockwise", "mxfp8")) else 6
+        8 if recipe.startswith(("blockwise", "mxfp8", "rowwise")) else 6
     )  # the input of `a` has no gradient
     assert not any(row[name] for rows in line.rows for row in rows.values() for name in QUANTISER_FAULTS)
     errors = [row["gemm_error"] for rows in line.rows for row in rows.values() if row["measured"] & Measured.GEMM]
@@ -56,14 +57,20 @@ class Tiny(nn.Module):
 
 
 LONG = 2000
-"""Steps in which nothing may be raised; CI runs a part of them."""
+"""Steps in which nothing may be raised (`make healthy`); CI runs a part of them."""
+MORE = {
+    "current, forward only": lambda: recipes.current(high_precision=["grad_output"]),
+    "delayed, after a warm-up": lambda: recipes.delayed(warmup_steps=100),
+    "observe of delayed": lambda: recipes.delayed(observe_only=True),
+}
 
 
 @pytest.mark.heavy(8, *RESTS_ON)
 @pytest.mark.parametrize("backend", USABLE)
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(RECIPES | MORE))
 def test_a_long_healthy_run_at_the_defaults_is_silent(train, recipe, backend) -> None:
-    line, _ = train(part_of(LONG), model=Tiny(nn.Linear), tokens=24, recipe=RECIPES[recipe](), backend=backend)
+    made = (RECIPES | MORE)[recipe]()
+    line, _ = train(part_of(LONG), model=Tiny(nn.Linear), tokens=24, recipe=made, backend=backend)
     assert line.said() == []
 
 
@@ -72,6 +79,13 @@ def test_a_long_healthy_run_at_the_defaults_is_silent(train, recipe, backend) ->
 @pytest.mark.parametrize("share", [None, 1.0])
 def test_a_long_healthy_run_of_own_forwards_is_silent(train, share, dtype) -> None:
     line, _ = train(part_of(LONG), model=Tiny(ScriptFloat8Linear), tokens=32, dtype=dtype, share=share)
+    assert line.said() == []
+
+
+@pytest.mark.heavy(8, *RESTS_ON)
+def test_a_long_healthy_run_of_codes_is_silent(train) -> None:
+    model = Tiny(lambda i, o: nn.Linear(i, o, bias=False))
+    line, _ = train(part_of(LONG), model=model, tokens=32, dtype=torch.bfloat16, gemm="scaled_mm")
     assert line.said() == []
 
 

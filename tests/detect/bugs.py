@@ -42,6 +42,20 @@ MODES = [
         f"{T}/test_gain.py::test_a_lasting_bias_is_a_warning",
     ),
     Bug(
+        "what comes out larger is the quantiser's, whatever its scale",
+        "quantiser_fault.detector:quantiser_faults",
+        "| (judged & gain.larger(view, limit.destroyed_gain))",
+        "",
+        f"{T}/test_gain.py::test_scales_rounded_up_beside_codes_that_were_not_are_the_quantisers",
+    ),
+    Bug(
+        "an operand under 3 dB is critical",
+        "engine:Engine._with_context",
+        'worse = found.severity == "warning" and destroyed',
+        "worse = False",
+        f"{T}/test_gain.py::test_an_operand_under_three_db_is_critical_whatever_explains_it",
+    ),
+    Bug(
         "a gain beyond rounding is the quantiser's",
         "quantiser_fault.detector:quantiser_faults",
         "hit = wrong | rescaled |",

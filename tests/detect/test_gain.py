@@ -83,3 +83,32 @@ def test_e5m2_has_twice_the_room() -> None:
     for first in range(60, 90, 3):
         found += engine.observe(run.batch(range(first, first + 3), biased(run, "input", 0.008)))
     assert modes(found) == set()
+
+
+def off_scale(change, ratio: float, index: int, from_step: int):
+    """The same, with a scale beside the codes that is not the amax's."""
+
+    def both(rows: np.ndarray, s: np.ndarray, step: int) -> None:
+        change(rows, s, step)
+        if step >= from_step:
+            rows["num_off_scale_tiles"][index] = rows["num_tiles"][index]
+            rows["scale_ratio_min"][index] = rows["scale_ratio_max"][index] = ratio
+            rows["tile_noise_ratio_sum"][index] = 0.7 * rows["num_tiles"][index]  # 1.5 dB
+
+    return both
+
+
+def test_scales_rounded_up_beside_codes_that_were_not_are_the_quantisers() -> None:
+    """transformers 47030: what comes out is larger, which neither a clip nor an underflow does."""
+    run = Run()
+    change = off_scale(biased(run, "input", 0.31, from_step=65), 0.4, run.index(DOWN, "input"), 65)
+    found = detect(run, change, range(60, 68))
+    assert {f.mode for f in found if f.step == 65} == {"quantiser-fault"}
+    assert (found[0].severity, found[0].step) == ("critical", 65)
+
+
+def test_an_operand_under_three_db_is_critical_whatever_explains_it() -> None:
+    run = Run()
+    change = off_scale(biased(run, "input", -0.3, from_step=65), 1.3, run.index(DOWN, "input"), 65)
+    found = detect(run, change, range(60, 68))
+    assert (found[0].mode, found[0].severity, found[0].step) == ("scale-rounding", "critical", 65)

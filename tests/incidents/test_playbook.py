@@ -89,8 +89,35 @@ def test_what_torchao_or_a_module_of_its_own_casts_is_told_no_switch_of_others(m
     text = " ".join(f.text for f in fixes(mode, backend=backend, **given))
     told = [name for name in (*ENVIRONMENT, "NVTE_", "QParams", "recipe.fp8_quant") if name in text]
     assert not told
-    if mode in ("quantiser-fault", "kernel-output-fault", "chronic-quantization-noise"):
-        assert "attach(model, filter_fn" not in text
+    if mode != "recipe-mismatch":  # there flags are facts of the session
+        assert not [flag for flag in ("--fp8", "--first", "--te-") if flag in text]
+    assert "attach(model, " not in text
+    assert "fp8_autocast" not in text
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("mode", [slug for slug in FROZEN if slug != "recipe-mismatch"])
+def test_where_fp8watch_computes_no_flag_of_a_trainer_is_told(mode: str, backend: str) -> None:
+    given = {"module": "m", "operand": "grad_output", "operands": ("weight",), "eps": 1e-6, "extra": {"gain": 2.0**-7}}
+    text = " ".join(f.text for f in fixes(mode, backend=backend, **given))
+    assert not [
+        word
+        for word in ("--fp8", "--first", "fp8_autocast", "QParams", "Float8", "is_first_microbatch")
+        if word in text
+    ]
+
+
+def test_megatrons_flag_is_told_beside_what_sets_it_without_megatron() -> None:
+    for mode, flag, name in (
+        ("chronic-quantization-noise", "--fp8-recipe blockwise", "Float8BlockScaling()"),
+        ("delayed-clip", "--fp8-amax-history-len 1024", "DelayedScaling(amax_history_len=1024"),
+        ("gradient-underflow", "--fp8-format hybrid", "Format.HYBRID"),
+        ("sensitive-layer-quantized", "--first-last-layers-bf16", "fp8_autocast(enabled=False)"),
+    ):
+        text = " ".join(f.text for f in fixes(mode, module="m", operand="input", backend="transformer_engine"))
+        assert flag in text
+        assert name in text
+    assert 'recipe="blockwise"' in " ".join(f.text for f in fixes("chronic-quantization-noise", backend="cpu"))
 
 
 def test_a_fact_that_changed_has_the_name_of_the_framework() -> None:

@@ -23,7 +23,7 @@ from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 from fp8watch_server.detect import state
 from fp8watch_server.detect.cross_rank_step import Now
-from fp8watch_server.detect.families import degenerate, experts, invariant, kernel_output, nonfinite, unobserved
+from fp8watch_server.detect.families import degenerate, experts, gain, invariant, kernel_output, nonfinite, unobserved
 from fp8watch_server.detect.families.agreement import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
 from fp8watch_server.detect.modes import STEP_CHECKS
@@ -318,7 +318,7 @@ class Engine:
                 cause = unobserved.with_unobserved(cause, self._table, self._registry.facts(view.rank))
                 found.append(stream.as_cause_or_consequence(cause, in_order))
         if below.any() or above.any():
-            off = invariant.examine(view, below, above, ~bad_scale)
+            off = invariant.examine(view, below, above, ~bad_scale & ~gain.larger(view, self.thresholds.destroyed_gain))
             found += off
             stream.invariant_seen = stream.num_steps if off else stream.invariant_seen
         found += [f for check in STEP_CHECKS for f in check(view, self.thresholds)]
@@ -393,4 +393,7 @@ class Engine:
             "batch_id": found.extra.get("jump_batch_id") or view.batch_id,
             "operands_measured": bool(np.any(view.has(Measured.COUNTS))) if len(view) else False,
         }
-        return replace(found, extra=context)
+        rows = self._table.rows(np.array([] if found.site is None else [found.site], dtype=np.uint64))
+        destroyed = invariant.destroyed(view, rows, self.thresholds.destroyed_sqnr_db)
+        worse = found.severity == "warning" and destroyed  # whatever explains it
+        return replace(found, extra=context, severity="critical" if worse else found.severity)

@@ -34,7 +34,6 @@ STOCK, LOONGFORGE = "transformer_engine", "loongforge"
 """Backends of operands that Transformer Engine quantises: NVIDIA's own reads none of the variables above."""
 TORCHAO, OWN_FORWARD = "torchao", "own forward"
 """Backends of operands that torchao's Float8Linear casts, and those that a module of the user's own does."""
-FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
 
 
 @dataclass(frozen=True)
@@ -146,33 +145,3 @@ def set_to(backend: str, operands: Sequence[str], eps: float | None, power_2_sca
     if eps is None:
         return "env", " ".join(f"{POWER_2_VARIABLE[o]}={int(power_2_scale)}" for o in operands)
     return "env", " ".join(f"{EPS_VARIABLE[o]}={eps:g}" for o in operands)
-
-
-def fp32_scales(backend: str) -> Fix:
-    """What takes the rounding of scales to powers of two out."""
-    if backend in (TORCHAO, OWN_FORWARD):
-        kind, text = set_to(backend, OPERANDS, None, False)
-        return Fix(kind, f"{text}: it takes power-of-two rounding out.")
-    return Fix("env", FP32_SCALES)
-
-
-def finer(backend: str) -> Fix:
-    """The next finer recipe, by its framework's name."""
-    if backend == TORCHAO:
-        names = '`Float8LinearConfig.from_recipe_name("rowwise")`, or "rowwise_with_gw_hp"'
-        return Fix("code", f"Finer granularity: {names}, which leaves grad_weight in high precision.")
-    if backend == OWN_FORWARD:
-        return Fix(
-            "code", "Finer granularity in the module's own cast: one scale a row, or for each 128 elements of it."
-        )
-    return Fix("flag", "Finer granularity: --fp8-recipe blockwise (1×128), or mxfp8 (1×32).")
-
-
-def gradients_in_e5m2(backend: str) -> Fix:
-    """The format with the wider range for gradients."""
-    if backend == TORCHAO:
-        cast = "CastConfig(target_dtype=torch.float8_e5m2)"
-        return Fix("code", f"Use E5M2 for gradients: `Float8LinearConfig(cast_config_grad_output={cast})`.")
-    if backend == OWN_FORWARD:
-        return Fix("code", "Use E5M2 for gradients: torch.float8_e5m2 in the module's own cast of grad_output.")
-    return Fix("flag", "Use E5M2 for gradients: --fp8-format hybrid (fp8_format HYBRID).")

@@ -50,3 +50,13 @@ def of_view(view: StepView) -> tuple[Floats, Floats, Floats]:
     signal, noise = view.values("signal_energy"), view.values("noise_energy")
     with np.errstate(divide="ignore", invalid="ignore"):
         return view.values("gain_energy") / signal, signal, noise
+
+
+def larger(view: StepView, limit: float) -> Mask:
+    """Records that come out larger than they went in, by more than rounding can do: neither a clip nor an underflow does
+    that, so the scale is read as another than the codes were made with. [n]"""
+    if not view.has(Measured.GAIN).any():
+        return np.zeros(len(view), dtype=np.bool_)
+    error, signal, noise = of_view(view)
+    e5m2 = view.columns.table.e5m2[view.row]
+    return (error > 0) & beyond(error, view.values("amax_max"), signal, noise, e5m2, limit)

@@ -135,6 +135,14 @@ def _finding(view: StepView, mode: str, severity: Severity, mask: Mask) -> Findi
     )
 
 
+def destroyed(view: StepView, rows: npt.NDArray[np.int64], limit_db: float) -> bool:
+    """Whether quantisation takes more than half of the energy of one of these operands, all of it finite."""
+    if not len(rows) or not view.has(Measured.ENERGIES).any():
+        return False
+    at = np.isin(view.row, rows) & view.has(Measured.ENERGIES) & ~view.nonfinite
+    return bool(np.any(tile_sqnr_db(view)[at] < limit_db)) if at.any() else False
+
+
 def tile_sqnr_db(view: StepView) -> npt.NDArray[np.float64]:
     """−10·log10 of the mean over non-zero tiles of noise/signal; NaN where it was not measured. [n]"""
     tiles = view.values("num_tiles") - view.values("num_zero_tiles")

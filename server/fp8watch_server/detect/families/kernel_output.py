@@ -27,12 +27,15 @@ PROBE = "probe"
 
 
 def faulty_outputs(view: StepView) -> Mask:
-    """Records whose GEMM returned a NaN or an Inf although its operands are finite. [n]"""
+    """Records whose GEMM returned a NaN or an Inf although its operands are finite, and what it reads of them is. [n]"""
     sampled = _nonfinite_outputs(view) > 0
     probes = (view.role == OUTPUT) & view.nonfinite
     out = np.zeros(len(view), dtype=np.bool_)
-    for i in np.flatnonzero(sampled | probes):
-        out[i] = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[view.nonfinite].any()
+    hit = np.flatnonzero(sampled | probes)
+    if len(hit):
+        broken = view.nonfinite | (view.has(Measured.QUANTISER) & (view.raw("num_nan_codes") > 0))
+        for i in hit:
+            out[i] = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[broken].any()
     return out
 
 

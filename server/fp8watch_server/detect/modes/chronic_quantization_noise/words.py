@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number, since, site_words
-from fp8watch_server.detect.remedies import OPERANDS, Fix, Place, finer, fp32_scales, set_to
+from fp8watch_server.detect.remedies import OPERANDS, Fix, Place, set_to
+from fp8watch_server.detect.switches import finer, fp32_scales, margin
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -57,8 +58,8 @@ def fixes(p: Place) -> list[Fix]:
             if p.extra.get("by") == "gain"
             else []
         ),
-        finer(p.backend),
-        Fix("flag", "Less margin under delayed scaling: --fp8-margin 0."),
-        fp32_scales(p.backend),
+        *finer(p.backend),
+        *margin(p.backend, 0, "Less margin under delayed scaling"),
+        *fp32_scales(p.backend),
         p.keep_out,
     ]

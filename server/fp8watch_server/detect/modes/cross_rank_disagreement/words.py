@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import amax_group, without_reduction
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -27,13 +28,13 @@ def fixes(p: Place) -> list[Fix]:
     over = f" over {axes}" if axes else ""
     missing = f"; now it is not reduced over {blamed}" if blamed else ""
     return [
-        Fix(
-            "code",
+        *amax_group(
+            p.backend,
             f"Reduce amax{over}{missing}: fp8_autocast(fp8_group=...) must be the group of every rank that holds a part.",
         ),
         Fix(
             "code",
             "With tensor parallelism take amax of the whole tensor, not of the shard: all_reduce(amax, MAX) over tp before the scale.",
         ),
-        Fix("flag", "Or a recipe without reduction: --fp8-recipe blockwise."),
+        *without_reduction(p.backend),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import channels, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import longer_history, margin, scales_of_this_tensor
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -23,14 +24,9 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     fixes = [
-        Fix(
-            "flag",
-            "Blockwise or current scaling: --fp8-recipe blockwise (or tensorwise): their scale is of this tensor, not of the last.",
-        ),
-        Fix(
-            "flag", "A longer history and the maximum over it: --fp8-amax-history-len 1024 --fp8-amax-compute-algo max."
-        ),
-        Fix("flag", "Head room: --fp8-margin 1, or 2."),
+        *scales_of_this_tensor(p.backend),
+        *longer_history(p.backend),
+        *margin(p.backend, 1, "Head room"),
     ]
     if p.extra.get("swiglu"):
         fixes.insert(

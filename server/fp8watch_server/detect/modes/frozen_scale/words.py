@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import number, since, site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import amax_group, scales_of_this_tensor
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -20,12 +21,13 @@ def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     return [
         Fix("code", "Reset the amax history of the module: a NaN or an Inf in it keeps the old scale for good."),
-        Fix(
-            "code",
+        *amax_group(
+            p.backend,
             "Check the group that amax is reduced over: fp8_autocast(fp8_group=...) must hold every rank that shares the tensor.",
         ),
-        Fix(
-            "code",
+        *amax_group(
+            p.backend,
             "Check is_first_microbatch and that each forward runs inside fp8_autocast: outside, the history is not rolled.",
         ),
+        *scales_of_this_tensor(p.backend),
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number, ratio, since, site_words, tile_words
-from fp8watch_server.detect.remedies import Fix, Place, gradients_in_e5m2, set_to
+from fp8watch_server.detect.remedies import Fix, Place, set_to
+from fp8watch_server.detect.switches import gradients_in_e5m2
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -34,6 +35,6 @@ def fixes(p: Place) -> list[Fix]:
     )
     return [
         first,
-        gradients_in_e5m2(p.backend),
+        *gradients_in_e5m2(p.backend),
         Fix("code", "Check what divides or multiplies the gradient between its amax and its cast."),
     ]

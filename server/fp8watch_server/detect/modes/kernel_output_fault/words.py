@@ -7,6 +7,7 @@ import math
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number
 from fp8watch_server.detect.remedies import OWN_FORWARD, Fix, Place
+from fp8watch_server.detect.switches import same_format
 
 UNSEEN = " The module casts by itself and its codes are not seen: its quantiser can be the cause as well as its GEMM."
 
@@ -65,7 +66,8 @@ def fixes(p: Place) -> list[Fix]:
         return [
             Fix(
                 "code",
-                "Check the formats that the kernel is told: E5M2 gradients read as E4M3 are too small by 2^-7. --fp8-format e4m3 avoids the mix.",
+                "Check the formats that the kernel is told: E5M2 gradients read as E4M3 are too small by 2^-7."
+                + same_format(p.backend),
             ),
             Fix("code", f"Check that each scale_inv is applied once in the GEMMs of {p.module}."),
             p.keep_out,

@@ -7,7 +7,8 @@ Two kinds of evidence. Counts of a look that the agent takes in turn (`fp8watch.
 whatever the data are, so there is no threshold and no warm-up. And the tile SQNR of a full sample: where each tile has a
 scale of its own amax, quantisation cannot take half of the energy, so an operand under 3 dB is destroyed, not noisy; nor can
 rounding make many elements larger or smaller by 5 %, so a gain error of that size is a scale read as another.
-Where the statistics say themselves that a scale is wrong, the modes of the scale invariant tell it.
+Where the statistics say themselves that a scale is wrong, the modes of the scale invariant tell it, unless the operand
+comes out larger than it went in: the codes were then made with another scale than the one beside them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
         for name in QUANTISER_FAULTS:
             wrong |= checked & (view.raw(name) > 0)
     wrong &= ~(view.has(Measured.RATIO) & (view.raw("num_off_scale_tiles") > 0))
-    intact = _intact(view)
-    rescaled = intact & _rescaled(view, limit)
+    judged = _judged(view)
+    intact = judged & (view.raw("num_off_scale_tiles") == 0)
+    rescaled = (intact & _rescaled(view, limit)) | (judged & gain.larger(view, limit.destroyed_gain))
     hit = wrong | rescaled | (intact & _destroyed(view, limit))
     if not hit.any():
         return []
@@ -102,11 +104,11 @@ def _destroyed(view: StepView, limit: Limits) -> Mask:
         return np.asarray(tile_sqnr_db(view) < limit.destroyed_sqnr_db)
 
 
-def _intact(view: StepView) -> Mask:
-    """Records with energies, and nothing in their scales that says why they should be off. [n]"""
+def _judged(view: StepView) -> Mask:
+    """Records with energies, and nothing in the operand that says why they should be off. [n]"""
     table, row = view.columns.table, view.row
     judged: Mask = view.has(Measured.ENERGIES | Measured.AMAX) & (view.role != OUTPUT) & table.current_scaling[row]
     if not judged.any():
         return judged
-    judged &= ~view.nonfinite & (view.raw("num_eps_tiles") == 0) & (view.raw("num_off_scale_tiles") == 0)
+    judged &= ~view.nonfinite & (view.raw("num_eps_tiles") == 0)
     return np.asarray(judged & (view.raw("amax_max") > _LEAST_AMAX))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, since, site_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import margin
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -33,5 +34,5 @@ def fixes(p: Place) -> list[Fix]:
     return [
         Fix("code", f"Find what grows in {p.module}: outlier-growth and attention-logit-growth say where it begins."),
         Fix("code", "Lower the LR by 10 to 20 %, and add weight decay there."),
-        Fix("flag", "Head room until then: --fp8-margin 1, or 2."),
+        *margin(p.backend, 1, "Head room until then"),
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import ratio, site_words, tile_words
-from fp8watch_server.detect.remedies import Fix, Place, fp32_scales, set_to
+from fp8watch_server.detect.remedies import Fix, Place, set_to
+from fp8watch_server.detect.switches import fp32_scales
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -25,5 +26,5 @@ def fixes(p: Place) -> list[Fix]:
     return [
         Fix("code", "Round the scale down (scale_inv up), and divide: 448/amax, not 448·(1/amax)."),
         Fix(how, f"The site is registered with {scales} scales; make the kernel agree: {text}."),
-        fp32_scales(p.backend),
+        *fp32_scales(p.backend),
     ]

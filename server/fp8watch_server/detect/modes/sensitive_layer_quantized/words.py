@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import leave_out
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -19,11 +20,4 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
-    names = p.extra.get("modules") or [p.module]
-    return [
-        Fix(
-            "code",
-            f"Leave it out: attach(model, filter_fn=lambda module, fqn: False if fqn in {tuple(names)!r} else None).",
-        ),
-        Fix("flag", "In Megatron: keep the first and last layers in BF16 with --first-last-layers-bf16."),
-    ]
+    return leave_out(p, tuple(p.extra.get("modules") or [p.module]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import ratio, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
+from fp8watch_server.detect.switches import fresh_weights
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
@@ -20,7 +21,6 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     return [
-        Fix("flag", "Remove --fp8-param-gather first: it keeps weights and scales that can go stale apart."),
-        Fix("code", "Drop cached weights after each update: is_first_microbatch=True in the first micro-batch."),
+        *fresh_weights(p.backend),
         Fix("code", "If it persists without a cache, lower the LR by 10 to 20 %."),
     ]

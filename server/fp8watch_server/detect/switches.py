@@ -1,0 +1,151 @@
+"""What a change of the recipe is called in the framework that quantises at the site.
+
+Shapes:     backend of a site -> fixes
+Thread:     any; only data and pure functions
+
+A switch that the user's framework does not read is worse than none: it is set, and nothing changes. Megatron's flags are
+named beside the attributes of Transformer Engine's recipes, which scripts without Megatron set; where the backend is not
+known, those are named too.
+"""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.remedies import LOONGFORGE, OWN_FORWARD, STOCK, TORCHAO, Fix, Place, set_to
+
+_OF_TE = ("", STOCK, LOONGFORGE)
+_FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
+
+
+def finer(backend: str) -> list[Fix]:
+    """The next finer recipe."""
+    names = '`Float8LinearConfig.from_recipe_name("rowwise")`, or "rowwise_with_gw_hp"'
+    return _one(
+        backend,
+        te="Finer granularity: --fp8-recipe blockwise (1×128) in Megatron, `Float8BlockScaling()` as the recipe elsewhere.",
+        torchao=f"Finer granularity: {names}, which leaves grad_weight in high precision.",
+        own="Finer granularity in the module's own cast: one scale a row, or for each 128 elements of it.",
+        ours='Finer granularity: `attach(model, recipe="blockwise")` (1×128), or "mxfp8" (1×32).',
+    )
+
+
+def gradients_in_e5m2(backend: str) -> list[Fix]:
+    """The format with the wider range for gradients."""
+    cast = "CastConfig(target_dtype=torch.float8_e5m2)"
+    return _one(
+        backend,
+        te="Use E5M2 for gradients: --fp8-format hybrid in Megatron, fp8_format=Format.HYBRID of the recipe elsewhere.",
+        torchao=f"Use E5M2 for gradients: `Float8LinearConfig(cast_config_grad_output={cast})`.",
+        own="Use E5M2 for gradients: torch.float8_e5m2 in the module's own cast of grad_output.",
+        ours='Use E5M2 for gradients: `attach(model, recipe=fp8watch.blockwise(fp8_format="HYBRID"))`.',
+    )
+
+
+def fp32_scales(backend: str) -> list[Fix]:
+    """What takes the rounding of scales to powers of two out."""
+    if backend in (TORCHAO, OWN_FORWARD):
+        kind, text = set_to(backend, (), None, False)
+        return [Fix(kind, f"{text}: it takes power-of-two rounding out.")]
+    return [Fix("env", _FP32_SCALES)]
+
+
+def scales_of_this_tensor(backend: str) -> list[Fix]:
+    """Current scaling in place of a history."""
+    why = "their scale is of this tensor, not of the last"
+    return _one(
+        backend,
+        te="Blockwise or current scaling: --fp8-recipe blockwise (or tensorwise) in Megatron, `Float8BlockScaling()` or "
+        f"`Float8CurrentScaling()` as the recipe elsewhere: {why}.",
+        torchao=f"Dynamic scaling, `ScalingType.DYNAMIC` of each cast_config: {why}.",
+        own=f"Take the scale from the tensor that is cast, in the module's own cast: {why}.",
+        ours=f'Blockwise or current scaling, `attach(model, recipe="blockwise")` or "current": {why}.',
+    )
+
+
+def without_reduction(backend: str) -> list[Fix]:
+    """Scales that no other rank has a part in."""
+    return _one(
+        backend,
+        te="Or a recipe without reduction: --fp8-recipe blockwise in Megatron, `Float8BlockScaling()` elsewhere.",
+        torchao='Or a recipe without reduction: `Float8LinearConfig.from_recipe_name("rowwise")`.',
+        own="Or scales without reduction: one for each 128 elements of a row.",
+        ours='Or a recipe without reduction: `attach(model, recipe="blockwise")`.',
+    )
+
+
+def longer_history(backend: str) -> list[Fix]:
+    """A window of amax that outliers stay in."""
+    return _one(
+        backend,
+        te="A longer history and the maximum over it: --fp8-amax-history-len 1024 --fp8-amax-compute-algo max in Megatron, "
+        '`DelayedScaling(amax_history_len=1024, amax_compute_algo="max")` elsewhere.',
+        own="A longer history and the maximum over it, in the module's own cast.",
+        ours='A longer history and the maximum over it: `fp8watch.delayed(amax_history_len=1024, amax_compute_algo="max")`.',
+    )
+
+
+def margin(backend: str, num: int, why: str) -> list[Fix]:
+    """Powers of two left free above the amax, under delayed scaling."""
+    return _one(
+        backend,
+        te=f"{why}: --fp8-margin {num} in Megatron, DelayedScaling(margin={num}) elsewhere.",
+        own=f"{why}: 2^{num} below the format's maximum, in the module's own cast.",
+        ours=f"{why}: `fp8watch.delayed(margin={num})`.",
+    )
+
+
+def fresh_weights(backend: str) -> list[Fix]:
+    """Weights cast anew after each update."""
+    first = _one(
+        backend,
+        te="Remove --fp8-param-gather first (Megatron; elsewhere fp8_model_init): it keeps weights and scales that can go "
+        "stale apart.",
+        torchao="Leave enable_fsdp_float8_all_gather=True out first, or call precompute_float8_dynamic_scale_for_fsdp(model) "
+        "after each optimizer step: it keeps scales of weights.",
+        own="Cast the weight anew in each forward, or drop what is cached of it after each update.",
+        ours="Look for what writes weights between forward and backward: fp8watch casts each weight anew in each forward, and "
+        "keeps no scale of it.",
+    )
+    if backend in _OF_TE:
+        first.append(
+            Fix("code", "Drop cached weights after each update: is_first_microbatch=True in the first micro-batch.")
+        )
+    return first
+
+
+def same_format(backend: str) -> str:
+    """What avoids two formats in one GEMM; empty where nothing is to be set."""
+    return {
+        **dict.fromkeys(_OF_TE, " One format avoids the mix: --fp8-format e4m3 in Megatron, Format.E4M3 elsewhere."),
+        TORCHAO: " One format avoids the mix: `CastConfig(target_dtype=torch.float8_e4m3fn)` of each operand.",
+    }.get(backend, "")
+
+
+def amax_group(backend: str, text: str) -> list[Fix]:
+    """The group that amax is reduced over: an argument of Transformer Engine's."""
+    return [Fix("code", text)] if backend in _OF_TE else []
+
+
+def leave_out(p: Place, names: tuple[str, ...]) -> list[Fix]:
+    """Layers that stay out of FP8 for good."""
+    ours = f"attach(model, filter_fn=lambda module, fqn: False if fqn in {names!r} else None)"
+    torchao = f"convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn not in {names!r})"
+    found = _one(
+        p.backend,
+        te=f"Leave {', '.join(names)} out: run it under fp8_autocast(enabled=False).",
+        torchao=f"Leave it out: {torchao}; torchtitan: its filter_fqns.",
+        own=f"Leave it out: make {', '.join(names)} an nn.Linear.",
+        ours=f"Leave it out: {ours}.",
+    )
+    if p.backend == "":
+        found.append(Fix("code", f"Where fp8watch computes in FP8: {ours}."))
+    if p.backend in _OF_TE:
+        found.append(Fix("flag", "In Megatron: keep the first and last layers in BF16 with --first-last-layers-bf16."))
+    return found
+
+
+def _one(backend: str, *, te: str, ours: str, torchao: str | None = None, own: str | None = None) -> list[Fix]:
+    """The sentence of the framework; nothing where it has no such switch."""
+    if backend in _OF_TE:
+        return [Fix("flag" if "--" in te else "code", te)]
+    text = {TORCHAO: torchao, OWN_FORWARD: own}.get(backend, ours)
+    return [] if text is None else [Fix("code", text)]
