@@ -7,30 +7,30 @@ from importlib.metadata import EntryPoint, entry_points
 
 GROUP = "fp8watch.commands"
 HELP = {
-    "fix": "write an incident's fix as a file for Megatron, Transformer Engine, torchtitan or torchao",
+    "fix": "export the fix of an incident as a file for Megatron, Transformer Engine, torchtitan or torchao",
     "demo": "train a small model in FP8, break it on purpose, and see it named",
     "calibrate": "suggest a recipe from some steps in high precision, as a file",
     "diagnose": "why a run fails, and what to change: loss impact, what-if, bisect",
     "serve": "run the collector",
-    "sync": "send what lies in the local spool",
+    "sync": "send the local spool to a collector",
     "relay": "take the batches of a host's ranks, and send them on together",
     "notify": "try the notification channels",
-    "load": "send the statistics of a made-up run to a collector",
+    "load": "send the statistics of synthetic ranks to a collector",
     "token": "make, list and revoke tokens of a collector",
     "grafana": "push the dashboards into a Grafana",
     "backup": "copy the collector's database while it runs",
-    "check": "read all that is stored against its hashes and counts",
-    "check-checkpoint": "look at every tensor of a checkpoint before training resumes from it",
-    "check-gemm": "hold this machine's quantisers and FP8 GEMMs against what they must give",
+    "check": "verify everything stored against its hashes and counts",
+    "check-checkpoint": "check every tensor of a checkpoint before training resumes from it",
+    "check-gemm": "check this machine's quantisers and FP8 GEMMs against the results they must give",
     "migrate": "bring the database to the newest revision",
-    "prune": "let old steps of a run go, or the whole run",
+    "prune": "delete old steps of a run, or the whole run",
     "replay": "run the detectors over a stored run again, with other rules",
     "rules": "show the thresholds of the detectors, or check a file of them",
     "runs": "list the runs of a collector",
     "incidents": "list incidents",
     "show": "show one run, or one incident",
     "top": "show runs and open incidents, live in the terminal",
-    "compare": "say where two runs part, and how they differ",
+    "compare": "show where two runs diverge, and how they differ",
     "report": "write an incident into one HTML file",
     "open": "show a spool or a report without a server",
 }
@@ -44,7 +44,7 @@ def _commands() -> dict[str, EntryPoint]:
 def _usage(commands: dict[str, EntryPoint]) -> str:
     width = max((len(name) for name in commands), default=0)
     lines = [f"  {name:<{width}}  {HELP.get(name, '')}".rstrip() for name in sorted(commands)]
-    return "\n".join(["usage: fp8watch COMMAND [OPTIONS]", "", *lines, "", "fp8watch COMMAND --help tells more"])
+    return "\n".join(["usage: fp8watch COMMAND [OPTIONS]", "", *lines, "", "fp8watch COMMAND --help describes one"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     entry = commands.get(args[0])
     if entry is None:
-        print(f"fp8watch: {args[0]!r} is no command; known are {', '.join(sorted(commands))}", file=sys.stderr)
+        print(f"fp8watch: {args[0]!r} is not a command; known are {', '.join(sorted(commands))}", file=sys.stderr)
         return 2
     try:
         return int(entry.load()(args[1:]))

@@ -1,9 +1,9 @@
 """Which planted bugs are run: all of them, or those of what changed lately and a share of the others that goes round.
 
 FP8WATCH_PLANTED=changed takes the bugs whose file, or the file of whose test, changed within two days before the commit
-that is checked out, and a tenth of the others; never more than MAX_BUGS, those of the latest commits first. Which of
-many are taken follows from the commit alone: a run is repeated exactly, and the next commit takes others. What is left
-out is said in one line at the end of the run.
+that is checked out, and a tenth of the others; never more than MAX_BUGS. Those of the commit itself come first, then
+those of the latest commits; a tenth that is many gives way to them. Which of many are taken follows from the commit
+alone: a run is repeated exactly, and the next commit takes others. What is left out is said in one line at the end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ NUM_LATEST = 20
 MAX_BUGS = 60
 SHARE = 10
 """Of the bugs in what did not change, one in so many."""
+MIN_SHARE = 6
+"""Of the bugs that are run, at least one in so many is of what did not change, as far as a tenth of those goes."""
 GIT_S = 60.0
 
 
@@ -90,9 +92,11 @@ def select(bugs: Sequence[Bug], what: Changed | None, max_bugs: int = MAX_BUGS, 
         why = f"chosen by commit {what.commit[:9]}, whose history is not in this shallow clone"
         return Selection(frozenset(chosen), f"{len(chosen)} of {len(bugs)}, {why}")
     latest = [bug for bug in in_turn if files(bug) & what.latest]
+    latest.sort(key=lambda bug: not files(bug) & what.by_head)  # stable: after a merge of much, what it brought
     lately = [bug for bug in in_turn if files(bug) & what.lately and not files(bug) & what.latest]
     others = [bug for bug in in_turn if not files(bug) & what.lately]
-    share = others[: -(-len(others) // SHARE)]
+    share = others[: max(max_bugs - len(latest) - len(lately), min(-(-len(others) // SHARE), max_bugs // MIN_SHARE))]
+    share = share[: -(-len(others) // SHARE)]
     near = [*latest, *lately][: max_bugs - len(share)]
     num_latest = len(set(near) & set(latest))
     line = (

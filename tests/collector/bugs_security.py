@@ -78,8 +78,8 @@ SECURITY = [
     Bug(
         "a new route has a line in the table",
         "app:create_app",
-        "    app.add_middleware(ingest.IngestFastPath)\n",
-        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(ingest.IngestFastPath)\n',
+        "    app.add_middleware(IngestFastPath)\n",
+        '    app.add_api_route("/new", _metrics, methods=["GET"])\n    app.add_middleware(IngestFastPath)\n',
         f"{C}/test_auth.py::test_every_route_is_in_the_table",
     ),
     Bug(

@@ -200,6 +200,16 @@ def test_too_many_are_cut_and_the_line_says_so(repository: Callable[..., None], 
     assert "11 of 30 in files of the last two days, 1 of 10 in others (at most 20;" in chosen.line
 
 
+def test_what_the_commit_itself_changed_comes_first(repository: Callable[..., None], tmp_path: Path) -> None:
+    aged(repository)
+    repository(10.5, "head.py")
+    bugs = bugs_of("latest.py", each=200) + bugs_of("head.py", each=12) + bugs_of("old.py", each=90)
+    chosen = select(bugs, changed(tmp_path), max_bugs=18)
+    assert set(bugs_of("head.py", each=12)) < chosen.bugs
+    assert "15 of 212 in files of the last" in chosen.line
+    assert "3 of 90 in others (at most 18;" in chosen.line
+
+
 def test_a_commit_always_chooses_the_same_and_others_choose_others(
     repository: Callable[..., None], tmp_path: Path
 ) -> None:
