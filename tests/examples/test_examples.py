@@ -183,6 +183,41 @@ def test_two_ranks_are_one_run(zygote: Zygote, tmp_path: Path, collector: str) -
     ddp_as_one_run(zygote.run_ranks(tmp_path, str(EXAMPLES / "ddp.py"), envs=envs), tmp_path, collector)
 
 
+def test_each_block_of_the_training_page_runs_and_is_recorded(zygote: Zygote, tmp_path: Path, collector: str) -> None:
+    lines = zygote.run(
+        tmp_path, "examples.page_snippets", FP8WATCH_COLLECTOR=collector, FP8WATCH_SPOOL_DIR=str(tmp_path / "spool")
+    )
+    said = json.loads(lines[-1])
+    num_steps = {heading: of["num_steps"] for heading, of in said.items()}
+    assert num_steps.pop("Gradient accumulation") == 3
+    assert num_steps == dict.fromkeys(
+        ("A loop", "GradScaler", "Schedules", "Evaluation", "Resume", "Many ranks", "Notebooks"), 4
+    )
+    assert all(of["internal_errors"] == {} and of["loss"] == "seen" for of in said.values())
+
+    def values(heading: str, name: str, first: int = 0) -> list[float]:
+        run = said[heading]["run_id"]
+        stored(collector, run, said[heading]["last_step"])
+        of_run = get(f"{collector}/api/v1/runs/{run}/scalars?name={name}&from=0&to=100&points=100")
+        assert of_run["steps"][0] == first
+        return list(of_run["values"])
+
+    def calls(heading: str) -> list[float]:
+        address = f"{collector}/api/v1/runs/{said[heading]['run_id']}"
+        site = next(s["id"] for s in get(f"{address}/sites")["items"] if s["operand"] == "input")
+        return list(get(f"{address}/series?site={site}&field=num_calls&from=0&to=100&points=100")["values"])
+
+    assert values("GradScaler", "loss_scale")[1:] == [32768.0] * 3  # the second step was skipped
+    assert values("Schedules", "lr") == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert len(values("Evaluation", "accuracy", first=1)) == 1
+    assert len(values("A loop", "loss")) == 4
+    assert (calls("Gradient accumulation"), calls("Evaluation")) == ([4] * 3, [1] * 4)
+    assert len(values("Resume", "loss", first=7)) == 4
+    assert said["Resume"]["run_id"] == "resumed"
+    assert said["Many ranks"]["source"] == "torch.distributed"
+    assert "\n" not in said["Notebooks"]["repr"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["plain_loop.py", "gradient_accumulation.py", "checkpoint_and_resume.py"])
 def test_a_command_of_the_readme_trains(name: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fp8watch_server.pages import formatting, health, lookup, panels
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
-from fp8watch_server.store import checkpoints, queries, run_list
+from fp8watch_server.store import queries, run_list
 from fp8watch_server.store.incident_states import ACKNOWLEDGED, OPEN, UNSEEN
 from fp8watch_server.store.rows import IncidentRow, IncidentWithEvents, RunRow, SiteRow
 
@@ -53,15 +53,6 @@ def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
     """The incidents that name a site, each with the tile where it is one of this site."""
     found = [i for i in incidents(conn, run_id) if concerns(i, site)]
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
-
-
-def checkpoints_around(conn: Connection, incident: IncidentRow) -> Dict:
-    """Of an incident: the checkpoints that it poisoned, newest first, and the last one of the run that is clean."""
-    found = checkpoints.checkpoints(conn, incident["run_id"])
-    return {
-        "poisoned": [c for c in found["items"] if c["incident"] == incident["id"]],
-        "last_clean": found["last_clean"],
-    }
 
 
 def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:

@@ -23,11 +23,14 @@ NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
     """{run, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
 
-    A run that did not come to the step at which it broke proves nothing.
+    A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
     """
     if not incident["cause_id"]:
         return None
-    r, c = t.run.c, t.incident.c
+    r, c, s = t.run.c, t.incident.c, t.site.c
+    place = incident["place"] or {}
+    looked = [s.run_id == r.run_id, s.tenant == r.tenant]
+    looked += [s[name] == place[name] for name in ("module", "operand") if place.get(name)]
     hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
     last = conn.execute(
         sa.select(t.run).where(r.tenant == t.DEFAULT_TENANT, r.run_id.in_(hit)).order_by(r.created_at.desc()).limit(1)
@@ -40,6 +43,7 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
             r.tenant == t.DEFAULT_TENANT,
             r.created_at > last.created_at,
             r.last_step >= incident["first_step"],
+            sa.exists().where(*looked),
         )
         .order_by(r.created_at)
         .limit(1)
