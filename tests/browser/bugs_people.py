@@ -66,6 +66,27 @@ BUGS = [
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
     ),
     Bug(
+        "a run in which the place was not looked at proves nothing",
+        "pages.what_helped:what_helped",
+        "sa.exists().where(*looked),",
+        "",
+        f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
+    ),
+    Bug(
+        "where no checkpoint was seen, the last step before the failure is said",
+        "store.checkpoints:first_bad",
+        "min((b.step for b in",
+        "min((b.step + 1 for b in",
+        f"{T}/test_checkpoints.py::test_where_no_checkpoint_was_seen_the_last_step_of_a_clean_one_is_said",
+    ),
+    Bug(
+        "a run is held against one that began before it",
+        "store.run_list:run_before",
+        'r.created_at < run["created_at"],',
+        "",
+        f"{T}/test_run_list.py::test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest",
+    ),
+    Bug(
         "what lies outside of a band does not feed it",
         "store.deviation:deviations",
         "there & (~is_out | anew)",
