@@ -38,7 +38,7 @@ def get(url: str) -> Any:
 def pages_of(url: str, run_id: str | None = None) -> dict[str, str]:
     """Name of the picture -> address of the page that shows the injected failure of a run, or of the only one."""
     (run,) = [r for r in get(f"{url}/api/v1/runs")["items"] if run_id in (None, r["id"])]
-    (incident,) = raised(url, run["id"])
+    incident = raised(url, run["id"])[0]
     step, place = incident["first_step"], incident["place"]
     sites = get(f"{url}/api/v1/runs/{run['id']}/sites")["items"]
     keys = ("module", "operand", "direction")
@@ -57,9 +57,9 @@ def pages_of(url: str, run_id: str | None = None) -> dict[str, str]:
 
 
 def raised(url: str, run_id: str) -> list[dict[str, Any]]:
-    """Incidents of a run that notify somebody."""
+    """Incidents of a run that notify somebody, the earliest first."""
     found = get(f"{url}/api/v1/runs/{run_id}/incidents")["items"]
-    return [i for i in found if i["severity"] != "info"]
+    return sorted((i for i in found if i["severity"] != "info"), key=lambda i: i["first_step"])
 
 
 def failures_of(url: str) -> dict[str, str]:

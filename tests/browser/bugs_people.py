@@ -87,6 +87,20 @@ BUGS = [
         f"{T}/test_run_list.py::test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest",
     ),
     Bug(
+        "what was critical comes before what is open",
+        "pages.page_queries:_by_state",
+        "return (0 if asks else 1 + state), severity, state,",
+        "return (0 if asks else 1 + state), state, severity,",
+        f"{T}/test_headline.py::test_what_was_critical_and_nobody_saw_comes_before_a_warning_that_is_open",
+    ),
+    Bug(
+        "a person is shown a page while the database is away",
+        "http.db_timeout:DbTimeoutMiddleware.__call__",
+        "if asked_by_a_person(scope):",
+        "if False:",
+        "tests/collector/test_database_away.py::test_a_person_is_shown_a_page_that_looks_again",
+    ),
+    Bug(
         "what lies outside of a band does not feed it",
         "store.deviation:deviations",
         "there & (~is_out | anew)",

@@ -21,7 +21,7 @@ NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 
 
 def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
-    """{run, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
+    """{id, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
 
     A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
     """
@@ -51,9 +51,14 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
     if clean is None:
         return None
     before, after = _facts(conn, last.run_id), _facts(conn, clean.run_id)
-    names = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
+    names = [n for n in sorted({*before, *after}, key=_rank) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
     told = [(name, _said(before.get(name)), _said(after.get(name))) for name in names[:MAX_DIFFERENCES]]
     return {"id": clean.run_id, "name": clean.name, "differences": told, "num_more": max(0, len(names) - len(told))}
+
+
+def _rank(fact: str) -> tuple[int, str]:
+    """What was chosen comes before what follows from it."""
+    return (OF_SESSION.index(fact) if fact in OF_SESSION else len(OF_SESSION)), fact
 
 
 def _said(value: object) -> str:
