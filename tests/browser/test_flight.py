@@ -156,8 +156,12 @@ def test_a_frame_of_three_hundred_sites_costs_a_fraction_of_its_time(page: Page,
     flight(page, collector, OWN)
     num_rows, num_steps, took = page.evaluate(
         """() => { const f = document.querySelector("[data-flight]").flight, { rows } = f.data;
-          const many = Array.from({ length: 300 }, (_, i) => ({ ...rows[i % rows.length], label: `layers.${i >> 2}` }));
-          f.data = { ...f.data, rows: many };
+          const steps = Array.from({ length: 65 }, (_, j) => f.data.steps[0] + j), of = (v) => steps.map((_, j) => v[j % v.length]);
+          const many = Array.from({ length: 300 }, (_, i) => {
+            const row = rows[i % rows.length];
+            return { ...row, label: `layers.${i >> 2}`, values: of(row.values) };
+          });
+          f.data = { ...f.data, rows: many, steps, looked: of(f.data.looked), outside: of(f.data.outside) };
           f.draw();
           f.playing = true;
           const g = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
