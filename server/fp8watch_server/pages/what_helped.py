@@ -23,12 +23,12 @@ NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
     """{id, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
 
-    A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
+    Runs of the same name come before others. A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
     """
     if not incident["cause_id"]:
         return None
     r, c, s = t.run.c, t.incident.c, t.site.c
-    place = incident["place"] or {}
+    place = incident["place"]
     looked = [s.run_id == r.run_id, s.tenant == r.tenant]
     looked += [s[name] == place[name] for name in ("module", "operand") if place.get(name)]
     hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
@@ -45,7 +45,7 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
             r.last_step >= incident["first_step"],
             sa.exists().where(*looked),
         )
-        .order_by(r.created_at)
+        .order_by(sa.case((r.name == last.name, 0), else_=1), r.created_at)
         .limit(1)
     ).first()
     if clean is None:
