@@ -121,7 +121,7 @@ $(PROVING)/.ready: $(VENV)/.demo tests/proving/requirements.txt
 bench-gpu: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)" tests/gpu/run.sh bench
 
-# make screenshots  docs/images from a real run of the demo
+# make screenshots  docs/images from real runs of the demo (ARGS="--collector URL": where they are already)
 screenshots: $(VENV)/.dev
 	$(BIN)/python docs/screenshots.py $(ARGS)
 

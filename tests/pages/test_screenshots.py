@@ -33,8 +33,9 @@ def test_every_page_is_taken_with_the_failure_on_it(
         for name, address in pages.items():
             answer = client.get(address)
             assert answer.status_code == 200, name
-            assert ("inf-laundering" if name == "runs" else FAULT_MODULE) in answer.text, name
+            assert ("inf-laundering" if name in ("runs", "incidents") else FAULT_MODULE) in answer.text, name
     made = {f"{name}{theme}.png" for name in pages for theme in ("", "-dark")}
+    made |= {f"failure-{fault}.png" for fault in script["FAULTS"]}  # type: ignore[attr-defined]
     assert {p.name for p in IMAGES.glob("*.png")} == made, "make screenshots"
 
 
@@ -54,5 +55,6 @@ def test_what_pages_show_is_what_is_there() -> None:
         for url in re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", text.read_text())
     }
     assert IMAGES / "incident.png" in shown, "the README shows what the product is for"
+    assert set(IMAGES.glob("failure-*.png")) <= shown, "the gallery shows each failure"
     assert all(path.is_file() for path in shown)
     assert "docs/screenshots.py" in (ROOT / "Makefile").read_text()

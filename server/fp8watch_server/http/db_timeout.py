@@ -23,6 +23,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fp8watch_server.http.away_page import asked_by_a_person, away_page
 from fp8watch_server.http.errors import Problem
 
 WITHOUT_PROGRESS_S = 0.7
@@ -152,7 +153,10 @@ class DbTimeoutMiddleware:
             return task.result()
         state["given_up"] = True
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await unavailable("the database does not answer").response()(scope, receive, send)
+        if asked_by_a_person(scope):
+            await away_page(RETRY_AFTER_S)(scope, receive, send)
+        else:
+            await unavailable("the database does not answer").response()(scope, receive, send)
 
     async def _answers(self) -> bool:
         if self._probe is None or self._probe.done():

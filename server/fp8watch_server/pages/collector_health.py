@@ -24,7 +24,7 @@ MAX_ROWS = 20
 
 
 def health(conn: Connection, stats: IngestStats, now: float | None = None) -> dict[str, Any]:
-    """{problems: sentences, facts: [(name, value, explanation)], failed, dead, outcomes}."""
+    """{problems: sentences, calm: what is said where there are none, facts: [(name, value, explanation)], failed, dead, outcomes}."""
     now = time.time() if now is None else now
     b, o = t.hot_batch.c, t.outbox.c
     waiting, oldest = conn.execute(
@@ -64,7 +64,9 @@ def health(conn: Connection, stats: IngestStats, now: float | None = None) -> di
         ("Taken in", f"{stats.num_bytes / (1 << 20):.1f} MiB", "since this process started"),
     ]
     outcomes = sorted(stats.outcomes.items())
+    seen = f"{waiting} batches wait, none for longer than {LATE_S:.0f} s" if waiting else "Every batch was looked at"
     return {
+        "calm": f"{seen}, and every message was delivered or waits for its turn.",
         "problems": problems,
         "facts": facts,
         "failed": list(failed),

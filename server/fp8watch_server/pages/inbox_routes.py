@@ -17,6 +17,7 @@ from fp8watch_server.incidents.causes import pattern_of
 from fp8watch_server.pages import collector_health, live, lookup, runbooks
 from fp8watch_server.pages.templating import page
 from fp8watch_server.pages.thumbnail import thumbnail
+from fp8watch_server.pages.what_helped import what_helped
 from fp8watch_server.store import cause_list, queries
 from fp8watch_server.store.cause_list import Wanted
 from fp8watch_server.store.rows import CauseRow, IncidentRow
@@ -68,6 +69,7 @@ def _row(conn: Connection, cause: CauseRow) -> dict[str, Any]:
         "incident": incident,
         "place": pattern_of(incident["place"]["module"]),
         "tiles": _tiles(conn, incident),
+        "helped": what_helped(conn, incident),
     }
 
 

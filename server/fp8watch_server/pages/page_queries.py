@@ -15,8 +15,8 @@ from fp8watch_server.pages import formatting, health, layer_costs, lookup, panel
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.pages.headline import need_of
 from fp8watch_server.pages.lookup import Dict
-from fp8watch_server.store import checkpoints, queries, run_list
-from fp8watch_server.store.incident_states import ACKNOWLEDGED, OPEN, UNSEEN
+from fp8watch_server.store import queries, run_list
+from fp8watch_server.store.incident_states import ACKNOWLEDGED, ASKS_TO_BE_SEEN, OPEN, UNSEEN
 from fp8watch_server.store.rows import IncidentRow, IncidentWithEvents, RunRow, SiteRow
 
 SEVERITIES = ("critical", "warning", "info")
@@ -36,14 +36,15 @@ HEALTHY_SQNR_DB = {"E4M3": 28.0, "E5M2": 22.0, "E2M1": 14.0}  # below these, a f
 
 
 def incidents(conn: Connection, run_id: str) -> list[IncidentRow]:
-    """Incidents of a run: open, over and not seen yet, looked after, the others; severe before mild, early before late."""
+    """Incidents of a run: those that ask for somebody, looked after, the others; severe before mild, open before over."""
     return sorted((lookup.complete(i) for i in queries.incidents(conn, run_id)), key=_by_state)
 
 
-def _by_state(incident: IncidentRow) -> tuple[int, int, int]:
-    order = {s: i for i, s in enumerate(SEVERITIES)}
+def _by_state(incident: IncidentRow) -> tuple[int, int, int, int]:
+    severity = {s: i for i, s in enumerate(SEVERITIES)}.get(incident["severity"], 9)
     state = STATE_ORDER.get(incident["state"], len(STATE_ORDER))
-    return state, order.get(incident["severity"], 9), incident["first_step"]
+    asks = incident["state"] in (OPEN, UNSEEN) and incident["severity"] in ASKS_TO_BE_SEEN
+    return (0 if asks else 1 + state), severity, state, incident["first_step"]
 
 
 def concerns(incident: IncidentRow, site: SiteRow) -> bool:
@@ -55,15 +56,6 @@ def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
     """The incidents that name a site, each with the tile where it is one of this site."""
     found = [i for i in incidents(conn, run_id) if concerns(i, site)]
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
-
-
-def checkpoints_around(conn: Connection, incident: IncidentRow) -> Dict:
-    """Of an incident: the checkpoints that it poisoned, newest first, and the last one of the run that is clean."""
-    found = checkpoints.checkpoints(conn, incident["run_id"])
-    return {
-        "poisoned": [c for c in found["items"] if c["incident"] == incident["id"]],
-        "last_clean": found["last_clean"],
-    }
 
 
 def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:

@@ -41,6 +41,7 @@ from fp8watch_server.pages import (
     report,
     run_filters,
     runbooks,
+    safe_to_resume,
     site_charts,
     training_axis,
 )
@@ -191,9 +192,11 @@ def run_page(request: Request, run_id: str) -> Response:
         incidents = page_queries.incidents(conn, run["id"])
         charts = queries.several_scalars(conn, run["id"], panels.fields(), low, high, FIRST_POINTS)
         watched = headline.watched(conn, run)
+        before = run_list.run_before(conn, run)
         over = ("step", "time", "tokens") if training_axis.token_name(conn, run["id"]) else ("step", "time")
-    open_incidents = [i for i in incidents if i["status"] != "resolved"]
-    asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
+        open_incidents = [i for i in incidents if i["status"] != "resolved"]
+        asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
+        safe = safe_to_resume.of_run(conn, run["id"], asking)
     agents = coverage.agents(run)
 
     def below() -> dict[str, Any]:
@@ -218,6 +221,8 @@ def run_page(request: Request, run_id: str) -> Response:
         now=now,
         headline=headline.headline(run, incidents, not_watching, agents, watched, observed=coverage.observed(facts)),
         each=watched.each(),
+        before=before,
+        safe=safe,
         drawn_over=over,
         asking=asking,
         taken=[i for i in open_incidents if i not in asking],
@@ -265,10 +270,11 @@ def incident_page(request: Request, incident_id: str) -> HTMLResponse:
             questions=next_questions.questions(incident, run, site, _own_url(request)),
             silences=silences,
             runbooks=runbooks.slugs(),
+            before=run_list.run_before(conn, run),
             same_cause=cause_list.same_cause(conn, incident),
             helped=what_helped(conn, incident),
             flight=flight_pages.panel_of(run, step),
-            checkpoints=page_queries.checkpoints_around(conn, incident),
+            checkpoints=safe_to_resume.of_incident(conn, incident),
             fix_files=[(f.name, f.what) for f in TARGETS.values()],
         )
 

@@ -21,13 +21,16 @@ NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 
 
 def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
-    """{run, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
+    """{id, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
 
-    A run that did not come to the step at which it broke proves nothing.
+    Runs of the same name come before others. A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
     """
     if not incident["cause_id"]:
         return None
-    r, c = t.run.c, t.incident.c
+    r, c, s = t.run.c, t.incident.c, t.site.c
+    place = incident["place"]
+    looked = [s.run_id == r.run_id, s.tenant == r.tenant]
+    looked += [s[name] == place[name] for name in ("module", "operand") if place.get(name)]
     hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
     last = conn.execute(
         sa.select(t.run).where(r.tenant == t.DEFAULT_TENANT, r.run_id.in_(hit)).order_by(r.created_at.desc()).limit(1)
@@ -40,16 +43,22 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
             r.tenant == t.DEFAULT_TENANT,
             r.created_at > last.created_at,
             r.last_step >= incident["first_step"],
+            sa.exists().where(*looked),
         )
-        .order_by(r.created_at)
+        .order_by(sa.case((r.name == last.name, 0), else_=1), r.created_at)
         .limit(1)
     ).first()
     if clean is None:
         return None
     before, after = _facts(conn, last.run_id), _facts(conn, clean.run_id)
-    names = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
+    names = [n for n in sorted({*before, *after}, key=_rank) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
     told = [(name, _said(before.get(name)), _said(after.get(name))) for name in names[:MAX_DIFFERENCES]]
     return {"id": clean.run_id, "name": clean.name, "differences": told, "num_more": max(0, len(names) - len(told))}
+
+
+def _rank(fact: str) -> tuple[int, str]:
+    """What was chosen comes before what follows from it."""
+    return (OF_SESSION.index(fact) if fact in OF_SESSION else len(OF_SESSION)), fact
 
 
 def _said(value: object) -> str:

@@ -83,6 +83,11 @@ def checkpoints(conn: Connection, run_id: str, tenant: str = t.DEFAULT_TENANT) -
     return listed(saved, bad)
 
 
+def first_bad(conn: Connection, incident: Mapping[str, Any], tenant: str = t.DEFAULT_TENANT) -> int | None:
+    """The first step whose update an incident spoiled, for certain or perhaps; None where no update holds any of it."""
+    return min((b.step for b in _bad(conn, incident["run_id"], tenant, incident)), default=None)
+
+
 def steps_of(fact: object) -> list[int]:
     """Steps out of the fact; what cannot be read is none."""
     return (

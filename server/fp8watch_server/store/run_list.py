@@ -19,7 +19,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_server.db import schema as t
 from fp8watch_server.store.incident_states import asks
 from fp8watch_server.store.queries import STALLED_AFTER_S, as_runs
-from fp8watch_server.store.rows import ListedRun
+from fp8watch_server.store.rows import ListedRun, RunRow
 
 PAGE_RUNS = 50
 MAX_PAGE = 10_000
@@ -182,6 +182,22 @@ def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
     name = wanted.sort if wanted.sort in by else "need"
     first = by[name].desc() if (name in _DESCENDING) != wanted.reverse else by[name].asc()
     return [first, r.last_seen_at.desc(), r.run_id]
+
+
+def run_before(conn: Connection, run: RunRow) -> tuple[str, str] | None:
+    """Id and name of the run to hold this one against: of those that began before it and had a step and are not archived,
+    the newest of the same name, else the newest.
+    """
+    r = t.run.c
+    query = sa.select(r.run_id, r.name).where(
+        r.tenant == t.DEFAULT_TENANT,
+        r.created_at < run["created_at"],
+        r.last_step.is_not(None),
+        r.archived_at.is_(None),
+    )
+    same = sa.case((r.name == run["name"], 0), else_=1)
+    found = conn.execute(query.order_by(same, r.created_at.desc(), r.run_id).limit(1)).first()
+    return None if found is None else (found.run_id, found.name)
 
 
 def choices(conn: Connection) -> dict[str, list[str]]:

@@ -13,7 +13,9 @@ function showTicked() {
   if (bar === null) return;
   bar.hidden = ticked.size === 0;
   bar.querySelector("[data-ticked-count]").textContent = `${ticked.size} chosen`;
-  bar.querySelector("[data-compare]").hidden = ticked.size !== 2;
+  const compared = bar.querySelector("[data-compare]");
+  compared.disabled = ticked.size !== 2;
+  compared.textContent = ticked.size === 2 ? "Compare" : "Compare: choose two";
 }
 
 // A question in the page's own words; resolves to whether it was answered with yes.
