@@ -213,8 +213,8 @@ MODES = [
     Bug(
         "silent-data-corruption",
         "silent_data_corruption.detector:Corruption.observe",
-        "        few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))\n",
-        "        few = np.count_nonzero(leap) > 1\n",
+        "        few = np.count_nonzero(moves) <= max(1, FEW * np.count_nonzero(known))\n",
+        "        few = np.count_nonzero(moves) > 1\n",
         _scenario("silent-data-corruption"),
     ),
     Bug(

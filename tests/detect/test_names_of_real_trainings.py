@@ -9,7 +9,7 @@ import pytest
 from detect.folded import Folded, fold
 from detect.light import lightly
 from detect.play import play
-from detect.scenarios import DOWN, GATE, OUT, Case, _shadow, nan_after, put_nan
+from detect.scenarios import DOWN, GATE, OUT, Case, Q, _shadow, nan_after, put_nan
 from detect.trace import ALL, Trace, healthy
 
 from fp8watch_agent.record import Measured, Site, site_id
@@ -121,6 +121,17 @@ def test_of_a_gradient_that_two_gemms_read_the_one_is_named_that_broke(which: st
     assert (incident.mode, words.place["gemm"]) == ("kernel-output-fault", which)
     assert words.title.startswith(f"{which or 'dgrad or wgrad'} of {t.sites[j].module} returned NaN")
     assert "BF16 would do the same" not in words.cause
+
+
+def test_outputs_that_are_finite_and_wrong_own_the_nan_behind_them() -> None:
+    """Rows that nobody wrote hold 1e19: attention makes a NaN of them, and is not to blame."""
+    t = healthy(3, 40)
+    _shadow(t, np.random.default_rng(0))
+    t.columns["gemm_error"][30, t.one(Q, "input")] = 0.9
+    nan_after(t, 30, t.sites[t.one(Q, "input")].order + 9)
+    [incident] = incidents(t)
+    words = explain(incident.named, t.facts)
+    assert (incident.mode, words.place["module"], words.verdict) == ("kernel-output-fault", Q, "fp8")
 
 
 # ---- an eps in another unit

@@ -76,6 +76,10 @@ _STATISTICAL = {
 
 EXPLAINS: dict[str, frozenset[str]] = {
     **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in NONFINITE_MODES},
+    # finite outputs that are wrong, as rows that nobody wrote, break what comes behind them
+    "kernel-output-fault": frozenset(
+        _STATISTICAL | {"optimizer-divergence", "silent-data-corruption", "nan-in-activation", "nan-in-loss"}
+    ),
     "quantiser-fault": frozenset(_STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation"}),
     "stale-weight-scale": frozenset(
         {"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}

@@ -59,7 +59,9 @@ class Clamped(Detector):
             *damage(ctx, row),
         ]
         if len(rows) > 1:
-            evidence.append(Evidence("clamped_sites", len(rows), 0, f"of {int(np.count_nonzero(now.seen))} sites", since))
+            evidence.append(
+                Evidence("clamped_sites", len(rows), 0, f"of {int(np.count_nonzero(now.seen))} sites", since)
+            )
         return [
             now.finding(
                 "chronic-quantization-noise", "info", rows, evidence, "fp8", tile="worst_tile", began=since, by="eps",
