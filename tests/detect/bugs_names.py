@@ -79,6 +79,13 @@ NAMES = [
         f"{NAMED}::test_an_embedding_that_leaps_is_named_and_fp8_is_not",
     ),
     Bug(
+        "logits make no input leap",
+        "precedence:explains",
+        'root not in ("bad-batch", "attention-logit-growth")',
+        'root not in ("bad-batch",)',
+        f"{NAMED}::test_an_input_that_leaps_makes_the_logits_leap_and_not_the_other_way_round",
+    ),
+    Bug(
         "an eps above every amax is told",
         "chronic_quantization_noise.clamped:Clamped.observe",
         "(unused >= UNUSED_OCTAVES)",

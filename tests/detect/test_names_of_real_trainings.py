@@ -62,6 +62,15 @@ def test_an_outlier_beyond_what_any_one_scale_carries_is_no_matter_of_the_histor
     assert "clip_depth" in {e["field"] for e in words.evidence}
 
 
+def test_an_input_that_leaps_makes_the_logits_leap_and_not_the_other_way_round() -> None:
+    t = healthy(3, STEPS)
+    t.grow(t.mask(Q, "input"), np.where(since(t) > 0, 11.0, 0.0))
+    t.logs["max_attention_logit"] = np.where(since(t) > 0, 4e4, 9.0) * np.exp2(
+        np.random.default_rng(0).normal(0, 0.1, STEPS)
+    )
+    assert [(i.mode, i.first.onset) for i in incidents(t)] == [("outlier-growth", AT)]
+
+
 # ---- weights
 
 

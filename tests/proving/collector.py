@@ -17,7 +17,8 @@ from urllib.parse import quote
 import msgspec
 import urllib3
 
-START_S = 60.0
+START_S = 300.0
+"""A quiet machine needs two."""
 _http = urllib3.PoolManager(retries=urllib3.Retry(2), timeout=urllib3.Timeout(20))
 
 
@@ -91,7 +92,9 @@ def opened_steps(folder: Path, run_id: str) -> dict[str, int]:
 def is_judged(folder: Path, run_id: str) -> bool:
     """Whether the detectors have seen every batch of the run that was committed; what they found is committed with that."""
     with _reading(folder) as base:
-        [pending] = base.execute("select count(*) from hot_batch where run_id = ? and detected = 0", (run_id,)).fetchone()
+        [pending] = base.execute(
+            "select count(*) from hot_batch where run_id = ? and detected = 0", (run_id,)
+        ).fetchone()
     return not pending
 
 
