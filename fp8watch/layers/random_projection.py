@@ -87,4 +87,5 @@ def _worst_row(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wrong:
     exact = a[at] @ b if bias is None else a[at] @ b + bias.to(torch.float32)
     size = torch.maximum(torch.linalg.vector_norm(exact), right.square().mean().sqrt() / 8)  # of a row of ordinary size
     off = torch.linalg.vector_norm(output[at].to(torch.float32) - exact) / size
-    return off.where(off.isfinite() & (off > WHOLLY_WRONG), torch.zeros_like(off))
+    alone: Tensor = off.where(off.isfinite() & (off > WHOLLY_WRONG), torch.zeros_like(off))
+    return alone
