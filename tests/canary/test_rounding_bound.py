@@ -179,3 +179,20 @@ def test_a_projection_sees_what_a_right_product_never_shows() -> None:
     broken[3, 4] = torch.inf
     assert check_product(broken @ b, broken, b) is None
     assert check_product(torch.zeros(8, 4), torch.zeros(8, 16), torch.ones(16, 4)) is None
+
+
+def test_a_few_rows_that_nobody_wrote_are_no_narrow_accumulator() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(256, 96), torch.randn(96, 64)
+    right = a @ b
+    stale = right.clone()
+    stale[7] = (a[8] * 0.3) @ b  # what was there before, of a row that is small
+    found = check_product(stale, a, b)
+    assert found is not None
+    assert float(torch.linalg.vector_norm(stale - right) / torch.linalg.vector_norm(right)) < 0.1
+    assert float(found.error) > 0.5
+    mantissa, exponent = torch.frexp(right)
+    narrow = torch.ldexp(torch.trunc(mantissa * 2.0**4) / 2.0**4, exponent)
+    found = check_product(narrow, a, b)
+    assert found is not None
+    assert float(found.error) < 0.1

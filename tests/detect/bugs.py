@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
+from detect.bugs_names import NAMES
 from detect.bugs_seen import SEEN_TO_BE_WRONG
 from planted import Bug
 
@@ -114,8 +115,8 @@ MODES = [
     Bug(
         "frozen-scale",
         "delayed:Delayed._judge_frozen",
-        "        hit = settled & (num_same >= limit.frozen_steps) & (under_clip | deaf)\n",
-        "        hit = settled & (num_same > SAME_WINDOW) & (under_clip | deaf)\n",
+        "        hit = settled & same & (num_same >= limit.frozen_steps) & (under_clip | deaf)\n",
+        "        hit = settled & same & (num_same > SAME_WINDOW) & (under_clip | deaf)\n",
         _scenario("frozen-scale"),
     ),
     Bug(
@@ -226,8 +227,8 @@ MODES = [
     Bug(
         "silent-data-corruption",
         "silent_data_corruption.detector:Corruption.observe",
-        "        few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))\n",
-        "        few = np.count_nonzero(leap) > 1\n",
+        "        few = np.count_nonzero(moves) <= max(1, FEW * np.count_nonzero(known))\n",
+        "        few = np.count_nonzero(moves) > 1\n",
         _scenario("silent-data-corruption"),
     ),
     Bug(
@@ -337,4 +338,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES]

@@ -33,16 +33,16 @@ CAUSES = [
     ),
     Bug(
         "a leap of amax needs no kurtosis",
-        "outlier:Outliers._leaping_inputs",
-        "            far = known & (over >= ctx.limit.outlier_leap_octaves)\n",
-        "            far = known & (over >= ctx.limit.outlier_leap_octaves) & (ctx.now.log2_kurtosis > 8)\n",
+        "context:Context.leaping",
+        "            return np.asarray(named & (over >= need))\n",
+        "            return np.asarray(named & (over >= need) & (self.now.log2_kurtosis > 8))\n",
         f"{FIRST}::test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis",
     ),
     Bug(
         "a leap that is measured later explains the loss",
         "precedence",
-        '    LEAP: frozenset({"chronic-quantization-noise", "bad-batch", ',
-        '    LEAP: frozenset({"chronic-quantization-noise", ',
+        '{"chronic-quantization-noise", "bad-batch", "gradient-underflow", "dead-layer", "attention-logit-growth"}',
+        '{"chronic-quantization-noise", "gradient-underflow", "dead-layer", "attention-logit-growth"}',
         f"{FIRST}::test_a_leap_that_is_measured_later_takes_the_jump_of_the_loss_over",
     ),
     Bug(
@@ -62,8 +62,8 @@ CAUSES = [
     Bug(
         "what began earlier is muted by nothing that came later",
         "statistics:Statistics._is_muted",
-        "            follows = began <= latest(found.kind, found.onset, window)\n",
-        "            follows = began <= latest(found.kind, found.step, window)\n",
+        "            follows = began <= found.latest(window)\n",
+        "            follows = began <= found.step + window\n",
         f"{FIRST}::test_bad_batches_before_an_inf_are_an_incident_of_their_own",
     ),
     Bug(

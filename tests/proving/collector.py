@@ -17,7 +17,8 @@ from urllib.parse import quote
 import msgspec
 import urllib3
 
-START_S = 60.0
+START_S = 300.0
+"""A quiet machine needs two."""
 _http = urllib3.PoolManager(retries=urllib3.Retry(2), timeout=urllib3.Timeout(20))
 
 
@@ -84,10 +85,21 @@ def opened_steps(folder: Path, run_id: str) -> dict[str, int]:
         "select i.id, e.step from incident i join incident_event e on e.incident_id = i.id"
         " where i.run_id = ? and e.kind = 'opened'"
     )
-    with contextlib.closing(
-        sqlite3.connect(f"file:{folder / 'fp8watch.sqlite'}?mode=ro", uri=True, timeout=30)
-    ) as base:
+    with _reading(folder) as base:
         return {incident: int(step) for incident, step in base.execute(query, (run_id,)) if step is not None}
+
+
+def is_judged(folder: Path, run_id: str) -> bool:
+    """Whether the detectors have seen every batch of the run that was committed; what they found is committed with that."""
+    with _reading(folder) as base:
+        [pending] = base.execute(
+            "select count(*) from hot_batch where run_id = ? and detected = 0", (run_id,)
+        ).fetchone()
+    return not pending
+
+
+def _reading(folder: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(f"file:{folder / 'fp8watch.sqlite'}?mode=ro", uri=True, timeout=30))
 
 
 KEPT = ("mode", "title", "severity", "verdict", "first_step", "last_step", "origin", "place", "cause", "opened_at")

@@ -35,8 +35,8 @@ import fp8watch
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "proving" / "results.jsonl"
-SETTLE_S, SETTLE_RANKS_S = 5.0, 14.0
-"""From the last step that the collector has seen to the question what it says; ranks wait for each other for 10 s."""
+SETTLE_RANKS_S = 14.0
+"""From the end of several ranks to the question what the collector says: their steps wait for each other for 10 s."""
 GIVE_UP_S = 90.0
 
 
@@ -70,13 +70,16 @@ def result(ran: Running, url: str | None) -> dict[str, Any]:
 
 
 def settled(ran: Running, url: str, since: float) -> bool:
-    """Whether the collector has seen the run's last step and has had time to judge it."""
-    now = time.monotonic()
-    if now - since < (SETTLE_S if ran.world_size == 1 else SETTLE_RANKS_S):
+    """Whether the collector has seen the run's last step and has judged all that it has."""
+    waited = time.monotonic() - since
+    if waited > GIVE_UP_S:
+        return True
+    if ran.world_size > 1 and waited < SETTLE_RANKS_S:
         return False
     last = ran.outcomes[-1].get("last_step")
     seen = collector.run(url, ran.case.id)
-    return last is None or (seen is not None and (seen.get("last_step") or -1) >= last) or now - since > GIVE_UP_S
+    arrived = last is None or (seen is not None and (seen.get("last_step") or -1) >= last)
+    return arrived and collector.is_judged(ran.folder.parent, ran.case.id)
 
 
 def execute(

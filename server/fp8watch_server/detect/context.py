@@ -17,7 +17,7 @@ from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.finding import Evidence, Verdict
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.schedule import Schedule
-from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 RECENT = 17
@@ -25,6 +25,9 @@ RECENT = 17
 UNDERFLOW_FLOOR = 0.005
 SQNR_FLOOR_DB = 0.3
 KURTOSIS_FLOOR_OCTAVES = 0.3
+AFTER_LR_STEPS = 10
+"""Observed steps after a leap of the LR in which values that leap are its consequence."""
+LEAP_SIGMA = 6.0
 
 
 @dataclass
@@ -86,6 +89,27 @@ class Context:
         if len(common) >= 3:
             change[gradients] -= np.median(common)
         return change
+
+    @property
+    def lr_leaped(self) -> bool:
+        """Whether the LR leaped a few steps ago: what leaps now follows it."""
+        jump = self.schedule.jump_step
+        return jump is not None and self.now.step - jump <= AFTER_LR_STEPS
+
+    @cached_property
+    def leaping(self) -> Mask:
+        """Inputs, and outputs that a probe looks at, whose amax stands octaves above their own band in this step. [S]
+
+        What comes before every GEMM, as an embedding, moves with its table alone: less is a leap there.
+        """
+        table = self.now.table
+        named = (self.inputs() | (table.role == OUTPUT)) & ~np.isnan(self.above_usual)
+        if not self.warm or not self.clean or self.lr_leaped:
+            return np.zeros(len(self.now), dtype=np.bool_)
+        need = np.where(table.before_gemms, self.limit.outlier_leap_octaves / 2, self.limit.outlier_leap_octaves)
+        with np.errstate(invalid="ignore"):
+            over = self.above_usual - LEAP_SIGMA * (self.base.amax.spread(self.floor) - self.floor)
+            return np.asarray(named & (over >= need))
 
     @cached_property
     def sqnr_drop(self) -> Floats:

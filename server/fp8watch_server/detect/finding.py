@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fp8watch_server.detect.precedence import EXACT_MODES, FALL, LEAP
+from fp8watch_server.detect.precedence import EXACT_MODES, FALL, LEAP, latest
 
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
@@ -123,7 +123,7 @@ class Finding:
     `consequence` (the spread of a cause that is already known: never opens an incident), `weight_born` (only already
     broken weights were seen: another rank may hold the cause), `operands` (the roles that are hit, for the fix),
     `batch_id`, `began` and `not_before` (see `onset` and `earliest`), `leap` (a jump in one step, of a mode that is a
-    slope by its name), `sampled` (it rests on what only full samples hold), and what a mode adds for its own text.
+    slope by its name), `seen` (its onset is known to the step), `sampled` (it rests on what only full samples hold), and what a mode adds for its own text.
     """
 
     mode: str
@@ -153,6 +153,10 @@ class Finding:
         if given is not None:
             return min(int(given), self.onset)
         return self.onset - (0 if self.mode in EXACT_MODES else window)
+
+    def latest(self, window: int) -> int:
+        """The step after which it cannot have begun: its onset, where that was seen (`extra["seen"]`)."""
+        return self.onset if self.extra.get("seen") else latest(self.kind, self.onset, window)
 
     @property
     def kind(self) -> str:

@@ -76,6 +76,10 @@ _STATISTICAL = {
 
 EXPLAINS: dict[str, frozenset[str]] = {
     **{mode: frozenset(_STATISTICAL | {"optimizer-divergence", "silent-data-corruption"}) for mode in NONFINITE_MODES},
+    # finite outputs that are wrong, as rows that nobody wrote, break what comes behind them
+    "kernel-output-fault": frozenset(
+        _STATISTICAL | {"optimizer-divergence", "silent-data-corruption", "nan-in-activation", "nan-in-loss"}
+    ),
     "quantiser-fault": frozenset(_STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation"}),
     "stale-weight-scale": frozenset(
         {"chronic-quantization-noise", "outlier-growth", "bad-batch", "optimizer-divergence"}
@@ -104,7 +108,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
         {"outlier-growth", "chronic-quantization-noise", "gradient-underflow", "dying-tile", "bad-batch"}
     ),
     "outlier-growth": frozenset({"chronic-quantization-noise"}),
-    LEAP: frozenset({"chronic-quantization-noise", "bad-batch", "gradient-underflow", "dead-layer"}),
+    LEAP: frozenset(
+        {"chronic-quantization-noise", "bad-batch", "gradient-underflow", "dead-layer", "attention-logit-growth"}
+    ),
     "gradient-underflow": frozenset({"chronic-quantization-noise", "dying-tile"}),
     "dead-layer": frozenset({"dying-tile", "gradient-underflow", "chronic-quantization-noise"}),
     "dying-tile": frozenset({"chronic-quantization-noise"}),
@@ -130,8 +136,10 @@ WINDOW_STEPS = 6
 
 def explains(root: str, other: str) -> bool:
     """Whether an incident of kind `root` accounts for one of kind `other`."""
-    if other == LEAP:  # no batch makes one site leap by six octaves: what leaped made the loss jump
-        return root != "bad-batch" and "outlier-growth" in EXPLAINS.get(root, ())
+    if (
+        other == LEAP
+    ):  # neither a batch nor logits make one site leap by six octaves: what leaped made the loss jump, or them
+        return root not in ("bad-batch", "attention-logit-growth") and "outlier-growth" in EXPLAINS.get(root, ())
     if other == FALL:
         return root != FALL and "scalar-shift" in EXPLAINS.get(root, ())
     return other in EXPLAINS.get(root, ())

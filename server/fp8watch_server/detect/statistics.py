@@ -20,7 +20,7 @@ from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.modes import DETECTORS
-from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, explains, latest
+from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, explains
 from fp8watch_server.detect.schedule import Schedule
 from fp8watch_server.detect.view import Mask
 
@@ -149,7 +149,7 @@ class Statistics:
     def _is_muted(self, found: Finding, window: int) -> bool:
         for root, (seen, began) in self._roots.items():
             lasts = LONG_MUTED_STEPS if root in SETTLING else MUTED_STEPS
-            follows = began <= latest(found.kind, found.onset, window)
+            follows = began <= found.latest(window)
             if root != found.kind and follows and self.num_steps - seen <= lasts and explains(root, found.kind):
                 return True
         return False
@@ -193,7 +193,7 @@ def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -
         f
         for f in found
         if not any(
-            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= latest(f.kind, f.onset, window)
+            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= f.latest(window)
             for root in found
         )
     ]

@@ -70,6 +70,9 @@ class SiteTable:
         self.four_bit = np.array([f.format == "E2M1" for f in facts], dtype=np.bool_)
         self.e5m2 = np.array([f.format == "E5M2" for f in facts], dtype=np.bool_)
         self.eps = np.array([f.eps for f in facts], dtype=np.float64)
+        # Outputs of what runs before every GEMM that is seen, as of an embedding.
+        first = self.order[self.role != OUTPUT].min(initial=1 << 62)
+        self.before_gemms = (self.role == OUTPUT) & (self.order < first)
         # Tiles of one token. A per-tensor recipe has one tile for all of them.
         self.tiled = np.array([f.tile[0] == 1 for f in facts], dtype=np.bool_)
         self.rowwise = np.array([f.direction == "rowwise" for f in facts], dtype=np.bool_)

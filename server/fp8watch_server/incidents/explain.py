@@ -77,7 +77,7 @@ def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
     return {
         "ranks": [finding.rank],
         "module": facts.module if facts else None,
-        "gemm": facts.gemm if facts else None,
+        "gemm": finding.extra.get("gemm", facts.gemm) if facts else None,
         "operand": facts.operand if facts else None,
         "direction": facts.direction if facts else None,
         "tile": list(finding.tile) if finding.tile else None,

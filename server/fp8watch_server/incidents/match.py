@@ -99,7 +99,7 @@ def root_of(
         if not explains(i.cause, finding.kind) or not _related(i, finding, sites, i.row["mode"], window_steps):
             continue
         begins = i.row["first_step"] if i.earliest is None else i.earliest
-        if begins <= latest(finding.kind, finding.onset, _window(i, finding, window_steps)):
+        if begins <= finding.latest(_window(i, finding, window_steps)):
             return i
     return None
 

@@ -7,7 +7,7 @@ Under delayed scaling saturation is real: what the scale can carry is FP8_MAX·s
 the operand stands above it. The share of saturated elements says nothing (5e-5 of them cost 17 dB). One clip is the
 history being late, unless its depth, or depth and damage together, leave no doubt. The same scale under continued
 clipping, or a scale that does not answer to a new highest amax, is a history that no longer moves: frozen by a NaN or an
-Inf, or fed by the wrong group.
+Inf, or fed by the wrong group. An input that leaps beyond what any one scale could carry is told as the outlier that it is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ E5M2_DB = 6.0
 """One mantissa bit less: what E5M2 gives under E4M3."""
 NOTICED_DEPTH = 2.0
 """A single clip as deep as that costs 8 dB where it clips: a notice."""
+BEYOND_ANY_SCALE_OCTAVES = 9.0
+"""Over the usual amax. 448 lies 14.8 octaves above the smallest normal number of E4M3: under any one scale, of this tensor
+or of the last, what was within six octaves of the usual amax is then below it. Its outlier is the cause, not the history."""
 SAME_WINDOW = 10
 NEW_HIGH = 0.01
 """Octaves above everything seen before that make a new highest amax."""
@@ -101,6 +104,10 @@ class Delayed(Detector):
         settled = delayed & (self._num > FIRST_OBSERVATIONS)
         depth = now.clip_depth
         frozen = self._judge_frozen(ctx, delayed, settled)
+        with np.errstate(invalid="ignore"):
+            outlier = ctx.leaping & (ctx.above_usual >= BEYOND_ANY_SCALE_OCTAVES) & ~self._clip.open
+        if "outlier-growth" not in limit.disabled:
+            settled &= ~outlier
         forward = now.table.role != GRAD_OUTPUT
         clip_limit = np.where(now.table.role == GRAD_OUTPUT, limit.clip_depth_grad_output, limit.clip_depth)
         with np.errstate(invalid="ignore"):
@@ -141,6 +148,7 @@ class Delayed(Detector):
         unanswered = same & self._was_high
         for ring, value in ((self._same, same), (self._clipped, clipped), (self._unanswered, unanswered)):
             ring[seen] = np.concatenate([ring[seen, 1:], value[seen, None]], axis=1)
+        self._unanswered[seen & ~same] = False  # what moves has answered
         self._same_since = np.where(same, np.where(self._same_since < 0, now.step, self._same_since), -1)
         self._was_high = np.where(seen, high, self._was_high)
         self._answered = np.where(gave_way, np.fmin(self._answered, self._depth), self._answered)
@@ -150,7 +158,8 @@ class Delayed(Detector):
         num_same = np.count_nonzero(self._same, axis=1)
         under_clip = (np.count_nonzero(self._clipped[:, -4:], axis=1) >= 3) & clipped
         deaf = np.count_nonzero(self._unanswered, axis=1) >= UNANSWERED_HIGHS
-        hit = settled & (num_same >= limit.frozen_steps) & (under_clip | deaf)
+        # One that moves in this very step answers, however late: that is delayed-clip's matter.
+        hit = settled & same & (num_same >= limit.frozen_steps) & (under_clip | deaf)
         return self._frozen.update(hit, seen, now.step)
 
     def _frozen_finding(self, ctx: Context, mask: Mask) -> Finding:

@@ -22,6 +22,8 @@ from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 FACTOR_REST = 0.1
 """Of a gain's distance from 1: an error that is as large, but for this share, is the gain's, and nothing else is wrong."""
+NONFINITE_GRADIENT = "nonfinite_gradient/"
+"""Begins the scalar that names a parameter whose gradient was not finite (`fp8watch.observer.nonfinite_checks`)."""
 PROBE = "probe"
 """`gemm` of a probe on a module that is no Linear."""
 
@@ -93,8 +95,22 @@ def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.in
             "tokens": tokens,
             "gain": None,
             "operands_seen": _all_counted(view, first, operands),
+            **_which_gemm(view, first, behind=broken),
         },
     )
+
+
+def _which_gemm(view: StepView, i: int, behind: npt.NDArray[np.int64]) -> dict[str, str | None]:
+    """Where one site feeds dgrad and wgrad, which of them it was: `gemm`, None where nothing tells; nothing of other sites.
+
+    A dgrad hands on what it made, so that gradients behind it are not finite; a wgrad makes the gradient of its weight.
+    """
+    facts = view.facts(i)
+    if facts.operand != "grad_output" or facts.direction != "rowwise" or view.columns.table.across[view.row[i]] >= 0:
+        return {}
+    if np.any(view.role[behind] == GRAD_OUTPUT):
+        return {"gemm": "dgrad"}
+    return {"gemm": "wgrad" if view.logs().get(f"{NONFINITE_GRADIENT}{facts.module}.weight") else None}
 
 
 def _all_counted(view: StepView, i: int, operands: npt.NDArray[np.int64]) -> bool:

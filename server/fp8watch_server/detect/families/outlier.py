@@ -23,9 +23,9 @@ import numpy.typing as npt
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.detector import Detector
-from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.finding import Evidence, Finding, Verdict
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.view import INPUT, OUTPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,8 +37,6 @@ SIGMA_INPUT = 6.0
 SIGMA_LAYERS = 6.0
 WITHOUT_MOMENTS = 2.0
 """Times the limit of inputs, in a step whose moments were not measured."""
-AFTER_LR_STEPS = 10
-"""Observed steps after a leap of the LR in which inputs that leap are its consequence."""
 MIN_WEIGHTS = 5
 """Weights from which on their median says what is usual in the model."""
 _QK = re.compile(r"(?:^|[._])(?:q|k|query|key)(?:_?proj|_?lin|_?b_proj)?$|(?:^|[._])(?:to_q|to_k|wq|wk)$")
@@ -61,6 +59,7 @@ class Outliers(Detector):
         self._leaps = Latch(num_sites, 3, 5)
         self._ordinary = np.full(num_sites, -1, dtype=np.int64)  # last step in which an input was below every limit
         self._before = np.full(num_sites, -1, dtype=np.int64)  # the same, when its alarm began
+        self._bore = np.zeros(num_sites, dtype=np.bool_)  # its quantiser was healthy when it was measured last
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -68,6 +67,7 @@ class Outliers(Detector):
             part.grow(num_sites)
         more = np.full(max(0, num_sites - len(self._ordinary)), -1, dtype=np.int64)
         self._ordinary, self._before = (np.concatenate([a, more]) for a in (self._ordinary, self._before))
+        self._bore = np.concatenate([self._bore, np.zeros(len(more), dtype=np.bool_)])
 
     def resume(self) -> None:
         """A new session: growth across the restart is none."""
@@ -82,8 +82,9 @@ class Outliers(Detector):
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         self._remember(ctx)
+        self._bore = np.where(ctx.health_known, ~ctx.unhealthy, self._bore & ~ctx.unhealthy)
         weights, growth = self._growing_weights(ctx)
-        leaps = self._leaping_inputs(ctx)
+        leaps = self._leaping(ctx)
         inputs = self._growing_inputs(ctx) & ~leaps
         found = []
         if leaps.any():
@@ -153,15 +154,13 @@ class Outliers(Detector):
         hit = self._inputs.update(hit, known & ~between, ctx.now.step)
         return hit | self._between.update(far, known & between, ctx.now.step)
 
-    def _leaping_inputs(self, ctx: Context) -> Mask:
-        """Inputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
-        now, known = ctx.now, ctx.inputs() & ~np.isnan(ctx.above_usual)
-        jump = ctx.schedule.jump_step
-        if not ctx.warm or not ctx.clean or (jump is not None and now.step - jump <= AFTER_LR_STEPS):
+    def _leaping(self, ctx: Context) -> Mask:
+        """Inputs and probed outputs that stand six octaves and more above their own band, whatever their kurtosis says. [S]"""
+        now, known = ctx.now, (ctx.inputs() | (ctx.now.table.role == OUTPUT)) & ~np.isnan(ctx.above_usual)
+        if not ctx.warm or not ctx.clean or ctx.lr_leaped:
             return np.zeros(len(now), dtype=np.bool_)
+        far = ctx.leaping
         with np.errstate(invalid="ignore"):
-            over = ctx.above_usual - SIGMA_INPUT * (ctx.base.amax.spread(ctx.floor) - ctx.floor)
-            far = known & (over >= ctx.limit.outlier_leap_octaves)
             calm = known & (ctx.above_usual <= ctx.limit.outlier_input_octaves)
         fresh = far & ~self._leaps.open
         self._before[fresh] = self._ordinary[fresh]
@@ -178,19 +177,31 @@ class Outliers(Detector):
         loss, usual = now.scalar("loss"), float(ctx.base.loss.median()[0])
         if loss is not None and math.isfinite(usual):
             evidence.append(Evidence("loss", round(loss, 4), round(usual, 4), "", now.step))
+        depth = float(now.clip_depth[row])
+        if not now.table.current_scaling[row] and depth > ctx.limit.clip_depth:
+            evidence.append(Evidence("clip_depth", round(depth, 3), "1 or less", "ratio", now.step))
         evidence += damage(ctx, row)
+        probed = now.table.role[row] == OUTPUT
         return now.finding(
             "outlier-growth",
             "warning",
             rows,
             evidence,
-            ctx.verdict(rows[:1]),
-            tile="worst_tile",
+            self._verdict_before(ctx, row) if probed else ctx.verdict(rows[:1]),
+            tile=None if probed else "worst_tile",
             growth=float(ctx.above_usual[row]),
             leap=True,
+            probe=probed,
             began=since,
             not_before=before + 1 if 0 <= before < since else since,
         )
+
+    @staticmethod
+    def _verdict_before(ctx: Context, row: int) -> Verdict:
+        """Of an output without a quantiser: what the forward quantisers before it say; shared where there is none."""
+        table = ctx.now.table
+        before = np.flatnonzero((table.order < table.order[row]) & np.isin(table.role, (INPUT, WEIGHT)))
+        return ctx.verdict(before) if len(before) else "shared"
 
     @staticmethod
     def _q_and_k(ctx: Context, hit: Mask) -> Mask:
@@ -265,16 +276,15 @@ class Outliers(Detector):
             began=int(latch.since[row]),
         )
 
-    @staticmethod
-    def _catches_up(ctx: Context) -> Mask:
-        """Weights that grew and are still no larger than most weights of the model, with a quantiser that was seen to bear it:
-        what was initialised at zero, as the gates of adaLN and of LoRA, grows like that in health. [S]"""
+    def _catches_up(self, ctx: Context) -> Mask:
+        """Weights that grew and are still no larger than most weights of the model, with a quantiser that bore it when it was
+        measured last: what was initialised at zero, as the gates of adaLN and of LoRA, grows like that in health. [S]"""
         amax, weights = ctx.now.log2_amax, ctx.weights()
         known = weights & ~np.isnan(amax)
         if np.count_nonzero(known) < MIN_WEIGHTS:
             return np.zeros(len(ctx.now), dtype=np.bool_)
         with np.errstate(invalid="ignore"):
-            return np.asarray(known & (amax <= np.median(amax[known])) & ctx.health_known & ~ctx.unhealthy)
+            return np.asarray(known & (amax <= np.median(amax[known])) & self._bore)
 
 
 def _growth(ring: Baseline, steps: list[int], which: Mask) -> tuple[Floats, int, Floats]:

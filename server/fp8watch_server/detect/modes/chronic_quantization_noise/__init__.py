@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.limits import SPEC, threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.chronic_quantization_noise.clamped import Clamped
 from fp8watch_server.detect.modes.chronic_quantization_noise.detector import Noise
 from fp8watch_server.detect.modes.chronic_quantization_noise.words import fixes, words
 
@@ -27,5 +28,5 @@ MODE = Mode(
         threshold("sqnr_drop_db", 3, "dB", 0.1, 60, SPEC),
         threshold("chronic_gain", 0.005, "share", 0.0001, 1, "healthy operands of many elements: up to 0.0017"),
     ),
-    detectors=(Noise,),
+    detectors=(Noise, Clamped),
 )

@@ -20,6 +20,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     by = f.extra.get("by")
     if by == "gain":
         return _biased(f, s)
+    if by == "eps":
+        return _clamped(f, s)
     if by != "underflow" and (db := evidence(f, "tile_sqnr_db")) is not None:
         said.append(f"the tile SQNR is {number(db)} dB")
     if by != "sqnr" and (share := evidence(f, "underflow_ratio")) is not None:
@@ -39,6 +41,17 @@ def _biased(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         f"Quantising {site_words(s)} is biased{by}",
         f"In most of the measured steps of {site_words(s)}{since(f)} quantising changes the size of the operand{by}. "
         "Noise averages out over steps, and a bias adds up.",
+    )
+
+
+def _clamped(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    eps, amax, unused = s.eps if s else None, f.extra.get("amax"), f.extra.get("unused")
+    db = evidence(f, "tile_sqnr_db")
+    costs = f"Its tile SQNR is {number(db)} dB." if db is not None else "Its SQNR was not measured in this step."
+    return (
+        f"The eps of {site_words(s)} is above every amax: {number(eps)} against {number(amax)}",
+        f"Every tile of {site_words(s)}{since(f)} lies below the eps of {number(eps)}, the largest with an amax of {number(amax)}: all "
+        f"get the same scale, and {number(round(float(unused or 0), 1))} octaves of the format stand unused. {costs}",
     )
 
 

@@ -39,6 +39,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             "wrote, codes or scales that are read at another place, or scales that are read in another format."
             + (UNSEEN if s and s.backend == OWN_FORWARD else ""),
         )
+    gemm = (f.extra.get("gemm", s.gemm) or "dgrad or wgrad") if s else "A GEMM"
     tokens = f.extra.get("tokens")
     rows = (
         " It got no tokens: nothing was written into its output."
@@ -49,13 +50,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
     if not f.extra.get("operands_seen"):
         return (
-            f"{s.gemm if s else 'A GEMM'} of {module} returned NaN or Inf",
-            f"The output of the {s.gemm if s else ''} GEMM of {module} is not finite. Its operands were not all measured, so whether "
+            f"{gemm} of {module} returned NaN or Inf",
+            f"The output of the {gemm if s else ''} GEMM of {module} is not finite. Its operands were not all measured, so whether "
             f"the kernel or what it was given did it is not known.{rows}",
         )
     return (
-        f"{s.gemm if s else 'A GEMM'} of {module} returned NaN or Inf from finite operands",
-        f"Every operand of the {s.gemm if s else ''} GEMM of {module} is finite, and its output is not: FP8 is innocent, the kernel, "
+        f"{gemm} of {module} returned NaN or Inf from finite operands",
+        f"Every operand of the {gemm if s else ''} GEMM of {module} is finite, and its output is not: FP8 is innocent, the kernel, "
         f"its padding or memory that nobody wrote is not.{rows}",
     )
 

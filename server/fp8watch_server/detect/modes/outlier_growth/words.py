@@ -19,11 +19,23 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         gap = ""
         if (first := f.extra.get("not_before")) is not None and first < f.onset:
             gap = f" Its usual size was last seen before step {first}, so it may have begun in any step since."
+        site, why = site_words(s), "Under one scale a few giants take the range from the rest."
+        if f.extra.get("probe") and s is not None:
+            site, why = f"the output of {s.module}", "No quantiser lies between: the module returned it like that."
+        elif (depth := evidence(f, "clip_depth")) is not None:
+            why += f" The delayed scale clips it at 1/{number(depth)}; a scale of this very tensor would flush the rest instead."
         jumped = f" The loss is {number(loss)}, and was {number(baseline(f, 'loss'))}." if loss is not None else ""
         return (
-            f"Outlier in {site_words(s)}: amax leaped{f' by {number(grown)} octaves' if grown is not None else ''}",
-            f"amax of {site_words(s)} leaped at step {f.onset}{told}{f', {at}' if at else ''}. Under one scale a few giants take "
-            f"the range from the rest.{gap}{jumped}",
+            f"Outlier in {site}: amax leaped{f' by {number(grown)} octaves' if grown is not None else ''}",
+            f"amax of {site} leaped at step {f.onset}{told}{f', {at}' if at else ''}. {why}{gap}{jumped}",
+        )
+    if f.extra.get("climbed"):
+        usual, amax = baseline(f, "amax_max"), evidence(f, "amax_max")
+        return (
+            f"Outliers grow in {site_words(s)}: amax +{number(grown)} octaves in {f.extra['climbed']} steps",
+            f"amax of {site_words(s)} grows in each step{since(f)}: {number(usual)} → {number(amax)}, alone among the weights and "
+            "after gradients of ordinary size. What grows step by step is no flipped bit: something writes this weight besides the "
+            "optimizer, or its own decay and learning rate are not those of the others.",
         )
     if grown is None:
         return f"Outliers grow in {site_words(s)}", f"amax of {site_words(s)} grows{since(f)}{named}."
@@ -36,6 +48,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("probe"):
+        return [
+            Fix("code", f"Look at what {p.module} returns: its table, its weights, and what scales its output."),
+            Fix("code", "A row that ran away: set it back to the checkpoint's, and see which step wrote it."),
+            p.batch,
+        ]
     return [
         Fix("code", f"If {p.module} is behind a SwiGLU: smooth SwiGLU, which scales its channels apart."),
         p.keep_out,

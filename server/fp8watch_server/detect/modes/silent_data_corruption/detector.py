@@ -6,19 +6,28 @@ Thread:     detect worker
 An optimizer moves a weight by about its learning rate, and all layers alike. One tensor whose amax leaps alone, after a
 gradient of ordinary size, was written by something else: a flipped bit in the weight or in the optimizer's state. Flips
 that leave amax where it is are found by comparing hashes between replicas (`agreement`).
+
+A flip leaps once. A leap of less than `CERTAIN_OCTAVES` waits for the next step: where the weight goes on by as much, it grows,
+and is told as outlier-growth after the third step of it.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
-from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.context import Context, damage
+from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.view import Mask
+
+Floats = npt.NDArray[np.float64]
 
 SIGMA = 15.0
 MIN_KNOWN = 8
@@ -29,12 +38,18 @@ FEW = 0.1
 ORDINARY_GRADIENT = 3.0
 """Octaves over its baseline up to which a layer's gradient is of ordinary size: 3 σ of gradients."""
 MAX_APART = 8
+CERTAIN_OCTAVES = 1.5
+"""Times 2.8 in one step: no growth is so steep."""
+GOES_ON = 0.5
+"""Share of a leap by which the weight must move on, the same way, for it to be growth."""
+CLIMB_STEPS = 3
+"""Leaps in a row that are growth."""
 
 
 class Corruption(Detector):
     """Leaps of single weights."""
 
-    modes = ("silent-data-corruption",)
+    modes = ("silent-data-corruption", "outlier-growth")
 
     def __init__(self, num_sites: int) -> None:
         self._last = np.full(num_sites, np.nan)
@@ -43,6 +58,10 @@ class Corruption(Detector):
         self._moves = Baseline(num_sites)
         self._reason = np.zeros(num_sites, dtype=np.bool_)  # of the step before: its gradient wrote what is seen now
         self._looked_at: tuple[int, Mask] | None = None  # step, sites whose gradient was measured in it
+        self._climbs = np.zeros(num_sites, dtype=np.int64)  # leaps in a row, the same way
+        self._leaped = np.zeros(num_sites)  # octaves of the last of them
+        self._began = np.full((num_sites, 2), np.nan)  # step of the first of them, and log2 amax before it
+        self._held: Finding | None = None  # a leap that the next step must tell apart from growth
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -51,6 +70,9 @@ class Corruption(Detector):
             self._last = np.concatenate([self._last, np.full(more, np.nan)])
             self._last_at = np.concatenate([self._last_at, np.full(more, -1, dtype=np.int64)])
             self._reason = np.concatenate([self._reason, np.zeros(more, dtype=np.bool_)])
+            self._climbs = np.concatenate([self._climbs, np.zeros(more, dtype=np.int64)])
+            self._leaped = np.concatenate([self._leaped, np.zeros(more)])
+            self._began = np.concatenate([self._began, np.full((more, 2), np.nan)])
         self._moves.grow(num_sites)
 
     def frozen(self) -> None:
@@ -60,6 +82,12 @@ class Corruption(Detector):
         """Weights were loaded: they are those of the checkpoint, and not of the step before."""
         self._last[:], self._last_at[:], self._last_step = np.nan, -1, None
         self._reason[:], self._looked_at = False, None
+        self._climbs[:], self._leaped[:], self._began[:], self._held = 0, 0.0, np.nan, None
+
+    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+        """Values broke: a leap that waited for this step is told as it was."""
+        held, self._held = self._held, None
+        return [] if held is None else [held]
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
@@ -87,13 +115,20 @@ class Corruption(Detector):
             need = np.maximum(need, SIGMA * MAD_TO_SIGMA * float(np.median(apart_from_all[known])))
         with np.errstate(invalid="ignore"):
             leap = known & (own > need) & (apart_from_all > need) & (self._moves.count >= MIN_KNOWN)
-        self._moves.push(move, ~leap)
-        few = np.count_nonzero(leap) <= max(1, FEW * np.count_nonzero(known))
-        if not leap.any() or not few or not ctx.clean or ctx.schedule.jump_step == now.step:
-            return []
-        leap &= ~reason
+        goes_on = self._follow(move, leap, amax, now.step)
+        self._moves.push(move, ~(leap | goes_on))
+        found = self._settled(now, goes_on)
+        moves = leap | goes_on
+        few = np.count_nonzero(moves) <= max(1, FEW * np.count_nonzero(known))
+        if not moves.any() or not few or not ctx.clean or ctx.schedule.jump_step == now.step:
+            return found
+        with np.errstate(invalid="ignore"):
+            grown = goes_on & ~reason & (self._climbs >= CLIMB_STEPS) & (move > 0)
+        if grown.any():
+            found.append(self._growth(ctx, grown, amax))
+        leap &= ~reason & ~goes_on
         if not leap.any():
-            return []
+            return found
         rows = now.in_flow(leap)
         row = int(rows[0])
         norm, usual_norm = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
@@ -109,23 +144,69 @@ class Corruption(Detector):
             Evidence("leaping_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", now.step),
         ]
         # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
-        before = looked_at is not None and looked_at[0] == now.step - 1 and row < len(looked_at[1])
-        ordinary = bool(before and looked_at is not None and looked_at[1][row])
+        measured = looked_at is not None and looked_at[0] == now.step - 1 and row < len(looked_at[1])
+        ordinary = bool(measured and looked_at is not None and looked_at[1][row])
         if norm is not None and math.isfinite(usual_norm):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
-        return [
-            now.finding(
-                "silent-data-corruption",
-                "critical",
-                rows,
-                evidence,
-                "shared" if ordinary else "unknown",
-                tile="worst_tile",
-                octaves=float(move[row]),
-                by_hash=False,
-                gradient_seen=ordinary,
-            )
+        corrupted = now.finding(
+            "silent-data-corruption",
+            "critical",
+            rows,
+            evidence,
+            "shared" if ordinary else "unknown",
+            tile="worst_tile",
+            octaves=float(move[row]),
+            by_hash=False,
+            gradient_seen=ordinary,
+            seen=apart == 1,
+        )
+        if bool(np.all(np.abs(move[rows]) < CERTAIN_OCTAVES)):
+            self._held = corrupted
+            return found
+        return [*found, corrupted]
+
+    def _follow(self, move: Floats, leap: Mask, amax: Floats, step: int) -> Mask:
+        """Count leaps in a row; weights that go on as they leaped in the step before. [S]"""
+        known = ~np.isnan(move)
+        with np.errstate(invalid="ignore"):
+            on = known & (self._climbs > 0) & (move * np.sign(self._leaped) >= GOES_ON * np.abs(self._leaped))
+        begins = leap & ~on
+        self._climbs = np.where(on, self._climbs + 1, np.where(begins, 1, np.where(known, 0, self._climbs)))
+        self._leaped = np.where(known, np.where(on | begins, move, 0.0), self._leaped)
+        self._began[begins] = np.stack((np.full(len(move), float(step)), amax - move), axis=1)[begins]
+        return np.asarray(on)
+
+    def _settled(self, now: Now, goes_on: Mask) -> list[Finding]:
+        """The leap of the step before, unless its weight has gone on in this one."""
+        held, self._held = self._held, None
+        if held is None or held.site is None:
+            return []
+        row = now.table.rows(np.array([held.site], dtype=np.uint64))
+        if goes_on[row].any():
+            return []
+        return [replace(held, step=now.step, extra={**held.extra, "began": held.step, "not_before": held.step})]
+
+    def _growth(self, ctx: Context, grown: Mask, amax: Floats) -> Finding:
+        """A weight that leaped in each of the last steps."""
+        now, rows = ctx.now, ctx.now.in_flow(grown)
+        row = int(rows[0])
+        began, usual = int(self._began[row, 0]), float(self._began[row, 1])
+        evidence = [
+            Evidence("amax_growth", round(float(amax[row] - usual), 2), 0, "octaves", began),
+            Evidence("amax_max", float(f"{2.0 ** amax[row]:.4g}"), float(f"{2.0**usual:.4g}"), "x", began),
         ]
+        return now.finding(
+            "outlier-growth",
+            "warning",
+            rows,
+            [*evidence, *damage(ctx, row)],
+            ctx.verdict(rows[:1]),
+            tile="worst_tile",
+            growth=float(amax[row] - usual),
+            climbed=int(self._climbs[row]),
+            began=began,
+            not_before=began,
+        )
 
     @staticmethod
     def _had_a_reason(ctx: Context) -> Mask:
