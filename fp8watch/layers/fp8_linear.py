@@ -30,6 +30,7 @@ from fp8watch.kernels import emulated_gemm
 from fp8watch.layers.custom_ops import (
     is_eager,
     look_at_output,
+    plan_of,
     quantize_dequantize,
     rows_by_columns,
 )
@@ -253,8 +254,10 @@ def fp8_linear(
         y = ScaledLinear.apply(rows, weight, bias, site, count, wgrad, scaled)[0]  # type: ignore[no-untyped-call]
     else:
         y = _Fp8Linear.apply(rows, weight, bias, site, count, dgrad, wgrad, how)[0]  # type: ignore[no-untyped-call]
-    if count and how.gemms[0] and not torch.compiler.is_compiling():
-        take_impact(site, rows, weight, bias, y)
+    if count and how.gemms[0] and y.requires_grad and not torch.compiler.is_compiling():
+        plan = plan_of(site)
+        if plan is not None and plan.canary.turn and (first := int(site) & 0xFFFFFFFF) in plan.canary.turn:
+            take_impact(plan, first, rows, weight, bias, y)
     out: Tensor = y.reshape(*x.shape[:-1], weight.shape[0])
     return out
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8watch.layers.custom_ops import is_virtual, plan_of
+from fp8watch.layers.custom_ops import is_virtual
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import sampled_rows
 from fp8watch.observer.plan import Plan
@@ -86,13 +86,8 @@ def impact_rows(
     return ImpactRows(plan, row, at, error)
 
 
-def take_impact(site: Tensor, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
-    """Look at one call of a module on our FP8 path, if it has its turn and autograd will come back. Eager only."""
-    plan = plan_of(site)
-    if plan is None or not plan.canary.turn or not y_MN.requires_grad:
-        return
-    first = int(site) & 0xFFFFFFFF
-    if first in plan.canary.turn:
-        rows = plan.guard.run(LOOK, impact_rows, plan, first, x_MK, weight_NK, bias_N, y_MN)
-        if rows is not None:
-            y_MN.register_hook(lambda grad: plan.guard.run(LOOK, rows.see, grad))  # type: ignore[no-untyped-call]
+def take_impact(plan: Plan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
+    """Look at one call of a module on our FP8 path that has its turn; a hook waits for the gradient. Eager only."""
+    rows = plan.guard.run(LOOK, impact_rows, plan, first, x_MK, weight_NK, bias_N, y_MN)
+    if rows is not None:
+        y_MN.register_hook(lambda grad: plan.guard.run(LOOK, rows.see, grad))  # type: ignore[no-untyped-call]

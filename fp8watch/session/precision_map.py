@@ -31,6 +31,10 @@ MASTERS = ("master_param", "master_weight", "fp32_param")
 MAX_KEYS = 6
 
 
+LATE = (AT_STEP, LOSS_MISSING_STEPS)
+"""Closed steps after which something more is told."""
+
+
 def late_facts(num_closed: int, model: nn.Module, owner: StepOwner, plan: Plan) -> dict[str, str]:
     """Facts of the session that only some steps tell; {} at all other steps."""
     if num_closed == AT_STEP:

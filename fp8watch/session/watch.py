@@ -28,7 +28,7 @@ from fp8watch.session.checkpoint_steps import CheckpointSteps
 from fp8watch.session.fingerprint import Fingerprint, fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
-from fp8watch.session.precision_map import late_facts
+from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
@@ -59,8 +59,7 @@ class Watch:
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has))
         self._stuck = self._ending = self._paused = False
         self._hooks: list[Removable] = list(attachment.hooks)
-        plan, recorder = self._plan, self._recorder
-        self._detached = plan is None
+        plan, recorder, self._detached = self._plan, self._recorder, self._plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
             self._hooks.append(
                 self._model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
@@ -247,7 +246,8 @@ class Watch:
             plan.step.on_stuck = None
             if cycle.num_closed <= FIRST_CHECKS or cycle.num_closed % CHECK_EVERY == 0:
                 self.guard.run("replaced", self._replaced.look)
-            self._tell(self.guard.run("late facts", late_facts, cycle.num_closed, self._model, self._owner, plan) or {})
+            if cycle.num_closed in LATE:
+                self._tell(self.guard.run("late", late_facts, cycle.num_closed, self._model, self._owner, plan) or {})
             if self._stuck:
                 self._stuck = False
                 self._tell({STUCK_FACT: ""})

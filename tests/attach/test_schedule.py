@@ -11,7 +11,7 @@ import torch
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch_agent.record import FIELDS, Measured, holds
 
-LOOKS = Measured.QUANTISER | Measured.GEMM
+LOOKS = Measured.QUANTISER | Measured.GEMM | Measured.IMPACT
 SAMPLED = HEAVY | Measured.GAIN
 """Of the canary: one module after the other has its turn."""
 

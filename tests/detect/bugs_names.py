@@ -5,7 +5,7 @@ from __future__ import annotations
 from planted import Bug
 
 NAMED = "tests/detect/test_names_of_real_trainings.py"
-CORRUPTION = "silent_data_corruption.detector:Corruption"
+CORRUPTION = "families.corruption:Corruption"
 
 NAMES = [
     Bug(

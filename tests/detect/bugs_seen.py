@@ -97,7 +97,7 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "an operand that is noise is critical",
-        "quantiser_fault.detector:_intact",
+        "quantiser_fault.detector:_judged",
         'judged & (view.raw("amax_max") > _LEAST_AMAX)',
         'judged & (view.raw("amax_max") < 0)',
         f"{SEEN}::test_an_operand_that_is_noise_is_critical_and_no_matter_of_granularity",
@@ -118,7 +118,7 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "a weight that rested is not corrupted",
-        "silent_data_corruption.detector:Corruption.observe",
+        "families.corruption:Corruption.observe",
         "        move[rested], apart = np.nan, min(MAX_APART, apart)\n",
         "        apart = min(MAX_APART, apart)\n",
         f"{SEEN}::test_an_expert_that_rests_now_and_then_is_silent",

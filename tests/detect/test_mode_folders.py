@@ -19,7 +19,7 @@ FOLDERS = Path(registry.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "detection.md"
 
 ASKED = [
-    "Divergence", "Corruption", "Delayed", "Collapse", "AttentionLogits", "Outliers", "Underflow", "Dying",
+    "Divergence", "Delayed", "Collapse", "AttentionLogits", "Corruption", "Outliers", "Underflow", "Dying",
     "DeadLayers", "Noise", "LossJumps",
 ]  # fmt: skip
 

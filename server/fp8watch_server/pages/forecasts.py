@@ -1,6 +1,6 @@
 """Sentences on where a lasting trend leads: steps until it passes a limit, with an interval and the steps it was read off.
 
-Upstream:   fp8watch_server.store.queries, fp8watch_server.detect.trend
+Upstream:   fp8watch_server.detect.trend
 Shapes:     a site, or a logged scalar -> sentences
 Thread:     query pool
 

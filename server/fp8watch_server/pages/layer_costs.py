@@ -1,6 +1,5 @@
 """What FP8 costs, layer by layer: the loss impact per token of each module, where its turn measured it last.
 
-Upstream:   fp8watch_server.store.queries
 Shapes:     sites of a run -> dicts for templates, the dearest first
 Thread:     query pool
 

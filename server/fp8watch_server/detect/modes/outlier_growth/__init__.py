@@ -1,10 +1,11 @@
 """Outliers growing in one layer: mode 11, outlier-growth.
 
-`families.outlier` finds it.
+`families.outlier` finds it, and `families.corruption` where what leaped goes on growing.
 """
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.families.outlier import Outliers
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
@@ -27,5 +28,5 @@ MODE = Mode(
         threshold("outlier_kurtosis_octaves", 1.0, "octaves", 0.1, 16, TUNED),
         threshold("outlier_layers", 0.4, "share", 0.01, 0.9, "one layer or a few: more is the optimizer"),
     ),
-    detectors=(Outliers,),
+    detectors=(Corruption, Outliers),
 )

@@ -1,13 +1,13 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Two find it: `detector` by a leap, `families.agreement` by hashes that differ between replicas.
+Two find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas.
 """
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.silent_data_corruption.detector import Corruption
 from fp8watch_server.detect.modes.silent_data_corruption.words import fixes, words
 
 MODE = Mode(
