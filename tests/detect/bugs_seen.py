@@ -77,8 +77,8 @@ SEEN_TO_BE_WRONG = [
     Bug(
         "a scale that moves within a step is not frozen",
         "delayed:Delayed._judge_frozen",
-        "high = seen & one & (amax",
-        "high = seen & (amax",
+        "same = seen & (scale == self._scale) & one",
+        "same = seen & (scale == self._scale)",
         f"{SEEN}::test_a_scale_that_moves_between_micro_batches_answers_its_history",
     ),
     Bug(

@@ -32,6 +32,7 @@ def test_what_is_no_lasting_trend_is_not_continued():
         "a fall": -rise + noise(2),
         "a jump": np.where(STEPS[0] + 128 > STEPS, 0.0, 2.0) + noise(3),
         "one that fades": 2 * (1 - np.exp(-(STEPS - STEPS[0]) / 40)) + noise(4, 0.01),
+        "one that fades late": 4 * (1 - np.exp(-(STEPS - STEPS[0]) / 70)) + noise(4, 0.01),
         "one that has turned": np.minimum(rise, rise[::-1]) + noise(5, 0.01),
         "one in its noise": 0.0005 * (STEPS - STEPS[0]) + noise(6, 1.0),
         "not measured": np.full(WINDOW_STEPS, np.nan),

@@ -144,7 +144,7 @@ class Delayed(Detector):
         with np.errstate(invalid="ignore"):
             clipped = same & (now.clip_depth > limit.frozen_clip_depth)
             gave_way = seen & (scale > self._scale)
-            high = seen & one & (amax > self._highest + NEW_HIGH) & (now.clip_depth > self._answered * 1.01)
+            high = seen & (amax > self._highest + NEW_HIGH) & (now.clip_depth > self._answered * 1.01)
         unanswered = same & self._was_high
         for ring, value in ((self._same, same), (self._clipped, clipped), (self._unanswered, unanswered)):
             ring[seen] = np.concatenate([ring[seen, 1:], value[seen, None]], axis=1)
