@@ -1,4 +1,4 @@
-"""On the wire, in blocks, over ranks and on pages a field is absent where a record does not hold it."""
+"""On the wire, in sheets, over ranks and on pages a field is absent where a record does not hold it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8watch_server.detect.cross_rank_step import Now
 from fp8watch_server.detect.finding import facts_of
 from fp8watch_server.detect.view import BatchColumns, SiteTable, StepView
 from fp8watch_server.pages.formatting import field_label
-from fp8watch_server.store import blocks, queries
+from fp8watch_server.store import blocks, queries, sheets
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 from fp8watch_server.store.rank_merge import over_ranks
 from fp8watch_server.store.records import Parts, dtype_of
@@ -57,11 +57,11 @@ def test_it_travels_and_is_absent_where_it_was_not_measured() -> None:
     assert (values.tolist(), present.tolist()) == ([7, 0], [True, False])
 
 
-def test_blocks_keep_it() -> None:
+def test_sheets_keep_it() -> None:
     parts = parts_of(rows_with(1 | GROUP, 1, 1 | GROUP))
-    (row,) = blocks.encode(parts, 0, arrays=False)
+    (row,) = sheets.encode(parts, 0)
     stored = type("Row", (), {**row, "rank": 0, "attempt": 0})
-    back = blocks.decode([stored], blocks.ALL_FIELDS)
+    back = sheets.decode([stored], blocks.ALL_FIELDS)
     assert back.columns["num_made_up"].tolist() == [7, 0, 7]
     assert evaluate(SERIES_FIELDS["num_made_up"], back.columns)[1].tolist() == [True, False, True]
 
