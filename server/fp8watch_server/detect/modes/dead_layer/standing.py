@@ -1,0 +1,127 @@
+"""Weights that stand still while gradients for them are computed: mode 4, dead-layer.
+
+Shapes:     largest and smallest tile amax of the weights [S] per step -> at most one finding
+Thread:     detect worker
+
+An update moves every element, so the largest and the smallest tile amax of a weight change in each step; bit for bit the
+same in several steps in a row, after steps in which they always changed, says that updates no longer reach it: the
+optimizer holds a copy. Not told of a weight that often stood (bfloat16 without a master copy), that needs no gradient (it
+is frozen), and not over steps without an update or with a learning rate that all but vanished.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.view import GRAD_OUTPUT, Mask
+
+LOOKS = 32
+"""Looks at a weight that must have moved it, before standing still says anything."""
+ODD_LOOKS = 1
+"""Of these, so many may have found it where it was."""
+VANISHED = 0.01
+"""Of the usual learning rate: what moves by less may stand still."""
+REPEAT_STEPS = 8
+
+
+class StandingWeights(Detector):
+    """Weights that updates no longer reach."""
+
+    modes = ("dead-layer",)
+    between_samples = True
+
+    def __init__(self, num_sites: int) -> None:
+        self._last = np.full((num_sites, 2), np.nan)  # largest, smallest tile amax of the last look
+        self._moved = np.zeros(num_sites, dtype=np.uint64)  # a bit a look, the newest lowest
+        self._num = np.zeros(num_sites, dtype=np.int64)  # looks
+        self._still = np.zeros(num_sites, dtype=np.int64)  # looks in a row at which it was where it had been
+        self._since = np.full(num_sites, -1, dtype=np.int64)
+        self._told = -REPEAT_STEPS
+        self._updated = False  # the step before ended with an update
+
+    def grow(self, num_sites: int) -> None:
+        """More sites were registered."""
+        more = num_sites - len(self._num)
+        if more > 0:
+            fresh = StandingWeights(more)
+            for name in ("_last", "_moved", "_num", "_still", "_since"):
+                setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
+
+    def frozen(self) -> None:
+        """Baselines of sites go on."""
+
+    def resume(self) -> None:
+        """A new session: what was loaded may be what was saved."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._last[:] = np.nan
+        self._still[:], self._since[:] = 0, -1
+        self._updated = False
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        now = ctx.now
+        updated, self._updated = self._updated, not now.skipped and not _vanished(ctx)
+        here = np.column_stack([now.column("amax_max"), now.column("amax_min_nonzero")])
+        looked = ctx.weights() & np.isfinite(here).all(axis=1) & ~now.nonfinite
+        known = looked & np.isfinite(self._last).all(axis=1) & updated
+        same = known & (here == self._last).all(axis=1)
+        self._last[looked] = here[looked]
+        self._num[known] += 1
+        self._moved[known] = (self._moved[known] << np.uint64(1)) | (~same[known]).astype(np.uint64)
+        self._since[known & ~same] = -1
+        self._still[known & ~same] = 0
+        begins = same & (self._still == 0)
+        self._since[begins] = now.step - 1
+        self._still[same] += 1
+        hit = same & self._usually_moves() & (self._still >= ctx.limit.standing_looks) & _has_gradient(ctx)
+        if not hit.any() or now.step - self._told < REPEAT_STEPS:
+            return []
+        self._told = now.step
+        return [self._finding(ctx, hit, known)]
+
+    def _usually_moves(self) -> Mask:
+        """Weights that moved at nearly all looks before they stood. [S]"""
+        before = self._moved >> np.minimum(self._still, 63).astype(np.uint64)
+        bits = np.unpackbits((before & np.uint64((1 << LOOKS) - 1)).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
+        long = (self._num - self._still >= LOOKS) & (self._still <= 64 - LOOKS)
+        # A longer rest has pushed what was before out of the bits: it was told while they were there.
+        return np.asarray((long & (bits >= LOOKS - ODD_LOOKS)) | (self._still > 64 - LOOKS))
+
+    def _finding(self, ctx: Context, hit: Mask, known: Mask) -> Finding:
+        now = ctx.now
+        rows = now.in_flow(hit)
+        row, since = int(rows[0]), int(self._since[rows].min())
+        moving = int(np.count_nonzero(known & (self._still == 0)))
+        evidence = [
+            Evidence("standing_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", since),
+            Evidence("amax_max", float(f"{now.column('amax_max')[row]:.6g}"), "changes in each step", "x", since),
+            Evidence("moving_weights", moving, None, "weights", now.step),
+        ]
+        if (lr := now.scalar("lr")) is not None:
+            evidence.append(Evidence("lr", lr, ctx.schedule.usual_lr, "", now.step))
+        if (norm := now.scalar("grad_norm")) is not None:
+            evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), None, "", now.step))
+        return now.finding(
+            "dead-layer", "warning", rows, evidence, "shared", which="standing", began=since, not_before=since,
+            num_moving=moving, tokens=None,
+        )  # fmt: skip
+
+
+def _vanished(ctx: Context) -> bool:
+    """Whether the learning rate of this step is next to nothing; False where it is not known."""
+    lr, usual = ctx.now.scalar("lr"), ctx.schedule.usual_lr
+    return lr is not None and (lr <= 0 or (usual is not None and lr < VANISHED * usual))
+
+
+def _has_gradient(ctx: Context) -> Mask:
+    """Weights whose wgrad was computed in this step from a gradient that is not zero. [S]"""
+    table, amax = ctx.now.table, ctx.now.column("amax_max")
+    of_wgrad = (table.role == GRAD_OUTPUT) & ~table.rowwise & (amax > 0)
+    modules: npt.NDArray[np.int64] = table.module[of_wgrad]
+    return np.asarray(np.isin(table.module, modules))
