@@ -38,6 +38,7 @@ class BatchFacts:
         self._facts: dict[str, Tensor] = {}
         self._tokens: Tensor | None = None
         self._targets: tuple[Tensor, int] | None = None
+        self._paired = False  # labels were held against their tokens: other losses of the step are others'
 
     @torch.no_grad()
     def see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -60,7 +61,7 @@ class BatchFacts:
     @torch.no_grad()
     def see_targets(self, targets: Tensor, ignored: int) -> None:
         """Take the targets of one loss: class indices of any shape, and the one that is not scored."""
-        if SCORED in self._facts or not _readable(targets) or targets.dtype not in _INTEGERS or not targets.numel():
+        if self._paired or not _readable(targets) or targets.dtype not in _INTEGERS:
             return
         self._facts[SCORED] = (targets != ignored).double().mean()
         self._targets = targets, ignored
@@ -69,7 +70,7 @@ class BatchFacts:
     def take(self) -> dict[str, Tensor]:
         """All of the step, by name, and forget it. 0-d each"""
         facts, hashed = self._facts, self._hash
-        self._facts, self._hash, self._tokens, self._targets = {}, None, None, None
+        self._facts, self._hash, self._tokens, self._targets, self._paired = {}, None, None, None, False
         if hashed is not None:
             facts[HASH] = hashed & _HASH_BITS
         return facts
@@ -81,6 +82,7 @@ class BatchFacts:
         tokens, (targets, ignored) = self._tokens, self._targets
         if (labels := _beside(tokens, targets)) is None or tokens.shape[1] < _LAST - _FIRST + 2:
             return
+        self._paired = True
         width = labels.shape[1] - (_LAST - _FIRST)
         tokens, labels = _few_rows(tokens), _few_rows(labels)
         inner = labels[:, -_FIRST : -_FIRST + width]

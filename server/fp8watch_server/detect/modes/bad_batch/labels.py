@@ -29,7 +29,7 @@ VARIES_STEPS = 3
 """Steps in a row, where the share was not always 1."""
 MOVED = 0.4
 """Of the labels that went, as many must be found at another shift, to name it."""
-REPEAT_STEPS = 8
+REPEAT_STEPS = 5
 
 
 class LabelMatch(Detector):

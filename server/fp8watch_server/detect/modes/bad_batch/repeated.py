@@ -23,7 +23,7 @@ MIN_FRESH = 24
 """Batches that were not seen before, until a repetition says anything."""
 MAX_RANKS = 64
 """Ranks that are followed: what one loader does to all of them, some show."""
-REPEAT_STEPS = 8
+REPEAT_STEPS = 5
 
 
 class RepeatedBatches(Detector):

@@ -6,7 +6,7 @@ Thread:     detect worker
 An update moves every element, so the largest and the smallest tile amax of a weight change in each step; bit for bit the
 same in several steps in a row, after steps in which they always changed, says that updates no longer reach it: the
 optimizer holds a copy. Not told of a weight that often stood (bfloat16 without a master copy), that needs no gradient (it
-is frozen), and not over steps without an update or with a learning rate that all but vanished.
+is frozen; where one operand serves dgrad and wgrad that cannot be told, and it is information), and not over steps without an update or with a learning rate that all but vanished.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class StandingWeights(Detector):
         self._num = np.zeros(num_sites, dtype=np.int64)  # looks
         self._still = np.zeros(num_sites, dtype=np.int64)  # looks in a row at which it was where it had been
         self._since = np.full(num_sites, -1, dtype=np.int64)
+        self._on = np.zeros(num_sites, dtype=np.bool_)  # it is known to stand, until it moves
         self._told = -REPEAT_STEPS
         self._updated = False  # the step before ended with an update
 
@@ -48,7 +49,7 @@ class StandingWeights(Detector):
         more = num_sites - len(self._num)
         if more > 0:
             fresh = StandingWeights(more)
-            for name in ("_last", "_moved", "_num", "_still", "_since"):
+            for name in ("_last", "_moved", "_num", "_still", "_since", "_on"):
                 setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
 
     def frozen(self) -> None:
@@ -60,7 +61,7 @@ class StandingWeights(Detector):
 
     def _forget(self) -> None:
         self._last[:] = np.nan
-        self._still[:], self._since[:] = 0, -1
+        self._still[:], self._since[:], self._on[:] = 0, -1, False
         self._updated = False
 
     def observe(self, ctx: Context) -> list[Finding]:
@@ -76,24 +77,27 @@ class StandingWeights(Detector):
         self._moved[known] = (self._moved[known] << np.uint64(1)) | (~same[known]).astype(np.uint64)
         self._since[known & ~same] = -1
         self._still[known & ~same] = 0
+        self._on[known & ~same] = False
         begins = same & (self._still == 0)
         self._since[begins] = now.step - 1
         self._still[same] += 1
-        hit = same & self._usually_moves() & (self._still >= ctx.limit.standing_looks) & _has_gradient(ctx)
+        needs, may_need = _gradients(ctx)
+        long = same & (self._still >= ctx.limit.standing_looks) & (needs | may_need)
+        self._on |= long & self._usually_moves()
+        hit = long & self._on
         if not hit.any() or now.step - self._told < REPEAT_STEPS:
             return []
         self._told = now.step
-        return [self._finding(ctx, hit, known)]
+        return [self._finding(ctx, hit & needs if np.any(hit & needs) else hit, known, sure=bool(np.any(hit & needs)))]
 
     def _usually_moves(self) -> Mask:
         """Weights that moved at nearly all looks before they stood. [S]"""
         before = self._moved >> np.minimum(self._still, 63).astype(np.uint64)
         bits = np.unpackbits((before & np.uint64((1 << LOOKS) - 1)).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
-        long = (self._num - self._still >= LOOKS) & (self._still <= 64 - LOOKS)
-        # A longer rest has pushed what was before out of the bits: it was told while they were there.
-        return np.asarray((long & (bits >= LOOKS - ODD_LOOKS)) | (self._still > 64 - LOOKS))
+        known = (self._num - self._still >= LOOKS) & (self._still <= 64 - LOOKS)  # a longer rest has pushed them out
+        return np.asarray(known & (bits >= LOOKS - ODD_LOOKS))
 
-    def _finding(self, ctx: Context, hit: Mask, known: Mask) -> Finding:
+    def _finding(self, ctx: Context, hit: Mask, known: Mask, *, sure: bool) -> Finding:
         now = ctx.now
         rows = now.in_flow(hit)
         row, since = int(rows[0]), int(self._since[rows].min())
@@ -108,8 +112,8 @@ class StandingWeights(Detector):
         if (norm := now.scalar("grad_norm")) is not None:
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), None, "", now.step))
         return now.finding(
-            "dead-layer", "warning", rows, evidence, "shared", which="standing", began=since, not_before=since,
-            num_moving=moving, tokens=None,
+            "dead-layer", "warning" if sure else "info", rows, evidence, "shared", which="standing", began=since,
+            not_before=since, num_moving=moving, sure=sure, tokens=None,
         )  # fmt: skip
 
 
@@ -119,9 +123,12 @@ def _vanished(ctx: Context) -> bool:
     return lr is not None and (lr <= 0 or (usual is not None and lr < VANISHED * usual))
 
 
-def _has_gradient(ctx: Context) -> Mask:
-    """Weights whose wgrad was computed in this step from a gradient that is not zero. [S]"""
+def _gradients(ctx: Context) -> tuple[Mask, Mask]:
+    """Sites of modules whose wgrad was computed in this step, and of those where one operand serves dgrad and wgrad, so that a
+    frozen weight cannot be told; of gradients that are not zero. [S], [S]"""
     table, amax = ctx.now.table, ctx.now.column("amax_max")
-    of_wgrad = (table.role == GRAD_OUTPUT) & ~table.rowwise & (amax > 0)
-    modules: npt.NDArray[np.int64] = table.module[of_wgrad]
-    return np.asarray(np.isin(table.module, modules))
+    gradient = table.role == GRAD_OUTPUT
+    apart = np.isin(table.module, table.module[gradient & ~table.rowwise])
+    by_wgrad: npt.NDArray[np.int64] = table.module[gradient & ~table.rowwise & (amax > 0)]
+    by_any: npt.NDArray[np.int64] = table.module[gradient & (amax > 0)]
+    return np.asarray(np.isin(table.module, by_wgrad)), np.asarray(~apart & np.isin(table.module, by_any))

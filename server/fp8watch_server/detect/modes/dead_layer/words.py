@@ -67,11 +67,16 @@ def _standing(f: Finding, module: str) -> tuple[str, str]:
     num, moving = f.extra.get("num_sites", 1), f.extra.get("num_moving")
     whose = f"The weight of {module}" if num == 1 else f"The weights of {module} and {num - 1} more"
     stand = "stands" if num == 1 else "stand"
+    gradients = (
+        "gradients for it were computed"
+        if f.extra.get("sure")
+        else "its output had a gradient (whether the weight needs one was not measured); if it is not frozen"
+    )
     others = f", while {moving} other weights move" if moving else ""
     return (
-        f"{whose} {stand} still{since(f)}: updates are not written back",
+        f"{whose} {stand} still{since(f)}: {'updates are not written back' if f.extra.get('sure') else 'frozen, or updates are not written back'}",
         f"{whose} {stand} still, bit for bit in their largest and smallest tile{since(f)}{others}. The steps ended with an update, and "
-        "gradients for it were computed: the optimizer works on something else than what the forward pass reads. "
+        f"{gradients}: the optimizer works on something else than what the forward pass reads. "
         "FP8 is not the cause: weights are stored in higher precision, and were read there.",
     )
 
