@@ -62,7 +62,7 @@ class Watch:
         plan, recorder = self._plan, self._recorder
         self._detached = plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
-            hook = LossHook(self, custom_ops.site_tensor(plan, 0), plan.step, self._scalars.batches)
+            hook = LossHook(self, custom_ops.site_tensor(plan, 0), plan, self._scalars.batches)
             self._hooks.append(self._model.register_forward_hook(hook, with_kwargs=True))
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session)

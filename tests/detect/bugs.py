@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from detect.bugs_batches import OF_BATCHES
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_seen import SEEN_TO_BE_WRONG
@@ -323,4 +324,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *OF_BATCHES]
