@@ -24,8 +24,8 @@ OF_BATCHES = [
     Bug(
         "batches that are drawn with return",
         "repeated:RepeatedBatches._repeats",
-        "if lag == self._lag.get(rank):",
-        "if lag:",
+        "if lag == self._lag.get(rank) else 1",
+        "",
         f"{BATCHES}::test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent",
     ),
     Bug(

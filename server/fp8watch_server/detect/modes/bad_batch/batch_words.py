@@ -20,6 +20,10 @@ def _of(f: Finding, name: str) -> Evidence | None:
     return next((e for e in f.evidence if e.field == name), None)
 
 
+def _percent(share: float) -> str:
+    return f"{number(round(100 * share, 1))} %"
+
+
 def _repeated(f: Finding) -> tuple[str, str]:
     lag, run, before = (_of(f, name) for name in ("repeated_batches", "repeated_steps", "batches_before"))
     if lag is None or run is None:
@@ -29,7 +33,7 @@ def _repeated(f: Finding) -> tuple[str, str]:
     some = "The same batch" if lag.value == 1 else f"The same {lag.value} batches in turn"
     return (
         f"{some} again and again since step {lag.since_step}",
-        f"The inputs of each of the last {run.value} steps are bit for bit {which}, since step {lag.since_step}.{fresh} "
+        f"The inputs of each of the last {run.value} steps are bit for bit {which}; batches come again since step {lag.since_step}.{fresh} "
         f"The loss falls because they are learnt by heart. {INNOCENT}",
     )
 
@@ -41,15 +45,15 @@ def _labels(f: Finding) -> tuple[str, str]:
     gone, at = max(told.baseline - told.value, 0.0), told.since_step
     share = f"{100 * gone:.2g} %" if gone < 0.995 else "All"
     if by is not None:
-        far = f"{abs(by)} token{'s' if abs(by) > 1 else ''} {'further on' if by > 0 else 'further back'}"
+        far = f"{abs(by)} place{'s' if abs(by) > 1 else ''} {'further on' if by > 0 else 'further back'}"
         return (
             f"{share} of the labels are shifted by {by:+d} since step {at}",
-            f"{number(told.baseline)} of the labels were the token at their place, {number(told.value)} are since step {at}; most of the "
+            f"{_percent(told.baseline)} of the scored labels were the token that they are made of, {_percent(told.value)} are since step {at}; most of the "
             f"others are the token {far}: the shift is made twice, or by another rule. {INNOCENT}",
         )
     return (
         f"{share} of the labels no longer follow from the tokens since step {at}",
-        f"{number(told.baseline)} of the labels were the token at their place, {number(told.value)} are since step {at}: the others are of "
+        f"{_percent(told.baseline)} of the scored labels were the token that they are made of, {_percent(told.value)} are since step {at}: the others are of "
         f"another row, or drawn at random. {INNOCENT}",
     )
 

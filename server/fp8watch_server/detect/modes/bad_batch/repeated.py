@@ -74,10 +74,10 @@ class RepeatedBatches(Detector):
             self._fresh[rank] = fresh + 1
             self._run[rank] = self._lag[rank] = 0
             return False
-        if lag == self._lag.get(rank):
-            self._run[rank] += 1
-        else:
-            self._lag[rank], self._run[rank], self._since[rank] = lag, 1, ctx.now.step
+        if not self._run.get(rank):
+            self._since[rank] = ctx.now.step
+        self._run[rank] = self._run.get(rank, 0) + 1 if lag == self._lag.get(rank) else 1
+        self._lag[rank] = lag
         return fresh >= max(MIN_FRESH, 2 * lag) and self._run[rank] >= ctx.limit.repeated_steps
 
     def _finding(self, ctx: Context, ranks: list[int]) -> Finding:
