@@ -79,6 +79,7 @@ def test_labels_that_are_shifted_twice_are_told_in_their_step(share: float) -> N
 def test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three_steps() -> None:
     t = made()
     t.logs[SHIFTS[1]][AT:] = 0.9
+    t.logs[SHIFTS[-1]][AT:] += 0.03  # by chance: within what it was, or little more
     assert "10 % of the labels no longer follow from the tokens" in the_one(t)[1]
     t.logs[SHIFTS[1]] = np.random.default_rng(1).uniform(0.95, 0.99, STEPS)
     t.logs[SHIFTS[1]][AT] = 0.7

@@ -82,7 +82,9 @@ class LabelMatch(Detector):
     ) -> Finding:  # fmt: skip
         shifts, names = list(SHIFTS), list(SHIFTS.values())
         gone = float(usual[best] - share[best])
-        rose = share - usual
+        rose = share - np.nanmax(
+            self._usual.ordered(), axis=1
+        )  # over all that it was: tokens are alike by chance as well
         other = int(np.nanargmax(rose))
         moved = other != best and rose[other] > MOVED * gone
         since = self._since
