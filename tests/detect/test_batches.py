@@ -65,7 +65,7 @@ def test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent(
     assert incidents(t) == [], "one batch from the first step on is meant"
 
 
-@pytest.mark.parametrize("share", [0.03, 0.6])
+@pytest.mark.parametrize("share", [0.15, 0.6])
 def test_labels_that_are_shifted_twice_are_told_in_their_step(share: float) -> None:
     t = made()
     t.logs[SHIFTS[1]][AT:] -= share
