@@ -92,6 +92,13 @@ OF_BATCHES = [
         f"{BATCHES}::test_a_weight_that_often_stands_is_silent",
     ),
     Bug(
+        "updates of sixteen bits round to none",
+        "standing:StandingWeights.observe",
+        " & _of_float32(here)",
+        "",
+        f"{BATCHES}::test_weights_of_sixteen_bits_may_stand",
+    ),
+    Bug(
         "where it cannot be told whether a weight is frozen it is information",
         "standing:StandingWeights._finding",
         '"warning" if sure else "info"',

@@ -141,6 +141,15 @@ def test_a_weight_that_often_stands_is_silent() -> None:
     assert incidents(t) == []
 
 
+def test_weights_of_sixteen_bits_may_stand() -> None:
+    t = made()
+    stand(t, (t.sites[0].module,))
+    hit = t.mask(module=t.sites[0].module, operand="weight")
+    for name in ("amax_max", "amax_min_nonzero"):
+        t.columns[name][AT:, hit] = 145 / 1024
+    assert incidents(t) == []
+
+
 def test_where_one_operand_serves_both_gemms_it_is_information() -> None:
     t = made(recipe="current")
     stand(t, (t.sites[0].module,))

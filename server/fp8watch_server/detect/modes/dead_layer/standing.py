@@ -5,7 +5,7 @@ Thread:     detect worker
 
 An update moves every element, so the largest and the smallest tile amax of a weight change in each step; bit for bit the
 same in several steps in a row, after steps in which they always changed, says that updates no longer reach it: the
-optimizer holds a copy. Not told of a weight that often stood (bfloat16 without a master copy), that needs no gradient (it
+optimizer holds a copy. Not told of a weight in bfloat16 or float16, where small updates round to none, or that often stood, that needs no gradient (it
 is frozen; where one operand serves dgrad and wgrad that cannot be told, and it is information), and not over steps without an update or with a learning rate that all but vanished.
 """
 
@@ -26,6 +26,7 @@ ODD_LOOKS = 1
 VANISHED = 0.01
 """Of the usual learning rate: what moves by less may stand still."""
 REPEAT_STEPS = 8
+LOW_BITS = np.uint32((1 << 13) - 1)  # of a float32, those that float16 and bfloat16 lack
 
 
 class StandingWeights(Detector):
@@ -71,7 +72,7 @@ class StandingWeights(Detector):
         here = np.column_stack([now.column("amax_max"), now.column("amax_min_nonzero")])
         looked = ctx.weights() & np.isfinite(here).all(axis=1) & ~now.nonfinite
         known = looked & np.isfinite(self._last).all(axis=1) & updated
-        same = known & (here == self._last).all(axis=1)
+        same = known & (here == self._last).all(axis=1) & _of_float32(here)
         self._last[looked] = here[looked]
         self._num[known] += 1
         self._moved[known] = (self._moved[known] << np.uint64(1)) | (~same[known]).astype(np.uint64)
@@ -115,6 +116,12 @@ class StandingWeights(Detector):
             "dead-layer", "warning" if sure else "info", rows, evidence, "shared", which="standing", began=since,
             not_before=since, num_moving=moving, sure=sure, tokens=None,
         )  # fmt: skip
+
+
+def _of_float32(amax: npt.NDArray[np.float64]) -> Mask:
+    """Weights whose largest or smallest tile amax no 16-bit format holds: an update is not lost in their rounding. [S, 2] -> [S]"""
+    bits = amax.astype(np.float32).view(np.uint32)
+    return np.asarray(((bits & LOW_BITS) != 0).any(axis=1))
 
 
 def _vanished(ctx: Context) -> bool:
