@@ -5,8 +5,9 @@ Thread:     detect worker
 
 An update moves every element, so the largest and the smallest tile amax of a weight change in each step; bit for bit the
 same in several steps in a row, after steps in which they always changed, says that updates no longer reach it: the
-optimizer holds a copy. Not told of a weight in bfloat16 or float16, where small updates round to none, or that often stood, that needs no gradient (it
-is frozen; where one operand serves dgrad and wgrad that cannot be told, and it is information), and not over steps without an update or with a learning rate that all but vanished.
+optimizer holds a copy. Not told of a weight in bfloat16 or float16, where small updates round to none, or that often
+stood; of one that needs no gradient (it is frozen; where one operand serves dgrad and wgrad that cannot be told, and it
+is information); over steps without an update, or with a learning rate that all but vanished.
 """
 
 from __future__ import annotations
