@@ -37,7 +37,7 @@ DUPLICATE_WINDOW_S = 120.0
 ACK_WAIT_S = 60.0
 OPEN_S = 5.0
 PUBLISH_S = 2.0
-REQUEST_S = 5.0
+REQUEST_S = 10.0
 PULL_BATCHES, PULL_BYTES = 64, 8 << 20
 
 
@@ -183,13 +183,16 @@ class JetStream:
         Raises:
             QueueError: it did not work; begin again.
         """
-        await self._or_queue_error(*(self._begin(stream, lane) for lane in lanes for stream in WORK))
+        for lane in lanes:  # one after the other: each consumer elects a leader
+            await self._or_queue_error(*(self._begin(stream, lane) for stream in WORK))
 
     async def _begin(self, stream: Stream, lane: int) -> None:
         js = self._js
         if js is None:
             raise QueueError(self.why)
         with suppress(NotFoundError):
+            if not (await js.consumer_info(stream.name, consumer_of(lane))).num_ack_pending:
+                return  # nobody has anything of it in hand
             await js.delete_consumer(stream.name, consumer_of(lane))
         config = api.ConsumerConfig(
             durable_name=consumer_of(lane),
