@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ OPEN_S = 5.0
 PUBLISH_S = 2.0
 REQUEST_S = 10.0
 PULL_BATCHES, PULL_BYTES = 64, 8 << 20
+PAUSE_S = 0.05
 
 
 class QueueError(Exception):
@@ -203,56 +203,16 @@ class JetStream:
         )
         await js.add_consumer(stream.name, config)
 
-    async def pull(self, stream: Stream, lane: int, wait_s: float) -> list[Msg]:
-        """Messages of a lane, in order: those that are there, or the first ones that come within `wait_s`.
+    async def reader(self, stream: Stream, lane: int) -> Reader:
+        """What reads a lane.
 
         Raises:
-            QueueError: the consumer is gone or the queue cannot be reached.
+            QueueError: the queue cannot be reached.
         """
         nc = self._nc
         if not self.ready or nc is None:
             raise QueueError(self.why)
-        try:
-            inbox = nc.new_inbox()
-            sub = await nc.subscribe(inbox)
-            try:
-                found = await self._ask(nc, sub, inbox, stream, lane, {"no_wait": True, "batch": PULL_BATCHES})
-                if not found and wait_s > 0:
-                    ask: dict[str, object] = {"batch": 1, "expires": int(wait_s * 1e9)}
-                    found = await self._ask(nc, sub, inbox, stream, lane, ask, wait_s)
-            finally:
-                with suppress(nats.errors.Error):
-                    await sub.unsubscribe()
-        except (nats.errors.Error, OSError, asyncio.TimeoutError) as e:
-            raise QueueError(f"the queue does not answer ({type(e).__name__})") from e
-        return found
-
-    async def _ask(
-        self,
-        nc: Client,
-        sub: Subscription,
-        inbox: str,
-        stream: Stream,
-        lane: int,
-        ask: dict[str, object],
-        wait_s: float = 0.0,
-    ) -> list[Msg]:
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream.name}.{consumer_of(lane)}"
-        await nc.publish(subject, json.dumps({**ask, "max_bytes": PULL_BYTES + MIN_PAYLOAD_BYTES}).encode(), inbox)
-        found: list[Msg] = []
-        until = time.monotonic() + wait_s + REQUEST_S
-        while len(found) < int(str(ask["batch"])):
-            msg = await sub.next_msg(timeout=max(0.01, until - time.monotonic()))
-            status = (msg.headers or {}).get("Status") if not msg.data else None
-            if status is None:
-                found.append(msg)
-            elif status in ("404", "408") or (
-                status == "409" and found
-            ):  # the last: of bytes; the next pull has the rest
-                break
-            elif status != "100":
-                raise QueueError(f"a pull was answered {status} {(msg.headers or {}).get('Description', '')}")
-        return found
+        return Reader(nc, await nc.subscribe(nc.new_inbox()), stream, lane)
 
     async def acknowledge(self, messages: Sequence[Msg]) -> None:
         """They are committed. The last one is confirmed; the server takes acknowledgements in order."""
@@ -278,3 +238,60 @@ class JetStream:
         if nc is not None:
             with suppress(nats.errors.Error, OSError, asyncio.TimeoutError):
                 await nc.close()
+
+
+class Reader:
+    """Messages of one lane, in order.
+
+    The inbox outlives each pull: a replicated consumer sends a message after its quorum, and the status that ends a pull
+    may come before it.
+    """
+
+    def __init__(self, nc: Client, sub: Subscription, stream: Stream, lane: int) -> None:
+        self._nc, self._sub = nc, sub
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream.name}.{consumer_of(lane)}"
+        self._num_asked = 0  # of the pull under way, messages that have not come
+
+    async def pull(self, wait_s: float) -> list[Msg]:
+        """Messages that are there, else the first ones that come within `wait_s`, if any.
+
+        Raises:
+            QueueError: the consumer is gone, or the queue cannot be reached.
+        """
+        if not self._nc.is_connected:
+            raise QueueError("the queue is not connected")
+        try:
+            if self._num_asked <= 0 and not self._sub.pending_msgs:
+                self._num_asked = PULL_BATCHES
+                ask = {"batch": PULL_BATCHES, "expires": int(wait_s * 1e9), "max_bytes": PULL_BYTES + MIN_PAYLOAD_BYTES}
+                await self._nc.publish(self._subject, json.dumps(ask).encode(), self._sub.subject)
+            found = [msg] if self._is_data(msg := await self._sub.next_msg(timeout=wait_s + 1)) else []
+            while self._sub.pending_msgs and len(found) < PULL_BATCHES:
+                if self._is_data(msg := await self._sub.next_msg(timeout=1)):
+                    found.append(msg)
+        except nats.errors.TimeoutError:  # a leader that died in the middle says nothing
+            self._num_asked = 0
+            return []
+        except (nats.errors.Error, OSError) as e:
+            raise QueueError(f"the queue does not answer ({type(e).__name__})") from e
+        if not found:
+            await asyncio.sleep(PAUSE_S)
+        return found
+
+    def _is_data(self, msg: Msg) -> bool:
+        headers = msg.headers or {}
+        status = headers.get("Status") if not msg.data else None
+        if status is None:
+            self._num_asked -= 1
+            return True
+        why = headers.get("Description", "")
+        if status == "503" or "Deleted" in why:
+            raise QueueError(f"a pull was answered {status} {why}")
+        if status != "100":  # the pull has ended
+            self._num_asked = 0
+        return False
+
+    async def close(self) -> None:
+        """Read no more."""
+        with suppress(nats.errors.Error, OSError):
+            await self._sub.unsubscribe()

@@ -28,7 +28,7 @@ from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
 from fp8watch_server.db.lease import BEAT_S
 from fp8watch_server.ingest.group_commit import AWAY, Committer
 from fp8watch_server.ingest.who_sends import Sender
-from fp8watch_server.queue.jetstream import JetStream, Message, QueueError
+from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
 from fp8watch_server.queue.subjects import ID_HEADER, KEY_HEADER, REFUSED, URGENT, WHY_HEADER, WORK, Stream
 from fp8watch_server.store.commit import Committed
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey
@@ -60,6 +60,7 @@ class _Hand:
 
     ready: dict[Place, list[Msg]] = field(default_factory=dict)
     pulls: dict[asyncio.Task[list[Msg]], Place] = field(default_factory=dict)
+    readers: dict[Place, Reader] = field(default_factory=dict)
 
 
 class Worker:
@@ -119,6 +120,8 @@ class Worker:
         for pull in pulls:
             pull.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
+        for reader in self._hand.readers.values():
+            await reader.close()
         self._hand, self._mine = _Hand(), set()
         await asyncio.to_thread(self._lanes.release)
 
@@ -145,24 +148,30 @@ class Worker:
         before = set(self._mine)
         held = await asyncio.to_thread(self._lanes.hold)
         for lane in before - held:
-            self._drop(lane)
+            await self._drop(lane)
         if held - before:
             await self._queue.begin_lanes(held - before)
+        for lane in held - before:
+            for stream in WORK:
+                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane)
         self._mine = held
 
-    def _drop(self, lane: int) -> None:
+    async def _drop(self, lane: int) -> None:
         for place in [place for place in self._hand.ready if place[1] == lane]:
             del self._hand.ready[place]
         for pull, place in self._hand.pulls.items():
             if place[1] == lane:
                 pull.cancel()
+        for stream in WORK:
+            if (reader := self._hand.readers.pop((stream, lane), None)) is not None:
+                await reader.close()
 
     def _pull(self) -> None:
         busy = {*self._hand.pulls.values(), *self._hand.ready}
         for lane in sorted(self._mine):
             for stream in WORK:
                 if (stream, lane) not in busy:
-                    pull = asyncio.create_task(self._queue.pull(stream, lane, WAIT_S))
+                    pull = asyncio.create_task(self._hand.readers[stream, lane].pull(WAIT_S))
                     self._hand.pulls[pull] = (stream, lane)
 
     async def _collect(self) -> None:
