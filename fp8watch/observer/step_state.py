@@ -75,6 +75,11 @@ class StepState:
         self.sample = sample
 
     @property
+    def observed(self) -> bool:
+        """Whether what happens in this step is to leave."""
+        return not self.paused and not self.outside
+
+    @property
     def sampled(self) -> bool:
         """Whether full statistics of any site are taken."""
         return self.sample.any_full

@@ -27,6 +27,7 @@ from fp8watch.observer.plan import Plan
 from fp8watch.observer.step_sample import NOTHING
 from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
+from fp8watch.session.loss_targets import wrap_cross_entropy
 from fp8watch_agent.guard import Guard
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class StepListener(Protocol):
 
     def _on_clip(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
         """Gradients have been clipped."""
+
+    def _on_targets(self, targets: torch.Tensor, ignored: int) -> None:
+        """A loss was computed against these class indices."""
 
     def _on_save(self, saved: Any) -> Callable[[], None] | None:
         """Something is about to be saved; what is returned is called behind that."""
@@ -138,6 +142,10 @@ def _after_clipping(parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
     _each(lambda w: None if is_capturing() else w._on_clip(parameters, norm))
 
 
+def _after_loss(targets: torch.Tensor, ignored: int) -> None:
+    _each(lambda w: None if is_capturing() else w._on_targets(targets, ignored))
+
+
 def _wrap_excepthook() -> Callable[[], None]:
     original = sys.excepthook
 
@@ -189,7 +197,7 @@ def start(watch: StepListener) -> None:
             _undo.extend(
                 [
                     before.remove, handle.remove, _wrap_scaler(), wrap_clipping(_after_clipping),
-                    wrap_saving(_saving), _wrap_excepthook(), _wrap_sigterm(),
+                    wrap_cross_entropy(_after_loss), wrap_saving(_saving), _wrap_excepthook(), _wrap_sigterm(),
                 ]
             )  # fmt: skip
             _undo.append(lambda: atexit.unregister(_at_exit))

@@ -170,7 +170,8 @@ class StepFlush:
             elif self.copies.late and value.device.type == self.copies.device.type:
                 waiting[name] = value.to(self.copies.device, non_blocking=True)
             else:
-                numbers[name] = float(value.detach().float().mean())
+                whole = value.detach()
+                numbers[name] = float((whole.double() if whole.device.type == "cpu" else whole.float()).mean())
         return numbers, waiting
 
     def _gradients(self, device: torch.device, part: int, parts: int) -> tuple[list[str], list[Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.step_state import StepState
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.step_optimizer import FOUND_INF
@@ -30,6 +31,7 @@ class StepScalars:
 
     def __init__(self, guard: Guard, say: Callable[[str], None], norms: GradientNorm) -> None:
         self._guard, self._say, self.norms = guard, say, norms
+        self.batches = BatchFacts()
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self.facts: dict[str, Any] = {}
@@ -63,6 +65,7 @@ class StepScalars:
 
     def _collected(self, step: StepState) -> dict[str, Any]:
         values = {name: value for name, value in self.facts.items() if value is not None}
+        values.update(self.batches.take())
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
         if step.losses:
             values["loss"] = step.loss()

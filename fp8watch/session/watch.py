@@ -57,13 +57,13 @@ class Watch:
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has))
+        self._on_targets = self._scalars.batches.see_targets
         self._stuck = self._ending = self._paused = False
         self._hooks: list[Removable] = list(attachment.hooks)
         plan, recorder, self._detached = self._plan, self._recorder, self._plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
-            self._hooks.append(
-                self._model.register_forward_hook(LossHook(self, custom_ops.site_tensor(plan, 0)), with_kwargs=True)
-            )
+            hook = LossHook(self, custom_ops.site_tensor(plan, 0), plan, self._scalars.batches)
+            self._hooks.append(self._model.register_forward_hook(hook, with_kwargs=True))
             step_boundary.start(self)
         self._flush = step_flush(attachment, plan, recorder, cadence, session)
         self._checkpoints = self._flush.checkpoints if self._flush is not None else CheckpointSteps()

@@ -168,7 +168,7 @@ STORE = [
     ),
     Bug(
         "one collector leads",
-        "leader:Leader.held",
+        "leader:Leader._held",
         "            if not mine:\n",
         "            if False:\n",
         f"{T}/test_rounds.py::test_one_leads_until_it_lets_go",

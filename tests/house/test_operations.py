@@ -76,7 +76,7 @@ def compose() -> dict[str, Any]:
 
 
 def test_every_container_is_a_user_on_a_read_only_system_with_a_health_check(compose: dict[str, Any]) -> None:
-    assert set(compose) <= {"name", "services", "networks", "volumes", "secrets"}
+    assert set(compose) <= {"name", "services", "networks", "volumes", "secrets", "configs"}
     for name, service in compose["services"].items():
         assert service["read_only"] is True, name
         assert str(service["user"]) not in ("root", "0"), name
@@ -114,14 +114,16 @@ def test_what_the_compose_file_refers_to_is_there(compose: dict[str, Any]) -> No
                 assert mode == "ro", volume
             else:
                 assert source in compose["volumes"], name
-        asked = variables if name == "collector" else _asked_by_mounted_files(service)
+        asked = variables if service.get("image") == "fp8watch" else _asked_by_mounted_files(service)
         for variable, value in service.get("environment", {}).items():
             assert not re.search("(?i)password=|fp8w_", str(value)), f"{name}: a secret in the open"
             if variable.startswith("FP8WATCH_"):
                 assert variable in asked
             if variable.endswith("_FILE"):
                 assert value.removeprefix("/run/secrets/") in service["secrets"]
-        if name != "collector":
+        for config in service.get("configs", []):
+            assert config["source"] in compose["configs"], name
+        if service.get("image") != "fp8watch":
             assert asked <= set(service.get("environment", {})), f"{name}: {asked}"
     assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     grace_s = int(compose["services"]["collector"]["stop_grace_period"].removesuffix("s"))

@@ -66,7 +66,7 @@ def test_losses_norms_and_steps_are_the_loops_and_nothing_changes(kept, tmp_path
     assert kept.steps() == list(range(8))
     assert list(kept.losses().values()) == pytest.approx(losses, abs=1e-4)
     assert list(kept.norms().values()) == pytest.approx(norms, rel=1e-5)
-    assert kept[0].steps[3][3] == {"learned": 1.0}
+    assert kept[0].steps[3][3]["learned"] == 1.0
     assert kept[0].closed
 
 

@@ -374,7 +374,10 @@ async def healthz() -> Response:
 
 @health_router.get("/readyz")
 def readyz(request: Request) -> Response:
-    """The database answers, and is at the version of this collector."""
+    """The database answers, and is at the version of this collector; with a queue: that one takes batches."""
+    queue_ready = request.app.state.ingest.committer.queue_ready
+    if queue_ready is not None:  # batches are taken while the database is away
+        return JsonResponse({"status": "ready" if queue_ready else "the queue is away"}, 200 if queue_ready else 503)
     with request.app.state.engine.connect() as conn:
         conn.execute(sa.select(t.run.c.run_id).limit(1)).first()
     return JsonResponse({"status": "ready"})

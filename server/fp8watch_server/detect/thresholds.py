@@ -52,7 +52,17 @@ _LISTED = (
 """Modes in the order of the table; those of others stand behind them, by number."""
 
 
-_LATER = ("loss_level_min", "chronic_gain", "destroyed_gain", "starved_looks", "expert_octaves", "chronic_sqnr_e2m1_db")
+_LATER = (
+    "loss_level_min",
+    "chronic_gain",
+    "destroyed_gain",
+    "starved_looks",
+    "expert_octaves",
+    "chronic_sqnr_e2m1_db",
+    "standing_looks",
+    "repeated_steps",
+    "gradient_factor_octaves",
+)
 """Thresholds that a mode of the table was given later: `fp8watch rules list` keeps the order that people know."""
 
 

@@ -1,7 +1,7 @@
 """Group commit: bodies that wait are decoded, checked and written together, and each is answered after the commit.
 
-Upstream:   fp8watch_server.ingest.routes
-Downstream: fp8watch_server.store.commit, fp8watch_server.pipeline.priority
+Upstream:   fp8watch_server.ingest.routes, fp8watch_server.worker.loop
+Downstream: fp8watch_server.store.commit, fp8watch_server.pipeline.priority, fp8watch_server.ingest.queue_front
 Shapes:     one body -> Committed, or the exception that says why not
 Thread:     a few decoders, one committer; futures are settled on the event loop
 
@@ -32,6 +32,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db.dialect import WriterBusy, writing
+from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import WorkClock
 from fp8watch_server.ingest.who_sends import Sender
@@ -152,6 +153,19 @@ class Committer:
         (self._decoded if small else self._bodies).put(waiting)
         return waiting.future, functools.partial(self._worked_s, waiting)
 
+    def hand_in(self, batch: Batch, body: bytes, sender: Sender) -> asyncio.Future[Committed]:
+        """Store a batch that is decoded and checked, after those that were handed in before.
+
+        Raises:
+            Closed: the collector is stopping.
+        """
+        self._start()
+        waiting = _Waiting(body, asyncio.get_running_loop().create_future(), sender, batch, 4096 + batch.nbytes)
+        with self._lock:
+            self._queued_bytes += len(body)
+        self._decoded.put(waiting)
+        return waiting.future
+
     def _worked_s(self, waiting: _Waiting) -> float:
         """A body that is decoded is in the hands of the committer alone, whatever the decoders go on with."""
         decoders_s = self._decoders_s() if waiting.decoders_s is None else waiting.decoders_s
@@ -159,6 +173,11 @@ class Committer:
 
     def _decoders_s(self) -> float:
         return sum(clock.read_s() for clock in self._decode_clocks)
+
+    @property
+    def queue_ready(self) -> bool | None:
+        """Whether the queue takes batches; None where there is none."""
+        return None
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Finish what has been handed in, and end."""
@@ -311,6 +330,7 @@ class Committer:
     def _write_once(self, items: list[Incoming], *, replays: bool) -> list[Outcome]:
         now = self._clock()
         with writing(self._engine) as conn:
+            lease_transaction(conn)
             outcomes = commit_group(conn, items, self._known, now=now, replays=replays)
             for item, outcome in zip(items, outcomes, strict=True):
                 if isinstance(outcome, Committed) and outcome.stored:

@@ -36,7 +36,8 @@ from fp8watch_agent.wire import (
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.http.db_timeout import ProgressTimeout, WorkClock, unavailable
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.ingest.group_commit import Closed, Committer
+from fp8watch_server.ingest.committer_of import committer_of
+from fp8watch_server.ingest.group_commit import Closed
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
 from fp8watch_server.ingest.sites import SiteRegistry
@@ -70,7 +71,7 @@ class Ingest:
         self.db_timeout = ProgressTimeout()
         self.sites = SiteRegistry(self.engine, self.db_timeout.progress)
         self._working: set[object] = set()
-        self.committer = Committer(self.engine, _batch, observe_commit=self._committed, hurry=hurry)
+        self.committer = committer_of(app.state.settings, self.engine, _batch, self._committed, hurry)
         self.num_tile_map_bodies = 0
 
     async def run(self, work: Callable[[], T]) -> T:

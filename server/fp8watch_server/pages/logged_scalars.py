@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
+from fp8watch_agent.batch_names import HASH
 from fp8watch_server.pages import forecasts, formatting
 from fp8watch_server.store import logged_names
 
@@ -24,6 +25,7 @@ def logged_scalars(
 ) -> dict[str, Any]:
     """Names that an open incident speaks of first, then by name; each with its newest value and its last steps."""
     names, more = logged_names.names(conn, run["id"], MAX_NAMES)
+    names = [name for name in names if name != HASH]
     told: dict[str, Mapping[str, Any]] = {}
     for incident in open_incidents:
         if incident["mode"] == "scalar-shift":

@@ -31,6 +31,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
+from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.pipeline import engine_restore
 from fp8watch_server.pipeline.priority import PriorityLane
 from fp8watch_server.store import hot_batches
@@ -276,6 +277,7 @@ class DetectWorker:
             return False
         running = self._running[key]
         with writing(self._db) as conn:
+            lease_transaction(conn)
             for j in judged:
                 if j.error:
                     log.error("batch %s of run %r cannot be read (%s); going on without it", j.row.seq, key[0], j.error)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 from fp8watch_agent.checks import checked
 from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
@@ -159,6 +160,26 @@ class Settings:
     ] = 0
     keep_bytes: Annotated[v.Whole, Setting("FP8WATCH_KEEP_BYTES", "bytes of blocks that are kept of a run; 0: all")] = 0
 
+    queue: Annotated[
+        v.QueueUrl,
+        Setting(
+            "FP8WATCH_QUEUE",
+            "NATS servers with JetStream, separated by commas: batches are accepted into a queue, and fp8watch worker commits "
+            "them; needs PostgreSQL and fp8watch[nats]; none: batches are committed at once",
+            file=True,
+        ),
+    ] = ""
+    queue_replicas: Annotated[
+        v.Replicas, Setting("FP8WATCH_QUEUE_REPLICAS", "NATS servers that keep each batch of the queue: 1, 3 or 5")
+    ] = 3
+    queue_bytes: Annotated[
+        v.QueueBytes,
+        Setting(
+            "FP8WATCH_QUEUE_BYTES",
+            "bytes that the queue may hold on each of its servers; an eighth of them is for batches with non-finite values",
+        ),
+    ] = 4 << 30
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
         """Read the environment; `overrides` (the command line) win, None standing for "not given".
@@ -178,6 +199,15 @@ class Settings:
         if values["pg"] and values["database_url"]:
             raise SettingError("FP8WATCH_PG is set together with a database URL; keep one of them")
         values["database_url"] = values["database_url"] or default_database_url(environ)
+        if (
+            values["queue"]
+            and not values["pg"]
+            and parse_url(values["database_url"]).get_backend_name() != "postgresql"
+        ):
+            raise SettingError(
+                "FP8WATCH_QUEUE is set with an SQLite database; workers and collectors share a PostgreSQL: set "
+                "FP8WATCH_DATABASE_URL to one, or unset FP8WATCH_QUEUE"
+            )
         if bool(values["tls_cert"]) != bool(values["tls_key"]):
             given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"
             raise SettingError(f"{given} is set alone; https needs the certificate and its key: set both, or neither")
@@ -188,6 +218,9 @@ class Settings:
         """What must never be shown."""
         password = parse_url(self.database_url).password
         found = [getattr(self, s.name) for s in SETTINGS if s.secret] + [str(password or "")]
+        for server in self.queue.split(","):
+            parts = urlsplit(server)
+            found += [parts.password or "", "" if parts.password else parts.username or ""]  # a user alone is a token
         return tuple(sorted((value for value in found if value), key=len, reverse=True))
 
     @property

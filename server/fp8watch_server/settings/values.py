@@ -61,6 +61,21 @@ def _hosts(text: str) -> tuple[str, ...]:
     return tuple(name.strip().lower() for name in text.split(",") if name.strip())
 
 
+def _queue_url(text: str) -> str:
+    if text == "":
+        return ""
+    servers = [server.strip() for server in text.split(",")]
+    for server in servers:
+        parts = urlsplit(server)
+        if parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
+            raise msgspec.ValidationError
+        try:
+            _ = parts.port
+        except ValueError:
+            raise msgspec.ValidationError from None
+    return ",".join(servers)
+
+
 def _file(text: str) -> str:
     if text and not Path(text).expanduser().is_file():
         raise msgspec.ValidationError
@@ -85,6 +100,12 @@ Token = Annotated[
 ]
 Flag = Annotated[bool, Rule("must be 1 or 0", _flag)]
 File = Annotated[str, Rule("must be a file that is there", _file)]
+QueueUrl = Annotated[
+    str,
+    Rule("must be nats://host:4222 or tls://host:4222 of one or more servers, separated by commas", _queue_url),
+]
+Replicas = Annotated[Literal[1, 3, 5], Rule("must be 1, 3 or 5", digits)]
+QueueBytes = Annotated[int, Meta(ge=1 << 20), Rule("must be a whole number of 1048576 or more", digits)]
 LogFormat = Annotated[Literal["text", "json"], Rule("must be one of text, json", str.lower)]
 LogLevel = Annotated[
     Literal["error", "warning", "info", "debug"], Rule("must be one of error, warning, info, debug", str.lower)

@@ -63,12 +63,25 @@ class Committed:
 Outcome = Committed | KeyReused | RankMismatch | Unknown | WrongKey
 
 
-class _SitesOfRun:
-    """Cached registered sites of a run."""
+class SitesOfRun:
+    """Cached registered sites of a run.
+
+    Args:
+        created_at: when the run was made; one that was deleted and came again is another.
+        known: [n] uint64, ids of its sites.
+    """
 
     def __init__(self, created_at: float, known: npt.NDArray[np.uint64]) -> None:
         self.created_at, self._known = created_at, known
         self._alike: OrderedDict[tuple[int, int], npt.NDArray[np.uint64]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many sites there are."""
+        return len(self._known)
+
+    def missing(self, ids: npt.NDArray[np.uint64]) -> list[int]:
+        """Those of `ids` that are not among them."""
+        return [] if self.hold(ids) else [int(i) for i in np.unique(ids[~np.isin(ids, self._known)])]
 
     def hold(self, ids: npt.NDArray[np.uint64]) -> bool:
         """Whether all of these are registered. Batches are alike, so most often the answer is cached."""
@@ -92,7 +105,7 @@ class KnownSites:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], _SitesOfRun] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], SitesOfRun] = OrderedDict()
 
     def missing(self, conn: Connection, run: Any, ids: npt.NDArray[np.uint64]) -> list[int]:
         """Those of `ids` that are not registered."""
@@ -105,7 +118,7 @@ class KnownSites:
         rows = conn.execute(sa.select(c.site).where(c.run_id == run.run_id, c.tenant == run.tenant)).scalars()
         known = np.array(list(rows), dtype=np.uint64)
         with self._lock:
-            self._kept[key] = _SitesOfRun(run.created_at, known)
+            self._kept[key] = SitesOfRun(run.created_at, known)
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KNOWN_RUNS:
                 self._kept.popitem(last=False)

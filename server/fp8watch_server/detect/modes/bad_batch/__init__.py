@@ -1,6 +1,7 @@
 """Bad batch or data shift: mode 14, bad-batch.
 
-Two find it: `families.loss` a loss that jumps, `level` one that stays a little higher.
+Two find it in the loss: `families.loss` one that jumps, `level` one that stays a little higher. Three in what enters the
+model: `repeated` batches that come again, `labels` labels beside their tokens, `composition` padding and frequent tokens.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from fp8watch_server.detect.families.loss import LossJumps
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.bad_batch.composition import Composition
+from fp8watch_server.detect.modes.bad_batch.labels import LabelMatch
 from fp8watch_server.detect.modes.bad_batch.level import LossLevel
+from fp8watch_server.detect.modes.bad_batch.repeated import RepeatedBatches
 from fp8watch_server.detect.modes.bad_batch.words import fixes, words
 
 MODE = Mode(
@@ -34,6 +38,7 @@ MODE = Mode(
         threshold("grad_norm_jump", 2.5, "ratio", 1.1, 1e6, TUNED),
         threshold("recover_steps", 5, "steps", 1, 100, SPEC),
         threshold("loss_level_min", 0.05, "share", 0.001, 100, "an info; half of the labels shifted by one: 0.18"),
+        threshold("repeated_steps", 3, "steps", 2, 1000, "bit for bit the inputs of as many steps before: no chance"),
     ),
-    detectors=(LossJumps, LossLevel),
+    detectors=(LossJumps, LossLevel, RepeatedBatches, LabelMatch, Composition),
 )

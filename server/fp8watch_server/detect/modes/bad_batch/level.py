@@ -69,7 +69,7 @@ class LossLevel(Detector):
         for num_last, num_before, sigma in WINDOWS if ctx.warm else ():
             if len(self._losses) < num_last + num_before:
                 continue
-            usual, level, spread = _levels(np.array(self._losses[-num_last - num_before :]), num_last)
+            usual, level, spread = levels(np.array(self._losses[-num_last - num_before :]), num_last)
             rose = level - usual
             # A loss falls in health: one that fell at once stands far off, and off the line that it was on.
             need = max(sigma * spread, ctx.limit.loss_level_min * abs(usual)) * (1 if rose > 0 else FALL_TIMES)
@@ -83,7 +83,7 @@ class LossLevel(Detector):
             last = np.array(self._losses[-num_last:])
             if np.count_nonzero((last - usual) * np.sign(rose) > 0) < 0.85 * num_last:
                 continue
-            began = _onset(
+            began = onset(
                 np.sign(rose) * np.array(self._losses[-num_last - num_before :]),
                 self._steps,
                 np.sign(rose) * (usual + rose / 2),
@@ -119,7 +119,7 @@ class LossLevel(Detector):
         return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})
 
 
-def _levels(losses: npt.NDArray[np.float64], num_last: int) -> tuple[float, float, float]:
+def levels(losses: npt.NDArray[np.float64], num_last: int) -> tuple[float, float, float]:
     """(level before, level of the last, spread of one loss before), with spikes cut off."""
     before, last = losses[:-num_last], losses[-num_last:]
     middle = float(np.median(before))
@@ -135,7 +135,7 @@ def _slope(losses: list[float]) -> float:
     return (float(np.median(losses[half:])) - float(np.median(losses[:half]))) / max(half, 1)
 
 
-def _onset(losses: npt.NDArray[np.float64], steps: list[int], between: float) -> int:
+def onset(losses: npt.NDArray[np.float64], steps: list[int], between: float) -> int:
     """The step that splits the losses best into a lower and a higher level."""
     over = np.sign(losses - between)
     first = int(np.argmax(np.cumsum(over[::-1])))  # from the end, as far as most are above

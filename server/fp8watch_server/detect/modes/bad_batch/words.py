@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.modes.bad_batch import batch_words
 from fp8watch_server.detect.phrases import baseline, evidence, number
 from fp8watch_server.detect.remedies import Fix, Place
 
@@ -37,6 +38,8 @@ def _fell(f: Finding) -> bool:
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if f.extra.get("kind"):
+        return batch_words.words(f)
     loss, usual = number(evidence(f, "loss")), number(baseline(f, "loss"))
     known = bool((f.extra.get("inputs") or {}).get("ordinary"))
     at, inputs = f.onset, _inputs_words(f)
@@ -86,6 +89,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     about = p.extra.get("inputs")
+    if p.extra.get("kind"):
+        return batch_words.fixes(p)
     if p.extra.get("level"):
         return [
             p.batch,

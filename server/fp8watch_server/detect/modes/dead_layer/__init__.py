@@ -5,6 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.limits import SPEC, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.dead_layer.detector import DeadLayers
+from fp8watch_server.detect.modes.dead_layer.standing import StandingWeights
 from fp8watch_server.detect.modes.dead_layer.starved import StarvedExperts
 from fp8watch_server.detect.modes.dead_layer.words import fixes, words
 
@@ -21,6 +22,9 @@ MODE = Mode(
     thresholds=(
         threshold("dead_octaves", 3, "octaves", 0.5, 64, SPEC),
         threshold("starved_looks", 8, "count", 2, 10000, "looks at an expert's input, while the others get tokens"),
+        threshold(
+            "standing_looks", 4, "count", 2, 10000, "looks at a weight that always moved: an update moves each element"
+        ),
     ),
-    detectors=(DeadLayers, StarvedExperts),
+    detectors=(DeadLayers, StarvedExperts, StandingWeights),
 )

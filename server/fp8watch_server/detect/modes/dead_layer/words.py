@@ -22,6 +22,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     if which == "starved":
         return _starved(f, module)
+    if which == "standing":
+        return _standing(f, module)
     fell = _fell(f, "amax_max", "input"), _fell(f, "gradient_amax", "gradient")
     if which is None or not any(fell):
         return (
@@ -60,6 +62,25 @@ def _starved(f: Finding, module: str) -> tuple[str, str]:
     )
 
 
+def _standing(f: Finding, module: str) -> tuple[str, str]:
+    """Weights that updates do not reach."""
+    num, moving = f.extra.get("num_sites", 1), f.extra.get("num_moving")
+    whose = f"The weight of {module}" if num == 1 else f"The weights of {module} and {num - 1} more"
+    stand = "stands" if num == 1 else "stand"
+    gradients = (
+        "gradients for it were computed"
+        if f.extra.get("sure")
+        else "its output had a gradient (whether the weight needs one was not measured); if it is not frozen"
+    )
+    others = f", while {moving} other weights move" if moving else ""
+    return (
+        f"{whose} {stand} still{since(f)}: {'updates are not written back' if f.extra.get('sure') else 'frozen, or updates are not written back'}",
+        f"{whose} {stand} still, bit for bit in their largest and smallest tile{since(f)}{others}. The steps ended with an update, and "
+        f"{gradients}: the optimizer works on something else than what the forward pass reads. "
+        "FP8 is not the cause: weights are stored in higher precision, and were read there.",
+    )
+
+
 def _fell(f: Finding, name: str, what: str) -> str:
     """`input amax 2 → 0`, or nothing."""
     value = evidence(f, name)
@@ -68,6 +89,22 @@ def _fell(f: Finding, name: str, what: str) -> str:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("which") == "standing":
+        return [
+            Fix(
+                "code",
+                f"Check that the optimizer holds the parameter that the model reads: `any(q is model.get_submodule({p.module!r}).weight for g in optimizer.param_groups for q in g['params'])`.",
+            ),
+            Fix(
+                "code",
+                "Build the optimizer after `.to()`, weight tying, wrapping and checkpoint loading; build it anew where a module was replaced.",
+            ),
+            Fix(
+                "code",
+                "With a master copy or a sharded optimizer: check that the copy back (and the all-gather of parameters) runs for this group.",
+            ),
+            Fix("code", "If it is frozen on purpose: requires_grad_(False), which also saves its wgrad."),
+        ]
     first = (
         "Look at the router: load-balancing loss, capacity factor, expert bias."
         if p.extra.get("tokens") == 0 or p.extra.get("which") in ("not-called", "starved")

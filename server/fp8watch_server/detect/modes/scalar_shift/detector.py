@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS
 from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
@@ -30,7 +31,8 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 MAX_NAMES = 512
-OTHERS_DETECT = ("max_attention_logit", "checkpoint_saved", NONFINITE_EXPERT, NONFINITE_EXPERT_ROW)
+OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, *SHIFTS.values())
+OTHERS_DETECT = ("max_attention_logit", "checkpoint_saved", NONFINITE_EXPERT, NONFINITE_EXPERT_ROW, *OF_BATCHES)
 """Logged names that have a detector of their own."""
 IN_A_ROW = 6
 MIN_VALUES = 16

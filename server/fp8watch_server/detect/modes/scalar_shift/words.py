@@ -20,6 +20,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     if f.extra.get("why") == "fall":
         return _fall_words(f)
+    if f.extra.get("why") == "factor":
+        return _factor_words(f)
     name, told = f.extra.get("name", "A logged scalar"), _told(f)
     if told is None:
         return f"{name} is not what it was", f"{name} is not what it was; by how much was not measured."
@@ -52,6 +54,34 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _factor_words(f: Finding) -> tuple[str, str]:
+    told = _told(f)
+    change = next((e for e in f.evidence if e.field == "gradient_change"), None)
+    if told is None or change is None:
+        return (
+            "Gradient norm stands at another level",
+            "The gradient norm stands at another level; by how much was not measured.",
+        )
+    times = number(round(float(f.extra.get("factor", 1.0)), 4))
+    values, at = f"{number(told.baseline)} to {number(told.value)}", told.since_step
+    loss = next((e for e in f.evidence if e.field == "loss"), None)
+    stands = (
+        f" The loss of step {loss.since_step} is {number(loss.value)}, {number(loss.baseline)} before." if loss else ""
+    )
+    if f.extra.get("behind"):
+        return (
+            f"Gradient norm ×{times} since step {at}, and not by the backward pass",
+            f"The gradient norm went from {values} at step {at} and stays, while the gradients that enter the backward GEMMs moved by "
+            f"{number(change.value)} octaves only: they are multiplied behind them, as when they are accumulated twice, summed in place "
+            f"of averaged over ranks, not cleared, or not unscaled.{stands}",
+        )
+    return (
+        f"Gradient norm ×{times} since step {at}, in the whole backward pass",
+        f"The gradient norm went from {values} at step {at} and stays, and the gradients that enter the backward GEMMs moved by "
+        f"{number(change.value)} octaves with it: the loss is multiplied or divided by another number, or the data changed.{stands}",
+    )
+
+
 def _fall_words(f: Finding) -> tuple[str, str]:
     norm = next((e for e in f.evidence if e.field == "grad_norm"), None)
     fall = next((e for e in f.evidence if e.field == "gradient_fall"), None)
@@ -79,6 +109,15 @@ def _fall_words(f: Finding) -> tuple[str, str]:
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     kind = p.extra.get("kind")
+    if kind == "factor":
+        return [
+            Fix("code", "Look at what multiplies gradients behind backward: accumulation that adds to a buffer twice, a sum over ranks, unscale_, zero_grad."),
+            Fix("code", "Compare p.grad of one weight with float64 autograd on the same micro-batch, with one rank and without accumulation."),
+            Fix("code", "Look at what divides the loss: tokens, micro-batches, ranks."),
+        ] if p.extra.get("behind") else [
+            Fix("code", "Look at what divides the loss: tokens, micro-batches, ranks, a reduction that is sum where it was mean."),
+            Fix("data", "Compare the batches of before and after that step."),
+        ]  # fmt: skip
     if kind == "grad_norm":
         return [
             Fix(

@@ -1,0 +1,94 @@
+"""What batches are made of changed and stays so: mode 14, bad-batch, as information.
+
+Shapes:     shares of padding, scored labels and frequent tokens, per step -> at most one finding
+Thread:     detect worker
+
+A mask that no longer reaches the model, padding that is scored, a source whose tokens are noise: what the model is given
+stands on another level, while the loss may not show it. Levels are compared as those of the loss (`level`), both ways.
+Information, because a mixture is often changed on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
+from fp8watch_server.detect.modes.bad_batch.level import levels, onset
+
+WINDOWS = ((4, 24, 5.0), (8, 24, 2.5), (24, 48, 1.25))
+"""(last values, those before, difference in spreads of one value)."""
+MOST = sum(WINDOWS[-1][:2])
+LEAST = 0.03
+"""Share of the usual value under which a change is none."""
+ONE_SIDE = 0.85
+NAMES = (MASK, SCORED, CONCENTRATION)
+
+
+class Composition(Detector):
+    """The last values of each share against those before."""
+
+    modes = ("bad-batch",)
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._steps: dict[str, list[int]] = {}
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """Nothing of the sites."""
+
+    def resume(self) -> None:
+        """Values of the attempt before stay: a level that a restart changed is one."""
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        for name in NAMES:
+            value = ctx.now.logs.get(name)
+            if value is None or not math.isfinite(value):
+                continue
+            values = self._values[name] = [*self._values.get(name, []), value][-MOST:]
+            steps = self._steps[name] = [*self._steps.get(name, []), ctx.now.step][-MOST:]
+            if (moved := _moved(values, steps)) is not None:
+                self._values[name], self._steps[name] = [], []
+                return [_finding(ctx, name, *moved)]
+        return []
+
+
+def _moved(values: list[float], steps: list[int]) -> tuple[float, float, int, int] | None:
+    """(usual, level, first step, values on it) of a level that was left for good."""
+    for num_last, num_before, sigma in WINDOWS:
+        if len(values) < num_last + num_before:
+            continue
+        some = np.array(values[-num_last - num_before :])
+        usual, level, spread = levels(some, num_last)
+        change = level - usual
+        if abs(change) <= max(sigma * spread, LEAST * abs(usual)):
+            continue
+        side = float(np.sign(change))
+        if np.count_nonzero((some[-num_last:] - usual) * side > 0) < ONE_SIDE * num_last:
+            continue
+        return usual, level, onset(side * some, steps, side * (usual + change / 2)), num_last
+    return None
+
+
+def _finding(ctx: Context, name: str, usual: float, level: float, began: int, num: int) -> Finding:
+    evidence = [
+        Evidence(name, float(f"{level:.4g}"), float(f"{usual:.4g}"), "share", began),
+        Evidence("steps_on_this_level", num, None, "steps", began),
+    ]
+    loss, usual_loss = ctx.now.scalar("loss"), float(ctx.base.loss.median()[0])
+    if loss is not None and math.isfinite(loss) and math.isfinite(usual_loss):
+        evidence.append(Evidence("loss", round(loss, 4), round(usual_loss, 4), "", ctx.now.step))
+    none = np.zeros(0, dtype=np.int64)
+    found = ctx.now.finding(
+        "bad-batch", "info", none, evidence, "shared", kind="composition", name=name, began=began, not_before=began
+    )
+    return Finding(**{**found.__dict__, "rank_in_flow": LOSS_FLOW})

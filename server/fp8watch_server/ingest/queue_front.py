@@ -1,0 +1,160 @@
+"""Batches accepted into a queue: decoded, checked, published, and answered when the stream has acknowledged them.
+
+Upstream:   fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.queue.jetstream
+Shapes:     one body -> Committed, or the exception that says why not
+Thread:     a few decoders, one publisher; the connection has an event loop on a thread of its own
+
+The same groups and the same answers as a commit. A full stream, a queue without a quorum and one that is not there are a
+503: agents keep their batches, and those with non-finite values have room of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from sqlalchemy.engine import Engine
+
+from fp8watch_agent.wire import Batch
+from fp8watch_server.db.schema import DEFAULT_TENANT
+from fp8watch_server.http.db_timeout import unavailable
+from fp8watch_server.ingest.group_commit import Committer
+from fp8watch_server.ingest.registered import Registered
+from fp8watch_server.pipeline.priority import is_urgent
+from fp8watch_server.queue.jetstream import PUBLISH_S, JetStream, Message, QueueError
+from fp8watch_server.queue.subjects import HEALTHY, ID_HEADER, KEY_HEADER, URGENT, message_id, subject_of
+from fp8watch_server.settings import Settings
+from fp8watch_server.store.commit import Committed, Incoming
+from fp8watch_server.store.registrations import KeyReused
+
+log = logging.getLogger("fp8watch.queue")
+
+RETRY_S = 1.0
+MAX_KEYS = 1 << 16
+"""Batches whose body's hash is remembered, so that another body under the same key is refused at once."""
+
+
+class QueueFront(Committer):
+    """A committer whose store is the queue.
+
+    Args:
+        engine: the database, for what is registered.
+        decode: as of Committer.
+        settings: where the queue is.
+        observe_commit: is told the seconds of each publishing, once for every batch in it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decode: Callable[[bytes], Batch],
+        settings: Settings,
+        *,
+        observe_commit: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        super().__init__(engine, decode, observe_commit=observe_commit)
+        self._registered = Registered(engine)
+        self._keys: OrderedDict[tuple[str, str, int, int], bytes] = OrderedDict()
+        self._queue = JetStream(
+            settings.queue,
+            replicas=settings.queue_replicas,
+            max_bytes=settings.queue_bytes,
+            client="fp8watch collector",
+        )
+        self._loop = asyncio.new_event_loop()
+        self._again = asyncio.Event()
+        self._main = threading.Thread(target=self._run, name="fp8watch-queue", daemon=True)
+        self._main.start()
+
+    @property
+    def queue_ready(self) -> bool | None:
+        """Whether the queue takes batches."""
+        return self._queue.ready
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Publish what has been handed in, and end."""
+        super().stop(timeout_s)
+        self._registered.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._main.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        keeping = self._loop.create_task(self._keep_open())
+        self._loop.run_forever()
+        keeping.cancel()
+        self._loop.run_until_complete(asyncio.gather(keeping, self._queue.close(), return_exceptions=True))
+        self._loop.close()
+
+    async def _keep_open(self) -> None:
+        """Connect until it works, and look after the streams when publishing fails."""
+        said = ""
+        while True:
+            try:
+                if self._queue.ready:
+                    await self._queue.make_streams()
+                else:
+                    await self._queue.open()
+                    log.info("the queue is there")
+                said = ""
+                await self._again.wait()
+                self._again.clear()
+            except Exception as e:  # noqa: BLE001  nothing may end it
+                if str(e) != said:
+                    log.warning("batches are refused: %s", e)
+                said = str(e)
+                await self._queue.close()  # another node may have a quorum
+            await asyncio.sleep(RETRY_S)
+
+    def _write(self, items: list[Incoming]) -> list[Any]:
+        """Publish what is right; each batch has its own answer."""
+        answers: list[Any] = [
+            wrong or self._reused(i) for i, wrong in zip(items, self._registered.check(items), strict=True)
+        ]
+        at = [n for n, wrong in enumerate(answers) if wrong is None]
+        for n, failed in zip(at, self._publish([items[n] for n in at]), strict=True):
+            header = items[n].batch.header
+            if failed is None:
+                self._keys[header.run, header.session, header.rank, header.seq] = items[n].sha256
+                answers[n] = Committed(header.seq, True, self._registered.captures(header.run))
+            else:
+                answers[n] = unavailable(f"the queue has not taken it: {failed}")
+        while len(self._keys) > MAX_KEYS:
+            self._keys.popitem(last=False)
+        return answers
+
+    def _reused(self, item: Incoming) -> KeyReused | None:
+        h = item.batch.header
+        before = self._keys.get((h.run, h.session, h.rank, h.seq), item.sha256)
+        return None if before == item.sha256 else KeyReused()
+
+    def _publish(self, items: Sequence[Incoming]) -> Sequence[Exception | None]:
+        if not items:
+            return []
+        work: Future[list[Exception | None]] = asyncio.run_coroutine_threadsafe(
+            self._queue.publish([_message(item) for item in items]), self._loop
+        )
+        try:
+            done: Sequence[Exception | None] = work.result(2 * PUBLISH_S)
+        except FutureTimeoutError:
+            work.cancel()
+            done = [QueueError("it does not answer")] * len(items)
+        if any(done):
+            self._loop.call_soon_threadsafe(self._again.set)
+        return done
+
+
+def _message(item: Incoming) -> Message:
+    h = item.batch.header
+    stream = URGENT if is_urgent(item.batch) else HEALTHY
+    headers = {ID_HEADER: message_id(h.run, h.session, h.rank, h.seq, item.sha256)}
+    if item.key_sha256:
+        headers[KEY_HEADER] = item.key_sha256
+    return Message(stream, subject_of(stream, DEFAULT_TENANT, h.run, h.rank), item.body, headers)

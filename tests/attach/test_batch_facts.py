@@ -1,0 +1,157 @@
+"""What enters the model is recorded as a hash and a few shares, where it can be seen, and nothing changes by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8watch_agent.batch_names import BATCH, CONCENTRATION, HASH, MASK, SCORED, SHIFTS
+
+NEXT, SECOND = SHIFTS[1], SHIFTS[2]
+
+
+class Lm(nn.Module):
+    """tokens [B, T] -> logits; given targets, the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens, targets=None, attention_mask=None):
+        logits = self.head(F.relu(self.up(self.embed(tokens))))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def rows(seed, tokens=33):
+    return torch.randint(0, 64, (4, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def lm():
+    torch.manual_seed(0)
+    return Lm()
+
+
+def steps(lm, *losses):
+    """One step for each loss, a callable, or a list of them for micro-batches."""
+    optimizer = torch.optim.SGD(lm.parameters(), lr=0.01)
+    for loss in losses:
+        for micro in loss if isinstance(loss, list) else [loss]:
+            micro().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def outside(lm, seed, by=1, **kwargs):
+    def loss():
+        x = rows(seed, 32 + by)
+        return nn.CrossEntropyLoss()(lm(x[:, :32], **kwargs).flatten(0, 1), x[:, by:].flatten())
+
+    return loss
+
+
+def inside(lm, seed, by=1):
+    def loss():
+        x = rows(seed, 32 + by)
+        return lm(x[:, :32], targets=x[:, by:])
+
+    return loss
+
+
+def logged(watch):
+    return [{k: v for k, v in logs.items() if k.startswith(BATCH)} for _, _, _, logs, _ in watch._recorder.steps]
+
+
+@pytest.mark.parametrize("where", [outside, inside])
+def test_labels_are_held_against_tokens_wherever_the_loss_is_computed(attach, lm, where):
+    watch = attach(lm)
+    steps(lm, where(lm, 1), where(lm, 2, by=2))
+    right, shifted = logged(watch)
+    assert right[NEXT] == right[SCORED] == 1.0
+    assert right[SECOND] < 0.1
+    assert shifted[SECOND] == 1.0
+    assert shifted[NEXT] < 0.1
+    assert 1 / 64 < right[CONCENTRATION] < 0.05
+
+
+def test_the_same_inputs_have_the_same_hash_in_any_order_of_micro_batches(attach, lm):
+    watch = attach(lm)
+    steps(lm, *([outside(lm, a), outside(lm, b)] for a, b in ((1, 2), (2, 1), (1, 3))))
+    first, turned, other = (f[HASH] for f in logged(watch))
+    assert first == turned != other
+    assert 0 < first == int(first) < 2**52
+
+
+def test_one_token_more_or_in_another_place_is_another_hash(attach, lm):
+    watch = attach(lm)
+    x = rows(1, 32)
+    y, z = x.clone(), x.clone()
+    y[3, 31] ^= 1
+    z[0, 0], z[0, 1] = x[0, 1], x[0, 0]
+    steps(lm, *(lambda x=x: lm(x).sum() for x in (x, y, z, x)))
+    hashes = [f[HASH] for f in logged(watch)]
+    assert len(set(hashes)) == 3
+    assert hashes[0] == hashes[3]
+    assert all(NEXT not in f for f in logged(watch)), "no labels were seen: absent, not 0"
+
+
+def test_the_mask_and_what_is_scored_are_shares(attach, lm):
+    watch = attach(lm)
+    mask = torch.ones(4, 32, dtype=torch.long)
+    mask[:, 24:] = 0
+
+    def padded():
+        x = rows(1)
+        labels = x[:, 1:].masked_fill(mask == 0, -100)
+        return F.cross_entropy(lm(x[:, :32], attention_mask=mask).flatten(0, 1), labels.flatten())
+
+    steps(lm, padded)
+    [facts] = logged(watch)
+    assert facts[MASK] == facts[SCORED] == 0.75
+    assert facts[NEXT] == 1.0, "of those that are scored"
+
+
+def test_evaluation_pauses_and_others_leave_nothing(attach, lm):
+    watch = attach(lm)
+    other = nn.Linear(8, 8)
+
+    def evaluated():
+        with torch.no_grad():
+            F.cross_entropy(lm(rows(9)[:, :32]).flatten(0, 1), rows(9)[:, 1:].flatten())
+        F.cross_entropy(other(torch.randn(4, 8)), torch.zeros(4, dtype=torch.long))
+        return outside(lm, 1)()
+
+    steps(lm, outside(lm, 1), evaluated)
+    plain, after = logged(watch)
+    assert plain == after
+    watch.pause()
+    steps(lm, outside(lm, 2))
+    watch.resume()
+    steps(lm, outside(lm, 1))
+    assert logged(watch)[-1] == plain
+
+
+def test_floats_are_hashed_where_there_are_no_integers(attach, mlp):
+    watch = attach(mlp)
+    x = torch.randn(32, 64)
+    steps(mlp, lambda: mlp(x), lambda: mlp(x), lambda: mlp(x * 1.001))
+    one, again, other = logged(watch)
+    assert one == again
+    assert set(one) == {HASH}
+    assert one[HASH] != other[HASH]
+
+
+def test_cross_entropy_is_torchs_own_again_behind_detach(attach, lm):
+    plain = F.cross_entropy
+    watch = attach(lm)
+    assert F.cross_entropy is not plain
+    logits, targets = torch.randn(8, 64), torch.randint(0, 64, (8,))
+    assert torch.equal(
+        F.cross_entropy(logits, targets, label_smoothing=0.1), plain(logits, targets, label_smoothing=0.1)
+    )
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(logits, targets[:4])
+    watch.detach()
+    assert F.cross_entropy is plain

@@ -1,0 +1,122 @@
+"""What is broken on purpose in what is told of batches, of weights that stand, and of gradient norms."""
+
+from __future__ import annotations
+
+from planted import Bug
+
+BATCHES = "tests/detect/test_batches.py"
+
+OF_BATCHES = [
+    Bug(
+        "batches that come again",
+        "repeated:RepeatedBatches._repeats",
+        "self._run[rank] >= ctx.limit.repeated_steps",
+        "self._run[rank] >= 99 * ctx.limit.repeated_steps",
+        f"{BATCHES}::test_batches_that_come_again_are_told_within_three_steps",
+    ),
+    Bug(
+        "a small data set goes round",
+        "repeated:RepeatedBatches._repeats",
+        "max(MIN_FRESH, 2 * lag)",
+        "MIN_FRESH",
+        f"{BATCHES}::test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent",
+    ),
+    Bug(
+        "batches that are drawn with return",
+        "repeated:RepeatedBatches._repeats",
+        "if lag == self._lag.get(rank) else 1",
+        "",
+        f"{BATCHES}::test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent",
+    ),
+    Bug(
+        "labels that are shifted twice",
+        "labels:LabelMatch.observe",
+        "low - max(EDGE, high - low)",
+        "low - 2.0",
+        f"{BATCHES}::test_labels_that_are_shifted_twice_are_told_in_their_step",
+    ),
+    Bug(
+        "a share that always varied needs three steps",
+        "labels:LabelMatch.observe",
+        "(1 if low >= ALWAYS else VARIES_STEPS)",
+        "1",
+        f"{BATCHES}::test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three_steps",
+    ),
+    Bug(
+        "a share of labels that is alike by chance is no shift",
+        "labels:LabelMatch._finding",
+        "share - np.nanmax(self._usual.ordered(), axis=1)",
+        "3 * (share - usual)",
+        f"{BATCHES}::test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three_steps",
+    ),
+    Bug(
+        "what batches are made of",
+        "composition:_moved",
+        "abs(change) <= max(sigma * spread, LEAST * abs(usual))",
+        "abs(change) <= 99 * sigma * spread",
+        f"{BATCHES}::test_a_mask_that_is_dropped_and_a_source_of_noise_are_information",
+    ),
+    Bug(
+        "weights that stand still",
+        "standing:StandingWeights.observe",
+        "        self._still[same] += 1\n",
+        "",
+        f"{BATCHES}::test_weights_that_stand_still_are_named_while_the_others_move",
+    ),
+    Bug(
+        "a frozen weight may stand",
+        "standing:_gradients",
+        "table.module[gradient & ~table.rowwise & (amax > 0)]",
+        "table.module[gradient & (amax > 0)]",
+        f"{BATCHES}::test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence",
+    ),
+    Bug(
+        "a step without an update moves nothing",
+        "standing:StandingWeights.observe",
+        "not now.skipped and not _vanished(ctx)",
+        "not _vanished(ctx)",
+        f"{BATCHES}::test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence",
+    ),
+    Bug(
+        "a learning rate of nothing moves nothing",
+        "standing:StandingWeights.observe",
+        "not now.skipped and not _vanished(ctx)",
+        "not now.skipped",
+        f"{BATCHES}::test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence",
+    ),
+    Bug(
+        "a weight may often stand",
+        "standing:StandingWeights._usually_moves",
+        "known & (bits >= LOOKS - ODD_LOOKS)",
+        "known",
+        f"{BATCHES}::test_a_weight_that_often_stands_is_silent",
+    ),
+    Bug(
+        "updates of sixteen bits round to none",
+        "standing:StandingWeights.observe",
+        " & _of_float32(here)",
+        "",
+        f"{BATCHES}::test_weights_of_sixteen_bits_may_stand",
+    ),
+    Bug(
+        "where it cannot be told whether a weight is frozen it is information",
+        "standing:StandingWeights._finding",
+        '"warning" if sure else "info"',
+        '"warning"',
+        f"{BATCHES}::test_where_one_operand_serves_both_gemms_it_is_information",
+    ),
+    Bug(
+        "a norm at a multiple",
+        "gradient_factor:GradientFactor._judge",
+        "if abs(change) <= need or",
+        "if abs(change) <= 9 * need or",
+        f"{BATCHES}::test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart",
+    ),
+    Bug(
+        "whether a factor came behind the backward pass",
+        "gradient_factor:GradientFactor._finding",
+        "behind = abs(entering) <= BEHIND * abs(level - usual)",
+        "behind = True",
+        f"{BATCHES}::test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart",
+    ),
+]

@@ -1,0 +1,174 @@
+"""What enters the model: batches that come again, labels beside their tokens, padding; weights that updates do not reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SHIFTS
+from fp8watch_agent.record import StepStatus
+from fp8watch_server.incidents.explain import explain
+
+AT, STEPS = 80, 112
+
+
+def made(seed: int = 3, recipe: str = "blockwise") -> Trace:
+    t = healthy(seed, STEPS, 1, recipe=recipe, power_2_scale=recipe == "blockwise")
+    rng = np.random.default_rng(seed)
+    t.logs[HASH] = rng.integers(0, 1 << 52, STEPS).astype(np.float64)
+    for shift, name in SHIFTS.items():
+        t.logs[name] = np.ones(STEPS) if shift == 1 else rng.uniform(0.02, 0.06, STEPS)
+    t.logs[MASK] = rng.normal(0.83, 0.04, STEPS)
+    t.logs[CONCENTRATION] = 0.06 * np.exp(rng.normal(0, 0.06, STEPS))
+    return t
+
+
+def incidents(t: Trace) -> list[Folded]:
+    return fold(play(Case([t], AT)), t.facts)
+
+
+def the_one(t: Trace) -> tuple[Folded, str, str]:
+    [incident] = incidents(t)
+    told = explain(incident.named, t.facts)
+    assert incident.named.verdict == "shared"
+    assert "FP8 is not the cause" in told.cause
+    assert told.fix
+    return incident, told.title, told.cause
+
+
+def test_healthy_batches_are_silent() -> None:
+    assert incidents(made()) == []
+
+
+@pytest.mark.parametrize("lag", [1, 3, 8])
+def test_batches_that_come_again_are_told_within_three_steps(lag: int) -> None:
+    t = made()
+    t.logs[HASH][AT:] = np.resize(t.logs[HASH][AT - lag : AT], STEPS - AT)
+    incident, title, _ = the_one(t)
+    assert (incident.mode, incident.severity, incident.first.onset) == ("bad-batch", "warning", AT)
+    assert incident.first.step == AT + 2
+    assert title.startswith("The same batch again and again" if lag == 1 else f"The same {lag} batches in turn")
+    assert incident.last_step > AT + 24, "it lasts"
+
+
+def test_a_small_data_set_that_goes_round_and_one_that_is_drawn_from_are_silent() -> None:
+    t = made()
+    t.logs[HASH] = np.resize(t.logs[HASH][:40], STEPS)
+    assert incidents(t) == []
+    t.logs[HASH] = made().logs[HASH][np.random.default_rng(0).integers(0, 60, STEPS)]
+    assert incidents(t) == []
+    t.logs[HASH][:] = 7.0
+    assert incidents(t) == [], "one batch from the first step on is meant"
+
+
+@pytest.mark.parametrize("share", [0.15, 0.6])
+def test_labels_that_are_shifted_twice_are_told_in_their_step(share: float) -> None:
+    t = made()
+    t.logs[SHIFTS[1]][AT:] -= share
+    t.logs[SHIFTS[2]][AT:] += share
+    incident, title, _ = the_one(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", "warning")
+    assert (incident.first.step, incident.first.onset) == (AT, AT)
+    assert "of the labels are shifted by +1 since step 80" in title
+
+
+def test_labels_drawn_at_random_are_told_and_those_that_always_varied_need_three_steps() -> None:
+    t = made()
+    t.logs[SHIFTS[1]][AT:] = 0.9
+    t.logs[SHIFTS[-1]][AT:] += 0.03  # by chance: within what it was, or little more
+    assert "10 % of the labels no longer follow from the tokens" in the_one(t)[1]
+    t.logs[SHIFTS[1]] = np.random.default_rng(1).uniform(0.95, 0.99, STEPS)
+    t.logs[SHIFTS[1]][AT] = 0.7
+    assert incidents(t) == []
+    t.logs[SHIFTS[1]][AT:] = 0.7
+    incident, *_ = the_one(t)
+    assert (incident.first.step, incident.first.onset) == (AT + 2, AT)
+
+
+def test_a_mask_that_is_dropped_and_a_source_of_noise_are_information() -> None:
+    t = made()
+    t.logs[MASK][AT:] = 1.0
+    incident, title, _ = the_one(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", "info")
+    assert abs(incident.first.onset - AT) <= 1
+    assert "The attention mask covers less since step" in title
+    t = made()
+    t.logs[CONCENTRATION][AT:] *= 0.7
+    assert "Tokens are more evenly spread" in the_one(t)[1]
+
+
+def stand(t: Trace, modules: tuple[str, ...]) -> None:
+    for module in modules:
+        hit = t.mask(module=module, operand="weight")
+        for name in ("amax_max", "amax_min_nonzero"):
+            t.columns[name][AT:, hit] = t.columns[name][AT, hit]
+
+
+def test_weights_that_stand_still_are_named_while_the_others_move() -> None:
+    t = made()
+    stand(t, (t.sites[0].module,))
+    incident, title, _ = the_one(t)
+    assert (incident.mode, incident.severity, incident.first.onset) == ("dead-layer", "warning", AT)
+    assert incident.first.step == AT + 4
+    assert title == f"The weight of {t.sites[0].module} stands still since step 80: updates are not written back"
+
+
+def test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence() -> None:
+    t = made()
+    stand(t, (t.sites[0].module,))
+    wgrad = t.mask(module=t.sites[0].module, operand="grad_output", direction="columnwise")
+    t.columns["measured"][AT:, wgrad] = 0
+    assert incidents(t) == [], "no gradient of it is computed"
+    t = made()
+    stand(t, tuple({s.module for s in t.sites}))
+    t.steps["lr"][AT:] = 0.0
+    assert incidents(t) == []
+    t.steps["lr"][:] = 2e-3
+    t.steps["status"][AT:] = int(StepStatus.SKIPPED)
+    assert [i for i in incidents(t) if i.mode == "dead-layer"] == []
+
+
+def test_a_weight_that_often_stands_is_silent() -> None:
+    t = made()
+    hit = t.mask(operand="weight")
+    for name in ("amax_max", "amax_min_nonzero"):
+        t.columns[name][1::3, hit] = t.columns[name][0:-1:3, hit]
+    stand(t, (t.sites[0].module,))
+    assert incidents(t) == []
+
+
+def test_weights_of_sixteen_bits_may_stand() -> None:
+    t = made()
+    stand(t, (t.sites[0].module,))
+    hit = t.mask(module=t.sites[0].module, operand="weight")
+    for name in ("amax_max", "amax_min_nonzero"):
+        bits = t.columns[name][AT:, hit].astype(np.float32).view(np.uint32)
+        t.columns[name][AT:, hit] = (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    assert incidents(t) == []
+
+
+def test_where_one_operand_serves_both_gemms_it_is_information() -> None:
+    t = made(recipe="current")
+    stand(t, (t.sites[0].module,))
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity) == ("dead-layer", "info")
+    assert "frozen, or updates are not written back" in explain(incident.named, t.facts).title
+
+
+def test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart() -> None:
+    t = made()
+    t.steps["grad_norm"] = np.exp2(np.random.default_rng(5).normal(0, 0.15, STEPS))
+    t.steps["grad_norm"][AT:] *= 4.0
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity, incident.first.onset) == ("scalar-shift", "warning", AT)
+    assert "and not by the backward pass" in explain(incident.named, t.facts).title
+    gradients = t.mask(operand="grad_output")
+    for name in ("amax_max", "amax_min_nonzero"):
+        t.columns[name][AT:, gradients] *= 4.0
+    [incident] = [i for i in incidents(t) if i.mode == "scalar-shift"]
+    assert incident.severity == "info"
+    assert "in the whole backward pass" in explain(incident.named, t.facts).title
