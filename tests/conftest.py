@@ -7,19 +7,18 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import database
-import heavy_tests
 import pytest
-from counts import pytest_report_header  # noqa: F401  a hook
-from planted import copy_of_tree
-from planted_selection import (  # noqa: F401  hooks
+from sqlalchemy import Connection, Engine, event
+from support import database, heavy_tests
+from support.counts import pytest_report_header  # noqa: F401  a hook
+from support.planted import copy_of_tree
+from support.planted_selection import (  # noqa: F401  hooks
     pytest_collection_modifyitems,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from sqlalchemy import Connection, Engine, event
-from time_budget import pytest_addoption, pytest_runtest_call  # noqa: F401  hooks
+from support.time_budget import pytest_addoption, pytest_runtest_call  # noqa: F401  hooks
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,7 +25,7 @@ from fp8watch_agent.joined import JOINED_CONTENT_TYPE, MAX_JOINED, JoinedAnswer,
 from fp8watch_agent.relay_journal import DamagedEntry, Entry, Journal
 from fp8watch_agent.relay_sessions import Sessions
 from fp8watch_agent.spool_segment import quarantine
-from fp8watch_agent.transport import Answer, Capture, Verdict, judge
+from fp8watch_agent.transport import Answer, Capture, ResponseMeaning, judge
 from fp8watch_agent.uploader import Uploader
 
 log = logging.getLogger("fp8watch.relay")
@@ -76,8 +76,8 @@ class Forwarder:
             try:
                 verdict, answer = self._some()
             except OSError as e:
-                verdict, answer = Verdict.RETRY, Answer(0, error=str(e))
-            if verdict is Verdict.ACKNOWLEDGED:
+                verdict, answer = ResponseMeaning.RETRY, Answer(0, error=str(e))
+            if verdict is ResponseMeaning.ACKNOWLEDGED:
                 self._failures, self.problem = 0, ""
                 continue
             if str(answer) != self.problem:
@@ -86,7 +86,9 @@ class Forwarder:
             self._uploader.transport.reload_token()
             wait_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._failures, 16)))
             self._failures += 1
-            self._sleep(max(wait_s, answer.retry_after_s or 0.0, MAX_BACKOFF_S if verdict is Verdict.HOLD else 0.0))
+            self._sleep(
+                max(wait_s, answer.retry_after_s or 0.0, MAX_BACKOFF_S if verdict is ResponseMeaning.HOLD else 0.0)
+            )
 
     def _late(self) -> bool:
         return self._until is not None and time.monotonic() > self._until
@@ -97,7 +99,7 @@ class Forwarder:
         else:
             self._stopping.wait(wait_s)
 
-    def _some(self) -> tuple[Verdict, Answer]:
+    def _some(self) -> tuple[ResponseMeaning, Answer]:
         """Send the oldest entries, and take from the journal those that are answered for."""
         entries = self._journal.first(MAX_JOINED, REQUEST_BYTES)
         bodies: list[bytes] = []
@@ -113,7 +115,7 @@ class Forwarder:
                 self.num_refused += 1
                 log.error("%s; session %s loses %d records", e, entries[0].session, entries[0].amount)
                 self._journal.advance(1)
-                return Verdict.ACKNOWLEDGED, Answer(0, error=str(e))
+                return ResponseMeaning.ACKNOWLEDGED, Answer(0, error=str(e))
         batches = entries[: len(bodies)]
         if len(batches) < 2 or not self._together:
             return self._alone(entries[0])
@@ -121,7 +123,7 @@ class Forwarder:
             registration = self._sessions.of(session)
             if registration is not None:
                 failed = self._uploader.register(registration)
-                if failed is not None and judge(failed) is not Verdict.REGISTER:
+                if failed is not None and judge(failed) is not ResponseMeaning.REGISTER:
                     return judge(failed), failed
         keys = {e.session: self._key(e.session) for e in batches}
         body = join_bodies([(keys[e.session], body) for e, body in zip(batches, bodies, strict=True)])
@@ -131,14 +133,14 @@ class Forwarder:
         if answer.status in (404, 405, 413, 415):  # an older collector, or a proxy with a limit of its own
             self._together = answer.status == 413
             return self._alone(entries[0])
-        if verdict is not Verdict.ACKNOWLEDGED:
+        if verdict is not ResponseMeaning.ACKNOWLEDGED:
             return verdict, answer
         try:
             answers = msgspec.json.decode(answer.body, type=JoinedAnswers).answers
         except msgspec.MsgspecError:
             answers = []
         if len(answers) != len(batches):
-            return Verdict.RETRY, Answer(0, error=f"{len(answers)} answers to {len(batches)} batches: {answer}")
+            return ResponseMeaning.RETRY, Answer(0, error=f"{len(answers)} answers to {len(batches)} batches: {answer}")
         num_done = 0
         for entry, one in zip(batches, answers, strict=True):
             if one.status == 200 and one.acked == entry.seq:
@@ -148,10 +150,10 @@ class Forwarder:
             self._done(num_done)
             num_done = 0
             verdict, answer = self._odd(entry, one)
-            if verdict is not Verdict.ACKNOWLEDGED:
+            if verdict is not ResponseMeaning.ACKNOWLEDGED:
                 return verdict, answer  # those behind it go once more: the collector knows them
         self._done(num_done)
-        return Verdict.ACKNOWLEDGED, answer
+        return ResponseMeaning.ACKNOWLEDGED, answer
 
     def _done(self, num_entries: int) -> None:
         if num_entries:
@@ -162,30 +164,30 @@ class Forwarder:
         registration = self._sessions.of(session)
         return "" if registration is None else registration.session.key
 
-    def _odd(self, entry: Entry, one: JoinedAnswer) -> tuple[Verdict, Answer]:
+    def _odd(self, entry: Entry, one: JoinedAnswer) -> tuple[ResponseMeaning, Answer]:
         answer = Answer(one.status, one.error.encode())
         if one.status in OF_ONE_SESSION:
             self._refuse(entry, self._parcel(entry), f"http_{one.status}")
-            return Verdict.ACKNOWLEDGED, answer
-        if judge(answer) is Verdict.RETRY:
-            return Verdict.RETRY, answer
+            return ResponseMeaning.ACKNOWLEDGED, answer
+        if judge(answer) is ResponseMeaning.RETRY:
+            return ResponseMeaning.RETRY, answer
         return self._alone(entry)
 
     def _parcel(self, entry: Entry) -> Parcel:
         return Parcel(Kind(entry.kind), entry.seq, self._journal.body(entry), entry.amount)
 
-    def _alone(self, entry: Entry) -> tuple[Verdict, Answer]:
+    def _alone(self, entry: Entry) -> tuple[ResponseMeaning, Answer]:
         """Send one entry as its agent would: registering, splitting, or under another key."""
         parcel, registration = self._parcel(entry), self._sessions.of(entry.session)
         if registration is None:  # its file was deleted
             self._refuse(entry, parcel, "unregistered")
-            return Verdict.ACKNOWLEDGED, Answer(0, error="unregistered")
+            return ResponseMeaning.ACKNOWLEDGED, Answer(0, error="unregistered")
         self.num_requests += 1
         receipt = self._uploader.send(parcel, registration)
-        if receipt.verdict is Verdict.HOLD and b'"session-key"' in receipt.answer.body:
+        if receipt.verdict is ResponseMeaning.HOLD and b'"session-key"' in receipt.answer.body:
             self._refuse(entry, parcel, "http_403")
-            return Verdict.ACKNOWLEDGED, receipt.answer
-        if receipt.verdict is not Verdict.ACKNOWLEDGED:
+            return ResponseMeaning.ACKNOWLEDGED, receipt.answer
+        if receipt.verdict is not ResponseMeaning.ACKNOWLEDGED:
             return receipt.verdict, receipt.answer
         if receipt.captures is not None:
             self._sessions.wanted(entry.session, [Capture(site, (0, last)) for site, last in receipt.captures.items()])
@@ -193,7 +195,7 @@ class Forwarder:
             self._keep(entry, refused, reason)
         self.num_delivered += not receipt.refused_bodies
         self._journal.advance(1)
-        return Verdict.ACKNOWLEDGED, receipt.answer
+        return ResponseMeaning.ACKNOWLEDGED, receipt.answer
 
     def _refuse(self, entry: Entry, parcel: Parcel, reason: str) -> None:
         self._keep(entry, parcel, reason)

@@ -29,7 +29,7 @@ from fp8watch_agent.session import Registration
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool import Spool
 from fp8watch_agent.tile_map_queue import MapQueue
-from fp8watch_agent.transport import Answer, Verdict, judge
+from fp8watch_agent.transport import Answer, ResponseMeaning, judge
 from fp8watch_agent.uploader import Receipt, Uploader
 
 logger = logging.getLogger("fp8watch")
@@ -306,7 +306,7 @@ class Sender:
         `release` removes the parcel from where it is stored. Nothing that could fail runs between it and the counters:
         a parcel whose release failed is delivered and acknowledged again.
         """
-        if receipt.verdict is not Verdict.ACKNOWLEDGED:
+        if receipt.verdict is not ResponseMeaning.ACKNOWLEDGED:
             self._fail(receipt.verdict, receipt.answer)
             return False
         counts = self.records if parcel.kind == Kind.BATCH else self.map_counts
@@ -332,10 +332,10 @@ class Sender:
             self.captures = receipt.captures
         return True
 
-    def _fail(self, verdict: Verdict, answer: Answer) -> None:
+    def _fail(self, verdict: ResponseMeaning, answer: Answer) -> None:
         self.num_retries += 1
         self.last_error = str(answer)
-        if verdict is Verdict.HOLD:
+        if verdict is ResponseMeaning.HOLD:
             self.state = "held"
             delay_s = MAX_BACKOFF_S
             remedy = "check FP8WATCH_TOKEN" if answer.status in (401, 403) else "check FP8WATCH_COLLECTOR"

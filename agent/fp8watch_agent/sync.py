@@ -31,7 +31,7 @@ from fp8watch_agent.ring_recovery import recover
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.spool_segment import SEGMENT_SUFFIX, SegmentContents, SegmentWriter, quarantine, read_segment
-from fp8watch_agent.transport import Transport, Verdict
+from fp8watch_agent.transport import ResponseMeaning, Transport
 from fp8watch_agent.uploader import Uploader
 from fp8watch_agent.wire import WireError, decode_batch
 
@@ -247,14 +247,14 @@ class Sync:
         num_failures = 0
         while True:
             receipt = self._uploader.send(parcel, registration)
-            if receipt.verdict is Verdict.ACKNOWLEDGED:
+            if receipt.verdict is ResponseMeaning.ACKNOWLEDGED:
                 break
             delay_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 16)))
             delay_s = max(delay_s, receipt.answer.retry_after_s or 0.0)
             num_failures += 1
             if receipt.answer.status == 403 and any(e in receipt.answer.body for e in FORBIDDEN):
                 self._forbidden.add(registration.session.session)
-            if receipt.verdict is Verdict.HOLD or time.monotonic() + delay_s > self._until:
+            if receipt.verdict is ResponseMeaning.HOLD or time.monotonic() + delay_s > self._until:
                 self.report.problems.append(f"the collector does not take it: {receipt.answer}")
                 return False
             time.sleep(delay_s)

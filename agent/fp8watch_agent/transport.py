@@ -27,7 +27,7 @@ MAX_RETRY_AFTER_S = 3600.0
 SESSION_KEY = "Fp8watch-Session-Key"
 
 
-class Verdict(Enum):
+class ResponseMeaning(Enum):
     """What a response means for the body that was sent."""
 
     ACKNOWLEDGED = "acknowledged"
@@ -68,20 +68,20 @@ class Ack(msgspec.Struct):
     captures: list[Capture] | None = None
 
 
-def judge(answer: Answer) -> Verdict:
+def judge(answer: Answer) -> ResponseMeaning:
     """Verdict on a status. A 200 is trusted only when it also names the seq: see `read_ack`."""
     status = answer.status
     if status == 0 or status in (408, 425, 429) or status >= 500:
-        return Verdict.RETRY
+        return ResponseMeaning.RETRY
     if 200 <= status < 300:
-        return Verdict.ACKNOWLEDGED
+        return ResponseMeaning.ACKNOWLEDGED
     if status in (400, 409, 415, 422):
-        return Verdict.REFUSED
+        return ResponseMeaning.REFUSED
     if status == 413:
-        return Verdict.SPLIT
+        return ResponseMeaning.SPLIT
     if status == 424:
-        return Verdict.REGISTER
-    return Verdict.HOLD  # 401, 403: token; 3xx, 404, 405: not a collector's URL
+        return ResponseMeaning.REGISTER
+    return ResponseMeaning.HOLD  # 401, 403: token; 3xx, 404, 405: not a collector's URL
 
 
 def read_ack(answer: Answer, seq: int) -> Ack | None:

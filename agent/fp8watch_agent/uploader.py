@@ -15,7 +15,7 @@ from urllib.parse import quote
 from fp8watch_agent.batch import Kind, Parcel, rekeyed, split
 from fp8watch_agent.health import DROP_UNREGISTERED
 from fp8watch_agent.session import Registration
-from fp8watch_agent.transport import Ack, Answer, Transport, Verdict, judge, read_ack
+from fp8watch_agent.transport import Ack, Answer, ResponseMeaning, Transport, judge, read_ack
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE
 
 SITES_PER_REQUEST = 250
@@ -31,7 +31,7 @@ _PATHS = {
 class Receipt:
     """Outcome of a parcel. ACKNOWLEDGED: all of it is accounted for, as acknowledged or as refused."""
 
-    verdict: Verdict
+    verdict: ResponseMeaning
     answer: Answer
     acknowledged: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by reason
@@ -96,9 +96,9 @@ class Uploader:
     def _put(self, path: str, value: object, key: str) -> Answer | None:
         answer = self.transport.put(path, value, key)
         verdict = judge(answer)
-        if verdict is Verdict.ACKNOWLEDGED:
+        if verdict is ResponseMeaning.ACKNOWLEDGED:
             return None
-        if verdict in (Verdict.REFUSED, Verdict.SPLIT):  # batches will show whether it matters
+        if verdict in (ResponseMeaning.REFUSED, ResponseMeaning.SPLIT):  # batches will show whether it matters
             self.refused_registrations.append(answer)
             return None
         return answer
@@ -119,41 +119,41 @@ class Uploader:
             failed = self.register(registration)
             if failed is not None:
                 verdict = judge(failed)
-                if verdict is not Verdict.REGISTER:
+                if verdict is not ResponseMeaning.REGISTER:
                     return Receipt(verdict, failed)
                 answer = failed
             else:
                 answer = self.transport.post(path, parcel.body, content_type, registration.session.key)
             verdict = judge(answer)
-            if verdict is Verdict.REFUSED and answer.status == 409 and rekey:
+            if verdict is ResponseMeaning.REFUSED and answer.status == 409 and rekey:
                 again = rekeyed(parcel)
                 if again is not None:
                     receipt = self.send(again, registration, rekey=False)
-                    receipt.num_rekeyed += receipt.verdict is Verdict.ACKNOWLEDGED and not receipt.refused
+                    receipt.num_rekeyed += receipt.verdict is ResponseMeaning.ACKNOWLEDGED and not receipt.refused
                     return receipt
-            if verdict is not Verdict.REGISTER:
+            if verdict is not ResponseMeaning.REGISTER:
                 return self._receipt(parcel, registration, answer, verdict)
             self._known.pop(registration.session.session, None)
-        receipt = Receipt(Verdict.ACKNOWLEDGED, answer)
+        receipt = Receipt(ResponseMeaning.ACKNOWLEDGED, answer)
         receipt.refuse(parcel, DROP_UNREGISTERED)
         return receipt
 
-    def _receipt(self, parcel: Parcel, registration: Registration, answer: Answer, verdict: Verdict) -> Receipt:
-        if verdict is Verdict.ACKNOWLEDGED:
+    def _receipt(self, parcel: Parcel, registration: Registration, answer: Answer, verdict: ResponseMeaning) -> Receipt:
+        if verdict is ResponseMeaning.ACKNOWLEDGED:
             ack = read_ack(answer, parcel.seq)
             if ack is None:
-                return Receipt(Verdict.RETRY, Answer(0, error=f"no acknowledgement of {parcel.seq}: {answer}"))
+                return Receipt(ResponseMeaning.RETRY, Answer(0, error=f"no acknowledgement of {parcel.seq}: {answer}"))
             return Receipt(verdict, answer, parcel.amount, captures=_captures(ack), num_bytes=len(parcel.body))
         if parcel.kind == Kind.MAPS and answer.status in (404, 405):
-            verdict = Verdict.REFUSED  # a collector that refuses tile maps still accepts batches
-        if verdict is Verdict.SPLIT:
+            verdict = ResponseMeaning.REFUSED  # a collector that refuses tile maps still accepts batches
+        if verdict is ResponseMeaning.SPLIT:
             halves = split(parcel)
             if halves is not None:
                 self._halved.add((registration.session.session, parcel.seq))
                 return self._send_halves(parcel, halves, registration, answer)
-            verdict = Verdict.REFUSED
-        if verdict is Verdict.REFUSED:
-            receipt = Receipt(Verdict.ACKNOWLEDGED, answer)
+            verdict = ResponseMeaning.REFUSED
+        if verdict is ResponseMeaning.REFUSED:
+            receipt = Receipt(ResponseMeaning.ACKNOWLEDGED, answer)
             receipt.refuse(parcel, f"http_{answer.status}")
             return receipt
         return Receipt(verdict, answer)
@@ -161,10 +161,10 @@ class Uploader:
     def _send_halves(
         self, parcel: Parcel, halves: tuple[Parcel, Parcel], registration: Registration, answer: Answer
     ) -> Receipt:
-        whole = Receipt(Verdict.ACKNOWLEDGED, answer)
+        whole = Receipt(ResponseMeaning.ACKNOWLEDGED, answer)
         for half in halves:
             receipt = self.send(half, registration)
-            if receipt.verdict is not Verdict.ACKNOWLEDGED:
+            if receipt.verdict is not ResponseMeaning.ACKNOWLEDGED:
                 return receipt  # the parent is retried as a whole, and splits into the same halves
             whole.merge(receipt)
             whole.answer = receipt.answer

@@ -63,7 +63,7 @@ def _outlier(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> 
 class _Unguarded(SiteQuantizer):
     """A kernel that computes 448/amax without a check for amax = 0."""
 
-    zero_guard = False
+    force_scale_1 = False
 
 
 class _Stale(SiteQuantizer):

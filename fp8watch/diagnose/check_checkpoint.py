@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.diagnose import checkpoint_checks as checks
-from fp8watch.diagnose.checkpoint_checks import FAIL, FP8, SCALE_SUFFIXES, WARN, Finding, Values
+from fp8watch.diagnose.checkpoint_checks import FAIL, FP8, SCALE_SUFFIXES, WARN, CheckpointFinding, Values
 from fp8watch.diagnose.checkpoint_files import Checkpoint, Unreadable, open_checkpoint
 from fp8watch.session.fingerprint import hash_text
 
@@ -46,7 +46,7 @@ class CheckpointReport:
     num_moments: int
     num_verified: int
     """Weights whose bits are those of the fingerprint that a watch saved with them."""
-    findings: list[Finding]
+    findings: list[CheckpointFinding]
 
     @property
     def clean(self) -> bool:
@@ -93,7 +93,7 @@ def check_checkpoint(path: str | Path, *, against: str | Path | None = None) -> 
     """
     found = open_checkpoint(path)
     before = _rms_of(open_checkpoint(against)) if against is not None else {}
-    findings = [Finding(FAIL, name, "there", "the index lists it, no file has it") for name in found.missing]
+    findings = [CheckpointFinding(FAIL, name, "there", "the index lists it, no file has it") for name in found.missing]
     num = Counter[str]()
     rms: dict[str, float] = {}
     findings += _check(found, num, rms)
@@ -105,7 +105,7 @@ def check_checkpoint(path: str | Path, *, against: str | Path | None = None) -> 
     )
 
 
-def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iterator[Finding]:
+def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iterator[CheckpointFinding]:
     names = source.forms
     second = {_pair(name, SECOND_MOMENT): name for name in names if _part(name, SECOND_MOMENT)}
     scales = {at: name for name, (dtype, _) in names.items() if dtype in FP8 and (at := checks.scale_name(name, names))}
@@ -120,7 +120,7 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
         try:
             read = source.read([name] if partner is None else [name, partner])
         except Exception as e:  # noqa: BLE001  one damaged tensor is a finding, the others are still looked at
-            yield Finding(FAIL, name, "readable", str(e).splitlines()[0][:300])
+            yield CheckpointFinding(FAIL, name, "readable", str(e).splitlines()[0][:300])
             continue
         x = read[name]
         for at, tensor in read.items():
@@ -131,7 +131,7 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
         if dtype in FP8:
             num["fp8"] += 1
             if partner is None:
-                yield Finding(FAIL, name, "scale present", f"FP8 codes without {name}{SCALE_SUFFIXES[0]}")
+                yield CheckpointFinding(FAIL, name, "scale present", f"FP8 codes without {name}{SCALE_SUFFIXES[0]}")
             else:
                 yield from checks.scales(name, x, read[partner], partner)
         elif partner is not None:
@@ -142,7 +142,7 @@ def _check(source: Checkpoint, num: Counter[str], rms: dict[str, float]) -> Iter
 
 def _of_weight(
     source: Checkpoint, name: str, x: Tensor, seen: Values, num: Counter[str], rms: dict[str, float]
-) -> Iterator[Finding]:
+) -> Iterator[CheckpointFinding]:
     if x.dtype in FP8:
         return  # what its codes stand for is the scales' to say
     yield from checks.distribution(name, seen, x.shape)
@@ -158,7 +158,7 @@ def _of_weight(
             continue  # saved in another dtype, or a part of it
         num["verified"] += now == was
         if now != was:
-            yield Finding(FAIL, name, "bits", "not those that the watch saw when the checkpoint was made")
+            yield CheckpointFinding(FAIL, name, "bits", "not those that the watch saw when the checkpoint was made")
 
 
 def _saved_as(name: str, weights: Mapping[str, Any]) -> str | None:
@@ -178,7 +178,7 @@ def _is_moment(name: str) -> bool:
     return not MOMENTS.isdisjoint(name.split("."))
 
 
-def _dtypes(names: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[Finding]:
+def _dtypes(names: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[CheckpointFinding]:
     """Moments of one kind in several dtypes."""
     for moment in (FIRST_MOMENT, SECOND_MOMENT):
         kinds = {name: dtype for name, (dtype, _) in names.items() if _part(name, moment)}
@@ -187,12 +187,12 @@ def _dtypes(names: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterato
         if odd:
             plain = {str(kinds[name]).removeprefix("torch.") for name in odd}
             most = str(usual[0][0]).removeprefix("torch.")
-            yield Finding(
+            yield CheckpointFinding(
                 WARN, odd[0], "moment dtype", f"{', '.join(sorted(plain))} in {len(odd)}, {most} in the others"
             )
 
 
-def _peers(rms: Mapping[str, float]) -> Iterator[Finding]:
+def _peers(rms: Mapping[str, float]) -> Iterator[CheckpointFinding]:
     """Weights whose RMS is far from that of the same weight in other layers."""
     groups: dict[str, list[str]] = {}
     for name in rms:
@@ -204,16 +204,16 @@ def _peers(rms: Mapping[str, float]) -> Iterator[Finding]:
         for name in names:
             off = math.log2(rms[name]) - middle
             if abs(off) > FAR_FROM_PEERS:
-                yield Finding(
+                yield CheckpointFinding(
                     FAIL, name, "distribution", f"RMS {rms[name]:.3g}, {off:+.1f} octaves from the other layers"
                 )
 
 
-def _moved(rms: Mapping[str, float], before: Mapping[str, float]) -> Iterator[Finding]:
+def _moved(rms: Mapping[str, float], before: Mapping[str, float]) -> Iterator[CheckpointFinding]:
     for name in rms:
         if name in before and abs(off := math.log2(rms[name] / before[name])) > FAR_FROM_BEFORE:
             said = f"RMS {before[name]:.3g} → {rms[name]:.3g}, {off:.1f} octaves from the checkpoint before"
-            yield Finding(FAIL, name, "distribution", said)
+            yield CheckpointFinding(FAIL, name, "distribution", said)
 
 
 def _rms_of(found: Checkpoint) -> dict[str, float]:

@@ -32,7 +32,7 @@ ADAM_EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckpointFinding:
     """One thing that is wrong."""
 
     status: str
@@ -95,24 +95,26 @@ def where(index: int, shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, reversed(at)))}]"
 
 
-def nonfinite(name: str, v: Values, shape: Sequence[int]) -> Iterator[Finding]:
+def nonfinite(name: str, v: Values, shape: Sequence[int]) -> Iterator[CheckpointFinding]:
     """NaN and Inf."""
     if v.num_nan or v.num_inf:
         kinds = [f"{n} {kind}" for n, kind in ((v.num_nan, "NaN"), (v.num_inf, "Inf")) if n]
-        yield Finding(FAIL, name, "finite", f"{' and '.join(kinds)}, the first at {where(v.first_nonfinite, shape)}")
+        yield CheckpointFinding(
+            FAIL, name, "finite", f"{' and '.join(kinds)}, the first at {where(v.first_nonfinite, shape)}"
+        )
 
 
-def distribution(name: str, v: Values, shape: Sequence[int]) -> Iterator[Finding]:
+def distribution(name: str, v: Values, shape: Sequence[int]) -> Iterator[CheckpointFinding]:
     """A weight of which one element is most, or nothing."""
     if v.num < MIN_ELEMENTS:
         return
     if v.energy > 0 and v.amax**2 > ONE_ELEMENT * v.energy:
         share = min(1.0, v.amax**2 / v.energy)
-        yield Finding(
+        yield CheckpointFinding(
             FAIL, name, "distribution", f"one element, ±{v.amax:.3g}, holds {share:.0%} of its sum of squares"
         )
     elif v.num_zero == v.num:
-        yield Finding(WARN, name, "distribution", "all elements are 0: empty memory, or not trained yet")
+        yield CheckpointFinding(WARN, name, "distribution", "all elements are 0: empty memory, or not trained yet")
 
 
 def scale_name(name: str, names: Mapping[str, object]) -> str | None:
@@ -149,7 +151,7 @@ def tile_of(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int] | No
     return None
 
 
-def scales(name: str, codes: Tensor, scale: Tensor, scale_at: str) -> Iterator[Finding]:
+def scales(name: str, codes: Tensor, scale: Tensor, scale_at: str) -> Iterator[CheckpointFinding]:
     """Scales of FP8 codes: in shape, positive, and those of these codes.
 
     Args:
@@ -166,7 +168,7 @@ def scales(name: str, codes: Tensor, scale: Tensor, scale_at: str) -> Iterator[F
     if tile is None:
         want = "×".join(str(-(-side // 128)) for side in codes.shape[-2:])
         got = "×".join(map(str, scale.shape))
-        yield Finding(
+        yield CheckpointFinding(
             FAIL, scale_at, "scale in shape", f"{got}, for codes {_by(codes.shape)}: {want} for 128×128 blocks"
         )
         return
@@ -174,10 +176,10 @@ def scales(name: str, codes: Tensor, scale: Tensor, scale_at: str) -> Iterator[F
     if bool(bad.any()):
         num = int(bad.sum())
         if bool((s == 0).all()):
-            yield Finding(FAIL, scale_at, "scale positive", "all scales are 0: empty memory")
+            yield CheckpointFinding(FAIL, scale_at, "scale positive", "all scales are 0: empty memory")
         else:
             first = where(int(bad.reshape(-1).nonzero()[0]), s.shape)
-            yield Finding(
+            yield CheckpointFinding(
                 FAIL, scale_at, "scale positive", f"{num} of {s.numel()} are 0, negative, NaN or Inf, first {first}"
             )
         return
@@ -206,10 +208,10 @@ def _tile_amax(codes: Tensor, tile: tuple[int, int]) -> Tensor:
     return torch.cat(out)
 
 
-def _fit(name: str, scale_at: str, amax: Tensor, s: Tensor, codes: Tensor) -> Iterator[Finding]:
+def _fit(name: str, scale_at: str, amax: Tensor, s: Tensor, codes: Tensor) -> Iterator[CheckpointFinding]:
     filled = amax > 0
     if not bool(filled.any()):
-        yield Finding(FAIL, name, "codes", "all codes are 0: empty memory")
+        yield CheckpointFinding(FAIL, name, "codes", "all codes are 0: empty memory")
         return
     largest = FP8[codes.dtype]
     if amax.numel() > 1:
@@ -217,20 +219,20 @@ def _fit(name: str, scale_at: str, amax: Tensor, s: Tensor, codes: Tensor) -> It
         share = float((unused > UNUSED_OCTAVES).float().mean())
         if share > 0.5:
             said = f"{share:.0%} of the tiles leave more than {UNUSED_OCTAVES} octaves unused (median {float(unused.median()):.1f})"
-            yield Finding(WARN, scale_at, "scale of these codes", said)
+            yield CheckpointFinding(WARN, scale_at, "scale of these codes", said)
     reach = torch.log2(amax[filled]) + torch.log2(s[filled])
     off = reach - reach.median()
     worst = int(off.abs().argmax())
     if float(off.abs()[worst]) > FAR_OCTAVES and float(off[worst]) > 0:
         tile = int(filled.nonzero()[worst])
         said = f"the values of tile {tile} reach {float(off[worst]):.1f} octaves above the median tile"
-        yield Finding(FAIL, scale_at, "scale of these codes", said)
+        yield CheckpointFinding(FAIL, scale_at, "scale of these codes", said)
     if float((s.max() / s.min()).log2()) > 64:
         said = f"scales reach from {float(s.min()):.3g} to {float(s.max()):.3g}: memory that was not written"
-        yield Finding(FAIL, scale_at, "scale of these codes", said)
+        yield CheckpointFinding(FAIL, scale_at, "scale of these codes", said)
 
 
-def moments(name: str, m: Tensor, v: Tensor, eps: float = ADAM_EPS) -> Iterator[Finding]:
+def moments(name: str, m: Tensor, v: Tensor, eps: float = ADAM_EPS) -> Iterator[CheckpointFinding]:
     """Adam's two moments of one parameter.
 
     Args:
@@ -240,7 +242,7 @@ def moments(name: str, m: Tensor, v: Tensor, eps: float = ADAM_EPS) -> Iterator[
         eps: of the optimizer.
     """
     if m.shape != v.shape:
-        yield Finding(FAIL, name, "moments", f"m is {_by(m.shape)}, v is {_by(v.shape)}")
+        yield CheckpointFinding(FAIL, name, "moments", f"m is {_by(m.shape)}, v is {_by(v.shape)}")
         return
     num_negative = num_lost = 0
     flat_m, flat_v = m.reshape(-1), v.reshape(-1)
@@ -249,11 +251,11 @@ def moments(name: str, m: Tensor, v: Tensor, eps: float = ADAM_EPS) -> Iterator[
         num_negative += int((b < 0).sum())
         num_lost += int(((b == 0) & (a.abs() > NO_UPDATE * eps)).sum())
     if num_negative:
-        yield Finding(FAIL, name, "moments", f"v is negative in {num_negative} of {flat_v.numel()} elements")
+        yield CheckpointFinding(FAIL, name, "moments", f"v is negative in {num_negative} of {flat_v.numel()} elements")
     if num_lost:
         why = f"v = 0 where m ≠ 0 in {num_lost} of {flat_m.numel()} elements: the next update divides by eps alone"
-        yield Finding(FAIL, name, "moments", why)
+        yield CheckpointFinding(FAIL, name, "moments", why)
     if v.dtype in (torch.float16, *FP8):
-        yield Finding(
+        yield CheckpointFinding(
             WARN, name, "moment dtype", f"v in {str(v.dtype).removeprefix('torch.')} flushes small squares to 0"
         )

@@ -197,7 +197,7 @@ def _quantizer(recipe: Recipe, place: Any, backend: str, device: torch.device, x
     if isinstance(made, DelayedQuantizer):
         made.begin(0)
         made.end(made.measure(x, heavy=False))
-        made.settle(1)
+        made.close_passes(1)
     return made
 
 

@@ -19,7 +19,7 @@ from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import SCALED_KEY, SITE_KEY, WatchedLinear, layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.shadow_gemm import sampled_rows
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe, resolve_recipe
@@ -66,7 +66,7 @@ class ModelCopy:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    plan: Plan | None
+    plan: ObservationPlan | None
     linears: dict[str, nn.Linear]
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ def recipe_of(model: nn.Module, recipe: object) -> Recipe:
     return chosen
 
 
-def plan_of(model: nn.Module) -> Plan | None:
+def plan_of(model: nn.Module) -> ObservationPlan | None:
     """The plan of an attached model."""
     for module in model.modules():
         site = module.__dict__.get(SITE_KEY)
@@ -170,13 +170,13 @@ def make_copies(
     return copies
 
 
-def _copy_states(model: nn.Module, copied: nn.Module, plan: Plan) -> None:
+def _copy_states(model: nn.Module, copied: nn.Module, plan: ObservationPlan) -> None:
     copies = dict(copied.named_modules())
     for (name, operand), state in delayed_scales(model, plan).items():
         plan_rows.states_of_module.setdefault(copies[name], {})[operand] = state
 
 
-def delayed_scales(model: nn.Module, plan: Plan | None = None) -> dict[tuple[str, str], DelayedScale]:
+def delayed_scales(model: nn.Module, plan: ObservationPlan | None = None) -> dict[tuple[str, str], DelayedScale]:
     """(module, operand) -> a copy of the delayed scale that an attached model has; a finished pass is rolled in."""
     plan = plan_of(model) if plan is None else plan
     if plan is None:

@@ -96,7 +96,7 @@ class TeObserver:
         self.turns, self._output = turns, output
         self._entered, self._tell = entered, tell
         self.version, self.backend, self.unread = "", STOCK, Unread()
-        self.facts: dict[int, SiteNumerics] = {}
+        self.numerics: dict[int, SiteNumerics] = {}
         self.modules, self._record, self._guard, self._heavy = modules, record, guard, heavy
         self._rows: dict[tuple[str, str, str], int] = {}
         self.rows_of: dict[int, list[int]] = {}  # id of a module -> its rows, which are looked at in the same steps
@@ -166,7 +166,7 @@ class TeObserver:
     def end_step(self) -> None:
         """Report what could not be read in this sampled step."""
         names = {row: fqn for (fqn, *_), row in self._rows.items()}
-        self._guard.run("te unread", self.unread.report, self.facts, names, self.version, self._tell)
+        self._guard.run("te unread", self.unread.report, self.numerics, names, self.version, self._tell)
 
     def note_operand(self, operand: str, x: torch.Tensor, layer: str | None = None) -> None:
         """Take an operand before its cast, from an observed quantiser (te_recipe) or from debug mode (te_debug).
@@ -278,9 +278,9 @@ class TeObserver:
         if self.turns is None or not self.turns.any:
             return
         for each in products:  # an expert that has not had a token has not said how it is quantised
-            view = read(each.b, layout == "NT") if each.row not in self.facts else ""
+            view = read(each.b, layout == "NT") if each.row not in self.numerics else ""
             if not isinstance(view, str) and not view.codes.numel():
-                self.facts[each.row] = numerics_of(direction_of(each.b, layout == "NT"), view, exact=True)
+                self.numerics[each.row] = numerics_of(direction_of(each.b, layout == "NT"), view, exact=True)
         self.turns.gemm(self.rows_of[id(frame.te)][0], products, layout, how)
 
     def _see(self, a: Any, b: Any, layout: str, looked_at: bool) -> None:
@@ -323,8 +323,8 @@ class TeObserver:
         if isinstance(view, str) or view.tile == view.shape:
             return
         x = frame.operand(index, "weight", view, None)
-        if x is not None and row in self.facts:
-            facts = self.facts[row]
+        if x is not None and row in self.numerics:
+            facts = self.numerics[row]
             turns.operand(row, x, view, facts.recipe, facts.power_2_scale, facts.eps, what="copy")
         if not isinstance(rowwise, str):
             turns.copies(row, rowwise, view)
@@ -395,6 +395,6 @@ class TeObserver:
         else:
             stats = derived(view, power_2, eps, bound=bound)
             self._suspects[row] = num_suspect(view)
-        if row not in self.facts:
-            self.facts[row] = numerics_of(held, view, exact=x is not None)
+        if row not in self.numerics:
+            self.numerics[row] = numerics_of(held, view, exact=x is not None)
         self._record(row, view.shape, stats)

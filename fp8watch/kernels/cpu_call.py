@@ -267,7 +267,7 @@ def prepare(x: torch.Tensor, job: QuantizeJob, kinds: Kinds) -> Prepared:
         at = amax_at + _floats_bytes(mt * kt)
         packed += _JOB.pack(
             0, 0, rows, columns, bm, bk, 0, 0, 0, 0, 0, 0, mark_type.itemsize, DTYPES[x.dtype], _FORMATS[one.fmt.name],
-            one.power_2_scale, one.zero_guard, one.invariant, one.stats + one.heavy, kind, 1, one.eps, 0,
+            one.power_2_scale, one.force_scale_1, one.invariant, one.stats + one.heavy, kind, 1, one.eps, 0,
         )  # fmt: skip
     directions = []
     for one, (mt, kt), mark_type, row_at, marks_at, amax_at in places:

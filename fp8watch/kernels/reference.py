@@ -98,7 +98,7 @@ def tile_scale(
 
     Args:
         amax: float32, 0 or more, Inf where an element is.
-        job: format, power_2_scale, eps and zero_guard.
+        job: format, power_2_scale, eps and force_scale_1.
         dtype: of the operand; its largest finite value stands in for a scale that overflows.
         ordinary: the caller knows that no tile needs the guard or that stand-in.
     """
@@ -107,7 +107,7 @@ def tile_scale(
     # torch.div of two tensors: a Python number over a tensor is a reciprocal and a product, other codes
     quotient = torch.full_like(amax, job.fmt.max_finite).div_(amax)
     scale = quotient
-    if job.zero_guard and not ordinary:
+    if job.force_scale_1 and not ordinary:
         scale = quotient.masked_fill(quotient == INF, torch.finfo(dtype).max)
         scale.masked_fill_((amax == 0).logical_or_(amax == INF), 1.0)
     if job.power_2_scale:
@@ -179,7 +179,7 @@ def _quantize(x: torch.Tensor, job: QuantizeJob, given: torch.Tensor | None, *, 
     x_t = tiled(x.detach().to(torch.float32), job.tile)
     magnitude_t = x_t.abs()
     amax = magnitude_t.amax((1, 3))
-    kind = _look(amax, job.eps) if given is None and job.zero_guard else Kind.ANY
+    kind = _look(amax, job.eps) if given is None and job.force_scale_1 else Kind.ANY
     if kind is Kind.ANY:
         amax = magnitude_t.nan_to_num(0.0, posinf=INF).amax((1, 3))
     scale, quotient = tile_scale(amax, job, x.dtype, ordinary=kind is Kind.ORDINARY)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fp8watch.kernels.triton_cast import NAN_BITS, float_of
-from fp8watch.kernels.triton_line import (
+from fp8watch.kernels.triton_partials import (
     AMAX_HIST,
     COUNTS,
     DEPTH_HIST,

@@ -148,7 +148,7 @@ def _constants(x: torch.Tensor, how: How, given: bool, region: tuple[int, int]) 
     job = how.job
     return {
         "BM": region[0], "BK": region[1], "SUB": strip_of(region, job.heavy), "E4M3": job.fmt.name == "E4M3",
-        "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": job.power_2_scale, "GUARD": job.zero_guard, "GIVEN": given,
+        "LARGEST_INPUT": torch.finfo(x.dtype).max, "POWER_2": job.power_2_scale, "GUARD": job.force_scale_1, "GIVEN": given,
         "INVARIANT": job.invariant, "STATS": job.stats, "HEAVY": job.heavy,
         "OUTPUT": int(how.output), "HARDWARE": how.hardware_cast,
         "num_warps": NUM_WARPS, "enable_fp_fusion": False,

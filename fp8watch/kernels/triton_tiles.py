@@ -27,7 +27,7 @@ from fp8watch.kernels.triton_cast import (
     tile_max,
     tile_sum,
 )
-from fp8watch.kernels.triton_line import (
+from fp8watch.kernels.triton_partials import (
     NEVER,
     NOWHERE,
     WORDS,

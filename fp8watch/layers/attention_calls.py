@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8watch.layers.custom_ops import is_eager, site_tensor
 from fp8watch.layers.probe_ops import logits_wanted
 from fp8watch.observer.attention_logits import Rule, largest_logit, largest_of
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.stopwatch import SAMPLING
 from fp8watch_agent.roles import layers_of
 
@@ -42,7 +42,7 @@ class _Running:
     """The forward of one attention module that is looked at."""
 
     seam: AttentionSeam
-    plan: Plan
+    plan: ObservationPlan
     seen: bool = False
 
 
@@ -84,7 +84,7 @@ class AttentionSeam:
         if plan is not None:
             plan.guard.run("logits", self._open, plan, module)
 
-    def _open(self, plan: Plan, module: nn.Module) -> None:
+    def _open(self, plan: ObservationPlan, module: nn.Module) -> None:
         global _num_open
         if any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in module.modules()):
             return
@@ -143,7 +143,7 @@ class LeaveHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def look_at_attention(plan: Plan, modules: Iterable[tuple[str, nn.Module, int]]) -> list[RemovableHandle]:
+def look_at_attention(plan: ObservationPlan, modules: Iterable[tuple[str, nn.Module, int]]) -> list[RemovableHandle]:
     """Look at the logits of attention modules in the steps in which their probes have their turn.
 
     Args:
@@ -161,7 +161,7 @@ def look_at_attention(plan: Plan, modules: Iterable[tuple[str, nn.Module, int]])
     return handles
 
 
-def logits_unseen(plan: Plan | None) -> str:
+def logits_unseen(plan: ObservationPlan | None) -> str:
     """Attention modules whose logits were never seen, layers merged, and the remedy; empty where there are none."""
     names = layers_of(sorted(plan.step.logits_unseen or ())) if plan is not None else []
     if not names:
@@ -173,7 +173,7 @@ def logits_unseen(plan: Plan | None) -> str:
     )
 
 
-def logits_summary(plan: Plan | None) -> str:
+def logits_summary(plan: ObservationPlan | None) -> str:
     """Whether the logits of attention are seen, in words."""
     if plan is None or plan.step.logits_unseen is None:
         return "not looked at: the model has no module called attention, or probes= leaves 'attention_logits' out"

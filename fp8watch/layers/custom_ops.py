@@ -1,7 +1,7 @@
 """Custom ops through which operands are quantised and observed: functional to the compiler, accumulating at run time.
 
 Upstream:   fp8watch.layers.fp8_linear
-Downstream: fp8watch.observer.plan
+Downstream: fp8watch.observer.observation_plan
 Shapes:     operand [M, K] -> dequantised [M, K] float32, and one slab row a direction
 Thread:     training, and autograd's
 
@@ -23,18 +23,18 @@ from torch import Tensor
 
 from fp8watch.layers.operand_check import hold_against_operand, hold_rows
 from fp8watch.layers.shadow_gemm import hold_against_shadow, hold_rows_of_output
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor, graph_task
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows
 from fp8watch.quantize.site_quantizer import Wanted
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_plans: dict[int, Plan] = {}
+_plans: dict[int, ObservationPlan] = {}
 _handles = itertools.count(1)
 _lock = threading.Lock()
 
 
-def add_plan(plan: Plan) -> int:
+def add_plan(plan: ObservationPlan) -> int:
     """Make a plan known to the ops; returns its handle."""
     with _lock:
         plan.handle = next(_handles)
@@ -42,18 +42,18 @@ def add_plan(plan: Plan) -> int:
     return plan.handle
 
 
-def remove_plan(plan: Plan) -> None:
+def remove_plan(plan: ObservationPlan) -> None:
     """Forget a plan. Graphs compiled with its sites fall through to unobserved arithmetic only after detach."""
     with _lock:
         _plans.pop(plan.handle, None)
 
 
-def site_tensor(plan: Plan, first_row: int) -> Tensor:
+def site_tensor(plan: ObservationPlan, first_row: int) -> Tensor:
     """The 0-d int64 CPU tensor that stands for one Linear of a plan."""
     return torch.tensor((plan.handle << 32) | first_row, dtype=torch.int64, device="cpu")
 
 
-def lookup(site: Tensor) -> tuple[Plan, int]:
+def lookup(site: Tensor) -> tuple[ObservationPlan, int]:
     """The plan of a site, and its Linear's first row.
 
     Raises:
@@ -69,12 +69,12 @@ def lookup(site: Tensor) -> tuple[Plan, int]:
     return plan, value & 0xFFFFFFFF
 
 
-def plan_of(site: Tensor) -> Plan | None:
+def plan_of(site: Tensor) -> ObservationPlan | None:
     """The plan of a site; None after detach."""
     return _plans.get(int(site) >> 32)
 
 
-def enter_forward(plan: Plan) -> None:
+def enter_forward(plan: ObservationPlan) -> None:
     """A watched module is in its forward, and it counts."""
     step = plan.step
     if step.on_forward is not None:
@@ -82,7 +82,7 @@ def enter_forward(plan: Plan) -> None:
     step.forward_seen = step.forward_since = True
 
 
-def pass_number(plan: Plan, operand: int, count: bool) -> int | None:
+def pass_number(plan: ObservationPlan, operand: int, count: bool) -> int | None:
     """Number of the pass that a call belongs to, None where it does not count."""
     if operand == GRAD_OUTPUT:
         plan.step.saw_backward()
@@ -97,13 +97,13 @@ def pass_number(plan: Plan, operand: int, count: bool) -> int | None:
     return plan.passes.in_forward()
 
 
-def asked_rows(plan: Plan, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
+def asked_rows(plan: ObservationPlan, first: int, operand: int, rowwise: bool, columnwise: bool) -> OperandRows:
     """Rows and quantisers of the directions that a call asks for."""
     known = plan.sites.known.get((first, operand, rowwise, columnwise))
     return plan.sites.asked(first, operand, rowwise, columnwise) if known is None else known
 
 
-def keep_books(plan: Plan, asked: OperandRows, x: Tensor, number: int | None) -> None:
+def keep_books(plan: ObservationPlan, asked: OperandRows, x: Tensor, number: int | None) -> None:
     """Of a forward operand that counts: note the columnwise row that the first pass leaves out, and measure it where the
     recomputation asks for it."""
     if number is not None:
@@ -146,7 +146,7 @@ def run_operand(
                 plan.guard.run("recompute", plan.recomputed.again, asked.first, x, how)
         elif asked.stateful and graph_task() == -1:
             for quantizer in asked.quantizers:  # evaluation reads the scales that training has left
-                quantizer.settle(plan.passes.settle())
+                quantizer.close_passes(plan.passes.close_passes())
     if warming and not codes:
         return list(plan.pass_through(asked, x, number=number))
     wanted = (Wanted.CODES,) * len(asked.rows) if codes else _wanted(asked, rowwise, columnwise) if later else ()
@@ -244,7 +244,7 @@ def _look_at_output(
     return y.new_empty((0,))
 
 
-def note_gemm_output(plan: Plan, first: int, y: Tensor, operand: int, columnwise: bool) -> None:
+def note_gemm_output(plan: ObservationPlan, first: int, y: Tensor, operand: int, columnwise: bool) -> None:
     for row in asked_rows(plan, first, operand, not columnwise, columnwise).rows:
         plan.note_output(row, y.detach())
 

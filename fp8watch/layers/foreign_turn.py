@@ -25,8 +25,8 @@ from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import NUM_ROWS, TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.foreign import Foreign
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8watch.quantize.rounding_bound import check_codes
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
@@ -41,7 +41,7 @@ class Turn:
     """One call, from its forward to the end of its backward."""
 
     def __init__(
-        self, plan: Plan, first: int, foreign: Foreign, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, plan: ObservationPlan, first: int, foreign: Foreign, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> None:
         self.plan, self.first, self.foreign = plan, first, foreign
         self.x, self.weight, self.bias = rows_by_columns(x.detach()), weight.detach(), bias

@@ -36,8 +36,8 @@ from fp8watch.layers.custom_ops import (
 )
 from fp8watch.layers.double_backward import once_only
 from fp8watch.layers.impact_rows import take_impact
-from fp8watch.layers.kept_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.observe_linear import observe, observe_forward
+from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
 from fp8watch.layers.wrapped_forward import lead_to_class
 from fp8watch.numerics.operand_checks import OPERAND_DTYPES

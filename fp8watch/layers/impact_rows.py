@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8watch.layers.custom_ops import is_virtual
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import sampled_rows
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import INPUT
 
 NUM_ROWS = 256
@@ -34,7 +34,7 @@ LOOK = "impact"
 class ImpactRows:
     """Rows of one call, from its forward to its backward: what FP8 changed of them waits for their gradient."""
 
-    def __init__(self, plan: Plan, row: int, at: Tensor, error_RN: Tensor) -> None:
+    def __init__(self, plan: ObservationPlan, row: int, at: Tensor, error_RN: Tensor) -> None:
         self._plan, self._row, self._at = plan, row, at
         self._error: Tensor | None = error_RN
 
@@ -54,7 +54,7 @@ class ImpactRows:
 
 @torch.no_grad()
 def impact_rows(
-    plan: Plan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor
+    plan: ObservationPlan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor
 ) -> ImpactRows | None:
     """What FP8 changed of some rows of an output; None where the module has had its look, or there is nothing to look at.
 
@@ -86,7 +86,9 @@ def impact_rows(
     return ImpactRows(plan, row, at, error)
 
 
-def take_impact(plan: Plan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
+def take_impact(
+    plan: ObservationPlan, first: int, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor
+) -> None:
     """Look at one call of a module on our FP8 path that has its turn; a hook waits for the gradient. Eager only."""
     rows = plan.guard.run(LOOK, impact_rows, plan, first, x_MK, weight_NK, bias_N, y_MN)
     if rows is not None:

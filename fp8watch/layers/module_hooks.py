@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fp8watch.layers.custom_ops import forward_ended, note_loss, root_returned
 from fp8watch.layers.probe_ops import look_at_probe
 from fp8watch.observer.batch_facts import BatchFacts
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.stopwatch import FIXED
 from fp8watch_agent.guard import Guard
 
@@ -48,7 +48,7 @@ class LossHook:
     the model gets a hook of the standard library that does nothing, so that files load without fp8watch and copies report
     to nobody. It keeps the watch alive with the model, for callers that drop what attach returned."""
 
-    def __init__(self, watch: Watched, site: Tensor, plan: Plan, batches: BatchFacts) -> None:
+    def __init__(self, watch: Watched, site: Tensor, plan: ObservationPlan, batches: BatchFacts) -> None:
         self._watch, self._site, self._plan, self._batches = watch, site, plan, batches
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:

@@ -19,8 +19,8 @@ from fp8watch.layers.custom_ops import asked_rows, is_eager, note_gemm_output, p
 from fp8watch.layers.expert_groups import ExpertGroups, Frame
 from fp8watch.layers.observe_linear import _add_light, _mark, _set_grad_enabled
 from fp8watch.observer.expert_layout import Even, Layout, Sorted, Whole
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 
 
@@ -120,7 +120,14 @@ def _tokens_by_outputs(y: Tensor, gemm: Gemm) -> Tensor:
 
 
 def _operand(
-    plan: Plan, first: int, x: Tensor, operand: int, of: ExpertGroups | int | None, *, rowwise: bool, columnwise: bool
+    plan: ObservationPlan,
+    first: int,
+    x: Tensor,
+    operand: int,
+    of: ExpertGroups | int | None,
+    *,
+    rowwise: bool,
+    columnwise: bool,
 ) -> None:
     """Measure input or grad_output in the directions that are read."""
     number = pass_number(plan, operand, True)
@@ -158,7 +165,7 @@ def _operand(
             _take_off(plan, plan.sites.row(first, operand, column), frame)
 
 
-def _weight(plan: Plan, first: int, parameter: Tensor, *, transposed: bool) -> None:
+def _weight(plan: ObservationPlan, first: int, parameter: Tensor, *, transposed: bool) -> None:
     """Measure a parameter in all directions of its sites."""
     number = pass_number(plan, WEIGHT, True)
     if number is None or not parameter.numel():
@@ -179,7 +186,7 @@ def _weight(plan: Plan, first: int, parameter: Tensor, *, transposed: bool) -> N
             _take_off(plan, plan.sites.row(first, WEIGHT, column), Frame(w, w, padding, 0))
 
 
-def _directions(plan: Plan, first: int, operand: int, *, rowwise: bool, columnwise: bool) -> Iterator[bool]:
+def _directions(plan: ObservationPlan, first: int, operand: int, *, rowwise: bool, columnwise: bool) -> Iterator[bool]:
     """Whether each row that is asked for is columnwise; an operand with the same codes in both directions has one."""
     own = (operand, True) in plan.sites.rows
     if rowwise or (columnwise and not own):
@@ -188,19 +195,19 @@ def _directions(plan: Plan, first: int, operand: int, *, rowwise: bool, columnwi
         yield True
 
 
-def _tile(plan: Plan, first: int, operand: int, column: bool) -> tuple[int, int] | None:
+def _tile(plan: ObservationPlan, first: int, operand: int, column: bool) -> tuple[int, int] | None:
     """Tile of a site in the operand's own rows × columns; None: the whole tensor."""
     quantizer = plan.sites.quantizers[plan.sites.row(first, operand, column)]
     return None if quantizer.spec.tile is None else quantizer.tile_for((1, 1))
 
 
-def _tile_rows(plan: Plan, first: int, operand: int, column: bool) -> int:
+def _tile_rows(plan: ObservationPlan, first: int, operand: int, column: bool) -> int:
     tile = _tile(plan, first, operand, column)
     return 1 if tile is None else tile[0]
 
 
 def _measure(
-    plan: Plan,
+    plan: ObservationPlan,
     first: int,
     operand: int,
     x: Tensor,
@@ -226,7 +233,7 @@ def _measure(
     return len(calls) > 0
 
 
-def _take_off(plan: Plan, row: int, frame: Frame) -> None:
+def _take_off(plan: ObservationPlan, row: int, frame: Frame) -> None:
     """Take what is padding off the counts of a row."""
     if plan.slab is None or (isinstance(frame.num_padding, int) and not frame.num_padding):
         return

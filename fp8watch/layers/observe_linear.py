@@ -19,19 +19,19 @@ from fp8watch.layers.custom_ops import (
     plan_of,
     rows_by_columns,
 )
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.plan import Plan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8watch.observer.stopwatch import LIGHT
 
 _set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes longer than many an operand
 
 
-def _mark(plan: Plan) -> Any:
+def _mark(plan: ObservationPlan) -> Any:
     return plan.stopwatch.mark() if plan.stopwatch is not None else None
 
 
-def _add_light(plan: Plan, began: Any) -> None:
+def _add_light(plan: ObservationPlan, began: Any) -> None:
     if plan.stopwatch is not None:
         plan.stopwatch.add(LIGHT, began, plan.stopwatch.mark())
 
@@ -49,7 +49,13 @@ def _observe(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: b
 
 
 def _observe_now(
-    plan: Plan, first: int, x: Tensor, operand: int, rowwise: bool, columnwise: bool, source: Tensor | None = None
+    plan: ObservationPlan,
+    first: int,
+    x: Tensor,
+    operand: int,
+    rowwise: bool,
+    columnwise: bool,
+    source: Tensor | None = None,
 ) -> None:
     number = pass_number(plan, operand, True)
     if not x.numel():

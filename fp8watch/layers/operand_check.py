@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import OperandRows
 from fp8watch.observer.stopwatch import SAMPLING
 from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows
@@ -26,7 +26,7 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
+def hold_against_operand(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
     """Check each direction of an operand once in a turn, and merge what was found into its row.
 
     Args:
@@ -53,7 +53,7 @@ def hold_against_operand(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Seq
     canary.spent_s += perf_counter() - began
 
 
-def hold_rows(plan: Plan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
+def hold_rows(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
     """Read rows of what the GEMMs are handed, in some calls of a step that takes full statistics of the operand (see
     `StepState.holds`); where a row lost more than rounding takes, that tile is looked at closely.
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_virtual, plan_of
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import graph_task
-from fp8watch.observer.plan import Plan
 
 
 def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def look_at_probe(y: Tensor, site: Tensor) -> None:
         _look_at_probe(y, site)
 
 
-def logits_wanted(site: Tensor) -> Plan | None:
+def logits_wanted(site: Tensor) -> ObservationPlan | None:
     """The plan of a probed attention module where its logits are looked at now."""
     plan, row = plan_of(site), int(site) & 0xFFFFFFFF
     if plan is None or not plan.observing or not plan.step.sample.full[row] or graph_task() != -1:

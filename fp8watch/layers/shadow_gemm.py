@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.random_projection import check_product
 from fp8watch.numerics.formats import Fp8Format
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT
 from fp8watch.observer.stopwatch import SAMPLING
 from fp8watch.quantize.output_checks import GemmCheck
@@ -177,7 +177,7 @@ def _index(size: int, phase: int, num: int, device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
-def _note_empty(plan: Plan, row: int, operand: Tensor) -> None:
+def _note_empty(plan: ObservationPlan, row: int, operand: Tensor) -> None:
     """An expert without tokens, which may never have had any: its weight gradient is looked at all the same."""
     plan.sites.shapes.setdefault(row, (int(operand.shape[0]), int(operand.shape[1])))
     if plan.slab is not None:
@@ -185,7 +185,7 @@ def _note_empty(plan: Plan, row: int, operand: Tensor) -> None:
 
 
 def hold_rows_of_output(
-    plan: Plan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
+    plan: ObservationPlan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
 ) -> None:
     """Compare rows of one GEMM's output with a projection of its operands, in some calls of a step that takes full
     statistics of the operand that it reads (see `StepState.holds`); operands that are codes are left to the module's turn.
@@ -222,7 +222,7 @@ def hold_rows_of_output(
 
 
 def hold_against_shadow(
-    plan: Plan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
+    plan: ObservationPlan, row: int, output: Tensor, operand: int, columnwise: bool, factors: Sequence[Tensor | None]
 ) -> None:
     """Compare one GEMM with its shadow and merge what was found into the row of the operand that it reads.
 

@@ -20,7 +20,7 @@ class QuantizeJob:
         fmt: E4M3 or E5M2.
         power_2_scale: round each scale down to a power of two.
         eps: smallest amax a scale is computed from; 0 switches it off.
-        zero_guard: False leaves out the rule that a zero or infinite amax has scale 1, as kernels do that lack it: an
+        force_scale_1: False leaves out the rule that a zero or infinite amax has scale 1, as kernels do that lack it: an
             all-zero tile then has scale Inf and NaN codes.
         invariant: False for a given scale that is not bound to this tensor's amax (delayed scaling): the only
             off-scale tiles are then those whose scale is not finite and positive.
@@ -35,7 +35,7 @@ class QuantizeJob:
     fmt: Fp8Format
     power_2_scale: bool = True
     eps: float = 0.0
-    zero_guard: bool = True
+    force_scale_1: bool = True
     invariant: bool = True
     stats: bool = True
     heavy: bool = True
@@ -66,7 +66,7 @@ def quantize_jobs(
     format_name: str,
     power_2_scale: bool = True,
     eps: float = 0.0,
-    zero_guard: bool = True,
+    force_scale_1: bool = True,
     invariant: bool = True,
 ) -> tuple[QuantizeJob, QuantizeJob, QuantizeJob]:
     """Return the jobs without statistics, with light and with all statistics: entry `stats + (stats and heavy)`.
@@ -76,7 +76,7 @@ def quantize_jobs(
     """
     fmt = fp8_format(format_name)
     none, light, full = (
-        QuantizeJob(tile, fmt, power_2_scale, eps, zero_guard, invariant, stats, heavy)
+        QuantizeJob(tile, fmt, power_2_scale, eps, force_scale_1, invariant, stats, heavy)
         for stats, heavy in ((False, False), (True, False), (True, True))
     )
     return none, light, full

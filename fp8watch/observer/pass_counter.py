@@ -76,7 +76,7 @@ class Passes:
         elif self._state is _Forward.RUNNING:
             self._state = _Forward.WITHOUT_GRAD
 
-    def settle(self) -> int:
+    def close_passes(self) -> int:
         """Between steps: the number that the next forward would have."""
         if self._backward_since and self._ended():
             self.forward += 1

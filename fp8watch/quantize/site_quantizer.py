@@ -1,6 +1,6 @@
 """The quantiser of one site, by recipe: from the operand of a GEMM to what its codes stand for.
 
-Upstream:   fp8watch.observer.plan
+Upstream:   fp8watch.observer.observation_plan
 Downstream: fp8watch.kernels.backend
 Shapes:     operand [M, K] -> dequantised [M, K] float32, TileStats     Thread: training, and autograd's
 """
@@ -75,7 +75,7 @@ class SiteQuantizer:
     stateful: ClassVar[bool] = False
     """Whether a call leaves something behind that later calls need: then it must see the statistics of each."""
 
-    zero_guard: ClassVar[bool] = True
+    force_scale_1: ClassVar[bool] = True
     """Whether a tile whose amax is zero or infinite has scale 1."""
 
     invariant: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class SiteQuantizer:
     def end(self, stats: TileStats) -> None:
         """Hear the statistics of a call that counts."""
 
-    def settle(self, number: int) -> None:
+    def close_passes(self, number: int) -> None:
         """Hear that passes with another number are over."""
 
     def scale(self, x_MK: Tensor) -> Tensor | None:
@@ -114,7 +114,7 @@ class SiteQuantizer:
 
     def _jobs_for(self, tile: tuple[int, int]) -> tuple[QuantizeJob, QuantizeJob, QuantizeJob]:
         s = self.spec
-        return quantize_jobs(tile, s.format, s.power_2_scale, s.eps, self.zero_guard, self.invariant)
+        return quantize_jobs(tile, s.format, s.power_2_scale, s.eps, self.force_scale_1, self.invariant)
 
     def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
         """Dequantised [M, K] float32 and, when asked for, the statistics of its tiles."""
@@ -168,7 +168,7 @@ class DelayedQuantizer(SiteQuantizer):
             self.state.roll()
         self.number = number
 
-    def settle(self, number: int) -> None:
+    def close_passes(self, number: int) -> None:
         """Roll where the pass has ended, without waiting for the next."""
         if self.number is not None and self.number != number:
             self.state.roll()

@@ -32,7 +32,7 @@ from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.selection.own_parameters import select_own
 from fp8watch.selection.wrappers import is_lightning_module, named_modules
-from fp8watch.session import again as run_again
+from fp8watch.session import rerun_cell as run_again
 from fp8watch.session.arguments import check_arguments, check_tags, check_url
 from fp8watch.session.attach_line import attach_line, run_url, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session

@@ -16,13 +16,13 @@ from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import release
 from fp8watch.layers.own_gemms import OwnGemms
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.recipe import Recipe
 from fp8watch.selection.flop_coverage import Coverage
 from fp8watch.selection.own_parameters import OwnModule
 from fp8watch.session.identity import Identity
 from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.recorder import Recorder
 
@@ -39,8 +39,8 @@ class Attachment:
     """What attach put on a model."""
 
     model: nn.Module
-    plan: Plan | None = None  # None: switched off
-    table: list[SiteTable] = field(default_factory=list)  # one a row of the slab
+    plan: ObservationPlan | None = None  # None: switched off
+    table: list[SlabSite] = field(default_factory=list)  # one a row of the slab
     recorder: Recorder | None = None  # None: nothing is recorded
     hooks: list[Removable] = field(default_factory=list)
     te: TeObserver | None = None  # what observes Transformer Engine's modules

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from fp8watch_agent.terminal.asking import Asking, NotAnswered, segment
+from fp8watch_agent.terminal.collector_client import Asking, NotAnswered, segment
 
 ASK_S = 1.5
 POINTS = 120

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 
 DCP = "torch.distributed.checkpoint"
 MAX_DEPTH = 3
@@ -26,7 +26,7 @@ Told = Callable[[Any], Callable[[], None]]
 """Is shown what is about to be saved; what it returns is called when that has been written."""
 
 
-def holds_weights(saved: object, table: Sequence[SiteTable]) -> bool:
+def holds_weights(saved: object, table: Sequence[SlabSite]) -> bool:
     """Whether what is saved holds the weight of one of these sites by its name, wrappers in front of it aside."""
     names = frozenset(f"{site.fqn}.weight" for site in table)
     return bool(names) and _holds(saved, names, MAX_DEPTH)

@@ -48,7 +48,7 @@ class CheckpointLoad:
         if any(group in found for group in OF_WEIGHTS):
             self.pending = saved
 
-    def settle(self) -> None:
+    def compare_now(self) -> None:
         """Nothing is loaded any more: what differs now is said."""
         saved, self.pending = self.pending, None
         if saved is not None:

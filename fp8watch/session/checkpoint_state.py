@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 
 Fact = str | int | float | bool
 KEY = "amax_histories"
@@ -41,22 +41,22 @@ def resume_facts(state: Mapping[str, Any]) -> dict[str, Fact]:
     return out
 
 
-def _states(plan: Plan | None, table: Sequence[SiteTable]) -> dict[str, DelayedScale]:
+def _states(plan: ObservationPlan | None, table: Sequence[SlabSite]) -> dict[str, DelayedScale]:
     if plan is None:
         return {}
     pairs = zip(table, plan.sites.quantizers, strict=False)  # behind them come sites that others quantise
     return {f"{s.fqn}.{s.operand}": q.state for s, q in pairs if isinstance(q, DelayedQuantizer)}
 
 
-def scale_state(plan: Plan | None, table: Sequence[SiteTable]) -> dict[str, Any]:
+def scale_state(plan: ObservationPlan | None, table: Sequence[SlabSite]) -> dict[str, Any]:
     """{KEY: …} with copies of all states, passes that are over rolled in; empty where no recipe is delayed."""
     if plan is None or not (states := _states(plan, table)):
         return {}
-    plan.settle()
+    plan.close_passes()
     return {KEY: {name: state.state_dict() for name, state in states.items()}}
 
 
-def load_scale_state(plan: Plan | None, table: Sequence[SiteTable], state: Mapping[str, Any]) -> None:
+def load_scale_state(plan: ObservationPlan | None, table: Sequence[SlabSite], state: Mapping[str, Any]) -> None:
     """Take over what `scale_state` gave, all or nothing. Sites that it does not name keep what they have.
 
     Raises:
@@ -68,7 +68,7 @@ def load_scale_state(plan: Plan | None, table: Sequence[SiteTable], state: Mappi
         known = f"known are {', '.join(sorted(states)[:6])} …" if states else "no site of this recipe has one"
         raise ValueError(f"amax history of {unknown[0]!r}: no such site; {known}")
     if plan is not None:
-        plan.settle()
+        plan.close_passes()
     before = {name: states[name].state_dict() for name in given}
     for name in given:
         try:

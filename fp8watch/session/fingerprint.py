@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe
 from fp8watch.selection.wrappers import named_modules
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 from fp8watch.sketch.weight_hash import hash_bits
 
 VERSION = 1
@@ -31,7 +31,7 @@ Fingerprint = dict[str, Any]
 
 @torch.no_grad()
 def fingerprint(
-    model: nn.Module, plan: Plan | None, table: Sequence[SiteTable], recipe: Recipe, *, in_step: bool = False
+    model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite], recipe: Recipe, *, in_step: bool = False
 ) -> Fingerprint:
     """Recipe with its facts, and the hashes of HASHED; plain types only.
 
@@ -43,7 +43,7 @@ def fingerprint(
         in_step: a step runs: delayed scales, and codes that follow from them, are left out and left as they are.
     """
     if plan is not None and not in_step:
-        plan.settle()  # passes that are over are in the histories
+        plan.close_passes()  # passes that are over are in the histories
     hashed = _Hashes()
     for module_name, module in named_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
@@ -90,7 +90,9 @@ def _local(x: Tensor) -> Tensor:
     return local if isinstance(local, Tensor) else x
 
 
-def _take_codes(hashed: _Hashes, model: nn.Module, plan: Plan, table: Sequence[SiteTable], *, stateful: bool) -> None:
+def _take_codes(
+    hashed: _Hashes, model: nn.Module, plan: ObservationPlan, table: Sequence[SlabSite], *, stateful: bool
+) -> None:
     """Codes and scale_inv of each weight that our own recipe quantises and that lies here whole."""
     modules = dict(named_modules(model))
     for row, (site, quantizer) in enumerate(zip(table, plan.sites.quantizers, strict=False)):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp8watch.observer.stopwatch import EXTRA, FIXED, LIGHT, SAMPLING, STEP, Event, Stopwatch, events_of
 
 if TYPE_CHECKING:
-    from fp8watch.observer.plan import Plan
+    from fp8watch.observer.observation_plan import ObservationPlan
     from fp8watch_agent.recorder import Recorder
 
 FIRST_STEPS = (3, 5, 7, 9, 11)
@@ -108,7 +108,7 @@ class Overhead:
         light = cost.light / self.light_every
         return cost.fixed + light + cost.sampling / self.every + cost.measuring / self._apart
 
-    def begin_step(self, plan: Plan, num_closed: int) -> None:
+    def begin_step(self, plan: ObservationPlan, num_closed: int) -> None:
         """Time the step that begins after so many closed ones, if its turn has come and it is observed."""
         plan.stopwatch = None
         if self._budget is None or num_closed < self.next_measured or plan.slab is None or not plan.observing:
@@ -136,7 +136,7 @@ class Overhead:
             self._apart = max(AGAIN_STEPS, min(2 * self._apart, needed))
         return self._apart
 
-    def step_closed(self, plan: Plan, recorder: Recorder) -> None:
+    def step_closed(self, plan: ObservationPlan, recorder: Recorder) -> None:
         """The step is over, its end included. Judge what has been measured, once it can be read."""
         stopwatch, plan.stopwatch = plan.stopwatch, None
         if stopwatch is not None and plan.observing and not stopwatch.empty:

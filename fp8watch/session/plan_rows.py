@@ -22,7 +22,7 @@ from fp8watch.layers.module_hooks import ProbeHook
 from fp8watch.layers.own_class import look_at
 from fp8watch.layers.own_gemms import OwnGemms
 from fp8watch.observer.expert_rows import ExpertRows
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import Probe, is_attention, shows_logits
 from fp8watch.observer.site_rows import SiteRows, rows_of
 from fp8watch.observer.step_state import StepState
@@ -30,7 +30,7 @@ from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import Recipe
 from fp8watch.selection.own_parameters import OwnModule
-from fp8watch.session.sites import OUTPUT, SiteTable
+from fp8watch.session.sites import OUTPUT, SlabSite
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.experts import EXPERTS_FACT, encode_experts
 from fp8watch_agent.guard import Guard
@@ -70,7 +70,7 @@ class Watched:
 
 def make_plan(
     watched: Watched, recipe: Recipe, backend: Backend, guard: Guard, *, observe: bool, model: nn.Module | None = None
-) -> tuple[Plan, list[SiteTable]]:
+) -> tuple[ObservationPlan, list[SlabSite]]:
     """The plan of a watch, and what its rows are.
 
     Args:
@@ -81,7 +81,7 @@ def make_plan(
         observe: False: there is no slab.
         model: whose device is taken where no module is watched.
     """
-    table: list[SiteTable] = []
+    table: list[SlabSite] = []
     quantizers: list[SiteQuantizer] = []
     experts: dict[int, int] = {}
     for number, (fqn, module, prefix, weight, width, num_experts) in enumerate(watched.operands()):
@@ -92,16 +92,16 @@ def make_plan(
             if num_experts:
                 experts[len(table)] = num_experts
             identity = site_id(fqn, operand, direction)
-            table.append(SiteTable(fqn, operand, direction, gemm, identity, width, is_own))
+            table.append(SlabSite(fqn, operand, direction, gemm, identity, width, is_own))
             made = site_quantizer(recipe, place, backend, weight.device, states.get(prefix + operand))
             quantizers.append(made)
             if isinstance(made, DelayedQuantizer):
                 states[prefix + operand] = made.state
     for site in (site for found in watched.te for site in found.sites):
         identity = site_id(site.fqn, site.operand, site.direction)
-        table.append(SiteTable(site.fqn, site.operand, site.direction, site.gemm, identity))
+        table.append(SlabSite(site.fqn, site.operand, site.direction, site.gemm, identity))
     for p in watched.probed:
-        table.append(SiteTable(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
+        table.append(SlabSite(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
     slab = None
     if observe:
         first = next((module for _, module, *_ in watched.operands()), watched.te[0].module if watched.te else model)
@@ -109,10 +109,10 @@ def make_plan(
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     rows, found = SiteRows(quantizers, rows_of(recipe)), ExpertRows(experts)
     found.vectors.cover(tuple(row for row in experts if table[row].direction == "rowwise"))
-    return Plan(rows, slab, guard, recipe, StepState(guard), experts=found), table
+    return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found), table
 
 
-def look_at_own(plan: Plan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]:
+def look_at_own(plan: ObservationPlan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]:
     """Look at products with own parameters: their names -> what is seen of the module, and the parameter's path there."""
     each = len(plan.sites.rows)
     row = len(watched.linears) * each
@@ -128,7 +128,9 @@ def look_at_own(plan: Plan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]
     return seen
 
 
-def place_probes(plan: Plan, table: list[SiteTable], probed: Sequence[Probe], *, fused: bool) -> list[RemovableHandle]:
+def place_probes(
+    plan: ObservationPlan, table: list[SlabSite], probed: Sequence[Probe], *, fused: bool
+) -> list[RemovableHandle]:
     """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
     first = len(table) - len(probed)
     handles: list[RemovableHandle] = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8watch.layers.attention_calls import logits_unseen
 from fp8watch.layers.fp8_linear import LAYOUT_KEY, OBSERVE_KEY, WatchedLinear
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import is_norm
 from fp8watch.session.step_optimizer import StepOwner
 from fp8watch.session.step_scalars import LOSS_MISSING_STEPS
@@ -35,7 +35,7 @@ LATE = (AT_STEP, LOSS_MISSING_STEPS)
 """Closed steps after which something more is told."""
 
 
-def late_facts(num_closed: int, model: nn.Module, owner: StepOwner, plan: Plan) -> dict[str, str]:
+def late_facts(num_closed: int, model: nn.Module, owner: StepOwner, plan: ObservationPlan) -> dict[str, str]:
     """Facts of the session that only some steps tell; {} at all other steps."""
     if num_closed == AT_STEP:
         return precision_facts(model, owner.known)

@@ -24,7 +24,7 @@ from fp8watch.layers.scaled_linear import Formats
 from fp8watch.layers.shadow_gemm import TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.layers.torchao_casts import watch_casts
 from fp8watch.observer.foreign import Foreign
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.quantize.output_checks import GemmCheck
 from fp8watch.recipe import Recipe
 from fp8watch.recipe.declared import declared_fp8, not_active
@@ -36,7 +36,10 @@ from fp8watch_agent.recorder import Recorder
 
 
 def put_on_sites(
-    plan: Plan, linears: Sequence[tuple[str, nn.Linear]], in_fp8: Mapping[int, Foreign], scaled: Formats | None
+    plan: ObservationPlan,
+    linears: Sequence[tuple[str, nn.Linear]],
+    in_fp8: Mapping[int, Foreign],
+    scaled: Formats | None,
 ) -> int:
     """Put each Linear on its rows of the slab; returns how many compute in FP8 by a forward of their own.
 
@@ -57,7 +60,7 @@ def put_on_sites(
     return len(plan.sites.foreign)
 
 
-def put_on_site(plan: Plan, first: int, module: nn.Linear, in_fp8: Mapping[int, Foreign]) -> None:
+def put_on_site(plan: ObservationPlan, first: int, module: nn.Linear, in_fp8: Mapping[int, Foreign]) -> None:
     """Put a Linear with a forward of its own on its rows of the slab, to be observed as it is."""
     foreign = in_fp8.get(id(module))
     if foreign is not None:
@@ -67,14 +70,14 @@ def put_on_site(plan: Plan, first: int, module: nn.Linear, in_fp8: Mapping[int, 
     take_over(module, custom_ops.site_tensor(plan, first), observe_only=True, mixin=ForeignLinear)
 
 
-def turns_of(plan: Plan, num_linears: int, te: TeObserver | None) -> list[int]:
+def turns_of(plan: ObservationPlan, num_linears: int, te: TeObserver | None) -> list[int]:
     """First rows of the modules whose quantisers and GEMMs are checked in turn: those that compute in FP8."""
     each, foreign = len(plan.sites.rows), plan.sites.foreign
     firsts = [i * each for i in range(num_linears) if not plan.recipe.observe_only or i * each in foreign]
     return firsts + ([te.rows_of[id(module)][0] for module in te.modules] if te is not None else [])
 
 
-def told_of(plan: Plan) -> tuple[int, str]:
+def told_of(plan: ObservationPlan) -> tuple[int, str]:
     """How many modules with a forward of their own are observed in FP8, and by which recipe; for the line of attach."""
     foreign = plan.sites.foreign.values()
     if not foreign:
@@ -103,7 +106,7 @@ def with_declared(recipe: Recipe) -> Recipe:
 
 
 def observe_te(
-    plan: Plan,
+    plan: ObservationPlan,
     te: list[TeModule],
     left_out: list[LeftOut],
     guard: Guard,

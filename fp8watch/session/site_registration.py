@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.session.attachment import Attachment
 from fp8watch.session.silent_sites import Silence
 from fp8watch.session.sites import describe, operand_name
@@ -26,7 +26,7 @@ class SiteRegistration:
     """What the agent knows of the sites of one watch."""
 
     attachment: Attachment
-    plan: Plan
+    plan: ObservationPlan
     recorder: Recorder
     say: Callable[[str], None]
     observed: bool = False  # a step was: its rows show which sites are called

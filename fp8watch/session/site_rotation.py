@@ -27,7 +27,7 @@ from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
 from fp8watch.observer.step_sample import EVERYTHING, NO, YES, ByRow, StepSample
 from fp8watch.session.attachment import Attachment, Cadence
 from fp8watch.session.sampling_schedule import Schedule
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 
 Ints = npt.NDArray[np.int64]
 
@@ -141,7 +141,7 @@ class SiteRotation:
         return turn
 
 
-def rotating_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = ()) -> Ints:
+def rotating_units(table: Sequence[SlabSite], together: Iterable[Sequence[int]] = ()) -> Ints:
     """Which rows have their turn together: [rows], numbered in the order of the rows.
 
     Args:
@@ -155,7 +155,7 @@ def rotating_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]]
     return _numbered(keys, lambda row: True)
 
 
-def light_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = ()) -> Ints:
+def light_units(table: Sequence[SlabSite], together: Iterable[Sequence[int]] = ()) -> Ints:
     """Which rows are looked at in the same steps: those of a Linear, and of Linears that may read the same input. [rows]"""
     of_input = {site.fqn: _unit(site) for site in table if site.operand == "input"}
     keys: list[Hashable] = [of_input.get(site.fqn, site.fqn) for site in table]
@@ -165,7 +165,7 @@ def light_units(table: Sequence[SiteTable], together: Iterable[Sequence[int]] = 
     return _numbered(keys, lambda row: True)
 
 
-def weight_units(table: Sequence[SiteTable], is_weight: Callable[[int], bool]) -> Ints:
+def weight_units(table: Sequence[SlabSite], is_weight: Callable[[int], bool]) -> Ints:
     """Numbers of the rows that are weights; −1 for others. [rows]"""
     return _numbered(range(len(table)), is_weight)
 
@@ -182,7 +182,7 @@ def site_rotation(attachment: Attachment, cadence: Cadence, rank: int, world_siz
     )  # fmt: skip
 
 
-def _unit(site: SiteTable) -> Hashable:
+def _unit(site: SlabSite) -> Hashable:
     parent, _, name = site.fqn.rpartition(".")
     if site.operand == "input" and not name.isdecimal():  # numbers are layers one after the other
         return parent, site.width

@@ -21,7 +21,7 @@ OUTPUT = "output"
 
 
 @dataclass
-class SiteTable:
+class SlabSite:
     """What a row of the slab stands for; shape and order are known after the first step."""
 
     fqn: str
@@ -33,17 +33,17 @@ class SiteTable:
     as_it_is: bool = False  # its GEMM computes as before, whatever the recipe is
 
 
-def operand_name(table: Sequence[SiteTable], row: int) -> str:
+def operand_name(table: Sequence[SlabSite], row: int) -> str:
     """Module and operand of a row, such as "layers.0.fc1.input"."""
     return f"{table[row].fqn}.{table[row].operand}"
 
 
-def site_name(s: SiteTable) -> str:
+def site_name(s: SlabSite) -> str:
     """Module, operand and direction, such as "layers.0.fc1.input.rowwise"."""
     return f"{s.fqn}.{s.operand}.{s.direction}"
 
 
-def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
+def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
     """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
     recipe is; a probe has no recipe: its tile is the output as it came first."""
     shape = rows.shapes[row]
@@ -55,7 +55,7 @@ def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver 
         )  # fmt: skip
     if row >= len(rows.quantizers):
         assert te is not None
-        facts = te.facts[row]
+        facts = te.numerics[row]
         return Site(
             id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=facts.tile, format=facts.format, power_2_scale=facts.power_2_scale, eps=facts.eps,
@@ -73,7 +73,7 @@ def describe(row: int, s: SiteTable, order: int, rows: SiteRows, te: TeObserver 
     )  # fmt: skip
 
 
-def silent_modules(table: Sequence[SiteTable], arrived: Set[int], unobserved: Set[int]) -> list[str]:
+def silent_modules(table: Sequence[SlabSite], arrived: Set[int], unobserved: Set[int]) -> list[str]:
     """Modules of which no site was measured; those that attach was told to leave alone are not asked."""
     seen = {table[row].fqn for row in arrived}
     asked = dict.fromkeys(s.fqn for row, s in enumerate(table) if row not in unobserved)
@@ -85,7 +85,7 @@ def and_more(num: int) -> str:
     return f" and {num} more" if num > 0 else ""
 
 
-def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) -> frozenset[int]:
+def unobserved_rows(table: Sequence[SlabSite], wanted: Sequence[str] | None) -> frozenset[int]:
     """Rows that no pattern of `attach(sites=...)` names; none where there are no patterns.
 
     Raises:
@@ -111,7 +111,7 @@ def unobserved_rows(table: Sequence[SiteTable], wanted: Sequence[str] | None) ->
     return frozenset(rows)
 
 
-def first_rows(table: Sequence[SiteTable], modules: Iterable[str]) -> set[int]:
+def first_rows(table: Sequence[SlabSite], modules: Iterable[str]) -> set[int]:
     """The first row of each of these modules.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8watch.layers import custom_ops
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.step_sample import NOTHING
 from fp8watch.session.checkpoint_hooks import wrap_saving
 from fp8watch.session.gradient_norm import wrap_clipping
@@ -218,7 +218,7 @@ def stop(watch: StepListener) -> None:
                 watch.guard.run("step_end.undo", _undo.pop())
 
 
-def abandoned(plan: Plan, recorder: Recorder) -> None:
+def abandoned(plan: ObservationPlan, recorder: Recorder) -> None:
     """A watch went with its model, without detach. The collector of garbage must not wait for the network."""
     plan.slab = None
     plan.begin_step(NOTHING)

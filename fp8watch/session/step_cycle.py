@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.step_sample import NOTHING
 from fp8watch.observer.stopwatch import FIXED
 from fp8watch.session.attachment import Attachment, Cadence, Session
@@ -108,7 +108,7 @@ class StepCycle:
             self._is_first = not recorded or plan.step.outside
             self.begin()
 
-    def _end_warmup(self, plan: Plan) -> None:
+    def _end_warmup(self, plan: ObservationPlan) -> None:
         """Let the GEMMs compute in FP8 from the step that begins now, where the recipe's warm-up is over."""
         recipe = self._session.recipe
         if self.step >= recipe.warmup_steps:

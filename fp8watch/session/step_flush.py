@@ -1,6 +1,6 @@
 """From the end of a step to the agent: what it left is copied out without waiting, and handed over when it has arrived.
 
-Upstream:   fp8watch.observer.plan, fp8watch.sketch.host_copy
+Upstream:   fp8watch.observer.observation_plan, fp8watch.sketch.host_copy
 Downstream: fp8watch_agent.recorder, fp8watch.session.tile_map_flush
 Shapes:     slab rows [sites] of ROW and a few scalars, once a step
 Thread:     training
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8watch.observer.expert_rows import Calls, named_experts
 from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, named_gradients
-from fp8watch.observer.plan import TILE_BYTES, Plan
+from fp8watch.observer.observation_plan import TILE_BYTES, ObservationPlan
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Cadence, Session
@@ -47,7 +47,7 @@ PARAMETERS_EVERY = 64  # steps after which the list of parameters is made anew
 
 
 @dataclass
-class Left:
+class PendingStep:
     """What one step left, on its way."""
 
     step: int
@@ -83,7 +83,7 @@ class StepMirror(Protocol):
 class StepFlush:
     """Takes what the steps of one watch leave, and hands it over when it has arrived on the host."""
 
-    plan: Plan
+    plan: ObservationPlan
     site_ids: Sequence[int]
     recorder: Recorder
     guard: Guard
@@ -99,7 +99,7 @@ class StepFlush:
     weights: npt.NDArray[np.bool_] | None = None  # [sites], which of them are weights
     checkpoints: CheckpointSteps = field(default_factory=CheckpointSteps)
     _ids: npt.NDArray[np.uint64] = field(init=False)
-    _on_the_way: deque[Left] = field(default_factory=deque)
+    _on_the_way: deque[PendingStep] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
     _parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     _num_taken: int = 0
@@ -153,7 +153,7 @@ class StepFlush:
         self.registration.observed |= observing and plan.step.ran
         self._num_taken += 1
         self._newest = step
-        left = Left(
+        left = PendingStep(
             step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, list(parts),
             *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
@@ -207,7 +207,7 @@ class StepFlush:
         while self.mirrors:
             self.mirrors.pop().stop()
 
-    def _hand_over(self, left: Left, tensors: list[Tensor]) -> None:
+    def _hand_over(self, left: PendingStep, tensors: list[Tensor]) -> None:
         if left.handed_over:  # a signal came in between
             return
         left.handed_over = True
@@ -257,7 +257,7 @@ class StepFlush:
         self.maps.capture(left.step, left.sample, rows, left.tiles, left.tile_bytes, broken, suspects, followed)
 
 
-def _header(left: Left, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:
+def _header(left: PendingStep, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:
     header = np.zeros((), dtype=STEP)
     header["step"], header["status"], header["time"] = left.step, int(left.status), left.time
     for name, bit in STEP_SCALARS.items():
@@ -268,7 +268,7 @@ def _header(left: Left, numbers: Mapping[str, float]) -> np.ndarray[Any, Any]:
 
 
 def step_flush(
-    attachment: Attachment, plan: Plan | None, recorder: Recorder | None, cadence: Cadence, session: Session
+    attachment: Attachment, plan: ObservationPlan | None, recorder: Recorder | None, cadence: Cadence, session: Session
 ) -> StepFlush | None:
     """What takes the steps of this session; None where nothing is recorded."""
     if plan is None or plan.slab is None or recorder is None:

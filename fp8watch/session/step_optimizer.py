@@ -233,7 +233,7 @@ class StepOwner:
         return late
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_scalars(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Learning rate of the first group, and whether a fused optimizer was told to skip by a GradScaler; as tensors where
     they are on a device, because reading them would wait for it."""
     lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None

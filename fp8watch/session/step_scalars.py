@@ -34,7 +34,7 @@ class StepScalars:
         self.batches = BatchFacts()
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
-        self.facts: dict[str, Any] = {}
+        self.of_optimizer: dict[str, Any] = {}
         """Of the optimizer and the GradScaler: numbers, or tensors on the device. They stay until there are others."""
         self._steps_without_loss = 0
 
@@ -50,6 +50,10 @@ class StepScalars:
         if batch_id is not None:
             self._batch_id = str(batch_id)[:MAX_BATCH_ID]
 
+    def see_loss_scale(self, scale: Tensor) -> None:
+        """Keep the scale that a GradScaler works with: a copy where it lies on a device, as the next update writes into it."""
+        self.of_optimizer["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+
     def take(self, step: StepState) -> tuple[dict[str, Any], str | None]:
         """All of the step that ends, by name, and the name of its data; what belongs to it alone is forgotten. What
         training said wins over what was seen."""
@@ -60,11 +64,11 @@ class StepScalars:
             return {}, self._batch_id
         finally:
             self._logged.clear()
-            self.facts.pop(FOUND_INF, None)
+            self.of_optimizer.pop(FOUND_INF, None)
             self._batch_id = None
 
     def _collected(self, step: StepState) -> dict[str, Any]:
-        values = {name: value for name, value in self.facts.items() if value is not None}
+        values = {name: value for name, value in self.of_optimizer.items() if value is not None}
         values.update(self.batches.take())
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
         if step.losses:

@@ -33,7 +33,7 @@ from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, Replace
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
-from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_facts
+from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
 from fp8watch.session.step_scalars import StepScalars
 from fp8watch_agent.record import StepStatus
 
@@ -175,18 +175,18 @@ class Watch:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._load.pending is not None and self._owns(optimizer):
-            self._load.settle()
+            self._load.compare_now()
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
             return
         if graph_task() != -1:  # inside backward, one parameter after the other
             if self._owner.owns(optimizer):
-                self._scalars.facts.update(optimizer_facts(optimizer))
+                self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
                 self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
         if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
-            self._scalars.facts.update(optimizer_facts(optimizer))
+            self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
             self._close(StepStatus.OK, late=self._owner.take_late())
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -195,7 +195,7 @@ class Watch:
 
     def _on_scale(self, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
         if isinstance(scale, Tensor) and not self._detached and self._owner.owns_any({id(optimizer)}):
-            self._scalars.facts["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+            self._scalars.see_loss_scale(scale)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
         if not self._owner.owns_any(optimizers):
@@ -376,7 +376,7 @@ class Watch:
             self.guard.run("detach", self._flush.drain, wait=True)
             self.guard.run("detach", self._flush.stop_mirrors)
         self._detached = True
-        self._plan.settle()
+        self._plan.close_passes()
         for hook in self._hooks:
             hook.remove()
         if self.te is not None:

@@ -1,6 +1,6 @@
 """The site slab: one row per site on the device, merged call by call over a step's micro-batches.
 
-Upstream:   fp8watch.observer.plan, fp8watch.numerics.row_fold
+Upstream:   fp8watch.observer.observation_plan, fp8watch.numerics.row_fold
 Shapes:     TileStats -> one uint8 buffer [capacity, ROW.itemsize]     Thread: training
 
 The buffer keeps its address for its whole life, and nothing here reads it back but `copy_rows`: a CUDA graph may

@@ -69,7 +69,7 @@ class Dispatching(Protocol):
 
 
 def _detection(settings: Settings) -> Detection:
-    from fp8watch_server.detect.engine import Engine as DetectEngine
+    from fp8watch_server.detect.engine import DetectionEngine as DetectEngine
     from fp8watch_server.detect.finding import facts_of
     from fp8watch_server.detect.rules import Rules, load_rules
     from fp8watch_server.detect.sessions import sessions_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_support import Collector, make_session, serve
+from support.agents import Collector, make_session, serve
 
 from fp8watch_agent.session import Session
 from fp8watch_agent.settings import AgentSettings

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from agent_support import make_ids, make_maps, make_rows, make_step
+from support.agents import make_ids, make_maps, make_rows, make_step
 
 from fp8watch_agent import wire
 from fp8watch_agent.record import FIELDS, HISTOGRAMS, Measured

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_support import (
+from support.agents import (
     Collector,
     Reply,
     eventually,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from agent_support import make_session
+from support.agents import make_session
 
 from fp8watch_agent import wire
 from fp8watch_agent.batch import BatchBuilder, Kind, Parcel, rekeyed, split

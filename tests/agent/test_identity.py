@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_support import Collector, Reply, make_ids, make_maps, make_rows, make_session, make_sites, make_step, serve
-from counts import part_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.agents import Collector, Reply, make_ids, make_maps, make_rows, make_session, make_sites, make_step, serve
+from support.counts import part_of
 
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder

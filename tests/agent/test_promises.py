@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_support import Collector, eventually, make_ids, make_rows, make_sites, make_step, record
+from support.agents import Collector, eventually, make_ids, make_rows, make_sites, make_step, record
 
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring
@@ -34,7 +34,7 @@ def run_child(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     sys.path.insert(0, {str(TESTS)!r})
     from pathlib import Path
     import numpy as np
-    from agent_support import *
+    from support.agents import *
     from fp8watch_agent.recorder import Recorder
     from fp8watch_agent.settings import AgentSettings
     def settings(collector=None):

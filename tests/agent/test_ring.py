@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_support import make_ids, make_rows, make_session, make_sites, make_step
+from support.agents import make_ids, make_rows, make_session, make_sites, make_step
 
 from fp8watch_agent.ring import Ring
 from fp8watch_agent.ring_file import DamagedRing, Layout, read_boot_id

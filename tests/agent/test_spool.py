@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from agent_support import make_session, make_sites
-from counts import part_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.agents import make_session, make_sites
+from support.counts import part_of
 
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agent_support import Collector, Reply, eventually, make_maps, make_session, record
+from support.agents import Collector, Reply, eventually, make_maps, make_session, record
 
 from fp8watch_agent import sync
 from fp8watch_agent.recorder import Recorder
@@ -40,7 +40,7 @@ def child(code: str, directory: Path, *args: str) -> subprocess.Popen[str]:
     import os, sys, time
     sys.path.insert(0, {str(TESTS)!r})
     from pathlib import Path
-    from agent_support import make_maps, make_session, record
+    from support.agents import make_maps, make_session, record
     from fp8watch_agent.recorder import Recorder
     from fp8watch_agent.settings import AgentSettings
     def settings(**changes):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import zstandard
 from agent.freeze import FROZEN, described, sample
-from agent_support import make_ids, make_maps, make_rows, make_step
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.agents import make_ids, make_maps, make_rows, make_step
 
 from fp8watch_agent import wire
 from fp8watch_agent.column_words import SUM_BITS, round_sums, widen_sums
 from fp8watch_agent.envelope import MAX_COLUMNS, WireError, open_map
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, HISTOGRAMS, ROW, Measured, empty_rows
-from fp8watch_server.load.stream import Plan, RankStream
+from fp8watch_server.load.stream import LoadPlan, RankStream
 
 SUM_ERROR = 2.0 ** -(SUM_BITS - 11)
 
@@ -160,7 +160,7 @@ def test_a_wrong_length_names_its_column():
 
 
 def test_records_of_a_made_up_fleet_take_forty_bytes():
-    plan = Plan(num_ranks=1, num_sites=160, num_steps=16, steps_per_batch=8, seed=0, run="run")
+    plan = LoadPlan(num_ranks=1, num_sites=160, num_steps=16, steps_per_batch=8, seed=0, run="run")
     bodies = list(RankStream(plan, 0))
     assert sum(len(b.data) for b in bodies) / sum(b.num_records for b in bodies) < 41
 

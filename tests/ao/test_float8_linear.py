@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 from canary.conftest import Small
-from canary.test_healthy import LONG, Tiny
-from canary.test_own_forward import elsewhere, garbage, zeroed
-from counts import part_of
+from canary.healthy_runs import LONG, Tiny
+from canary.wrong_outputs import elsewhere, garbage, zeroed
+from support.counts import part_of
 
 from fp8watch_agent.record import Measured
 

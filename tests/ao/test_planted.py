@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 T = "tests/ao/test_float8_linear.py"
 HEALTHY = f"{T}::test_it_computes_as_before_by_its_own_recipe_and_nothing_is_raised[tensorwise-dtype0]"

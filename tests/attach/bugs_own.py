@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 _T = "tests/attach/test_own_gemms.py::"
 _V = "tests/attach/test_expert_vectors.py::"

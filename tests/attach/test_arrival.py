@@ -178,7 +178,7 @@ def test_a_fused_optimizers_skip_is_known_when_it_has_arrived(late, mlp):
     optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
     for found in (0.0, 1.0, 0.0):
         mlp(torch.randn(32, 64)).backward()
-        watch._scalars.facts["found_inf"] = torch.tensor(found)
+        watch._scalars.of_optimizer["found_inf"] = torch.tensor(found)
         optimizer.step()
         device.arrive()
     watch.flush()

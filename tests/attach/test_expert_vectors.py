@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from own_models import E, K, Moe
+from support.own_models import E, K, Moe
 
 from fp8watch.observer import expert_vectors
 

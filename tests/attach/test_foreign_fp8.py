@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attach.stored_linear import StoredLinear
 from torch import nn
 
 from fp8watch.selection.foreign_fp8 import foreign_fp8
@@ -19,17 +20,6 @@ class Float8Linear(nn.Linear):
 
 
 Float8Linear.__module__ = "torchao.float8.float8_linear"
-
-
-class StoredLinear(nn.Module):
-    """As of checkpoints in FP8: the weight is codes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64).to(torch.float8_e4m3fn), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.float().t()
 
 
 class MXWeight(torch.Tensor):

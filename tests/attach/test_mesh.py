@@ -7,7 +7,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 
 from fp8watch.session.mesh import mesh_coordinates

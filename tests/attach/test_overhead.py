@@ -12,7 +12,7 @@ import torch
 
 from fp8watch.kernels import cpu
 from fp8watch.numerics.tile_stats import HEAVY
-from fp8watch.observer import calibration, plan
+from fp8watch.observer import calibration, observation_plan
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
 from fp8watch.session.overhead_budget import (
     AGAIN_STEPS,
@@ -281,8 +281,8 @@ def test_what_is_reported_is_all_that_observing_adds(attach, mlp, monkeypatch) -
             pass
         return real(*args, **kwargs)
 
-    real = plan.measure_operand
-    monkeypatch.setattr(plan, "measure_operand", measured)
+    real = observation_plan.measure_operand
+    monkeypatch.setattr(observation_plan, "measure_operand", measured)
     monkeypatch.setattr(calibration, "measure_operand", measured)
     watch, x = attach(mlp, overhead_budget=0.5, recipe="observe", every=1 << 20, probes=[]), torch.randn(32, 64)
     run(watch, mlp, *[x] * (FIRST_STEPS[-1] + 1))
@@ -308,8 +308,10 @@ def test_observing_never_makes_what_nobody_multiplies(attach, mlp, train, monkey
 )
 def test_what_is_not_observed_is_not_looked_at(attach, monkeypatch, how, looks) -> None:
     found: list[int] = []
-    real = plan.measure_operand
-    monkeypatch.setattr(plan, "measure_operand", lambda used, *a, **k: found.append(len(used)) or real(used, *a, **k))
+    real = observation_plan.measure_operand
+    monkeypatch.setattr(
+        observation_plan, "measure_operand", lambda used, *a, **k: found.append(len(used)) or real(used, *a, **k)
+    )
     how = dict(how)
     pause = how.pop("pause", False)
     model = torch.nn.Sequential()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from own_models import Attention, E, Experts, Fused, K, Moe, N, Small
+from support.own_models import Attention, E, Experts, Fused, K, Moe, N, Small
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint

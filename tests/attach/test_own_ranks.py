@@ -6,13 +6,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 
 SCRIPT = textwrap.dedent(
     """
     import sys, torch, torch.distributed as dist, fp8watch
     sys.path.insert(0, sys.argv[2])
-    from own_models import Moe
+    from support.own_models import Moe
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")

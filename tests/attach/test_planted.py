@@ -6,7 +6,7 @@ import pytest
 from attach import bugs_trainers
 from attach.bugs_checkpoints import CHECKPOINT_BUGS
 from attach.bugs_own import OWN_BUGS
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 A = "tests/attach"
 BUGS = [
@@ -29,7 +29,7 @@ BUGS = [
     Bug("every bit of a weight is hashed", "weight_hash:_odd",
         "torch.arange(1, 2 * _chunk(device), 2,", "torch.arange(0, 2 * _chunk(device), 2,",
         f"{A}/test_weight_hash.py::test_a_thousand_flips_of_one_bit_are_all_seen"),
-    Bug("weights are hashed once a step", "plan:Plan._hash",
+    Bug("weights are hashed once a step", "observation_plan:ObservationPlan._hash",
         "step.hashed.add(row)", "step.hashed.update(range(99))",
         f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),
     Bug("the output of a GEMM is looked at", "fp8_linear:_Fp8Linear.backward",
@@ -64,7 +64,7 @@ BUGS = [
     Bug("full statistics are of steps in which nothing is looked at", "site_rotation:SiteRotation._among",
         "(np.frombuffer(light, dtype=np.bool_) & mine)", "mine",
         f"{A}/test_rotation.py::test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_and_its_other_turns_are_among_them"),
-    Bug("a weight without a turn misses its hash", "plan:Plan.hash_due",
+    Bug("a weight without a turn misses its hash", "observation_plan:ObservationPlan.hash_due",
         "return self.observing and bool(", "return False and bool(",
         f"{A}/test_rotation.py::test_weights_are_hashed_whatever_the_turns"),
     Bug("what jumped waits with the others", "window_merge:WindowMerge.leaving",
@@ -85,7 +85,7 @@ BUGS = [
     Bug("an operand is quantised to be thrown away", "site_quantizer:measure_operand",
         ".measure_into(x_MK, job, into, both=together)", ".values_into(x_MK, job, into, both=together)[1]",
         f"{A}/test_overhead.py::test_observing_never_makes_what_nobody_multiplies"),
-    Bug("sites that are left alone are looked at", "plan:Plan.observe",
+    Bug("sites that are left alone are looked at", "observation_plan:ObservationPlan.observe",
         "elif len(asked.looked_at) != len(asked.rows):", "elif False:",
         f"{A}/test_overhead.py::test_what_is_not_observed_is_not_looked_at"),
     Bug("an input that was written to is measured anew", "shared_input:_state",
@@ -94,7 +94,7 @@ BUGS = [
     Bug("another tensor in the same memory is measured anew", "shared_input:SharedInput.find",
         "self._source() is not source or ", "",
         f"{A}/test_shared_input.py::test_another_tensor_in_the_same_memory_is_measured_anew"),
-    Bug("what was measured is forgotten with the step", "plan:Plan.begin_step",
+    Bug("what was measured is forgotten with the step", "observation_plan:ObservationPlan.begin_step",
         "self.shared_input = SharedInput()", "pass",
         f"{A}/test_shared_input.py::test_what_was_measured_is_forgotten_with_the_step"),
     Bug("a quantiser that was replaced runs", "observer.site_rows:SiteRows.replace",
@@ -126,7 +126,7 @@ BUGS = [
     Bug("full statistics have turns", "site_rotation:Turns.of",
         "first = self._units * period // max(self._num_units, 1)", "first = self._units * 0",
         f"{A}/test_rotation.py::test_each_site_has_one_turn_in_n_steps_and_no_step_has_more_than_its_share"),
-    Bug("an operand is full in its turn only", "plan:Plan.quantize",
+    Bug("an operand is full in its turn only", "observation_plan:ObservationPlan.quantize",
         "bool(step.sample.full[asked.rows[0]])", "step.sampled",
         f"{A}/test_rotation.py::test_in_each_step_some_sites_are_full_and_all_are_light"),
     Bug("turns are counted by ones", "step_cycle:StepCycle.begin",
@@ -138,7 +138,7 @@ BUGS = [
     Bug("replicas hash the same weights", "site_rotation:SiteRotation.__init__",
         "self._hashes, self._hash_every = Turns(weights),", "self._hashes, self._hash_every = Turns(weights, rank, world_size),",
         f"{A}/test_weight_hash.py::test_replicas_hash_the_same_weights_in_the_same_step"),
-    Bug("weights are hashed in their turn", "plan:Plan._hash",
+    Bug("weights are hashed in their turn", "observation_plan:ObservationPlan._hash",
         "step.sample.hashes[row] and ", "", f"{A}/test_weight_hash.py::test_each_weight_is_hashed_once_in_so_many_steps_and_no_step_hashes_all"),
     Bug("after a pause everything is looked at", "step_cycle:StepCycle.close",
         "self._is_first = not recorded or plan.step.outside", "self._is_first = False",
@@ -156,7 +156,7 @@ BUGS = [
         f"{A}/test_jumps.py::test_healthy_sites_hardly_jump"),
     Bug("held tiles stay within their bytes", "tile_cache:HeldTiles.add",
         "if self._bytes + size <= limit or", "if True or", f"{A}/test_lead_up.py::test_held_tiles_stay_within_their_bytes"),
-    Bug("outside of windows nothing is measured", "plan:Plan.observing",
+    Bug("outside of windows nothing is measured", "observation_plan:ObservationPlan.observing",
         "and not self.step.outside", "", f"{A}/test_schedule.py::test_outside_of_windows_not_even_what_is_broken_is_measured"),
     Bug("a damaged scale is not loaded", "per_tensor:DelayedScale.load_state_dict",
         'if not 0 < scale < float("inf"):', "if False:",

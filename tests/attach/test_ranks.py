@@ -6,7 +6,7 @@ import textwrap
 import warnings
 
 import pytest
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 
 from fp8watch.session.identity import identify
 

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 
 from fp8watch.observer.pass_counter import first_tensor
 from fp8watch.quantize.per_tensor import DelayedScale

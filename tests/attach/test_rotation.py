@@ -14,17 +14,17 @@ from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
 from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.site_rotation import SiteRotation, Turns, light_units, rotating_units, weight_units
-from fp8watch.session.sites import SiteTable
+from fp8watch.session.sites import SlabSite
 from fp8watch_agent.record import Measured, holds
 
 
-def table(num_layers: int) -> list[SiteTable]:
+def table(num_layers: int) -> list[SlabSite]:
     """Two Linears a layer, five sites each."""
     places = [("input", "rowwise"), ("input", "columnwise"), ("weight", "rowwise")]
     places += [("grad_output", "rowwise"), ("grad_output", "columnwise")]
     names = [f"layers.{i}.{name}" for i in range(num_layers) for name in ("fc1", "fc2")]
     sites = [(fqn, *place) for fqn in names for place in places]
-    return [SiteTable(*site, "fprop", i, 64 if "fc1" in site[0] else 128) for i, site in enumerate(sites)]
+    return [SlabSite(*site, "fprop", i, 64 if "fc1" in site[0] else 128) for i, site in enumerate(sites)]
 
 
 @pytest.mark.parametrize("num_layers", [1, 7])
@@ -60,7 +60,7 @@ def test_few_ranks_are_as_far_apart_as_they_can_be():
 def test_both_directions_and_inputs_side_by_side_have_their_turn_together():
     names = [("attn.q", 64), ("attn.k", 64), ("mlp.down", 256), ("mlp.gate", 64), ("layers.0", 64), ("layers.1", 64)]
     sites = [
-        SiteTable(fqn, operand, direction, "fprop", 0, width)
+        SlabSite(fqn, operand, direction, "fprop", 0, width)
         for fqn, width in names
         for operand, direction in (("input", "rowwise"), ("input", "columnwise"), ("weight", "rowwise"))
     ]
@@ -119,8 +119,8 @@ def test_where_light_rows_have_turns_too_all_of_a_linear_is_looked_at_together_a
 
 
 def test_linears_that_read_one_tensor_are_looked_at_in_the_same_step():
-    sites = [SiteTable(f"attn.{name}", o, "rowwise", "fprop", 0, 64) for name in "qkv" for o in ("input", "weight")]
-    sites += [SiteTable("norm", "output", "rowwise", "probe", 0, 64)]
+    sites = [SlabSite(f"attn.{name}", o, "rowwise", "fprop", 0, 64) for name in "qkv" for o in ("input", "weight")]
+    sites += [SlabSite("norm", "output", "rowwise", "probe", 0, 64)]
     assert light_units(sites).tolist() == [0] * 6 + [1]
 
 

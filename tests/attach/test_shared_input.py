@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8watch.observer import plan
+from fp8watch.observer import observation_plan
 
 
 class Heads(nn.Module):
@@ -33,8 +33,8 @@ class Heads(nn.Module):
 def looks(monkeypatch):
     """How many operands were measured."""
     found = []
-    real = plan.measure_operand
-    monkeypatch.setattr(plan, "measure_operand", lambda *a, **k: found.append(1) or real(*a, **k))
+    real = observation_plan.measure_operand
+    monkeypatch.setattr(observation_plan, "measure_operand", lambda *a, **k: found.append(1) or real(*a, **k))
     return found
 
 

@@ -190,7 +190,7 @@ def test_micro_batches_of_a_step_are_no_missing_end(attach, mlp, capsys):
 
 
 def test_the_run_is_registered_and_says_it_although_no_step_is_ever_sent(tmp_path):
-    from agent_support import eventually, serve
+    from support.agents import eventually, serve
 
     script = textwrap.dedent(
         """

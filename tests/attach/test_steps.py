@@ -13,7 +13,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 
 from fp8watch_agent.batch_names import BATCH

@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from counts import in_turn
+from support.counts import in_turn
 from torch import nn
 
 from fp8watch.demo.model import ByteModel

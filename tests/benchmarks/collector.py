@@ -16,17 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import database
 import httpx
 from benchmarks import store
 from benchmarks.table import machine, table, write
 from collector.kit import Serving
+from support import database
 
 from fp8watch_agent.wire import Batch, decode_batch
 from fp8watch_server.app import _detection
 from fp8watch_server.db.dialect import parse_url, writing
 from fp8watch_server.load.drive import LoadReport, run_load
-from fp8watch_server.load.stream import Plan
+from fp8watch_server.load.stream import LoadPlan
 from fp8watch_server.pipeline.detect_worker import DetectWorker
 from fp8watch_server.settings import Settings
 from fp8watch_server.store import commit, hot_batches
@@ -71,7 +71,7 @@ def pending(url: str) -> float:
     return float(count)
 
 
-def one(kind: str, plan: Plan, rate: float) -> tuple[LoadReport, int, float, float]:
+def one(kind: str, plan: LoadPlan, rate: float) -> tuple[LoadReport, int, float, float]:
     """A fresh collector under a load: the report, and of what came behind registration the bodies and CPU seconds."""
     with database.fresh_database(kind) as url, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fp8watch", "serve", "--port", "0"]
@@ -101,7 +101,7 @@ PARTS = ("decode and check", "commit", "detectors", "marks, incidents, totals")
 
 def parts(kind: str, num_ranks: int, a_commit: int = 20, a_look: int = 200) -> dict[str, float]:
     """CPU milliseconds a batch of each part of the work, one after the other in one thread; the database's own left out."""
-    plan = Plan(num_ranks=num_ranks, num_steps=8, run="parts")
+    plan = LoadPlan(num_ranks=num_ranks, num_steps=8, run="parts")
     spent = dict.fromkeys(PARTS, 0.0)
 
     def timed(name: str, work: Callable[..., T], *args: Any) -> T:
@@ -161,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, own_ms = [], []
     for kind in database.KINDS:
-        plan = Plan(num_ranks=args.ranks, num_sites=args.sites, num_steps=args.steps, run=f"bench-{kind}")
+        plan = LoadPlan(num_ranks=args.ranks, num_sites=args.sites, num_steps=args.steps, run=f"bench-{kind}")
         report, num_bodies, own_s, database_s = one(kind, plan, args.rate)
         own_ms.append(own_s / num_bodies * 1e3)
         per_body = report.num_records / report.num_bodies

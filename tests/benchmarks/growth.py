@@ -27,11 +27,11 @@ from fp8watch_agent.wire import decode_batch
 from fp8watch_server.db import embedded
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import parse_url, writing
-from fp8watch_server.load.stream import Plan
+from fp8watch_server.load.stream import LoadPlan
 from fp8watch_server.store import commit
 from fp8watch_server.store.compactor import Compactor
 
-PLAN = Plan(num_ranks=4, num_sites=160, num_steps=t.BLOCK_STEPS, steps_per_batch=16, run="made")
+PLAN = LoadPlan(num_ranks=4, num_sites=160, num_steps=t.BLOCK_STEPS, steps_per_batch=16, run="made")
 MILLION = 6
 """How often the blocks of PLAN make a run of a million records."""
 NUM_RECORDS = MILLION * PLAN.num_ranks * PLAN.num_sites * PLAN.num_steps
@@ -120,10 +120,10 @@ def _create(url: str, name: str, template: str = "template0") -> None:
 
 def beside_compaction(database: store.Database, num_alone: int = 100) -> tuple[list[float], list[float]]:
     """Milliseconds of commits of one body each: alone, and while blocks are made of others that have cooled."""
-    backlog = Plan(
+    backlog = LoadPlan(
         num_ranks=4, num_sites=160, num_steps=2 * t.BLOCK_STEPS, steps_per_batch=16, run=f"cooled-{time.time()}"
     )
-    hot = Plan(num_sites=160, num_steps=1000, run=f"hot-{time.time()}")
+    hot = LoadPlan(num_sites=160, num_steps=1000, run=f"hot-{time.time()}")
     known = commit.KnownSites()
     for bodies in store.groups(backlog, store.register(database.engine, backlog, backlog.sites)):
         store.ingest(database, bodies, known)

@@ -24,7 +24,7 @@ from fp8watch.demo.model import ByteModel
 from fp8watch.demo.text import batches, load_text
 from fp8watch.kernels.registry import available
 from fp8watch.numerics.tile_stats import HEAVY
-from fp8watch.observer.plan import Plan
+from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch.session.watch import Watch
 
@@ -228,9 +228,9 @@ def parts(shape: dict[str, int], steps: int) -> str:
         return lambda: setattr(owner, name, original)
 
     undo = [
-        timed(Plan, "quantize", "quantising"),
-        timed(Plan, "_merge", "keeping the tiles"),
-        timed(Plan, "note_probe", "probes of norms and attention"),
+        timed(ObservationPlan, "quantize", "quantising"),
+        timed(ObservationPlan, "_merge", "keeping the tiles"),
+        timed(ObservationPlan, "note_probe", "probes of norms and attention"),
         timed(Watch, "_close", "end of the step"),
     ]
     for i in range(6 + steps):

@@ -23,7 +23,7 @@ from benchmarks.store import Database, groups, ingest, register
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from fp8watch.demo.collector import running_collector
-from fp8watch_server.load.stream import Plan
+from fp8watch_server.load.stream import LoadPlan
 from fp8watch_server.store import commit
 from fp8watch_server.store.compactor import Compactor
 
@@ -50,7 +50,7 @@ document.addEventListener("DOMContentLoaded", () => { parsed = true; look(); });
 def build(path: Path, num_records: int, num_sites: int, num_ranks: int) -> None:
     """A database with one run, compacted but for its newest steps."""
     database = Database(f"sqlite:///{path}")
-    plan = Plan(
+    plan = LoadPlan(
         num_ranks=num_ranks, num_sites=num_sites, num_steps=num_records // (num_ranks * num_sites), steps_per_batch=16,
         run=RUN,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def main() -> None:
     rows = []
     with folder_of(args) as folder, running_collector(folder, 0) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        site = Plan(num_sites=args.sites, num_ranks=args.ranks).sites[3].id
+        site = LoadPlan(num_sites=args.sites, num_ranks=args.ranks).sites[3].id
         for name, path in (("run", f"/runs/{RUN}"), ("site", f"/runs/{RUN}/sites/{site}")):
             for kind, got in visits(browser, url + path, args.repetitions).items():
                 rows.append([f"page of the {name}, {kind}", *(f"{got[key]:.0f}" for key in ("answer", "first", "all"))])

@@ -29,7 +29,7 @@ from benchmarks import store, table
 
 from fp8watch_agent.record import FIELDS, HISTOGRAMS
 from fp8watch_server.load.model import traits_of
-from fp8watch_server.load.stream import Plan, RankStream
+from fp8watch_server.load.stream import LoadPlan, RankStream
 from fp8watch_server.store import commit
 from fp8watch_server.store.compactor import Compactor
 
@@ -54,7 +54,7 @@ class Measured:
         return self.num_records / self.cpu_s
 
 
-def metrics_of(plan: Plan) -> list[dict[str, float]]:
+def metrics_of(plan: LoadPlan) -> list[dict[str, float]]:
     """Each step as names and numbers: every scalar field, and every bucket that is not zero."""
     stream = RankStream(plan, traits=traits_of(plan.sites, plan.seed))
     names = [f"{s.module}/{s.operand}/{s.direction}" for s in plan.sites]
@@ -195,13 +195,13 @@ def library(python: str, what: str, steps: list[dict[str, float]], num_sites: in
         return Measured(what, len(steps) * num_sites, got["cpu_s"], got["bytes"])
 
 
-def ours(plan: Plan) -> list[Measured]:
+def ours(plan: LoadPlan) -> list[Measured]:
     """Ingest alone, and with compaction, on both databases: what benchmarks.store measures."""
     with store.databases(["sqlite", "postgresql"]) as made:
         return [m for database in made for m in _ours(database, plan)]
 
 
-def _ours(database: store.Database, plan: Plan) -> list[Measured]:
+def _ours(database: store.Database, plan: LoadPlan) -> list[Measured]:
     streams = store.register(database.engine, plan, plan.sites)
     known, empty = commit.KnownSites(), database.bytes()
     groups = list(store.groups(plan, streams))
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=4, help="steps for those that take a row for each number")
     parser.add_argument("--repetitions", type=int, default=1, help="taken for the sake of the other scripts")
     args = parser.parse_args()
-    plan = Plan(num_sites=args.sites, num_steps=args.steps, steps_per_batch=STEPS_A_WRITE, run="bench")
+    plan = LoadPlan(num_sites=args.sites, num_steps=args.steps, steps_per_batch=STEPS_A_WRITE, run="bench")
     steps = metrics_of(plan)
     got, missing, versions = ours(plan), [], []
     for what in NAMES:

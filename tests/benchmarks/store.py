@@ -31,7 +31,7 @@ from fp8watch_server.db import embedded, migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.load.model import traits_of
-from fp8watch_server.load.stream import Plan, RankStream
+from fp8watch_server.load.stream import LoadPlan, RankStream
 from fp8watch_server.store import commit, queries, registrations
 from fp8watch_server.store.compactor import Compactor
 from fp8watch_server.store.retention import DAY_S, Policy, prune
@@ -111,7 +111,7 @@ def databases(kinds: list[str]) -> Iterator[list[Database]]:
                 database.engine.dispose()
 
 
-def register(engine: sa.Engine, plan: Plan, sites: list[Site]) -> list[RankStream]:
+def register(engine: sa.Engine, plan: LoadPlan, sites: list[Site]) -> list[RankStream]:
     """The run, its sessions and sites; and the streams of its ranks."""
     traits = traits_of(sites, plan.seed)
     streams = [RankStream(plan, rank, traits=traits) for rank in range(plan.num_ranks)]
@@ -120,7 +120,7 @@ def register(engine: sa.Engine, plan: Plan, sites: list[Site]) -> list[RankStrea
             conn, plan.run, name=plan.run, recipe="blockwise", backend="cpu", world_size=plan.num_ranks, now=1.0
         )
         for stream in streams:
-            facts = registrations.SessionFacts(
+            facts = registrations.StoredSession(
                 stream.session, stream.rank, plan.num_ranks, {}, "node", 1, None, {}, "blockwise", "f", "cpu", {}
             )
             registrations.register_session(conn, plan.run, facts, now=1.0)
@@ -128,7 +128,7 @@ def register(engine: sa.Engine, plan: Plan, sites: list[Site]) -> list[RankStrea
     return streams
 
 
-def groups(plan: Plan, streams: list[RankStream]) -> Iterator[list[bytes]]:
+def groups(plan: LoadPlan, streams: list[RankStream]) -> Iterator[list[bytes]]:
     """Bodies as they come: every rank's batch of the same steps, then the next."""
     waiting: list[bytes] = []
     for first in range(plan.first_step, plan.first_step + plan.num_steps, plan.steps_per_batch):
@@ -223,7 +223,7 @@ def latencies(database: Database, run: str, site: int, repetitions: int) -> dict
 def measure(database: Database, args: argparse.Namespace) -> dict[str, Any]:
     """All of it, on one database."""
     num_steps = max(args.batch, args.records // (args.ranks * args.sites))
-    plan = Plan(
+    plan = LoadPlan(
         num_ranks=args.ranks, num_sites=args.sites, num_steps=num_steps, steps_per_batch=args.batch, every=args.every
     )
     sites = plan.sites

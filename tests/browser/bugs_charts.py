@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 J = "server/fp8watch_server/pages/static"
 B = "tests/browser/test_chart_tools.py"

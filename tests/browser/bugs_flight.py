@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 T = "tests/pages/test_flight.py"
 B = "tests/browser/test_flight.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 P = "server/fp8watch_server/pages"
 T = "tests/pages"

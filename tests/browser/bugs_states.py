@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 P = "server/fp8watch_server/pages"
 J = f"{P}/static"
@@ -12,7 +12,7 @@ T = "tests/pages"
 BUGS = [
     Bug(
         "a map that comes alone is told of",
-        "tiles:commit_tile_maps",
+        "tile_maps:commit_tile_maps",
         "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",
         "pass",
         f"{B}/test_maps_that_come_later.py::test_they_appear_on_the_open_page_of_the_incident_and_on_the_map_itself",

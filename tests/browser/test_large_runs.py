@@ -13,11 +13,11 @@ import httpx
 import pytest
 from benchmarks.store import Database, groups, ingest, register
 from browser.kit import drawn, until
-from counts import in_full
 from pages.collector import make_app, serving
 from playwright.sync_api import Browser, expect
+from support.counts import in_full
 
-from fp8watch_server.load.stream import Plan
+from fp8watch_server.load.stream import LoadPlan
 from fp8watch_server.store import commit
 from fp8watch_server.store.compactor import Compactor
 
@@ -44,8 +44,8 @@ def filled(path: Path, size: Size) -> None:
     """Both runs, compacted but for their newest steps."""
     database = Database(f"sqlite:///{path}")
     compactor = Compactor(database.engine, clock=time.time)
-    wide = Plan(num_ranks=1, num_sites=size.num_sites, num_steps=24, steps_per_batch=4, run="wide")
-    long = Plan(num_ranks=1, num_sites=1, num_steps=size.num_steps, steps_per_batch=500, run="long")
+    wide = LoadPlan(num_ranks=1, num_sites=size.num_sites, num_steps=24, steps_per_batch=4, run="wide")
+    long = LoadPlan(num_ranks=1, num_sites=1, num_steps=size.num_steps, steps_per_batch=500, run="long")
     for plan in (wide, long):
         streams, known = register(database.engine, plan, plan.sites), commit.KnownSites()
         for i, bodies in enumerate(groups(plan, streams)):

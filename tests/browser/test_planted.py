@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import bugs, bugs_charts, bugs_flight, bugs_people, bugs_states
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 BUGS = [*bugs.BUGS, *bugs_charts.BUGS, *bugs_flight.BUGS, *bugs_people.BUGS, *bugs_states.BUGS]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 T = "tests/canary"
 FAULTS = f"{T}/test_public_kernel_faults.py"

@@ -13,7 +13,7 @@ import fp8watch.session.start as start_module
 from fp8watch.kernels import scaled_mm
 from fp8watch_agent.health import Health
 from fp8watch_agent.wire import Header, decode_batch, encode_batch
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
 
 
@@ -22,7 +22,7 @@ class Line:
 
     def __init__(self, settings, session, *_, **__):
         self.sites, self.findings, self.rows, self.facts = {}, [], [], {}
-        self.engine = Engine({})
+        self.engine = DetectionEngine({})
         self.spool_dir = settings.spool_dir
 
     def register_sites(self, sites):

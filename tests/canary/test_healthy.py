@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from canary.healthy_runs import LONG, Tiny
 from canary.own_forward import ScriptFloat8Linear
-from counts import part_of
 from quantize.backends import USABLE
+from support.counts import part_of
 from torch import nn
 
 from fp8watch import recipe as recipes
@@ -45,19 +46,6 @@ def test_a_healthy_run_is_silent(train, recipe, backend, steps) -> None:
     assert max(errors) < 1e-4
 
 
-class Tiny(nn.Module):
-    """Two Linears and a residual, of FP8 by whoever makes them."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.up, self.down = linear(160, 48), linear(48, 160)
-
-    def forward(self, x):
-        return (x + self.down(torch.tanh(self.up(x)))).square().mean()
-
-
-LONG = 2000
-"""Steps in which nothing may be raised (`make healthy`); CI runs a part of them."""
 MORE = {
     "current, forward only": lambda: recipes.current(high_precision=["grad_output"]),
     "delayed, after a warm-up": lambda: recipes.delayed(warmup_steps=100),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from canary import own_forward
 from canary.own_forward import ScriptFloat8Linear, Small
+from canary.wrong_outputs import elsewhere, garbage, zeroed
 from torch import nn
 
 from fp8watch.selection.own_forward import computes_in_fp8
@@ -34,23 +35,6 @@ def broken_product(monkeypatch, where, shape, fault):
         return right(a, scale_a, b, scale_b, dtype, at)
 
     monkeypatch.setattr(own_forward, "product", product)
-
-
-def bytes_of(codes):
-    return codes.view(torch.uint8)
-
-
-def elsewhere(codes, scale_inv):
-    return bytes_of(codes).roll(16, 1).view(codes.dtype), scale_inv
-
-
-def garbage(codes, scale_inv):
-    g = torch.Generator().manual_seed(1)
-    return torch.randint(0, 120, codes.shape, dtype=torch.uint8, generator=g).view(codes.dtype), scale_inv
-
-
-def zeroed(codes, scale_inv):
-    return torch.zeros_like(bytes_of(codes)).view(codes.dtype), scale_inv
 
 
 def as_powers_of_two(product, scale_a, scale_b):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from canary.bugs import BUGS
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 
 def test_every_bug_still_fits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from canary import faults, own_forward
+from canary.expert_models import Experts
 from canary.faults import break_site, by_codes
 from torch import nn
 
@@ -89,21 +90,6 @@ def test_rows_that_nobody_wrote_are_the_kernels(train, monkeypatch, which, fqn, 
     if fqn == "c":  # in its turn, which reads some rows: the last ones are among them
         line, _ = train(3, before=only_turns)
         assert line.said()[0] == ("kernel-output-fault", "critical", 2, fqn, operand, direction)
-
-
-class Experts(nn.Module):
-    """Two experts behind a Linear; the last one gets no token in one step."""
-
-    def __init__(self, expert, step):
-        super().__init__()
-        self.step = step
-        self.a, self.e0, self.e1 = nn.Linear(160, 160), expert(160, 160), expert(160, 160)
-        self.calls = 0
-
-    def forward(self, x):
-        cut = len(x) if self.calls == self.step else len(x) // 2
-        x, self.calls = self.a(x), self.calls + 1
-        return torch.cat((self.e0(x[:cut]), self.e1(x[cut:]))).square().mean()
 
 
 @pytest.mark.parametrize("whose", ["ours", "own forward"])

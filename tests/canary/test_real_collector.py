@@ -9,8 +9,8 @@ import pytest
 import torch
 from canary import faults
 from canary.conftest import Small
+from canary.expert_models import Experts
 from canary.faults import break_site, by_codes
-from canary.test_public_kernel_faults import Experts
 from proving.collector import incidents, serving
 from torch import nn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from canary.test_self_consistency import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
+from canary.quantised_operands import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
 
 from fp8watch.kernels import resolve
 from fp8watch.layers.random_projection import check_product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 Q = "tests/cluster/test_queue.py"
 T = "tests/cluster/test_takeover.py"

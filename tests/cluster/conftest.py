@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster.nats_servers import Node, free_ports
-from database import fast_folder
+from support.database import fast_folder
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from cluster.kit import QUEUE_BYTES, arrivals, eventually, worker_process, worki
 from cluster.nats_servers import TMPFS, Cluster
 from collector.killing import Crew, Store, serve
 from collector.kit import Agent, Serving, make_site
-from counts import part_of
+from support.counts import part_of
 
 MIB = 1 << 20
 RESTS_ON = "server/fp8watch_server/queue", "server/fp8watch_server/worker", "server/fp8watch_server/ingest"

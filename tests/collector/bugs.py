@@ -6,7 +6,7 @@ from collector.bugs_limits import EDGE
 from collector.bugs_runs import RUNS
 from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
-from planted import Bug
+from support.planted import Bug
 
 S = "server/fp8watch_server"
 C = "tests/collector"
@@ -17,7 +17,7 @@ INGEST = [
         "200 means committed",
         "group_commit:Committer._commit_loop",
         "                answers = self._take(group)\n",
-        "                self._settle([(w, Committed(w.batch.header.seq, True, [])) for w in group])\n"
+        "                self._answer([(w, Committed(w.batch.header.seq, True, [])) for w in group])\n"
         "                __import__('time').sleep(0.05)  # so that one of a few kills falls between the two\n"
         "                answers = self._take(group)\n",
         f"{C}/test_kill.py::test_kill_9_under_load[sqlite-0]",
@@ -260,7 +260,7 @@ STORE = [
     ),
     Bug(
         "a tile map of codes alone says nothing of the cast",
-        "tiles:tile_map",
+        "tile_maps:tile_map",
         'if evidence.get("cast") == "absent"',
         "if not evidence",
         f"{T}/test_codes_alone.py::test_a_tile_map_of_codes_alone_has_no_underflow[sqlite-evidence0-None]",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 WHOSE = "tests/collector/test_whose_run_it_is.py"
 TOKEN = f"{WHOSE}::test_a_token_is_worth_the_runs_that_it_names"
@@ -89,8 +89,8 @@ RUNS = [
     Bug(
         "a batch whose key was taken is no silent loss",
         "uploader:Uploader.send",
-        "            if verdict is Verdict.REFUSED and answer.status == 409 and rekey:\n",
-        "            if verdict is Verdict.REFUSED and answer.status == 0 and rekey:\n",
+        "            if verdict is ResponseMeaning.REFUSED and answer.status == 409 and rekey:\n",
+        "            if verdict is ResponseMeaning.REFUSED and answer.status == 0 and rekey:\n",
         "tests/agent/test_delivery.py::test_a_batch_whose_key_was_taken_goes_under_another_one_and_twice_is_counted",
     ),
     Bug(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 C = "tests/collector/test_relay.py"
 T = "tests/store"
@@ -18,8 +18,8 @@ SCALE = [
     Bug(
         "nothing leaves a relay before the collector has answered for it",
         "relay_forward:Forwarder._alone",
-        "if receipt.verdict is not Verdict.ACKNOWLEDGED:",
-        "if receipt.verdict is Verdict.HOLD:",
+        "if receipt.verdict is not ResponseMeaning.ACKNOWLEDGED:",
+        "if receipt.verdict is ResponseMeaning.HOLD:",
         f"{C}::test_what_was_answered_outlives_the_relay_and_the_collector",
     ),
     Bug(

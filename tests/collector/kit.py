@@ -23,7 +23,7 @@ from collector.nursery import Child, nursery
 from fp8watch_agent.record import STEP, Measured, Site, StepPresent, TileMap, empty_rows, site_id
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE, Header, encode_batch, encode_tile_maps
 from fp8watch_server.cli import listen
-from fp8watch_server.http.connections import LIMITS, Limits
+from fp8watch_server.http.connections import LIMITS, ConnectionLimits
 from fp8watch_server.http.server import Server
 from fp8watch_server.pipeline.detect_worker import Detection
 
@@ -35,7 +35,7 @@ ZSTD = {"Content-Encoding": "zstd"}
 
 
 @contextmanager
-def served(app: Any, lifespan: Literal["on", "off"] = "off", limits: Limits = LIMITS) -> Iterator[str]:
+def served(app: Any, lifespan: Literal["on", "off"] = "off", limits: ConnectionLimits = LIMITS) -> Iterator[str]:
     """The application behind its server in a thread, without its own threads unless told; gives its URL."""
     server = Server(app, limits=limits, lifespan=lifespan)
     with listen("127.0.0.1", 0) as sock:
@@ -54,7 +54,7 @@ class FakeEngine:
     def __init__(self, sites: Any) -> None:
         self.sites = dict(sites)
         self.seen: list[tuple[str, int]] = []
-        self.settled_step: int | None = None
+        self.delivered_step: int | None = None
         self.stride = 1
 
     def add_sites(self, sites: Any) -> None:
@@ -72,7 +72,7 @@ class FakeEngine:
     def observe(self, batch: Any, at: float | None = None) -> list[Any]:
         self.seen.append((batch.header.session, batch.header.seq))
         if len(batch.steps):
-            self.settled_step = int(batch.steps["step"][-1])
+            self.delivered_step = int(batch.steps["step"][-1])
         return [(int(s), int(i)) for s, i, n in zip(batch.step, batch.site, batch.column("num_inf"), strict=True) if n]
 
 

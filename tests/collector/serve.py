@@ -20,13 +20,13 @@ from fp8watch_server.pipeline import engine_restore
 
 def answer_late(seconds: float) -> None:
     """Wait between a commit and its answers: a crash point of some width."""
-    settle = group_commit.settle
+    settle = group_commit.answer_all
 
     def late(answers: list[object]) -> None:
         time.sleep(seconds)
         settle(answers)
 
-    group_commit.settle = late
+    group_commit.answer_all = late
 
 
 def main(argv: list[str]) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from collector.filled_run import SITES, an_incident
 from collector.kit import Agent
-from collector.test_queries import SITES, an_incident
 
 from fp8watch.diagnose.verdict import LayerPair, StepPair, judge
 from fp8watch_server.db import schema as t

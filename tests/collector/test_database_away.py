@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from collector.killing import Store
 from collector.kit import Agent, Serving, make_site
-from database import fast_folder
+from support.database import fast_folder
 
 from fp8watch_server.db import embedded, migrations
 from fp8watch_server.db import schema as t

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from collector.killing import Crew, Store, kill_under_load, num_kills_of_part, serve
 from collector.kit import Recorder
-from counts import in_turn
+from support.counts import in_turn
 
 from fp8watch_server.pipeline.detect_worker import DetectWorker
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from collector.filled_run import an_incident
 from collector.kit import Agent, make_site, on_sqlite
-from collector.test_queries import an_incident
 from prometheus_client.parser import text_string_to_metric_families
 
 from fp8watch_server.db import schema as t

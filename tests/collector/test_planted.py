@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from collector.bugs import BUGS
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 
 def test_what_is_broken_on_purpose_still_fits_the_code() -> None:

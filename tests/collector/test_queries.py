@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from collector.kit import ALL, Agent, make_site
+from collector.filled_run import DOWN, SITES, UP, an_incident
+from collector.kit import ALL, Agent
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.db import schema as t
@@ -17,9 +18,6 @@ from fp8watch_server.db.dialect import writing
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import SERIES_FIELDS
 from fp8watch_server.store.series import thin
-
-UP, DOWN = make_site("layers.0.mlp.up", order=0), make_site("layers.0.mlp.down", order=1)
-SITES = [UP, DOWN]
 
 
 @pytest.fixture
@@ -259,21 +257,6 @@ def test_a_run_is_running_then_stalled_or_ended(agent: Agent, client: Any, app: 
     assert status(time.time() + 91) == "ended"
     Agent(client, session="b" * 32).register_session()
     assert status(time.time()) == "running"  # it was started again
-
-
-def an_incident(**changes: Any) -> dict[str, Any]:
-    row = {"run_id": "run-1", "tenant": "default", "id": "i1", "attempt": 1, "mode": "inf-laundering", "title": "Inf"}
-    row |= {
-        "severity": "critical",
-        "status": "open",
-        "verdict": "fp8",
-        "first_step": 3,
-        "last_step": 5,
-        "num_events": 2,
-    }
-    row |= {"origin": True, "place": {"module": UP.module}, "sites": [UP.id], "num_sites": 1, "cause": "c", "fix": []}
-    row |= {"evidence": [{"field": "amax_max", "value": math.inf, "baseline": math.nan}], "alternatives": []}
-    return {**row, "fingerprint": "f", "opened_at": 10.0, "resolved_at": None, "updated_at": 10.0, **changes}
 
 
 def test_incidents_are_filtered_read_and_looked_after(agent: Agent, client: Any, app: Any, recorder: Any) -> None:

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import database
 import httpx
 import pytest
 import sqlalchemy as sa
 from collector.killing import SITES, Crew, Store, serve
 from collector.kit import ZSTD, Agent
+from support import database
 
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE
 from fp8watch_server.db import schema as t

@@ -23,11 +23,11 @@ import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site, served
 
-from fp8watch_server.http.connections import LIMITS, Connections, Limits, Stage
+from fp8watch_server.http.connections import LIMITS, ConnectionLimits, Connections, Stage
 from fp8watch_server.http.server import Server, limits_within
 
 SITE = make_site()
-QUICK = Limits(header_s=0.5, idle_s=0.5, linger_s=0.3)
+QUICK = ConnectionLimits(header_s=0.5, idle_s=0.5, linger_s=0.3)
 SOON_S = 5.0
 """Five times what is promised of /healthz: the machine may be busy. What this is about takes minutes, or does not end."""
 NUM_DESCRIPTORS = 256
@@ -330,7 +330,7 @@ def test_who_asks_for_nothing_makes_room_first(quick: str) -> None:
         await send({"type": "http.response.body", "body": b""})
 
     with (
-        served(app, limits=Limits(max_connections=4)) as url,
+        served(app, limits=ConnectionLimits(max_connections=4)) as url,
         httpx.Client(base_url=url) as agent,
         connect(url) as answered,
     ):

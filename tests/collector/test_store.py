@@ -12,14 +12,14 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from collector.filled_run import an_incident
 from collector.kit import Agent, make_site, on_sqlite
-from collector.test_queries import an_incident
 
 from fp8watch_agent.record import TileMap
 from fp8watch_server.db import dialect, migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import finite_json, make_engine, writing
-from fp8watch_server.store import queries, tiles
+from fp8watch_server.store import queries, tile_maps
 
 UP, DOWN = make_site("up", order=0), make_site("down", order=1)
 
@@ -126,9 +126,9 @@ def test_the_newest_tile_maps_and_those_around_incidents_are_kept(client: Any, a
     for seq, start in enumerate(range(0, 600, 100)):
         assert agent.post_maps([a_map(s) for s in range(start, start + 100)], seq).status_code == 200
     with writing(app.state.engine) as conn:
-        gone = tiles.prune(conn, "run-1")
+        gone = tile_maps.prune(conn, "run-1")
     with app.state.engine.connect() as conn:
-        kept = tiles.steps_available(conn, "run-1", UP.id)
+        kept = tile_maps.steps_available(conn, "run-1", UP.id)
     assert kept == [*range(84, 127), *range(344, 600)]
     assert gone == 600 - len(kept)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zstandard
 from agent.freeze import FROZEN, sample
-from agent_support import make_ids, make_maps
 from collector.kit import Agent, make_site
+from support.agents import make_ids, make_maps
 
 from fp8watch_agent.record import Site
 from fp8watch_agent.wire import READS

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from agent_support import make_maps, make_session, make_sites, record
 from collector.kit import Agent, Serving, make_site
+from support.agents import make_maps, make_session, make_sites, record
 
 from fp8watch_agent import sync
 from fp8watch_agent.record import TileMap

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 P, G, N = "tests/compare/test_parting.py", "tests/compare/test_page.py", "tests/compare/test_notebook_and_open.py"
 
 BUGS = [
     Bug(
         "what differs first among twins is the origin",
-        "compare.parting:find",
+        "compare.first_difference:find",
         "if 0 < identical <= seen and not",
         "if 0 < identical < 0 and not",
         f"{P}::test_the_origin_lies_where_twins_first_differ_though_the_noise_hides_it_for_long",
     ),
     Bug(
         "rounding is no origin",
-        "compare.parting:_only_bits",
+        "compare.first_difference:_only_bits",
         "return seen - at > BACK // 2",
         "return False and seen - at > BACK // 2",
         f"{P}::test_rounding_long_before_is_not_the_origin",
@@ -30,7 +30,7 @@ BUGS = [
     ),
     Bug(
         "not finite on one side is a parting",
-        "compare.parting:find",
+        "compare.first_difference:find",
         "a.bad != b.bad",
         "a.bad & b.bad",
         f"{P}::test_what_is_not_finite_on_one_side_alone_is_a_parting_and_on_both_is_none",
@@ -44,7 +44,7 @@ BUGS = [
     ),
     Bug(
         "other weights are said",
-        "compare.parting:find",
+        "compare.first_difference:find",
         "(kinds & ~same_bits[:, 0])",
         "(kinds & same_bits[:, 0] & ~same_bits[:, 0])",
         f"{P}::test_other_weights_at_the_start_are_said_and_their_amax_is_not_held_against_each_other",
@@ -93,14 +93,14 @@ BUGS = [
     ),
     Bug(
         "a cell that is run again attaches anew",
-        "session.again:interactive",
+        "session.rerun_cell:interactive",
         'return hasattr(sys, "ps1") or',
         "return",
         f"{N}::test_a_cell_that_is_run_again_attaches_anew_and_the_run_goes_on",
     ),
     Bug(
         "a script that attaches twice keeps its first",
-        "session.again:before",
+        "session.rerun_cell:before",
         "if interactive() else None",
         "if True else None",
         "tests/attach/test_refusals.py::test_attach_twice_watches_once",

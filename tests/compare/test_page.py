@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from database import fresh_database
 from pages import synthetic
 from pages.collector import make_app, serving
 from pages.synthetic import FAULT_MODULE, FAULT_STEP, HOSTILE, HOSTILE_ID, INCIDENT_ID
+from support.database import fresh_database
 
 from fp8watch_agent.terminal import command, live, text
 from fp8watch_server.pages import report_sections
@@ -181,7 +181,7 @@ def test_runs_incidents_and_one_of_them_in_a_terminal(
 def test_top_is_drawn_by_rich_and_a_terminal_obeys_no_name(client: httpx.Client) -> None:
     from rich.console import Console
 
-    from fp8watch_agent.terminal.asking import Asking
+    from fp8watch_agent.terminal.collector_client import Asking
 
     asking = Asking(str(client.base_url))
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp8watch_server.compare import words
-from fp8watch_server.compare.parting import Parting, find
+from fp8watch_server.compare.first_difference import Parting, find
 from fp8watch_server.compare.sides import Amax
 
 OPERANDS = ("input", "weight", "input", "weight", "grad_output")

@@ -26,7 +26,7 @@ import sqlalchemy as sa
 import torch
 import yaml
 from collector.kit import Agent, Serving, make_site
-from database import fresh_database
+from support.database import fresh_database
 
 import fp8watch
 from dashboards.boards import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
+from support.database import fresh_database
 
 from dashboards import boards
 from fp8watch_server.db.dialect import make_engine

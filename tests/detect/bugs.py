@@ -7,7 +7,7 @@ from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
 from detect.bugs_seen import SEEN_TO_BE_WRONG
-from planted import Bug
+from support.planted import Bug
 
 D = "server/fp8watch_server/detect"
 T = "tests/detect"
@@ -52,7 +52,7 @@ MODES = [
     ),
     Bug(
         "an operand under 3 dB is critical",
-        "engine:Engine._with_context",
+        "engine:DetectionEngine._with_context",
         'worse = found.severity == "warning" and destroyed',
         "worse = False",
         f"{T}/test_gain.py::test_an_operand_under_three_db_is_critical_whatever_explains_it",
@@ -150,7 +150,7 @@ MODES = [
     ),
     Bug(
         "recipe-mismatch",
-        "engine:Engine.add_sites",
+        "engine:DetectionEngine.add_sites",
         "        self._registry.add_sites(self._table.sites, news)\n",
         "        self._registry.add_sites({}, news)\n",
         _scenario("recipe-mismatch"),
@@ -220,7 +220,7 @@ MODES = [
     ),
     Bug(
         "bad-batch",
-        "loss:LossJumps._begins",
+        "loss_jump:LossJumps._begins",
         "        if loss - usual <= max(ctx.limit.loss_jump_sigma",
         "        if loss - usual <= 99 * max(ctx.limit.loss_jump_sigma",
         _scenario("bad-batch"),
@@ -248,7 +248,7 @@ MODES = [
     ),
     Bug(
         "silent-data-corruption by the hash",
-        "agreement:Agreement._hashes",
+        "replica_consistency:Agreement._hashes",
         "            differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
         "            differ = both & (columns[at] != columns[at[0]]).all(axis=0)\n",
         _scenario("corruption-by-hash"),
@@ -304,7 +304,7 @@ MODES = [
     ),
     Bug(
         "cross-rank-disagreement",
-        "agreement:Agreement._scales",
+        "replica_consistency:Agreement._scales",
         "                both = has[at].all(axis=0)\n                differ = both & (columns[at] != columns[at[0]]).any(axis=0)\n",
         "                both = has[at].all(axis=0)\n                differ = both & (columns[at] > 2 * columns[at[0]]).any(axis=0)\n",
         _scenario("cross-rank-disagreement"),

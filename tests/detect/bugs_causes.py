@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 D, INCIDENTS = "server/fp8watch_server/detect", "server/fp8watch_server/incidents"
 FIRST = "tests/detect/test_what_came_first.py"
@@ -12,21 +12,21 @@ WORDS = "tests/incidents/test_nothing_measured.py::test_no_claim_is_made_about_w
 CAUSES = [
     Bug(
         "a loss that jumps asks for the learning rate",
-        "loss:LossJumps._begins",
+        "loss_jump:LossJumps._begins",
         "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
         "            lr=None,\n",
         f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
     ),
     Bug(
         "a learning rate that leaped long before is no cause",
-        "loss:LossJumps._begins",
+        "loss_jump:LossJumps._begins",
         "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
         "            lr=leap,\n",
         f"{FIRST}::test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch",
     ),
     Bug(
         "a learning rate that leaps for one step is remembered",
-        "schedule:Schedule.observe",
+        "lr_schedule:Schedule.observe",
         "        self.jump_step = None\n        if rising",
         "        self.jump_step = self.last_leap = None\n        if rising",
         f"{FIRST}::test_a_learning_rate_that_leaps_for_one_step_and_healthy_quantisers_are_no_matter_of_fp8",
@@ -47,7 +47,7 @@ CAUSES = [
     ),
     Bug(
         "a verdict needs inputs that were measured",
-        "loss:_finding",
+        "loss_jump:_finding",
         "    healthy = inputs is not None and inputs.healthy is True\n",
         "    healthy = inputs is None or inputs.healthy is True\n",
         f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
@@ -96,7 +96,7 @@ CAUSES = [
     ),
     Bug(
         "an incident lasts from sample to sample",
-        "engine:Engine._roll_up",
+        "engine:DetectionEngine._roll_up",
         "streams, self._apart(f)) for f in found]",
         "streams, self._light_apart()) for f in found]",
         f"{FIRST}::test_noise_that_only_full_samples_hold_is_counted_by_them",
@@ -138,7 +138,7 @@ CAUSES = [
     ),
     Bug(
         "one odd batch warns nobody",
-        "loss:_finding",
+        "loss_jump:_finding",
         'notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)',
         'notice = about["shift"]',
         "tests/detect/test_what_came_first.py::test_an_odd_batch_that_is_over_in_one_step_warns_nobody",
@@ -180,14 +180,14 @@ CAUSES = [
     ),
     Bug(
         "of two leaps of the learning rate the last counts",
-        "schedule:Schedule.observe",
+        "lr_schedule:Schedule.observe",
         "(self.jump_step is None or leap):",
         "self.jump_step is None:",
         f"{FIRST}::test_of_a_learning_rate_that_leaps_twice_the_last_leap_is_named",
     ),
     Bug(
         "a loss is told with the step of its peak",
-        "loss:_finding",
+        "loss_jump:_finding",
         'round(jump.usual, 4), "", jump.peak)]',
         'round(jump.usual, 4), "", jump.step)]',
         f"{FIRST}::test_a_loss_that_peaks_later_is_told_with_the_step_of_its_peak",

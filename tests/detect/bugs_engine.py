@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 D = "server/fp8watch_server/detect"
 T = "tests/detect"
@@ -24,7 +24,7 @@ REPORTS = [
     ),
     Bug(
         "two jobs in one run are told",
-        "detect.engine:Engine.observe",
+        "detect.engine:DetectionEngine.observe",
         "        found += [f for f in two if f.mode not in self.thresholds.disabled]\n",
         "",
         f"{T}/test_two_jobs.py::test_two_jobs_in_one_run_are_told_within_half_a_minute",
@@ -45,7 +45,7 @@ REPORTS = [
     ),
     Bug(
         "the tile of an Inf is named",
-        "view:StepView.element",
+        "step_view:StepView.element",
         "row // max(tile_rows, 1), column // max(tile_columns, 1))",
         "row, column)",
         f"{T}/test_reports.py::test_the_inf_rule_of_blockwise_scaling_launders_with_the_tile_named",
@@ -59,7 +59,7 @@ REPORTS = [
     ),
     Bug(
         "modules that a filter left out are counted",
-        "detect.registry:Registry.add_session",
+        "detect.registered_facts:Registry.add_session",
         "        changes += s.coverage(facts, before)\n",
         "",
         f"{T}/test_reports.py::test_a_regex_left_three_of_477_modules_in_bf16"
@@ -74,7 +74,7 @@ REPORTS = [
     ),
     Bug(
         "shards that were not reduced are told",
-        "view",
+        "step_view",
         'PER_TENSOR = ("delayed", "current")',
         'PER_TENSOR = ("delayed",)',
         f"{T}/test_reports.py::test_tensor_parallel_ranks_that_take_amax_of_their_shard_disagree_before_the_nan",
@@ -95,21 +95,21 @@ REPORTS = [
     ),
     Bug(
         "a poisoned checkpoint is flagged",
-        "engine:Engine._step",
+        "engine:DetectionEngine._step",
         "            found.append(poisoned_checkpoint)\n",
         "            pass\n",
         f"{T}/test_reports.py::test_one_nan_of_a_wgrad_poisons_a_checkpoint_that_is_flagged",
     ),
     Bug(
         "scales go on after a resume",
-        "engine:Engine._restart",
+        "engine:DetectionEngine._restart",
         "        self._scales.restart()\n",
         "",
         f"{T}/test_reports.py::test_a_resume_whose_scales_do_not_continue",
     ),
     Bug(
         "the group that was not reduced over is named",
-        "agreement:Agreement._axes",
+        "replica_consistency:Agreement._axes",
         "                blamed.append(axis)\n",
         "                pass\n",
         f"{T}/test_reports.py::test_amax_reduced_over_the_wrong_group_is_named_with_the_group",
@@ -133,7 +133,7 @@ REPORTS = [
 ENGINE = [
     Bug(
         "a batch that comes twice is judged once",
-        "engine:Engine.observe",
+        "engine:DetectionEngine.observe",
         "        if header.seq in stream.seqs:\n",
         "        if header.seq in stream.seqs and header.seq < 0:\n",
         f"{T}/test_order.py::test_a_batch_that_comes_twice_is_judged_once",
@@ -161,14 +161,14 @@ ENGINE = [
     ),
     Bug(
         "a restart begins a new baseline",
-        "engine:Engine._resume",
+        "engine:DetectionEngine._resume",
         "            self._statistics = Statistics(len(self._table), self.thresholds)\n",
         "            pass\n",
         f"{T}/test_seen_to_be_wrong.py::test_a_run_that_begins_again_from_scratch_is_not_held_against_its_past",
     ),
     Bug(
         "going back in place begins anew",
-        "engine:Engine._went_back",
+        "engine:DetectionEngine._went_back",
         '        return int(batch.steps["step"][0]) < stream.last_step\n',
         "        return False\n",
         f"{T}/test_order.py::test_training_that_goes_back_within_a_session_begins_anew",
@@ -231,7 +231,7 @@ ENGINE = [
     ),
     Bug(
         "nothing statistical is said while a run is young",
-        "schedule:Schedule.warm",
+        "lr_schedule:Schedule.warm",
         "        if self._first_step is None or step - self._first_step < self._warmup_steps:\n",
         "        if self._first_step is None:\n",
         f"{T}/test_divergence.py::test_nothing_is_judged_in_the_first_fifty_steps",

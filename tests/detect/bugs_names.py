@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 NAMED = "tests/detect/test_names_of_real_trainings.py"
 CORRUPTION = "families.corruption:Corruption"
@@ -73,7 +73,7 @@ NAMES = [
     ),
     Bug(
         "what comes before every GEMM leaps by less",
-        "view:SiteTable._fill",
+        "step_view:SiteTable._fill",
         "(self.order < first)",
         "(self.order > first)",
         f"{NAMED}::test_an_embedding_that_leaps_is_named_and_fp8_is_not",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 SEEN = "tests/detect/test_seen_to_be_wrong.py"
 SCALARS = "tests/detect/test_scalar_shift.py"
@@ -125,14 +125,14 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "baselines continue over the sessions of a run",
-        "engine:Engine._resume",
+        "engine:DetectionEngine._resume",
         "        if before.continues_at(step):\n",
         "        if False:\n",
         f"{SEEN}::test_a_learning_rate_times_thirty_right_after_a_resume_is_told",
     ),
     Bug(
         "a run from scratch has no past",
-        "engine:Engine._resume",
+        "engine:DetectionEngine._resume",
         "        if before.continues_at(step):\n",
         "        if True:\n",
         f"{SEEN}::test_a_run_that_begins_again_from_scratch_is_not_held_against_its_past",
@@ -160,35 +160,35 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "a hash does not tell the step",
-        "agreement:Agreement._corrupted",
+        "replica_consistency:Agreement._corrupted",
         "            began=now.step if last_agreed is None else last_agreed + 1,\n",
         "            began=now.step,\n",
         f"{SEEN}::test_a_weight_that_differs_is_told_with_the_steps_between_which_it_happened",
     ),
     Bug(
         "shards are not replicas",
-        "agreement:Agreement._learned",
+        "replica_consistency:Agreement._learned",
         "                known = before * 2 > int(np.count_nonzero(agreed | differed)) and before > 0\n",
         "                known = before > 0\n",
         f"{SEEN}::test_shards_that_begin_as_equal_zeros_are_not_taken_for_replicas",
     ),
     Bug(
         "the channel of an outlier",
-        "cross_rank_step:Now.channel",
+        "cross_rank_step:CrossRankStep.channel",
         "        return tile[1] if tile is not None and tile[1] // max(width, 1) == own[1] else None\n",
         "        return None\n",
         f"{SEEN}::test_an_outlier_that_owns_its_tile_is_told_with_its_channel",
     ),
     Bug(
         "ranks that take turns do not share their tiles",
-        "cross_rank_step:Now.beside",
+        "cross_rank_step:CrossRankStep.beside",
         "self._rolled_up(name, self._measured(group))",
         "self._rolled_up(name)",
         f"{ROTATED}::test_ranks_that_take_turns_do_not_make_the_sqnr_of_a_site_better",
     ),
     Bug(
         "an incident lasts from turn to turn of its site",
-        "engine:Engine._apart",
+        "engine:DetectionEngine._apart",
         "        return max(self._light_apart(), self._samples.of(sampled, rows[rows >= 0]))\n",
         "        return self._light_apart()\n",
         f"{ROTATED}::test_a_gemm_that_is_wrong_stays_one_incident_between_the_turns_of_its_shadow",
@@ -237,7 +237,7 @@ SEEN_TO_BE_WRONG = [
     ),
     Bug(
         "tokens of all ranks feed an expert",
-        "cross_rank_step:Now.experts",
+        "cross_rank_step:CrossRankStep.experts",
         "known.tokens + tokens",
         "tokens",
         f"{EXPERTS}::test_another_rank_may_have_the_tokens",

@@ -6,15 +6,17 @@ from itertools import zip_longest
 
 from detect.scenarios import Case, Expected
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding, facts_of
 from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
 
 
-def play(case: Case, thresholds: Thresholds = DEFAULTS, every: int = 1, engine: Engine | None = None) -> list[Finding]:
+def play(
+    case: Case, thresholds: Thresholds = DEFAULTS, every: int = 1, engine: DetectionEngine | None = None
+) -> list[Finding]:
     """Findings of a case, in order."""
     first = case.traces[0]
-    engine = engine or Engine(first.facts, thresholds)
+    engine = engine or DetectionEngine(first.facts, thresholds)
     for sessions in case.sessions:
         engine.add_sessions(sessions)
     found: list[Finding] = []

@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 from detect.trace import Trace, healthy
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.sessions import SessionFacts
 
 FILE = Path(__file__).parent / "state_v3.bin"
@@ -35,9 +35,9 @@ def run() -> Trace:
     return trace
 
 
-def engine_of(trace: Trace) -> Engine:
+def engine_of(trace: Trace) -> DetectionEngine:
     """What has seen the part of the run before the state was saved, and heard of another eps right after it."""
-    engine = Engine(trace.facts)
+    engine = DetectionEngine(trace.facts)
     engine.add_sessions([SessionFacts(session=trace.session, rank=0, mesh={"dp": 0})])
     for batch in list(trace.batches(PER_BATCH))[:SAVED_AFTER]:
         engine.observe(batch)

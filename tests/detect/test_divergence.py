@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from detect.healthy_run import Run
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding
 
 # Median growth of log2 amax after LR ×30 at step 120, as measured on a small model under AdamW 2e-3.
@@ -40,7 +40,7 @@ def diverging(at: int = 120, *, lr_known: bool = True, scale: float = 1.0, seed:
 
 
 def observe(run: Run, num_steps: int = 160, per_batch: int = 4, every: int = 1) -> list[Finding]:
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     return [
         f
         for first in range(0, num_steps, per_batch)
@@ -79,7 +79,7 @@ def test_nothing_is_judged_in_the_first_fifty_steps() -> None:
 
 def test_a_loss_that_breaks_while_the_optimizer_diverges_is_its_consequence() -> None:
     run, engine = diverging(), None
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
 
     def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
         if step >= 126:
@@ -95,7 +95,7 @@ def test_a_loss_that_breaks_while_the_optimizer_diverges_is_its_consequence() ->
 
 def test_growth_under_a_broken_quantiser_is_not_the_optimizers() -> None:
     run = diverging()
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     i = run.index("layers.0.mlp.gate_proj", "weight")
 
     def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
@@ -117,7 +117,7 @@ def moved_by(num_steps: int, moves: Callable[[int, np.random.Generator], np.ndar
         for name in ("amax_max", "amax_min_nonzero", "scale_inv_max", "scale_inv_min"):
             rows[name] *= np.exp2(moved)
 
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     found = [f for at in range(0, num_steps, 4) for f in engine.observe(run.batch(range(at, at + 4), move))]
     return {f.mode for f in found}
 

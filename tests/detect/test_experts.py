@@ -8,7 +8,7 @@ from detect.play import play
 from detect.scenarios import DOWN, Case
 from detect.trace import healthy
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.incidents.explain import explain
 
 ONSET = 90
@@ -79,10 +79,10 @@ def test_a_state_that_is_saved_goes_on() -> None:
     vectors["amax"][:, 1:] /= 2**14
     vectors["amax"][ONSET:, 3] *= 2**14
     whole = [f.mode for f in play(Case([t], ONSET))]
-    engine, found = Engine(t.facts), []
+    engine, found = DetectionEngine(t.facts), []
     for i, batch in enumerate(t.batches()):
         found += engine.observe(batch)
         if i == 10:
-            engine = Engine.load(engine.dump(), t.facts)
+            engine = DetectionEngine.load(engine.dump(), t.facts)
     assert [f.mode for f in found] == whole
     assert np.isfinite(vectors["amax"]).all()

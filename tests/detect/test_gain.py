@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from detect.healthy_run import Run
-from detect.test_modes import DOWN, detect, evidence, modes
+from detect.single_steps import DOWN, detect, evidence, modes
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 
 STEPS = range(60, 90)
 
@@ -79,7 +79,7 @@ def test_e5m2_has_twice_the_room() -> None:
     run.sites[i] = replace(run.sites[i], format="E5M2")
     facts = dict(run.facts)
     facts[run.sites[i].id] = replace(facts[run.sites[i].id], format="E5M2")
-    engine, found = Engine(facts), []
+    engine, found = DetectionEngine(facts), []
     for first in range(60, 90, 3):
         found += engine.observe(run.batch(range(first, first + 3), biased(run, "input", 0.008)))
     assert modes(found) == set()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from detect.healthy_run import Run
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 
 
 def found_in(run: Run, num_steps: int = 600, per_batch: int = 16, every: int = 1) -> list[tuple[str, int]]:
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     found = []
     for first in range(0, num_steps, per_batch):
         batch = run.batch(range(first, min(first + per_batch, num_steps), every))
@@ -67,7 +67,7 @@ def test_a_run_sampled_each_tenth_step() -> None:
 
 def test_frozen_layers() -> None:
     run = Run(seed=8)
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     weights = np.flatnonzero(run.roles == "weight")[:12]
 
     def freeze(rows: np.ndarray, s: np.ndarray, step: int) -> None:

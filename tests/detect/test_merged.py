@@ -10,8 +10,8 @@ from detect.hard import HARD
 from detect.merged import merged
 from detect.play import causes, place_is_right, play
 from detect.rotated import turned
+from detect.rotated_scenarios import SCENARIOS
 from detect.scenarios import BY_NAME, Case, _replicas
-from detect.test_rotated import SCENARIOS
 from detect.trace import Trace
 
 AT = 120

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from detect.healthy_run import Run
+from detect.single_steps import DOWN, detect, evidence, modes
 
 from fp8watch_agent.record import Measured, StepPresent, StepStatus
-from fp8watch_server.detect.engine import Engine
-from fp8watch_server.detect.finding import Finding
 
 NAN, INF = float("nan"), float("inf")
-DOWN = "layers.1.mlp.down_proj"
-Change = Callable[[np.ndarray, np.ndarray, int], None]
-
-
-def detect(run: Run, change: Change | None, steps: range = range(60, 70), per_batch: int = 3) -> list[Finding]:
-    engine = Engine(run.facts)
-    found: list[Finding] = []
-    for first in range(steps.start, steps.stop, per_batch):
-        found += engine.observe(run.batch(range(first, min(first + per_batch, steps.stop)), change))
-    return found
 
 
 def put_inf(rows: np.ndarray, i: int, element: tuple[int, int] = (37, 200)) -> None:
@@ -42,14 +29,6 @@ def put_degenerate(rows: np.ndarray, i: int) -> None:
 
 def after(rows: np.ndarray, order: int) -> np.ndarray:
     return rows["order"] > order
-
-
-def modes(found: list[Finding]) -> set[str]:
-    return {f.mode for f in found}
-
-
-def evidence(finding: Finding) -> dict[str, object]:
-    return {e.field: e.value for e in finding.evidence}
 
 
 def test_an_inf_with_a_finite_loss_is_laundered_and_its_tile_is_named() -> None:

@@ -13,7 +13,7 @@ from detect.scenarios import DOWN, GATE, OUT, Case, Q, _shadow, nan_after, put_n
 from detect.trace import ALL, Trace, healthy
 
 from fp8watch_agent.record import Measured, Site, site_id
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 120, 170
@@ -22,7 +22,7 @@ AT, STEPS = 120, 170
 def incidents(t: Trace, every: int = 1) -> list[Folded]:
     if every == 1:
         return fold(play(Case([t], AT)), t.facts)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     return fold([f for b in lightly(t.batches(), every) for f in engine.observe(b)], t.facts)
 
 

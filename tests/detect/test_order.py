@@ -8,12 +8,12 @@ from detect.healthy_run import Run
 from detect.scenarios import BY_NAME
 
 from fp8watch_agent.wire import Batch
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 
 
 def test_a_batch_that_comes_twice_is_judged_once() -> None:
     run = Run()
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     batch = run.batch([5], lambda rows, s, step: s["loss"].fill(float("nan")))
     assert len(engine.observe(batch)) == 1
     assert engine.observe(batch) == []
@@ -21,7 +21,7 @@ def test_a_batch_that_comes_twice_is_judged_once() -> None:
 
 def test_a_late_step_is_judged_by_the_invariants() -> None:
     run = Run()
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     late = run.batch([5], lambda rows, s, step: rows["scale_ratio_max"][[1]].fill(1.0) or rows["num_inf"].put(0, 1))
     assert engine.observe(run.batch(range(6, 20))) == []
     assert [(f.mode, f.step) for f in engine.observe(late)] == [("inf-laundering", 5)]
@@ -31,7 +31,7 @@ def test_healthy_batches_in_any_order_raise_nothing() -> None:
     run = Run(seed=3)
     batches = [run.batch(range(first, first + 4)) for first in range(0, 200, 4)]
     np.random.default_rng(0).shuffle(batches)
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     assert [f for b in batches for f in engine.observe(b)] == []
 
 
@@ -46,7 +46,7 @@ def test_batches_that_overtake_each_other_and_come_twice_change_no_verdict(name:
     mixed += batches[1 + 2 * len(pairs) :]
 
     def said(order: list[Batch]) -> list[tuple[str, int]]:
-        engine = Engine(trace.facts)
+        engine = DetectionEngine(trace.facts)
         return [(f.mode, f.step) for b in order for f in engine.observe(b)]
 
     assert said(batches)
@@ -56,7 +56,7 @@ def test_batches_that_overtake_each_other_and_come_twice_change_no_verdict(name:
 def test_steps_that_never_come_open_nothing_and_hide_nothing() -> None:
     trace = BY_NAME["optimizer-divergence"].make(1, 1).traces[0]
     lost = [b for i, b in enumerate(trace.batches(4)) if i % 5 != 2]
-    engine = Engine(trace.facts)
+    engine = DetectionEngine(trace.facts)
     found = [f for b in lost for f in engine.observe(b)]
     assert {f.mode for f in found if f.severity == "critical"} == {"optimizer-divergence"}
     assert [f for f in found if f.step < BY_NAME["optimizer-divergence"].make(1, 1).onset] == []
@@ -66,11 +66,11 @@ def test_steps_that_never_come_open_nothing_and_hide_nothing() -> None:
 def test_a_restart_begins_a_new_baseline(step: int) -> None:
     first, second = Run(seed=1, session="a" * 32), Run(seed=2, session="b" * 32)
     second._log2_weight += 3.0  # other weights: a jump of three octaves that is none
-    engine = Engine(first.facts)
+    engine = DetectionEngine(first.facts)
     batches = [first.batch(range(s, s + 8)) for s in range(0, 120, 8)]
     batches += [second.batch(range(s, s + 8)) for s in range(step, step + 120, 8)]
     assert [f for b in batches for f in engine.observe(b)] == []
-    assert engine.settled_step == step + 119
+    assert engine.delivered_step == step + 119
 
 
 def test_a_replay_in_a_new_engine_gives_the_same_findings() -> None:
@@ -82,7 +82,7 @@ def test_a_replay_in_a_new_engine_gives_the_same_findings() -> None:
             rows["num_nan"] = 3 * (step > 30)
 
     batches = [run.batch(range(s, s + 4), change) for s in range(0, 60, 4)]
-    one, two = Engine(run.facts), Engine(run.facts)
+    one, two = DetectionEngine(run.facts), DetectionEngine(run.facts)
     first = [f for b in batches for f in one.observe(b)]
     for b in batches[:10]:
         two.observe(b)  # silently, as after a restart
@@ -93,21 +93,21 @@ def test_a_replay_in_a_new_engine_gives_the_same_findings() -> None:
 
 def test_settled_is_the_step_that_every_live_rank_delivered() -> None:
     ranks = [Run(rank=r) for r in range(3)]
-    engine = Engine(ranks[0].facts)
-    assert engine.settled_step is None
+    engine = DetectionEngine(ranks[0].facts)
+    assert engine.delivered_step is None
     engine.observe(ranks[0].batch(range(30)))
     engine.observe(ranks[1].batch(range(20)))
-    assert engine.settled_step == 19
+    assert engine.delivered_step == 19
     engine.observe(ranks[2].batch(range(25)))
-    assert engine.settled_step == 19
+    assert engine.delivered_step == 19
     engine.observe(ranks[0].batch(range(30, 300)))
-    assert engine.settled_step == 299  # the others are long gone
+    assert engine.delivered_step == 299  # the others are long gone
 
 
 def test_sites_may_be_registered_later() -> None:
     run = Run()
     half = dict(list(run.facts.items())[:20])
-    engine = Engine(half)
+    engine = DetectionEngine(half)
     assert engine.observe(run.batch(range(8))) == []  # records of unknown sites are left out
     engine.add_sites(run.facts)
     assert [f for s in range(8, 80, 8) for f in engine.observe(run.batch(range(s, s + 8)))] == []
@@ -122,24 +122,24 @@ def test_sites_may_be_registered_later() -> None:
 def test_an_empty_batch_and_a_step_without_records_are_fine() -> None:
     run = Run()
     run.sites, run.roles = run.sites, run.roles
-    engine = Engine({})
+    engine = DetectionEngine({})
     assert engine.observe(run.batch(range(3))) == []
 
 
 def test_after_a_restart_the_steps_of_the_attempt_before_settle_nothing() -> None:
-    engine = Engine(Run().facts)
+    engine = DetectionEngine(Run().facts)
     for rank in range(2):
         engine.observe(Run(rank=rank, session=f"old{rank}").batch(range(4960, 5000)))
     again = [Run(rank=rank, session=f"new{rank}") for rank in range(2)]
     engine.observe(again[0].batch(range(4000, 4008)))
-    assert engine.settled_step == 4007  # rank 1 has not come back yet: its 4999 is of the attempt before
+    assert engine.delivered_step == 4007  # rank 1 has not come back yet: its 4999 is of the attempt before
     engine.observe(again[1].batch(range(4000, 4004)))
-    assert engine.settled_step == 4003
+    assert engine.delivered_step == 4003
 
 
 def test_training_that_goes_back_within_a_session_begins_anew() -> None:
     run = Run()
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
 
     def zero_tile(rows: np.ndarray, s: np.ndarray, step: int) -> None:
         if step == 490:
@@ -153,12 +153,12 @@ def test_training_that_goes_back_within_a_session_begins_anew() -> None:
     second = [f for at in range(100, 160, 4) for f in engine.observe(run.batch(range(at, at + 4), nan))]
     assert [(f.mode, f.step) for f in first] == [("zero-tile-eps", 490)]
     assert [(f.mode, f.step, f.extra["consequence"]) for f in second] == [("nan-in-activation", 150, False)]
-    assert engine.settled_step == 159
+    assert engine.delivered_step == 159
 
 
 def test_a_late_step_is_no_consequence_of_a_cause_far_from_it() -> None:
     run = Run()
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     late = run.batch([5], lambda rows, s, step: rows["num_nan"].put(0, 1))
 
     def loss(rows: np.ndarray, s: np.ndarray, step: int) -> None:

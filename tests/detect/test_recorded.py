@@ -10,13 +10,13 @@ from benchmarks.detection.recorded import TRACES, Recorded, traces
 from detect.folded import fold
 from detect.light import lightly
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 
 RUNS = {r.name: r for r in traces()}
 
 
 def incidents(run: Recorded, every: int = 1) -> list[tuple[str, int, str]]:
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     batches = run.batches if every == 1 else lightly(run.batches, every)
     found = [f for batch in batches for f in engine.observe(batch)]
     return [(i.mode, i.first.step, i.severity) for i in fold(found, run.facts) if i.severity != "info"]

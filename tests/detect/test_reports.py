@@ -187,9 +187,9 @@ def test_a_resume_whose_scales_do_not_continue() -> None:
     after.session = "f" * 32
     after.columns["scale_inv_max"][:2], after.columns["scale_inv_min"][:2] = 1.0, 1.0  # the history was not saved
     case = Case([before], 60)
-    from fp8watch_server.detect.engine import Engine
+    from fp8watch_server.detect.engine import DetectionEngine
 
-    engine = Engine(before.facts)
+    engine = DetectionEngine(before.facts)
     assert [f.mode for f in play(case, engine=engine)] == []
     found = causes(play(Case([after], 40), engine=engine))
     words = explain(found[0], after.facts)
@@ -199,12 +199,12 @@ def test_a_resume_whose_scales_do_not_continue() -> None:
 
 
 def test_a_resume_whose_scales_continue_says_nothing() -> None:
-    from fp8watch_server.detect.engine import Engine
+    from fp8watch_server.detect.engine import DetectionEngine
 
     before = healthy(11, 60, recipe="delayed")
     after = healthy(11, 60, recipe="delayed", first_step=40)
     after.session = "f" * 32
-    engine = Engine(before.facts)
+    engine = DetectionEngine(before.facts)
     assert play(Case([before], 60), engine=engine) == []
     assert play(Case([after], 60), engine=engine) == []
 

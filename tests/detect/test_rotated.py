@@ -8,31 +8,17 @@ from detect.folded import Folded, fold
 from detect.hard import HARD
 from detect.play import causes, place_is_right, play
 from detect.rotated import rotating, turned
+from detect.rotated_scenarios import SCENARIOS
 from detect.scenarios import BY_NAME, GATE, Case, _replicas, _shadow
 from detect.trace import healthy
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.cross_rank_step import Now
-from fp8watch_server.detect.engine import Engine
-from fp8watch_server.detect.view import BatchColumns, SiteTable
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
+from fp8watch_server.detect.engine import DetectionEngine
+from fp8watch_server.detect.step_view import BatchColumns, SiteTable
 from fp8watch_server.incidents.explain import explain
 
 AT = 120
-SCENARIOS = (
-    "dead-layer",
-    "delayed-clip",
-    "frozen-scale",
-    "stale-weight-scale",
-    "gradient-underflow",
-    "outlier-growth",
-    "optimizer-divergence",
-    "bad-batch",
-    "silent-data-corruption",
-    "inf-laundering",
-    "chronic-quantization-noise",
-    "scale-collapse",
-    "attention-logit-bound",
-)
 
 
 def incidents(case: Case) -> list[Folded]:
@@ -118,7 +104,7 @@ def _sqnr(ranks: int, every: int) -> tuple[np.ndarray, np.ndarray]:
             *_, last = rotating(trace.batches(8), n)
             *_, view = BatchColumns(last, table).views()
             views.append(view)
-        got.append(Now(views, table).sqnr_db)
+        got.append(CrossRankStep(views, table).sqnr_db)
     return got[0], got[1]
 
 
@@ -139,7 +125,7 @@ def test_ranks_that_take_turns_do_not_make_an_outlier_of_every_site() -> None:
             *_, last = rotating(trace.batches(8), n)
             *_, view = BatchColumns(last, table).views()
             views.append(view)
-        kurtosis.append(Now(views, table).log2_kurtosis)
+        kurtosis.append(CrossRankStep(views, table).log2_kurtosis)
     seen = ~np.isnan(kurtosis[0])
     assert 0 < np.count_nonzero(seen) < len(seen)
     assert np.abs(kurtosis[0][seen] - kurtosis[1][seen]).max() < 1.5
@@ -180,11 +166,11 @@ def test_a_gemm_that_is_wrong_stays_one_incident_between_the_turns_of_its_shadow
 
 def test_an_engine_that_was_saved_before_sites_took_turns_goes_on() -> None:
     trace = turned(healthy(3, 64), 16)
-    engine = Engine(trace.facts)
+    engine = DetectionEngine(trace.facts)
     batches = list(trace.batches())
     for b in batches[:4]:
         engine.observe(b)
-    again = Engine.load(engine.dump(), trace.facts)
+    again = DetectionEngine.load(engine.dump(), trace.facts)
     assert again._samples.of(True, np.array([0])) == engine._samples.of(True, np.array([0]))
     for b in batches[4:]:
         assert repr(again.observe(b)) == repr(engine.observe(b))

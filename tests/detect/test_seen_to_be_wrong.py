@@ -13,7 +13,7 @@ from detect.scenarios import DOWN, GATE, OUT, Case, _replicas
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.sessions import SessionFacts, differences
 from fp8watch_server.incidents.explain import Explanation, explain
@@ -24,7 +24,7 @@ AT, STEPS = 120, 200
 def incidents(t: Trace, every: int = 1) -> list[Folded]:
     if every == 1:
         return fold(play(Case([t], AT)), t.facts)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     return fold([f for b in lightly(t.batches(), every) for f in engine.observe(b)], t.facts)
 
 
@@ -221,7 +221,7 @@ def resumed(t: Trace, *, back: int = 0, lr: float = 1.0, lr_steps: int = 0) -> l
     """The trace up to AT, then a new session that begins `back` steps earlier; with the LR and what it does to the weights."""
     at = np.arange(t.num_steps)
     first, second = replace(t), replace(t, session="f" * 32)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     found = [f for b in list(first.batches(8))[: AT // 8] for f in engine.observe(b)]
     assert [f for f in found if f.severity != "info"] == []
     if lr_steps:
@@ -260,7 +260,7 @@ def test_a_run_that_begins_again_from_scratch_is_not_held_against_its_past() -> 
     new.session = "f" * 32
     new.grow(new.mask(operand="input"), np.full(160, 5.0))
     new.grow(new.mask(DOWN, "input"), np.where(np.arange(160) >= AT, 10.0, 0.0))
-    engine = Engine(old.facts)
+    engine = DetectionEngine(old.facts)
     found = [f for t in (old, new) for b in t.batches(8) for f in engine.observe(b)]
     assert [(i.mode, i.first.step) for i in fold(found, old.facts)] == [("outlier-growth", AT)]
 
@@ -276,7 +276,7 @@ def changed(backend: str, **flags: str) -> tuple[Folded, Explanation]:
 
     first, second = healthy(3, 16, 1), healthy(3, 32, 1, first_step=16)
     first.session, second.session = f"{1:032x}", f"{2:032x}"
-    engine = Engine(first.facts)
+    engine = DetectionEngine(first.facts)
     engine.add_sessions([session(1, **{f"flag.{k}": "tensorwise" for k in flags})])
     found = [f for b in first.batches() for f in engine.observe(b)]
     news: dict[str, object] = {

@@ -8,7 +8,7 @@ import zstandard
 from detect.play import play
 from detect.scenarios import BY_NAME, Case
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.state import VERSION, StateError
 
 
@@ -18,11 +18,11 @@ def test_an_engine_that_was_read_back_says_what_the_first_would_have(name: str, 
     trace = BY_NAME[name].make(1, 1).traces[0]
     batches = list(trace.batches())
     cut //= 8
-    one = Engine(trace.facts)
+    one = DetectionEngine(trace.facts)
     for batch in batches[:cut]:
         one.observe(batch)
-    two = Engine.load(one.dump(), trace.facts)
-    assert two.settled_step == one.settled_step
+    two = DetectionEngine.load(one.dump(), trace.facts)
+    assert two.delivered_step == one.delivered_step
     for batch in batches[cut:]:
         assert repr(two.observe(batch)) == repr(one.observe(batch))  # NaN is not equal to itself
     assert two.dump() == one.dump()
@@ -31,10 +31,10 @@ def test_an_engine_that_was_read_back_says_what_the_first_would_have(name: str, 
 def test_a_batch_that_was_judged_before_the_restart_is_not_judged_again() -> None:
     trace = BY_NAME["nan-in-loss"].make(1, 1).traces[0]
     batches = list(trace.batches())
-    one = Engine(trace.facts)
+    one = DetectionEngine(trace.facts)
     found = [f for batch in batches for f in one.observe(batch)]
     assert found
-    two = Engine.load(one.dump(), trace.facts)
+    two = DetectionEngine.load(one.dump(), trace.facts)
     assert [f for batch in batches for f in two.observe(batch)] == []
 
 
@@ -59,11 +59,11 @@ def test_a_batch_that_was_judged_before_the_restart_is_not_judged_again() -> Non
 )
 def test_what_is_no_state_is_refused(body: bytes) -> None:
     with pytest.raises(StateError):
-        Engine.load(body, {})
+        DetectionEngine.load(body, {})
 
 
 def test_a_state_stays_small() -> None:
     trace = BY_NAME["delayed-clip"].make(1, 1).traces[0]
-    engine = Engine(trace.facts)
+    engine = DetectionEngine(trace.facts)
     play(Case([trace], 0), engine=engine)
     assert len(engine.dump()) < 256 << 10  # 105 sites

@@ -9,7 +9,7 @@ import pytest
 from collector.kit import Agent, make_site
 
 from fp8watch_agent.wire import decode_batch
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding, facts_of
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.incidents.explain import explain
@@ -22,7 +22,7 @@ MODE = "two-jobs-one-run"
 class Job:
     """Sends a batch of one step every two seconds, by a clock of its own."""
 
-    def __init__(self, engine: Engine, session: str, skew_s: float = 0.0, pid: int = 7, rank: int = 0) -> None:
+    def __init__(self, engine: DetectionEngine, session: str, skew_s: float = 0.0, pid: int = 7, rank: int = 0) -> None:
         self.engine, self.skew_s = engine, skew_s
         self.agent = Agent(None, session=session, rank=rank)
         self.step = 0
@@ -41,12 +41,12 @@ def times(begin: float, seconds: float) -> Iterable[float]:
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(FACTS)
+def engine() -> DetectionEngine:
+    return DetectionEngine(FACTS)
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -3600.0, 1e6])
-def test_two_jobs_in_one_run_are_told_within_half_a_minute(engine: Engine, skew_s: float) -> None:
+def test_two_jobs_in_one_run_are_told_within_half_a_minute(engine: DetectionEngine, skew_s: float) -> None:
     old, new = Job(engine, "a" * 32), Job(engine, "b" * 32, skew_s, pid=8)
     assert not [f for at in times(1000, 40) for f in old.send(at)]
     found: list[tuple[float, Finding]] = []
@@ -64,14 +64,14 @@ def test_two_jobs_in_one_run_are_told_within_half_a_minute(engine: Engine, skew_
     assert "FP8WATCH_RUN" in text.fix[0]["text"]
 
 
-def test_two_attaches_of_one_process_are_told_as_such(engine: Engine) -> None:
+def test_two_attaches_of_one_process_are_told_as_such(engine: DetectionEngine) -> None:
     old, new = Job(engine, "a" * 32), Job(engine, "b" * 32)
     found = [f for at in times(0, 40) for f in (*old.send(at), *new.send(at + 1))]
     assert explain(found[0], FACTS).title == "Two attaches of one process send as rank 0 of this run"
     assert "detach" in explain(found[0], FACTS).fix[0]["text"]
 
 
-def test_a_restart_and_what_comes_late_of_the_job_before_are_not_told(engine: Engine) -> None:
+def test_a_restart_and_what_comes_late_of_the_job_before_are_not_told(engine: DetectionEngine) -> None:
     old, new = Job(engine, "a" * 32), Job(engine, "b" * 32)
     found: list[Any] = [old.send(at) for at in times(0, 100)]
     for i, at in enumerate(times(106, 100)):
@@ -87,7 +87,7 @@ def test_a_restart_and_what_comes_late_of_the_job_before_are_not_told(engine: En
     assert not any(found)
 
 
-def test_ranks_of_one_job_and_jobs_one_after_the_other_are_not_told(engine: Engine) -> None:
+def test_ranks_of_one_job_and_jobs_one_after_the_other_are_not_told(engine: DetectionEngine) -> None:
     ranks = [Job(engine, c * 32, rank=i) for i, c in enumerate("abcd")]
     assert not any(job.send(at) for at in times(0, 60) for job in ranks)
     again = [Job(engine, c * 32, rank=i) for i, c in enumerate("efgh")]

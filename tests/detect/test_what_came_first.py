@@ -13,7 +13,7 @@ from detect.scenarios import Case
 from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.incidents.explain import Explanation, explain
 
@@ -122,7 +122,7 @@ def test_an_input_that_leaps_is_told_at_once_whatever_its_kurtosis(light: bool) 
     leaps(t, AT)
     loss_jumps(t, AT)
     batches = lightly(t.batches(), 64) if light else t.batches()
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     got = fold([f for b in batches for f in engine.observe(b)], t.facts)
     assert [(i.mode, i.first.step) for i in got] == [("outlier-growth", AT)]
     first = got[0].first
@@ -220,7 +220,7 @@ def noisy(t: Trace) -> None:
 def test_noise_that_only_full_samples_hold_is_counted_by_them() -> None:
     t = healthy(3, 200)
     noisy(t)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     found = [f for b in lightly(t.batches(), 16) for f in engine.observe(b)]
     assert {f.mode for f in found} == {"chronic-quantization-noise"}
     assert {f.extra["stride"] for f in found} == {16}  # so that an incident lasts from one sample to the next
@@ -231,7 +231,7 @@ def test_inputs_between_samples_must_stand_far_above_where_no_kurtosis_says_outl
     t = made()
     t.columns["amax_max"][:, t.mask(FC2, "input")] = 4.0  # its band is narrow: two octaves are seventeen of its σ
     leaps(t, AT, 2.0)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     assert [f for b in lightly(t.batches(), 64) for f in engine.observe(b)] == []
 
 
@@ -239,7 +239,7 @@ def test_inputs_between_samples_must_stand_far_above_where_no_kurtosis_says_outl
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.heavy(3, DETECT)) for s in (1, 2))])
 def test_healthy_runs_of_light_rows_raise_nothing(recipe: str, seed: int) -> None:
     t = healthy(seed, 400, recipe=recipe)
-    engine = Engine(t.facts)
+    engine = DetectionEngine(t.facts)
     got = fold([f for b in lightly(t.batches(), 64) for f in engine.observe(b)], t.facts)
     assert [i.mode for i in got if i.severity != "info"] == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 _C = "tests/diagnose/test_check_checkpoint.py::"
 _B = "tests/diagnose/test_bisect.py::"
@@ -11,7 +11,7 @@ _P = "tests/pages/test_checkpoints.py::"
 FAULTS = f"{_C}test_each_fault_is_named_with_its_tensor"
 CHECKPOINT_BUGS = [
     Bug("codes without scales fail", "check_checkpoint:_check",
-        'yield Finding(FAIL, name, "scale present"', 'yield Finding(WARN, name, "scale present"', FAULTS),
+        'yield CheckpointFinding(FAIL, name, "scale present"', 'yield CheckpointFinding(WARN, name, "scale present"', FAULTS),
     Bug("scales are positive", "checkpoint_checks:scales", "& (s > 0)", "", FAULTS),
     Bug("empty codes fail", "checkpoint_checks:_fit", "if not bool(filled.any()):\n        yield",
         "if not bool(filled.any()):\n        return\n        yield", FAULTS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from diagnose.bugs_checkpoints import BISECT_BUGS, CHECKPOINT_BUGS, FIX_BUGS
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 T = "tests/diagnose"
 IMPACT = f"{T}/test_loss_impact.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 A = "agent/fp8watch_agent"
 NTH = "tests/faults/test_nth_call.py::test_every_so_many_calls_one_fails"
@@ -127,8 +127,8 @@ BUGS = (
     Bug(
         "a bad batch does not block the next",
         "uploader:Uploader._receipt",
-        "        if verdict is Verdict.REFUSED:\n            receipt",
-        "        if verdict is Verdict.HOLD:\n            receipt",
+        "        if verdict is ResponseMeaning.REFUSED:\n            receipt",
+        "        if verdict is ResponseMeaning.HOLD:\n            receipt",
         f"{DELIVERY}::test_a_refused_batch_is_counted_and_kept_and_the_next_goes_on",
     ),
     Bug(
@@ -148,8 +148,8 @@ BUGS = (
     Bug(
         "a body too large is halved",
         "uploader:Uploader._receipt",
-        "        if verdict is Verdict.SPLIT:\n            halves = split(parcel)\n",
-        "        if verdict is Verdict.SPLIT:\n            halves = None\n",
+        "        if verdict is ResponseMeaning.SPLIT:\n            halves = split(parcel)\n",
+        "        if verdict is ResponseMeaning.SPLIT:\n            halves = None\n",
         f"{DELIVERY}::test_a_body_too_large_is_split_by_steps_and_then_by_records",
     ),
     Bug(

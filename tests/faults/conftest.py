@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from agent_support import Collector, serve
 from faults import zygote as zygote_module
 from faults.zygote import Zygote
+from support.agents import Collector, serve
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from agent_support import eventually, make_ids, make_rows, make_session, make_sites, make_step, serve
+from support.agents import eventually, make_ids, make_rows, make_session, make_sites, make_step, serve
 
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings

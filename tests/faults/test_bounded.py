@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_support import Collector, eventually, make_ids, make_session, make_sites, make_step, serve
+from support.agents import Collector, eventually, make_ids, make_session, make_sites, make_step, serve
 
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.record import StepStatus, empty_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from faults.bugs import BUGS
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 
 def test_every_bug_still_fits_the_code() -> None:

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_support import Collector
 from faults.dying import BAD, MANNERS
 from faults.zygote import Zygote
+from support.agents import Collector
 
 from fp8watch.demo.collector import incidents, running_collector
 from fp8watch_agent import sync

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_support import make_ids, make_rows, make_session, make_sites, make_step
+from support.agents import make_ids, make_rows, make_session, make_sites, make_step
 
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.ring import Ring

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_support import Collector
 from faults.proxy import Fault, proxy
 from faults.zygote import Zygote
+from support.agents import Collector
 
 SLACK = 5.0
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from agent_support import serve
 from faults import nth
+from support.agents import serve
 from torch import nn
 
 import fp8watch

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agent_support import make_ids, make_rows, make_session, make_sites, make_step
 from faults.clock import Clock, installed
+from support.agents import make_ids, make_rows, make_session, make_sites, make_step
 
 from fp8watch_agent.batch import Parcel
 from fp8watch_agent.recorder import Recorder

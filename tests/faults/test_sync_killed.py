@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agent_support import Collector, make_maps, make_session, record
+from support.agents import Collector, make_maps, make_session, record
 
 from fp8watch_agent.recorder import Recorder
 from fp8watch_agent.settings import AgentSettings

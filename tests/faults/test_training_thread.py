@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_support import serve
-from counts import part_of
 from faults.proxy import UP, Fault, proxy
 from faults.zygote import Zygote
+from support.agents import serve
+from support.counts import part_of
 
 SWITCHES_PER_STEP = 2.0
 """Of these may come on top: the interpreter's lock is held by the sender, more often on a busy machine. Waiting for another

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import time_budget
+from support import time_budget
 
 
 def child(order: dict[str, object]) -> int:

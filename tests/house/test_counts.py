@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import counts
 import pytest
+from support import counts
 
 
 def run_now(params: list[Any]) -> list[Any]:

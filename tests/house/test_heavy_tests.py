@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import heavy_tests
 import pytest
-from heavy_tests import BUDGET_S, Heavy, choose
-from planted_selection import Changed
+from support.heavy_tests import BUDGET_S, Heavy, choose
+from support.planted_selection import Changed
 
-TESTS = Path(heavy_tests.__file__).parent
+TESTS = Path(__file__).parents[1]
 FILE = """
 import pytest
 
@@ -27,8 +26,8 @@ def test_long(): pass
 def test_of_every_change(): pass
 """
 CONFTEST = """
-import heavy_tests
-from counts import pytest_report_header
+from support import heavy_tests
+from support.counts import pytest_report_header
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: x")

@@ -56,7 +56,7 @@ def test_the_rooms_keep_their_order(copy: Path) -> None:
             "The way of an operand through the training library",
         ),
         (
-            "server/fp8watch_server/detect/view.py",
+            "server/fp8watch_server/detect/step_view.py",
             "from fp8watch_server.store import fields",
             "Detection knows no database",
         ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, all_fit, seen_to_fail
 from quantize.backends import USABLE
+from support.planted import Bug, all_fit, seen_to_fail
 
 F = "tests/house/test_sketch_fields.py"
 IN_BACKENDS = f"{F}::test_a_field_that_a_backend_does_not_know_is_absent"
@@ -26,18 +26,18 @@ BUGS = [
         " if groups_of((name,)) & ~stats.measured == 0", "", IN_BACKENDS),
     Bug("what one rank lacks is absent from charts", "rank_merge:RankMerge._merge",
         "self._lacking[at] |= lacking(values)", "pass", IN_THE_STORE),
-    Bug("what one rank lacks is unknown to detectors", "cross_rank_step:Now._measured",
+    Bug("what one rank lacks is unknown to detectors", "cross_rank_step:CrossRankStep._measured",
         "got &= ~partly[row]", "pass", IN_THE_STORE),
     Bug("the code of a stored column never changes", "record",
         '"largest tile amax; Inf where an element is", 3)', '"largest tile amax; Inf where an element is", 42)',
         f"{F}::test_no_field_lacks_anything"),
-    Bug("heavy tests stay within their budget", "tests/heavy_tests.py",
+    Bug("heavy tests stay within their budget", "tests/support/heavy_tests.py",
         "if test.seconds <= left:", "if left > 0:",
         "tests/house/test_heavy_tests.py::test_those_on_changed_files_come_first_and_the_budget_is_never_exceeded"),
-    Bug("a heavy test runs where its files changed", "tests/heavy_tests.py",
+    Bug("a heavy test runs where its files changed", "tests/support/heavy_tests.py",
         "key=lambda test: (far(test), not test.first, turn(test))", "key=turn",
         "tests/house/test_heavy_tests.py::test_those_on_changed_files_come_first_and_the_budget_is_never_exceeded"),
-    Bug("what every change of its files runs comes before what takes turns", "tests/heavy_tests.py",
+    Bug("what every change of its files runs comes before what takes turns", "tests/support/heavy_tests.py",
         "(far(test), not test.first, turn(test))", "(far(test), turn(test))",
         "tests/house/test_heavy_tests.py::test_what_every_change_of_its_files_runs_comes_before_what_takes_turns"),
 ]  # fmt: skip

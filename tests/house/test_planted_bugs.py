@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planted import Bug, seen_to_fail
-from planted_fork import warmed
-from planted_selection import NUM_LATEST, SHARE, changed, select
+from support.planted import Bug, seen_to_fail
+from support.planted_fork import warmed
+from support.planted_selection import NUM_LATEST, SHARE, changed, select
 
 GOOD = "def double(x):\n    return 2 * x\n"
 TEST = "from product import double\n\ndef test_double():\n    assert double(2) == 4\n"
@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_test_that_is_only_slow_has_seen_nothing(small: Path) -> None:
-    hooks = "from time_budget import pytest_addoption, pytest_runtest_call"
+    hooks = "from support.time_budget import pytest_addoption, pytest_runtest_call"
     (small / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{hooks}\n")
     (small / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.01\n")
     message = unseen(small, bug("2 * x", "2 * max(x for _ in range(10**6))"))
@@ -263,10 +263,10 @@ CHANGED = ("changed", 4, "planted bugs: 3 of 25, chosen by commit")
 def test_a_run_says_what_it_left_out(
     repository: Callable[..., None], tmp_path: Path, workers: str, mode: str, num_left: int, said: str
 ) -> None:
-    (tmp_path / "conftest.py").write_text("from planted_selection import *\n")
+    (tmp_path / "conftest.py").write_text("from support.planted_selection import *\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
-        "from planted import Bug\n"
+        "from support.planted import Bug\n"
         "@pytest.mark.parametrize('bug', [Bug(f'p{i}', 'old.py', '', '', 'old.py') for i in range(25)], ids=str)\n"
         "def test_it(bug): pass\n"
         "def test_other(): pass\n"
@@ -281,7 +281,7 @@ def test_a_run_says_what_it_left_out(
 
 
 def test_a_word_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("from planted_selection import *\n")
+    (tmp_path / "conftest.py").write_text("from support.planted_selection import *\n")
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
     path = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((1, ""), (2, "server"), (2, "agent")))
     env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FP8WATCH_PLANTED": "some"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted_place import file_of, find
+from support.planted_place import file_of, find
 
 CODE = """\
 LIMIT = 3

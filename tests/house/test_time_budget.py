@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from time_budget import CLOCK, Spent, complaint
+from support.time_budget import CLOCK, Spent, complaint
 
 TESTS = Path(__file__).parents[1]
 CASES = """
@@ -43,7 +43,7 @@ def test_wrong():
 
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """What became of each case, and all that was written."""
-    (folder / "conftest.py").write_text("from time_budget import pytest_addoption, pytest_runtest_call\n")
+    (folder / "conftest.py").write_text("from support.time_budget import pytest_addoption, pytest_runtest_call\n")
     (folder / "pytest.ini").write_text("[pytest]\ntime_budget_s = 0.15\nmarkers =\n    long: much\n")
     (folder / "test_cases.py").write_text(CASES)
     env = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

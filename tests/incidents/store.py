@@ -11,7 +11,7 @@ from detect.healthy_run import Run
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import make_engine, writing
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.incidents.fold import IncidentChange, close_quiet, fold
 
 RUN, TENANT = "run", "default"
@@ -32,7 +32,7 @@ class Store:
 
     def restart(self) -> None:
         """The collector starts again: engines are empty."""
-        self.engine = Engine(self.run.facts)
+        self.engine = DetectionEngine(self.run.facts)
 
     def take(self, batch: Batch, attempt: int = 1) -> list[IncidentChange]:
         """What the detect worker does with one batch."""
@@ -41,7 +41,7 @@ class Store:
         with writing(self.db) as conn:
             where = (conn, RUN, TENANT, attempt)
             changes = fold(*where, findings, self.run.facts, self.now, public_url="https://watch.example")
-            settled = self.engine.settled_step
+            settled = self.engine.delivered_step
             if settled is not None:
                 changes += close_quiet(
                     *where, settled, self.now, stride=self.engine.stride, public_url="https://watch.example"

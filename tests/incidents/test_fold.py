@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
+from incidents.nonfinite_findings import DOWN, NAN, Change, inf_at, nan_from
 from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.fold import close_quiet, fold
-
-NAN = float("nan")
-DOWN = "layers.1.mlp.down_proj"
-Change = Callable[[np.ndarray, np.ndarray, int], None]
-
-
-def inf_at(run: Run, *steps: int, module: str = DOWN) -> Change:
-    i = run.index(module, "input")
-
-    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
-        if step in steps:
-            rows["num_inf"][i], rows["num_sentinel_tiles"][i], rows["amax_max"][i] = 1, 1, float("inf")
-            rows["first_nonfinite"][i] = (37, 200, 0)
-
-    return change
-
-
-def nan_from(step0: int, born: int | None = None) -> Change:
-    """NaN in every site from step0 on; in step0 itself only behind record `born`."""
-
-    def change(rows: np.ndarray, s: np.ndarray, step: int) -> None:
-        if step < step0:
-            return
-        hit = rows["order"] >= (rows["order"][born] if born is not None and step == step0 else 0)
-        if step == step0:
-            hit &= rows["num_tiles"] != 4  # weights change only between steps
-        rows["num_nan"] = np.where(hit, 9, 0)
-        s["loss"] = NAN
-
-    return change
 
 
 def test_an_incident_holds_what_the_contract_names(store: Store) -> None:

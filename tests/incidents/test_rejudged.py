@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 from detect.healthy_run import Run
+from incidents.findings import DOWN, OTHER, finding, modes, put
 from incidents.store import Store
-from incidents.test_roots import DOWN, OTHER, finding, modes, put
 
 from fp8watch_server.db import schema
 from fp8watch_server.detect.finding import Evidence, Finding

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from incidents.findings import OTHER, finding, modes, put
 from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.detect.finding import Evidence, Finding
+from fp8watch_server.detect.finding import Evidence
 from fp8watch_server.incidents.auto_resolve import close_quiet
-from fp8watch_server.incidents.fold import fold
-
-DOWN, OTHER = "layers.1.mlp.down_proj", "layers.0.attn.o_proj"
-
-
-def finding(store: Store, mode: str, step: int, module: str = DOWN, severity: str = "warning", **extra: Any) -> Finding:
-    site = store.run.sites[store.run.index(module, "input")]
-    return Finding(
-        mode=mode, severity=severity, step=step, rank=0, site=site.id, tile=None, element=None,
-        evidence=(Evidence("clip_depth", 2.0, 1, "ratio", step),), verdict="fp8", rank_in_flow=site.order,
-        extra={"sites": [site.id], "num_sites": 1, "operands": ["input"], "stride": 1, **extra},
-    )  # type: ignore[arg-type]  # fmt: skip
-
-
-def put(store: Store, *found: Finding, attempt: int = 1) -> None:
-    store.now += 1
-    with writing(store.db) as conn:
-        fold(conn, RUN, TENANT, attempt, found, store.run.facts, store.now)
-
-
-def modes(store: Store) -> list[str]:
-    return [i["mode"] for i in store.incidents]
 
 
 def test_what_an_open_incident_explains_is_counted_there_and_sends_nothing(store: Store) -> None:

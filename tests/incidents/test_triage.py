@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from incidents.nonfinite_findings import inf_at
 from incidents.store import RUN, TENANT, Store
-from incidents.test_fold import inf_at
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing

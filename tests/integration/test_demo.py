@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from counts import in_turn, part_of
-from ranks_support import run_ranks
+from support.counts import in_turn, part_of
+from support.ranks import run_ranks
 
 FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr"]
 

@@ -8,7 +8,7 @@ import time
 import urllib.request
 
 import pytest
-from ranks_support import run_ranks
+from support.ranks import run_ranks
 
 from fp8watch.demo.collector import incidents, running_collector
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counts import in_turn
+from support.counts import in_turn
 
 pytest.importorskip("triton.language", reason="needs triton: pip install triton")
 if os.environ.get("TRITON_INTERPRET") == "1":

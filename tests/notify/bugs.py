@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from notify.bugs_given import GIVEN
 from notify.bugs_soon import SOON
-from planted import Bug
+from support.planted import Bug
 
 S = "server/fp8watch_server"
 I = "tests/incidents"  # noqa: E741
@@ -80,7 +80,7 @@ NOT_TWICE = [
     ),
     Bug(
         "what was sent is over",
-        "delivery_status:settle",
+        "delivery_status:record_outcome",
         'values |= {"state": state, "next_attempt_at": now + wait_s,',
         'values |= {"state": "pending", "next_attempt_at": now + wait_s,',
         f"{N}/test_outbox.py::test_a_message_goes_to_every_channel_once",
@@ -332,7 +332,7 @@ SECRETS = [
 APPRISE = [
     Bug(
         "a service of apprise goes nowhere inside",
-        "egress:Watch.opens",
+        "egress:EgressWatch.opens",
         "                reason = refusal(str(address[0]), from_operator=True)\n",
         "                reason = None\n",
         f"{N}/test_apprise.py::test_it_is_not_led_inside",

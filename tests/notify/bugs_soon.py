@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Bug
+from support.planted import Bug
 
 S = "server/fp8watch_server"
 N = "tests/notify"

@@ -23,7 +23,7 @@ from collector.kit import Agent
 
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE
 from fp8watch_server.load.model import traits_of
-from fp8watch_server.load.stream import Plan, RankStream
+from fp8watch_server.load.stream import LoadPlan, RankStream
 
 SENDERS = 40
 LASTS_S = 30
@@ -71,7 +71,7 @@ def senders(url: str, batches_per_s: int, num_runs: int, num_ranks: int, num_sit
     shares: list[list[list[bytes]]] = [[] for _ in range(SENDERS)]
     with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
         for number in range(num_ranks):
-            plan = Plan(
+            plan = LoadPlan(
                 num_ranks // num_runs,
                 num_sites,
                 steps,

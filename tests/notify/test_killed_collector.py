@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
-from counts import part_of
 from notify.receiver import Answer, Receiver
+from support.counts import part_of
 
 SITES = [make_site("up", order=0), make_site("down", order=1)]
 INFINITE = [0] * 8 + [1, 0]

@@ -16,25 +16,17 @@ import sqlalchemy as sa
 from detect.healthy_run import Run
 from incidents.store import Store
 from notify.receiver import Outbox, Receiver
+from notify.senders import SENDER, webhook
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.notify import outbox as module
-from fp8watch_server.notify.channels.base import Pace
 from fp8watch_server.notify.channels.slack import SlackChannel
-from fp8watch_server.notify.channels.webhook import WebhookChannel
 from fp8watch_server.notify.outbox import Dispatcher, counts
 from fp8watch_server.notify.safe_http import Target
 
 Receivers = Callable[..., Receiver]
 Dispatch = Callable[..., Dispatcher]
-
-
-AT_ONCE = Pace(group_wait_s=0.0, group_interval_s=0.0)
-
-
-def webhook(receiver: Receiver, name: str = "webhook", pace: Pace = AT_ONCE) -> WebhookChannel:
-    return WebhookChannel(Target(receiver.url, from_operator=True), name=name, pace=pace)
 
 
 def test_a_message_goes_to_every_channel_once(outbox: Outbox, receiver_of: Receivers, dispatch: Dispatch) -> None:
@@ -170,18 +162,6 @@ def test_a_receiver_that_is_down_for_a_day_makes_a_dead_letter(outbox: Outbox, r
     assert dispatcher.deliver_one(channel)
     assert outbox.rows[0]["state"] == "dead"
     assert "given up after a day" in outbox.rows[0]["last_error"]
-
-
-SENDER = """
-import sys
-from fp8watch_server.notify.channels.webhook import WebhookChannel
-from fp8watch_server.notify.outbox import Dispatcher
-from fp8watch_server.notify.safe_http import Target
-from fp8watch_server.db.dialect import make_engine
-d = Dispatcher(make_engine(sys.argv[1]), [WebhookChannel(Target(sys.argv[2], from_operator=True))], poll_s=0.02)
-d.start()
-sys.stdin.read()
-"""
 
 
 def test_a_killed_sender_loses_nothing_and_repeats_under_the_same_key(

@@ -17,13 +17,13 @@ from pathlib import Path
 import httpx
 import pytest
 from collector.kit import Agent, Serving, make_site
-from counts import part_of
 from detect import healthy_run
 from detect.healthy_run import Run
+from incidents.nonfinite_findings import nan_from
 from incidents.store import RUN, TENANT, Store
-from incidents.test_fold import nan_from
 from notify.receiver import Answer, Outbox, Receiver
-from notify.test_outbox import SENDER, webhook
+from notify.senders import SENDER, webhook
+from support.counts import part_of
 
 from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.fold import close_quiet, fold

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
 from notify.receiver import Receiver
+from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from collector.kit import Agent, make_site, served
 from fastapi import FastAPI
 from notify.receiver import Outbox, Receiver
-from notify.test_outbox import AT_ONCE, webhook
+from notify.senders import AT_ONCE, webhook
 
 from fp8watch_server.app import create_app
 from fp8watch_server.db import schema as t

@@ -25,7 +25,7 @@ from fp8watch_server.settings import Settings
 class _Quiet:
     """Detectors that find nothing."""
 
-    settled_step = None
+    delivered_step = None
     stride = 1
 
     def observe(self, batch: Any, at: float | None = None) -> list[Any]:

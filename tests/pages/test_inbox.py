@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
 from fastapi import FastAPI
 from pages import synthetic
 from pages.collector import make_app, serving
+from pages.many_runs import cpu_of, fill
 from pages.synthetic import INCIDENT_ID
-from pages.test_run_list import cpu_of, fill
+from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing

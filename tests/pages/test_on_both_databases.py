@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import httpx
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
 from pages import synthetic
 from pages.collector import make_app, serving
 from pages.synthetic import FAULT_SITE, INCIDENT_ID
+from support.database import fresh_database
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import make_engine, writing

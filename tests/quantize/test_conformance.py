@@ -10,13 +10,13 @@ import pytest
 import torch
 from quantize import oracle
 from quantize.backends import backends, each_backend, scale_of
+from quantize.epsilons import EPS
 from quantize.operands import DTYPES, KINDS, SHAPES, TILES, case, operand
 
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 
-EPS = (0.0, 1e-12, 0.25)
 CASES = list(itertools.product(KINDS, DTYPES, EPS))
 
 
@@ -50,7 +50,9 @@ def check_backend(
     guard: bool,
 ) -> None:
     """Compare what one backend makes of an operand: codes, values, and dequantised codes."""
-    data, scale_inv, stats = backend.quantize(x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, zero_guard=guard), scale)
+    data, scale_inv, stats = backend.quantize(
+        x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, force_scale_1=guard), scale
+    )
     codes = data.view(torch.uint8).numpy()
     where = np.argwhere(codes != expected.codes)
     assert where.size == 0, (
@@ -62,7 +64,7 @@ def check_backend(
     if stats.tiles is not None:
         same_bits(stats.tiles.scale, expected.scale)
     values, again, none = backend.quantize_dequantize(
-        x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, zero_guard=guard, stats=False), scale
+        x, QuantizeJob(tile, FORMATS[fmt], power_2, eps, force_scale_1=guard, stats=False), scale
     )
     same_bits(values, expected.dequantized)
     same_bits(again, expected.scale_inv)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from quantize.backends import USABLE
 from quantize.operands import DTYPES, TILES, case, operand
-from quantize.test_agreement import assert_same
-from quantize.test_slab import row_of
+from quantize.same_result import assert_same
+from quantize.slab_rows import row_of
 
 from fp8watch.kernels import cpu, cpu_compiler, cpu_library, reference
 from fp8watch.numerics.formats import E4M3, E5M2, FORMATS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from quantize.backends import USABLE
 from quantize.operands import DTYPES, KINDS, TILES, operand
-from quantize.test_agreement import assert_same
+from quantize.same_result import assert_same
 
 from fp8watch.kernels import cpu_compiler, cpu_library, cpu_width, reference, resolve
 from fp8watch.numerics.formats import FORMATS

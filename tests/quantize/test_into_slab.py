@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantize.test_measure import KINDS, operand, same
+from quantize.measured_operands import KINDS, operand, same
 
 from fp8watch.kernels import cpu, cpu_call
 from fp8watch.kernels.registry import available

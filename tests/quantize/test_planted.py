@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, all_fit, seen_to_fail
 from quantize.backends import USABLE
+from support.planted import Bug, all_fit, seen_to_fail
 
 W = "tests/quantize/test_cpu_width.py"
 INTO = "tests/quantize/test_into_slab.py"

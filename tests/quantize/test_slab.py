@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantize.backends import compared, each_backend, scale_of, shared
+from quantize.backends import each_backend, scale_of
 from quantize.operands import KINDS, operand
-from quantize.test_statistics import gain_tolerance
+from quantize.slab_rows import assert_rows_equal, row_of
 
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS
 from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.sketch.slab import Slab
-from fp8watch_agent.record import FIELDS, ROW, empty_rows, merge_rows
+from fp8watch_agent.record import ROW, empty_rows, merge_rows
 
-SUMS = {"signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max"}
 kinds = st.sampled_from(sorted(KINDS))
 
 
@@ -29,27 +27,6 @@ def measure(x: torch.Tensor, heavy: bool = True, factor: float = 1.0, backend: B
     stats = backend.quantize(x, QuantizeJob((1, 128), FORMATS["E4M3"], True, 1e-30, heavy=heavy), scale)[2]
     assert stats is not None
     return stats
-
-
-def row_of(stats: TileStats, call_order: int) -> np.ndarray:
-    slab = Slab(1)
-    slab.accumulate(0, stats, call_order)
-    return slab.copy_rows()
-
-
-def assert_rows_equal(got: np.ndarray, expected: np.ndarray) -> None:
-    for f in FIELDS:
-        if not compared(f, *got["measured"].tolist(), *expected["measured"].tolist()):
-            continue
-        if f.name == "measured":
-            np.testing.assert_array_equal(shared(got[f.name]), shared(expected[f.name]))
-        elif f.name == "gain_energy":
-            off = np.abs(got[f.name] - expected[f.name])
-            assert np.all(off <= gain_tolerance(expected)), (got[f.name], expected[f.name])
-        elif f.name in SUMS:
-            np.testing.assert_allclose(got[f.name], expected[f.name], rtol=1e-6, err_msg=f.name)
-        else:
-            np.testing.assert_array_equal(got[f.name], expected[f.name], err_msg=f.name)
 
 
 @each_backend

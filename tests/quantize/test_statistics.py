@@ -10,6 +10,7 @@ import torch
 from quantize import oracle
 from quantize.backends import backends, compared, each_backend, scale_of, shared
 from quantize.operands import DTYPES, KINDS, TILES, case, operand
+from quantize.tolerances import SUMS, gain_tolerance
 
 from fp8watch.kernels import Backend, reference, reference_stats
 from fp8watch.numerics.formats import FORMATS
@@ -17,18 +18,10 @@ from fp8watch.numerics.quantize_job import QuantizeJob
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch_agent.record import FIELDS, SOME_CALLS, Measured, TileFlag
 
-SUMS = ("signal_energy", "noise_energy", "tile_noise_ratio_sum", "moment2", "moment4", "tile_noise_ratio_max")
 OF_THE_GEMM = ("output_num_nonfinite", "gemm_error", "gemm_gain_max", "gemm_gain_min")  # no quantiser knows them
 LOOKS = tuple(f.name for f in FIELDS if f.group & SOME_CALLS)  # taken in turn, by no quantiser
 LIGHT = Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO
 NOT_COMPARED = ("weight_hash", "order", "measured", *OF_THE_GEMM, *LOOKS, *SUMS)
-
-
-def gain_tolerance(sketch: Any) -> Any:
-    """Terms of both signs: the error is a share of what they are without them, √(Σx²·Σ(x − x̂)²) at most. Errors that
-    are subnormal in units of their tile are none in float32."""
-    signal, noise = sketch["signal_energy"], sketch["noise_energy"]
-    return 1e-6 * np.sqrt(signal) * np.sqrt(noise) + 1e-30 * signal + 1e-300
 
 
 def assert_same_sketch(got: dict[str, Any], expected: dict[str, Any], who: str = "reference") -> None:
@@ -80,7 +73,7 @@ def compare(
         eps,
         dtype,
         given.numpy() if given is not None else None,
-        options.get("zero_guard", True),
+        options.get("force_scale_1", True),
     )
     expected = oracle.sketch(result, fmt, power_2, eps, dtype, options.get("invariant", True))
     for backend in backends():
@@ -133,7 +126,7 @@ def test_a_delayed_scale_is_not_bound_by_the_invariant(power_2: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["zeros", "all-zero", "inf", "normal", "subnormal"])
 def test_an_unguarded_zero_tile_is_off_scale(kind: str) -> None:
-    summary = compare(operand(kind, "float32", (6, 150)), (1, 128), "E4M3", True, 0.0, zero_guard=False)
+    summary = compare(operand(kind, "float32", (6, 150)), (1, 128), "E4M3", True, 0.0, force_scale_1=False)
     guarded = compare(operand(kind, "float32", (6, 150)), (1, 128), "E4M3", True, 0.0)
     assert guarded["num_off_scale_tiles"] == 0
     if summary["num_zero_tiles"]:

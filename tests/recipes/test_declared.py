@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from attach.test_foreign_fp8 import StoredLinear
+from attach.stored_linear import StoredLinear
 from torch import nn
 
 from fp8watch.recipe import resolve_recipe

@@ -18,7 +18,7 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer
 
 def states(watch):
     """(module, operand) -> DelayedScale, passes that are over rolled in."""
-    watch._plan.settle()
+    watch._plan.close_passes()
     pairs = zip(watch._table, watch._plan.sites.quantizers, strict=False)  # probes have none
     return {(s.fqn, s.operand): q.state for s, q in pairs if isinstance(q, DelayedQuantizer)}
 

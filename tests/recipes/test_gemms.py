@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from quantize import oracle
+from recipes.linears import run
 from recipes.oracles import mxfp8 as mx_oracle
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,25 +30,6 @@ def mx(x, fmt, axis):
 
 def blocks(x, tile):
     return torch.from_numpy(oracle.quantize(x.numpy(), tile, "E4M3", True, 0.0).dequantized)
-
-
-def run(model, x, grad):
-    y = model(x)
-    y.backward(grad)
-    return y.detach(), x.grad, model[0].weight.grad
-
-
-@pytest.fixture
-def linear():
-    """Operands over twenty octaves: on tame data all power-of-two scales round alike, and directions look the same."""
-    torch.manual_seed(0)
-
-    def wide(*shape):
-        return torch.randn(shape) * torch.exp2(torch.randint(-16, 4, shape))
-
-    model = nn.Sequential(nn.Linear(64, 48))
-    model[0].weight.data.copy_(wide(48, 64))
-    return model, wide(40, 64).requires_grad_(), wide(40, 48) * 1e-3
 
 
 def test_current(attach, linear):

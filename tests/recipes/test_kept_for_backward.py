@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8watch import recipe as recipes
-from fp8watch.layers import fp8_linear, kept_operands
+from fp8watch.layers import fp8_linear, saved_operands
 
 RECIPES = [recipes.blockwise, recipes.current, recipes.delayed, recipes.mxfp8, recipes.rowwise]
 
@@ -96,4 +96,4 @@ def test_a_code_of_a_graph_that_outlived_its_watch_is_refused(attach):
     watch.detach()
     with pytest.raises(RuntimeError, match="belongs to a detached watch"):
         y.sum().backward()
-    assert kept_operands.dequantize_kept(torch.ones(2, 2), torch.ones(0), torch.tensor(0), 0).dtype == torch.float32
+    assert saved_operands.dequantize_kept(torch.ones(2, 2), torch.ones(0), torch.tensor(0), 0).dtype == torch.float32

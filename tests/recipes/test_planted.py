@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 T = "tests/recipes"
 KEPT = f"{T}/test_kept_for_backward.py"
@@ -12,7 +12,7 @@ ROWS = f"{T}/test_rowwise.py"
 ASKED = f"{T}/test_declared.py"
 COMPARED = "tests/diagnose/test_compare.py::test_where_fp8_explains_it_the_switches_come_in_the_order_to_try"
 BUGS = [
-    Bug("codes are kept for backward", "kept_operands:quantize_for_backward",
+    Bug("codes are kept for backward", "saved_operands:quantize_for_backward",
         "if later and not torch.compiler.is_compiling() and not kept.numel():", "if later and now:",
         f"{KEPT}::test_a_linear_keeps_no_more_bytes_than_in_bfloat16"),
     Bug("a column has its own scale", "fp8watch/kernels/cpu_source/dequantize.h",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from attach.test_ranks import run_ranks
+from support.ranks import run_ranks
 
 SCRIPT = textwrap.dedent(
     """

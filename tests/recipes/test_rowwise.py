@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recipes.test_gemms import linear, run
+from recipes.linears import linear, run
 
 from fp8watch import recipe as recipes
 from fp8watch.kernels import available, resolve

@@ -93,7 +93,7 @@ def _dit() -> nn.Module:
 
 def _own(name: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        import own_models
+        from support import own_models
 
         made: nn.Module = getattr(own_models, name)()
         return made

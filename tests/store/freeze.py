@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 import zstandard
-from database import KINDS, fresh_database
 from store.kit import Feed, made_up
+from support.database import KINDS, fresh_database
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t

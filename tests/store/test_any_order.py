@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from database import KINDS, fresh_database
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from store.kit import SITES, Feed, made_up
+from support.database import KINDS, fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from collector.test_queries import an_incident
-from database import fresh_database
+from collector.filled_run import an_incident
+from store.filled_store import fill
 from store.kit import SITES, UP, Feed, made_up
-from store.test_compaction import fill
+from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish

@@ -13,7 +13,7 @@ from store.kit import UP, Feed
 from fp8watch_agent.record import FIELDS, Measured, TileMap, holds
 from fp8watch_agent.wire import decode_tile_maps, encode_tile_maps
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.store import queries, registrations, tiles
+from fp8watch_server.store import queries, registrations, tile_maps
 
 LIGHT = int(Measured.COUNTS | Measured.AMAX | Measured.SCALE | Measured.RATIO)
 STEPS = list(range(40))
@@ -74,9 +74,9 @@ def test_a_tile_map_of_codes_alone_has_no_underflow(feed: Feed, evidence: dict[s
     body = encode_tile_maps("run-1", agent.session, 0, 0, [made])
     with writing(feed.engine) as conn:
         registrations.register_sites(conn, "run-1", agent.session, [site], now=feed.now)
-        tiles.commit_tile_maps(conn, decode_tile_maps(body), hashlib.sha256(body).digest(), now=feed.now)
+        tile_maps.commit_tile_maps(conn, decode_tile_maps(body), hashlib.sha256(body).digest(), now=feed.now)
     with feed.engine.connect() as conn:
-        got = tiles.tile_map(conn, "run-1", site.id, 3)
+        got = tile_maps.tile_map(conn, "run-1", site.id, 3)
     assert got is not None
     assert got["num_underflow"] == [want] * 2
     assert got["num_nonfinite"] == [1, 1]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from database import KINDS, fresh_database
+from store.filled_store import fill
 from store.kit import SITES, Feed
-from store.test_compaction import fill
+from support.database import KINDS, fresh_database
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t

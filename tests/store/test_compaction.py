@@ -7,24 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from store.filled_store import WINDOWS, fill
 from store.kit import DOWN, SITES, UP, Feed, made_up
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import queries, series
 from fp8watch_server.store.compactor import Compactor
-
-WINDOWS = ((None, None), (100, 555))
-
-
-def fill(feed: Feed, num_steps: int, *, ranks: int = 2, per_batch: int = 40, run: str = "run-1") -> None:
-    rng = np.random.default_rng(7)
-    agents = [feed.agent(run, rank) for rank in range(ranks)]
-    for first in range(0, num_steps, per_batch):
-        steps = list(range(first, min(first + per_batch, num_steps)))
-        for agent in agents:
-            loss = rng.normal(2, 1, len(steps))
-            loss[rng.random(len(steps)) < 0.03] = np.nan
-            feed.send(agent, steps, fields=made_up(rng, len(steps), 3), scalars={"loss": list(loss)})
 
 
 def test_answers_are_the_same_before_and_after(feed: Feed) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from database import fast_folder
+from store.filled_store import fill
 from store.kit import UP, Feed
-from store.test_compaction import fill
+from support.database import fast_folder
 
 from fp8watch_server.db import embedded
 from fp8watch_server.store import queries

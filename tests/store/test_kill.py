@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from store.filled_store import fill
 from store.kit import SITES, Feed
-from store.test_compaction import fill
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import queries

@@ -8,9 +8,9 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from database import fresh_database
 from store import freeze
 from store.kit import SITES, Feed, made_up
+from support.database import fresh_database
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t

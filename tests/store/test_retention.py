@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
-from collector.test_queries import an_incident
+from collector.filled_run import an_incident
+from store.filled_store import fill
 from store.kit import SITES, UP, Feed
-from store.test_compaction import fill
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
+from store.filled_store import fill
 from store.kit import Feed
-from store.test_compaction import fill
+from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from store.filled_store import WINDOWS, fill
 from store.kit import Feed
-from store.test_compaction import WINDOWS, fill
 
 from fp8watch_server.store import blocks, compact, rank_merge, sheets
 from fp8watch_server.store.block_codec import DamagedBlock

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from database import fresh_database
+from store.filled_store import fill
 from store.kit import UP, Feed, made_up
-from store.test_compaction import fill
+from support.database import fresh_database
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from te.te_training import train
 from torch import nn
 
 from fp8watch_agent.record import Measured
@@ -23,19 +24,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.proj(self.qkv(x))).square().mean()
-
-
-def train(model: nn.Module, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(34, 128, generator=generator, requires_grad=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def test_records_of_both_kinds_leave_in_one_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import Bug, all_fit, seen_to_fail
+from support.planted import Bug, all_fit, seen_to_fail
 
 T = "tests/te/test_turns.py"
 BUGS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from te.test_attach import train
+from te.te_training import train
 from torch import nn
 
 from fp8watch.integrations.te_tensors import QuantizedView, read, view_of

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fp8watch_agent.terminal import text
-from fp8watch_agent.terminal.asking import Asking, NotAnswered, Unknown, add_arguments, segment
+from fp8watch_agent.terminal.collector_client import Asking, NotAnswered, Unknown, add_arguments, segment
 
 
 def answered(command: str, collector: str | None, ask: Callable[[Asking], int]) -> int:

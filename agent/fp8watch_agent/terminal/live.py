@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8watch_agent.terminal import text
-from fp8watch_agent.terminal.asking import Asking, NotAnswered, add_arguments, segment
+from fp8watch_agent.terminal.collector_client import Asking, NotAnswered, add_arguments, segment
 from fp8watch_agent.terminal.command import answered, as_json, complain, say
 
 NUM_RUNS = 15

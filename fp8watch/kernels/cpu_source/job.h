@@ -35,7 +35,7 @@ struct job {
     float *amax;            /* [Mt, Kt], with statistics */
     void *marks;            /* integers of mark_bytes [Mt, Kt, 8], with statistics */
     struct row *row;        /* with statistics */
-    int32_t mark_bytes, dtype, format, power_2, guard, bound, stats, kind, threads;
+    int32_t mark_bytes, dtype, format, power_2, force_scale_1, bound, stats, kind, threads;
     float eps;
     const struct extremes *seen; /* of the panel that runs now, where both directions were read at once; else NULL */
 };

@@ -12,7 +12,7 @@ static void tile_scale(const struct job *job, struct tile *t) {
     if (job->given) {
         scale = job->given[t->i * ceil_div(job->K, job->bk) + t->j];
     } else {
-        if (job->guard) {
+        if (job->force_scale_1) {
             if (scale == INFINITY) scale = LARGEST[job->dtype];
             if (amax == 0 || amax == INFINITY) scale = 1;
         }

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy.engine import Connection
 
-from fp8watch_server.compare import bands, fact_differences, parting, words
+from fp8watch_server.compare import bands, fact_differences, first_difference, words
 from fp8watch_server.compare.sides import Amax, Floats, Side, Steps, amax_of, batch_ids, scalars_of
 from fp8watch_server.store import queries
 from fp8watch_server.store.fields import as_data
@@ -119,15 +119,17 @@ def _find(
     operands: Sequence[str],
     start: bool,
     same_data: bool,
-) -> parting.Parting:
+) -> first_difference.Parting:
     """Where amax was read; and where that ends, by the losses alone."""
     n = len(fine)
-    found = parting.find(fine, (loss[0][:n], loss[1][:n]), amax, operands, from_the_start=start, same_data=same_data)
+    found = first_difference.find(
+        fine, (loss[0][:n], loss[1][:n]), amax, operands, from_the_start=start, same_data=same_data
+    )
     if n == len(steps) or found.step is not None:
         return found
     none = np.zeros((0, len(steps)))
     nothing = Amax(none, none.astype(bool), none.astype(bool))
-    return parting.find(
+    return first_difference.find(
         steps, loss, (nothing, nothing), [], from_the_start=False, same_data=same_data or found.identical > 0
     )
 
@@ -159,7 +161,7 @@ def _largest_gap(a: Floats, b: Floats) -> float | None:
     return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-12)))
 
 
-def _parting(found: parting.Parting, sites: Sequence[Mapping[str, Any]]) -> Dict:
+def _parting(found: first_difference.Parting, sites: Sequence[Mapping[str, Any]]) -> Dict:
     def named(rows: Sequence[int]) -> list[Dict]:
         keys = ("id", "module", "operand", "direction", "gemm")
         return [{k: sites[i][k] for k in keys} for i in rows[:MAX_SITES_NAMED]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp8watch_server.compare.parting import Parting
+from fp8watch_server.compare.first_difference import Parting
 
 NAMED = 3
 

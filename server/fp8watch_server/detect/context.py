@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_server.detect.baseline import Baseline
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Evidence, Verdict
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.schedule import Schedule
-from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask
+from fp8watch_server.detect.lr_schedule import Schedule
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 RECENT = 17
@@ -59,7 +59,7 @@ class Baselines:
 class Context:
     """One step's surroundings."""
 
-    now: Now
+    now: CrossRankStep
     base: Baselines
     schedule: Schedule
     limit: Limits

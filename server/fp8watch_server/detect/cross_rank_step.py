@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import EVERY_CALL, FIELD_BY_NAME, Measured, StepStatus, holds, lacking
 from fp8watch_server.detect.finding import Evidence, Finding, Severity, SiteFacts, Verdict
-from fp8watch_server.detect.view import Mask, SiteTable, StepView
+from fp8watch_server.detect.step_view import Mask, SiteTable, StepView
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,7 +34,7 @@ class Experts(NamedTuple):
     rank: npt.NDArray[np.int64]  # whose amax it is
 
 
-class Now:
+class CrossRankStep:
     """The columns of one step."""
 
     def __init__(self, views: Sequence[StepView], table: SiteTable) -> None:
@@ -307,7 +307,7 @@ class Now:
 _INF = (math.inf, -math.inf)
 
 
-def measured(now: Now, group: Measured) -> Mask:
+def measured(now: CrossRankStep, group: Measured) -> Mask:
     """Sites that hold this group on some rank. [S]"""
     mask = np.zeros(len(now), dtype=np.bool_)
     mask[now._records[1][now._measured(group)]] = True

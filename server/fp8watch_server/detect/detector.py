@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from fp8watch_server.detect.context import Context
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 
 class Detector(ABC):
@@ -47,7 +47,7 @@ class Detector(ABC):
     def frozen(self) -> Mask | None:
         """Sites whose baselines must not learn: a mask [S], or None."""
 
-    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+    def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values of this step broke, so that it is not judged: what must be said, or forgotten, because of it."""
         return []
 

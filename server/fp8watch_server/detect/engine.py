@@ -22,22 +22,22 @@ import numpy as np
 from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 from fp8watch_server.detect import state
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.families import degenerate, experts, gain, invariant, kernel_output, nonfinite, unobserved
-from fp8watch_server.detect.families.agreement import Agreement
+from fp8watch_server.detect.families.replica_consistency import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
 from fp8watch_server.detect.modes import STEP_CHECKS
 from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
 from fp8watch_server.detect.modes.two_jobs_one_run.detector import TwoJobs
 from fp8watch_server.detect.precedence import SPREADING
-from fp8watch_server.detect.registry import Registry, merge
+from fp8watch_server.detect.registered_facts import Registry, merge
 from fp8watch_server.detect.sample_gaps import SampleGaps
 from fp8watch_server.detect.session_state import Stream
 from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.statistics import Statistics, complete
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
+from fp8watch_server.detect.step_view import BatchColumns, Mask, SiteTable, StepView
 from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
-from fp8watch_server.detect.view import BatchColumns, Mask, SiteTable, StepView
 
 _STATE = (
     "_registry",
@@ -82,7 +82,7 @@ class _Judged:
         return self.view.index == 0
 
 
-class Engine:
+class DetectionEngine:
     """The detectors of one run. Pure: no database, no clock; the same batches give the same findings."""
 
     def __init__(self, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> None:
@@ -139,7 +139,7 @@ class Engine:
     # ---- where it stands
 
     @property
-    def settled_step(self) -> int | None:
+    def delivered_step(self) -> int | None:
         """The last step that every live rank has delivered: what `close_quiet` may count clean steps up to."""
         newest = {s.rank: s for s in self._streams.values()}  # of each rank, the session that came last
         # Where a rank has restarted, what the others said before is of the attempt that ended: it may be far ahead.
@@ -212,7 +212,7 @@ class Engine:
         return state.dump({name: getattr(self, name) for name in _STATE} | {"sites": self._table.facts})
 
     @classmethod
-    def load(cls, raw: bytes, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> Engine:
+    def load(cls, raw: bytes, sites: Mapping[int, SiteFacts], thresholds: Thresholds = DEFAULTS) -> DetectionEngine:
         """The engine that `dump` was called on; `sites` are those of now.
 
         Raises:
@@ -339,7 +339,7 @@ class Engine:
 
     def _roll_up(self, group: list[_Judged]) -> list[Finding]:
         views = [j.view for j in group]
-        now = Now(views, self._table)
+        now = CrossRankStep(views, self._table)
         self._follow_samples(now)
         found = self._agreement.observe(now)
         resumed = self._scales.observe(now, self.thresholds.resume_scale_octaves)
@@ -360,7 +360,7 @@ class Engine:
                     stream.note_cause(f)
         return [self._with_context(f, views[0], streams, self._apart(f)) for f in found]
 
-    def _follow_samples(self, now: Now) -> None:
+    def _follow_samples(self, now: CrossRankStep) -> None:
         """Steps between those in which a field was measured: windows of incidents count these."""
         self._samples.observe(now.step, now.views, len(now))
         if np.count_nonzero(~np.isnan(now.column(LIGHT))) * 2 >= len(now):

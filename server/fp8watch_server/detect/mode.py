@@ -13,7 +13,7 @@ from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Finding, SiteFacts, Verdict
 from fp8watch_server.detect.limits import Limits, Threshold
 from fp8watch_server.detect.remedies import Fix, Place
-from fp8watch_server.detect.view import StepView
+from fp8watch_server.detect.step_view import StepView
 
 Words = Callable[[Finding, SiteFacts | None], tuple[str, str]]
 StepCheck = Callable[[StepView, Limits], list[Finding]]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME
-from fp8watch_server.detect.view import StepView
+from fp8watch_server.detect.step_view import StepView
 
 ENERGIES = "tile_noise_ratio_sum"
 FIELDS = (ENERGIES, "moment4", "weight_hash", "gemm_error", "num_checked_tiles")

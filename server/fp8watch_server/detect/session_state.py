@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fp8watch_server.detect.families import degenerate
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.precedence import NONFINITE_MODES
-from fp8watch_server.detect.view import StepView
+from fp8watch_server.detect.step_view import StepView
 
 CONSEQUENCE_STEPS = 6
 """Observed steps for which a cause answers for what follows it."""

@@ -24,15 +24,15 @@ from fp8watch_server.detect import (
     context,
     finding,
     hysteresis,
-    registry,
+    lr_schedule,
+    registered_facts,
     sample_gaps,
-    schedule,
     session_state,
     sessions,
     statistics,
     step_alignment,
 )
-from fp8watch_server.detect.families import agreement, degenerate
+from fp8watch_server.detect.families import degenerate, replica_consistency
 from fp8watch_server.detect.modes import DETECTORS
 from fp8watch_server.detect.modes.recipe_mismatch import scale_history
 
@@ -40,7 +40,7 @@ VERSION = 3
 MAX_STATE_BYTES = 256 << 20
 
 _ENGINE = (
-    agreement.Agreement,
+    replica_consistency.Agreement,
     step_alignment.Assembly,
     step_alignment._Rank,
     baseline.Baseline,
@@ -51,10 +51,10 @@ _ENGINE = (
     finding.Notice,
     finding.SiteFacts,
     hysteresis.Latch,
-    registry.Registry,
+    registered_facts.Registry,
     scale_history.ScaleHistory,
     sample_gaps.SampleGaps,
-    schedule.Schedule,
+    lr_schedule.Schedule,
     sessions.Change,
     sessions.SessionFacts,
     statistics.Statistics,

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_server.detect.context import Baselines, Context
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
+from fp8watch_server.detect.lr_schedule import Schedule
 from fp8watch_server.detect.modes import DETECTORS
 from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, explains
-from fp8watch_server.detect.schedule import Schedule
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 RESUME_WITHIN = 0.1
 """Share of the steps so far that a resumed run may have gone back: what was usual there is usual here."""
@@ -90,7 +90,9 @@ class Statistics:
         for baseline in (self._base.sqnr, self._base.underflow):
             baseline.forget(which)
 
-    def observe(self, now: Now, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1) -> list[Finding]:
+    def observe(
+        self, now: CrossRankStep, roots: Sequence[str], *, clean: bool, poisoned: bool, stride: int = 1
+    ) -> list[Finding]:
         """Judge one step, then learn from it.
 
         Args:
@@ -141,7 +143,7 @@ class Statistics:
         lasts = self.num_steps - seen <= LONG_MUTED_STEPS
         self._roots[kind] = self.num_steps, min(began, earliest) if lasts else earliest
 
-    def _is_sampled(self, now: Now) -> bool:
+    def _is_sampled(self, now: CrossRankStep) -> bool:
         """Whether most sites were measured. Between samples only what is broken is sent, and tells nothing of the rest."""
         known = int(np.count_nonzero(self._base.recent_amax.count > 0))
         return int(np.count_nonzero(~np.isnan(now.log2_amax))) * 2 >= max(known, 1)

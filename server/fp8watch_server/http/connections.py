@@ -22,7 +22,7 @@ from fp8watch_server.http.errors import Problem
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Limits of one connection, and their maximum number."""
 
     max_header_bytes: int = 64 << 10
@@ -43,7 +43,7 @@ class Limits:
         return min(1.0, self.header_s / 10, self.idle_s / 10)
 
 
-LIMITS = Limits()
+LIMITS = ConnectionLimits()
 
 
 class Stage(Enum):
@@ -59,7 +59,7 @@ class Stage(Enum):
 class Connections:
     """All connections of a server by stage, each in order of time in that stage."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.limits = limits
         self._at: dict[Stage, OrderedDict[Connection, None]] = {stage: OrderedDict() for stage in Stage}
         self._ticking: asyncio.TimerHandle | None = None

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from fp8watch_server.http.connections import LIMITS, Connection, Connections, Limits
+from fp8watch_server.http.connections import LIMITS, Connection, ConnectionLimits, Connections
 from fp8watch_server.http.errors import OUT_OF_DESCRIPTORS
 
 log = logging.getLogger("fp8watch.collector")
@@ -47,7 +47,7 @@ def raise_descriptor_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def limits_within(num_descriptors: int | None, limits: Limits = LIMITS) -> Limits:
+def limits_within(num_descriptors: int | None, limits: ConnectionLimits = LIMITS) -> ConnectionLimits:
     """The limits, with the number of connections reduced to the available descriptors."""
     if num_descriptors is None:
         return limits
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         self,
         app: Any,
         *,
-        limits: Limits = LIMITS,
+        limits: ConnectionLimits = LIMITS,
         on_started: Callable[[], None] = lambda: None,
         **config: Any,
     ) -> None:

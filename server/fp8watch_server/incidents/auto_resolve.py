@@ -32,7 +32,7 @@ def close_quiet(
     """Resolve incidents without findings for `after_clean_steps` observed steps, with their message.
 
     Args:
-        current_step: last step that every live rank has delivered (Engine.settled_step).
+        current_step: last step that every live rank has delivered (DetectionEngine.delivered_step).
         stride: steps between observed steps (Engine.stride).
     """
     t = schema.incident

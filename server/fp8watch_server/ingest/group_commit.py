@@ -35,7 +35,7 @@ from fp8watch_server.db.dialect import WriterBusy, writing
 from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import WorkClock
-from fp8watch_server.ingest.who_sends import Sender
+from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.pipeline.priority import is_urgent
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.commit import Committed, Incoming, KnownSites, Outcome, commit_group
@@ -51,7 +51,7 @@ MAX_DECODED_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 128 << 20
 """Bodies as they came that may lie here, counting those whose senders were told to come back."""
 COMMIT_EVERY_S, MAX_COMMIT_EVERY_S = 0.02, 0.06
-NOBODY = Sender()
+NOBODY = RequestSender()
 SMALL_BYTES, SMALL_INFLATED_BYTES = 64 << 10, 512 << 10
 AWAY = (OperationalError, InterfaceError, PoolTimeoutError)
 """What the database raises when it is not there, or has no time."""
@@ -65,7 +65,7 @@ class Closed(Exception):
 class _Waiting:
     body: bytes
     future: asyncio.Future[Committed]
-    sender: Sender
+    sender: RequestSender
     batch: Batch | None = None
     num_bytes: int = 0  # decoded
     gated: bool = False  # whether the gate counts it
@@ -130,7 +130,9 @@ class Committer:
         self._queued_bytes = 0  # changed under the lock; also those whose senders have gone
         self.num_groups = 0
 
-    def commit(self, body: bytes, sender: Sender = NOBODY) -> tuple[asyncio.Future[Committed], Callable[[], float]]:
+    def commit(
+        self, body: bytes, sender: RequestSender = NOBODY
+    ) -> tuple[asyncio.Future[Committed], Callable[[], float]]:
         """Decode, check and store one body.
 
         Returns:
@@ -153,7 +155,7 @@ class Committer:
         (self._decoded if small else self._bodies).put(waiting)
         return waiting.future, functools.partial(self._worked_s, waiting)
 
-    def hand_in(self, batch: Batch, body: bytes, sender: Sender) -> asyncio.Future[Committed]:
+    def hand_in(self, batch: Batch, body: bytes, sender: RequestSender) -> asyncio.Future[Committed]:
         """Store a batch that is decoded and checked, after those that were handed in before.
 
         Raises:
@@ -227,7 +229,7 @@ class Committer:
             batch = self._decode(waiting.body)
             waiting.sender.grant.require(batch.header.run)
         except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
-            self._settle([(waiting, e)])
+            self._answer([(waiting, e)])
             return False
         waiting.batch, waiting.num_bytes = batch, 4096 + batch.nbytes
         return True
@@ -262,7 +264,7 @@ class Committer:
                 answers = [e] * len(group)
             took_s = time.monotonic() - began
             self._gate.give(sum(w.num_bytes for w in (*group, *gone) if w.gated))
-            self._settle([*zip(group, answers, strict=True), *((w, None) for w in gone)])
+            self._answer([*zip(group, answers, strict=True), *((w, None) for w in gone)])
             if answers and all(isinstance(a, AWAY) for a in answers):
                 self._refuse_all(answers[0])
             if last:
@@ -281,7 +283,7 @@ class Committer:
                 break
             late.append(following)
         self._gate.give(sum(w.num_bytes for w in late if w.gated))
-        self._settle([(w, answer) for w in late])
+        self._answer([(w, answer) for w in late])
 
     def _take(self, group: list[_Waiting]) -> Sequence[Outcome | BaseException]:
         items = [
@@ -337,10 +339,10 @@ class Committer:
                     hot_batches.remember(conn, item.batch, now)
         return outcomes
 
-    def _settle(self, answers: list[tuple[_Waiting, Any]]) -> None:
+    def _answer(self, answers: list[tuple[_Waiting, Any]]) -> None:
         with self._lock:
             self._queued_bytes -= sum(len(w.body) for w, _ in answers)
-        settle(answers)
+        answer_all(answers)
 
 
 def _is_small(body: bytes) -> bool:
@@ -353,19 +355,19 @@ def _is_small(body: bytes) -> bool:
         return False
 
 
-def settle(answers: list[tuple[_Waiting, Any]]) -> None:
+def answer_all(answers: list[tuple[_Waiting, Any]]) -> None:
     """Answer on the event loop of whoever waits: one wake-up for all of them."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiting, Any]]] = {}
     for waiting, answer in answers:
         by_loop.setdefault(waiting.future.get_loop(), []).append((waiting, answer))
     for loop, of_loop in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_settle_here, of_loop)
+            loop.call_soon_threadsafe(_answer_here, of_loop)
         except RuntimeError:  # the loop is closed: nobody waits any more
             log.debug("%d answers came after the end", len(of_loop))
 
 
-def _settle_here(answers: list[tuple[_Waiting, Any]]) -> None:
+def _answer_here(answers: list[tuple[_Waiting, Any]]) -> None:
     for waiting, answer in answers:
         if waiting.future.done():  # whoever asked has gone
             continue

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from fp8watch_agent.joined import JOINED_CONTENT_TYPE, MAX_JOINED, MAX_JOINED_BYTES, split_bodies
 from fp8watch_agent.wire import WireError
 from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
+from fp8watch_server.ingest.request_sender import RequestSender, sender_of
 from fp8watch_server.ingest.routes import UNSTORED, Ingest, ingest_of, read_body, router, unstored
-from fp8watch_server.ingest.who_sends import Sender, sender_of
 
 
 @router.post("/batches/joined")
@@ -53,7 +53,7 @@ async def post_joined(request: Request) -> Response:
     return JsonResponse({"answers": answers})
 
 
-async def _one(request: Request, ingest: Ingest, sender: Sender, key: str, body: bytes) -> dict[str, Any]:
+async def _one(request: Request, ingest: Ingest, sender: RequestSender, key: str, body: bytes) -> dict[str, Any]:
     who = replace(sender, key_sha256=hashlib.sha256(key.encode()).hexdigest() if key else "")
     try:
         with ingest.stats.one_body() as outcome:

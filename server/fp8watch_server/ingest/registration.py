@@ -12,7 +12,7 @@ import msgspec
 
 from fp8watch_agent.record import Site
 from fp8watch_server.http.errors import Problem
-from fp8watch_server.store.registrations import MAX_TAG_CHARS, MAX_TAGS, SessionFacts
+from fp8watch_server.store.registrations import MAX_TAG_CHARS, MAX_TAGS, StoredSession
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -51,9 +51,9 @@ class SessionBody(msgspec.Struct):
     backend: Text = ""
     facts: dict[Name, LongText | int | float | bool | None] = {}
 
-    def as_facts(self, session: str) -> SessionFacts:
+    def as_facts(self, session: str) -> StoredSession:
         """As the store takes it."""
-        return SessionFacts(session=session, **{name: getattr(self, name) for name in self.__struct_fields__})
+        return StoredSession(session=session, **{name: getattr(self, name) for name in self.__struct_fields__})
 
 
 class SiteBody(msgspec.Struct):

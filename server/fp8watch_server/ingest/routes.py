@@ -40,9 +40,9 @@ from fp8watch_server.ingest.committer_of import committer_of
 from fp8watch_server.ingest.group_commit import Closed
 from fp8watch_server.ingest.ingest_stats import Held, IngestStats
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
+from fp8watch_server.ingest.request_sender import KEY_HEADER, RequestSender, sender_of
 from fp8watch_server.ingest.sites import SiteRegistry
-from fp8watch_server.ingest.who_sends import KEY_HEADER, Sender, sender_of
-from fp8watch_server.store import registrations, tiles
+from fp8watch_server.store import registrations, tile_maps
 from fp8watch_server.store.commit import Committed
 
 MAX_JSON_BYTES = 4 << 20
@@ -91,7 +91,7 @@ class Ingest:
         waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
         return await self.db_timeout.wait(waiting, clock.read_s)
 
-    async def commit(self, body: bytes, sender: Sender) -> Committed:
+    async def commit(self, body: bytes, sender: RequestSender) -> Committed:
         """Hand a body to the committer, and wait likewise."""
         try:
             return await self.db_timeout.wait(*self.committer.commit(body, sender))
@@ -344,9 +344,9 @@ async def post_tile_maps(request: Request) -> Response:
         ingest.num_tile_map_bodies += 1
         with writing(ingest.engine) as conn:
             sha256, now = hashlib.sha256(body).digest(), time.time()
-            tiles.commit_tile_maps(conn, maps, sha256, now=now, key_sha256=sender.key_sha256)
+            tile_maps.commit_tile_maps(conn, maps, sha256, now=now, key_sha256=sender.key_sha256)
             if ingest.num_tile_map_bodies % PRUNE_TILE_MAPS_EVERY == 0:
-                tiles.prune(conn, maps.run)
+                tile_maps.prune(conn, maps.run)
         return {"acked": maps.seq}
 
     return await _post(request, TILE_MAPS_CONTENT_TYPE, lambda body: ingest.run(lambda: write_maps(body)))

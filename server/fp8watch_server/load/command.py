@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp8watch_agent.settings import read_token_file
 from fp8watch_server.load.drive import Refused, run_load
-from fp8watch_server.load.stream import Plan
+from fp8watch_server.load.stream import LoadPlan
 
 EXIT_USAGE = 2
 DEFAULT_URL = "http://127.0.0.1:8420"
@@ -50,7 +50,7 @@ def _positive(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Send the load and print a report."""
     args = parser().parse_args(argv)
-    plan = Plan(
+    plan = LoadPlan(
         num_ranks=args.ranks,
         num_sites=args.sites,
         num_steps=args.steps,

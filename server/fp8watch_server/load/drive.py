@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from fp8watch_agent.batch import Kind, Parcel
 from fp8watch_agent.session import Registration, Session
-from fp8watch_agent.transport import Transport, Verdict
+from fp8watch_agent.transport import ResponseMeaning, Transport
 from fp8watch_agent.uploader import Uploader
 from fp8watch_server.load.model import traits_of
-from fp8watch_server.load.stream import Body, Plan, RankStream
+from fp8watch_server.load.stream import Body, LoadPlan, RankStream
 
 MAX_SENDERS = 32
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
@@ -66,7 +66,7 @@ class LoadReport:
         return out + [f"{n} times: {text}" for text, n in sorted(self.problems.items())]
 
 
-def session_of(plan: Plan, stream: RankStream) -> Session:
+def session_of(plan: LoadPlan, stream: RankStream) -> Session:
     """Session of this rank as its agent would report it."""
     return Session(
         run_id=plan.run,
@@ -88,7 +88,7 @@ def session_of(plan: Plan, stream: RankStream) -> Session:
 class _Rank:
     """One rank: its bodies, its connection, and the due time of its next body."""
 
-    def __init__(self, plan: Plan, stream: RankStream, uploader: Uploader, bodies: Sequence[Body] | None) -> None:
+    def __init__(self, plan: LoadPlan, stream: RankStream, uploader: Uploader, bodies: Sequence[Body] | None) -> None:
         self.registration = Registration(session_of(plan, stream), plan.sites)
         self.uploader = uploader
         self.bodies = iter(bodies if bodies is not None else stream)
@@ -102,7 +102,7 @@ class _Rank:
         while not stop.is_set():
             began = time.perf_counter()
             receipt = self.uploader.send(parcel, self.registration)
-            if receipt.verdict is Verdict.ACKNOWLEDGED:
+            if receipt.verdict is ResponseMeaning.ACKNOWLEDGED:
                 report.latencies_s.append(time.perf_counter() - began)
                 report.num_bodies += 1
                 report.num_records += receipt.acknowledged
@@ -114,7 +114,7 @@ class _Rank:
             report.num_retries += 1
             text = str(receipt.answer)[:200]
             report.problems[text] = report.problems.get(text, 0) + 1
-            if receipt.verdict is Verdict.HOLD:
+            if receipt.verdict is ResponseMeaning.HOLD:
                 raise Refused(text)
             stop.wait(max(receipt.answer.retry_after_s or 0.0, random.uniform(0, backoff_s)))
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
@@ -124,13 +124,13 @@ class Refused(Exception):
     """The collector accepts nothing until a person changes something: a token, a URL."""
 
 
-def prepare(plan: Plan, rank: int, *, like: RankStream | None = None) -> list[Body]:
+def prepare(plan: LoadPlan, rank: int, *, like: RankStream | None = None) -> list[Body]:
     """Encode all bodies of a rank in advance, so that a measurement covers sending only."""
     return list(RankStream(plan, rank, traits=like.traits if like else None))
 
 
 def run_load(
-    plan: Plan,
+    plan: LoadPlan,
     url: str,
     *,
     token: str | None = None,

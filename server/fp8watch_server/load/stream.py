@@ -32,7 +32,7 @@ EPOCH = 1_700_000_000.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """A synthetic run.
 
     Args:
@@ -90,7 +90,7 @@ class RankStream:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoadPlan,
         rank: int = 0,
         *,
         traits: SiteTraits | None = None,

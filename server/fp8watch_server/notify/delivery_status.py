@@ -18,7 +18,7 @@ from fp8watch_server.notify.outbox_lease import Leased
 _MADE = ("also", "with", "open", "told", "lead_kind")
 
 
-def settle(
+def record_outcome(
     conn: sa.Connection, leased: Leased, holder: str, state: str, error: str | None, now: float, wait_s: float
 ) -> None:
     """Write the outcome of an attempt.

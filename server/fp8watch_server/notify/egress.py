@@ -25,7 +25,7 @@ _installing = threading.Lock()
 _installed = False
 
 
-class Watch:
+class EgressWatch:
     """What was opened while it lasted."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watched(total_s: float | None = None) -> Iterator[Watch]:
+def watched(total_s: float | None = None) -> Iterator[EgressWatch]:
     """Hold every connection of this thread to the rules."""
     _install()
-    watch = _here.watch = Watch()
+    watch = _here.watch = EgressWatch()
     timer = threading.Timer(TOTAL_S if total_s is None else total_s, watch.end)
     timer.daemon = True
     timer.start()
@@ -77,7 +77,7 @@ def watched(total_s: float | None = None) -> Iterator[Watch]:
 def _hook(event: str, args: tuple[Any, ...]) -> None:
     if event not in _EVENTS:
         return
-    watch: Watch | None = getattr(_here, "watch", None)
+    watch: EgressWatch | None = getattr(_here, "watch", None)
     if watch is not None:
         watch.opens(args[0], args[1])
 

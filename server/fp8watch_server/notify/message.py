@@ -18,7 +18,7 @@ SEVERITIES = ("info", "warning", "critical")
 
 
 @dataclass(frozen=True)
-class Notice:
+class IncidentNotice:
     """One incident that began or ended."""
 
     kind: str  # firing | resolved
@@ -28,7 +28,7 @@ class Notice:
     told: Incident  # the incident as it was told first; of a firing, itself
 
 
-def notices_of(payload: MessagePayload, kind: str) -> list[Notice]:
+def notices_of(payload: MessagePayload, kind: str) -> list[IncidentNotice]:
     """All notices of a message, the leading one first. Raises KeyError on a payload that is none."""
     lead = _notice(payload, payload, payload.get("lead_kind", "firing") if kind == SUMMARY else kind)
     found = {(lead.kind, lead.incident["id"]): lead}
@@ -38,9 +38,9 @@ def notices_of(payload: MessagePayload, kind: str) -> list[Notice]:
     return list(found.values())
 
 
-def _notice(payload: NoticePayload, before: Told, kind: str) -> Notice:
+def _notice(payload: NoticePayload, before: Told, kind: str) -> IncidentNotice:
     incident = payload["incident"]
-    return Notice(kind, incident, payload["run"], payload.get("note") or "", before.get("told") or incident)
+    return IncidentNotice(kind, incident, payload["run"], payload.get("note") or "", before.get("told") or incident)
 
 
 def order_of(kind: str, incident: Incident) -> tuple[bool, int, float]:
@@ -53,7 +53,7 @@ def order_of(kind: str, incident: Incident) -> tuple[bool, int, float]:
     )
 
 
-def labels_of(notice: Notice) -> dict[str, str]:
+def labels_of(notice: IncidentNotice) -> dict[str, str]:
     """Labels as CONTRACT names them. A resolve carries those of its firing, or receivers would not match the two."""
     incident = notice.told if notice.kind == "resolved" else notice.incident
     return {

@@ -37,7 +37,7 @@ from fp8watch_server.db.dialect import writing
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels import channels_of
 from fp8watch_server.notify.channels.base import Channel
-from fp8watch_server.notify.delivery_status import settle
+from fp8watch_server.notify.delivery_status import record_outcome
 from fp8watch_server.notify.fanout import MAX_AGE_S, Route, fan_out, give_up_strangers, waits_for_all
 from fp8watch_server.notify.flight_text import flight_text
 from fp8watch_server.notify.group import choose
@@ -249,7 +249,7 @@ class Dispatcher:
         while True:
             try:
                 with writing(self._engine) as conn:
-                    settle(conn, leased, self._name, state, error, now, outcome.wait_s)
+                    record_outcome(conn, leased, self._name, state, error, now, outcome.wait_s)
                 return
             except DBAPIError:
                 if self._stop.wait(0.2):

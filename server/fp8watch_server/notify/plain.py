@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8watch_server.incidents.payload import MessagePayload
-from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
+from fp8watch_server.notify.message import SUMMARY, IncidentNotice, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
 
 TITLE_CHARS = 200
@@ -47,12 +47,12 @@ def message(payload: MessagePayload, kind: str) -> Plain:
     return Plain(_harmless(title, TITLE_CHARS), _harmless(text, TEXT_CHARS), level)
 
 
-def _headline(notice: Notice) -> str:
+def _headline(notice: IncidentNotice) -> str:
     mark = "Resolved" if notice.kind == "resolved" else notice.incident["severity"]
     return f"{mark}: {notice.incident['title']}"
 
 
-def _lines(notice: Notice, *, whole: bool) -> list[str]:
+def _lines(notice: IncidentNotice, *, whole: bool) -> list[str]:
     incident = notice.incident
     first, last = incident["first_step"], incident["last_step"]
     when = f"step {first}" if first == last else f"steps {first} to {last}"

@@ -26,13 +26,13 @@ from fp8watch_server.incidents.messages import queue
 from fp8watch_server.incidents.payload import Incident
 from fp8watch_server.incidents.silences import silences_of
 from fp8watch_server.store import queries
-from fp8watch_server.store.rows import Place, RunWithSessions
+from fp8watch_server.store.rows import IncidentPlace, RunWithSessions
 
 STALLED = "run-stalled"
 PREFIX = f"{STALLED}:"
 FORGET_AFTER_S = 7 * 86_400.0
 """A run that has been silent for longer is over, whatever it said."""
-_NOWHERE: Place = {
+_NOWHERE: IncidentPlace = {
     "ranks": [], "module": None, "gemm": None, "operand": None, "direction": None, "tile": None, "element": None,
     "expert": None,
 }  # fmt: skip

@@ -15,9 +15,9 @@ from fp8watch_server.pages import formatting
 from fp8watch_server.pages.error_pages import Link, PageProblem
 from fp8watch_server.store import queries
 from fp8watch_server.store.rows import (
+    IncidentPlace,
     IncidentRow,
     IncidentWithEvents,
-    Place,
     RunRow,
     RunWithSessions,
     SiteRow,
@@ -134,7 +134,7 @@ PLACE = ("ranks", "module", "gemm", "operand", "direction", "tile", "element", "
 def complete(incident: Seen) -> Seen:
     """An incident with every key that a template reads: keys that an older detector did not write are None."""
     whole = incident.copy()
-    whole["place"] = cast(Place, dict.fromkeys(PLACE) | dict(incident["place"] or {}))
+    whole["place"] = cast(IncidentPlace, dict.fromkeys(PLACE) | dict(incident["place"] or {}))
     whole["evidence"] = [
         {"value": None, "baseline": None, "unit": None, "since_step": incident["first_step"], **e}
         for e in incident["evidence"] or []

@@ -72,7 +72,7 @@ class DetectEngine(Protocol):
         ...
 
     @property
-    def settled_step(self) -> int | None:
+    def delivered_step(self) -> int | None:
         """The last step that every live rank has delivered."""
         ...
 
@@ -114,7 +114,7 @@ class _Judged:
     row: Any
     batch: Batch | None
     findings: Sequence[Any]
-    settled_step: int | None = None
+    delivered_step: int | None = None
     stride: int = 1
     error: str = ""  # why there is no batch
 
@@ -213,7 +213,7 @@ class DetectWorker:
             if not findings:
                 continue
             with writing(self._db) as conn:
-                settled, stride = running.engine.settled_step, running.engine.stride
+                settled, stride = running.engine.delivered_step, running.engine.stride
                 idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
                 changed = self._write_incidents(conn, key, [idle], running)
             if changed:
@@ -266,7 +266,7 @@ class DetectWorker:
                     continue
                 findings = engine.observe(batch, at=row.received_at)
                 unresolved = unresolved or bool(findings)
-                settled = engine.settled_step if unresolved else None  # costs a loop over all ranks
+                settled = engine.delivered_step if unresolved else None  # costs a loop over all ranks
                 out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
         for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
@@ -321,8 +321,8 @@ class DetectWorker:
                 )
                 changed = bool(opened) or changed
                 unresolved = True
-            if unresolved and j.settled_step is not None and (j.settled_step != settled or j.findings):
-                settled = j.settled_step
+            if unresolved and j.delivered_step is not None and (j.delivered_step != settled or j.findings):
+                settled = j.delivered_step
                 closed = self._detection.close_quiet(
                     conn, *where, current_step=settled, now=now, stride=j.stride, public_url=self._public_url
                 )

@@ -21,7 +21,7 @@ from sqlalchemy.pool import StaticPool
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import DatabaseUrlError, engine_of
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
 from fp8watch_server.detect.rules import RulesError, load_rules
 from fp8watch_server.detect.sessions import sessions_of
@@ -59,7 +59,7 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
         made.execute(sa.insert(t.run).values(run_id=run_id, tenant=TENANT, name="", created_at=0.0, last_seen_at=0.0))
     registered: list[Any] = sites_of(conn, run_id, TENANT)
     sites = facts_of(registered)
-    engine = Engine(sites, thresholds)
+    engine = DetectionEngine(sites, thresholds)
     s = t.session.c
     engine.add_sessions(sessions_of(conn.execute(sa.select(t.session).where(s.run_id == run_id, s.tenant == TENANT))))
     num_batches, first_step = 0, None
@@ -72,8 +72,8 @@ def replay(conn: Connection, run_id: str, thresholds: Thresholds = DEFAULTS) -> 
         with scratch.begin() as made:
             where = (made, run_id, TENANT, old.attempt)
             fold(*where, found, sites, old.at)
-            if engine.settled_step is not None:
-                close_quiet(*where, engine.settled_step, old.at, stride=engine.stride)
+            if engine.delivered_step is not None:
+                close_quiet(*where, engine.delivered_step, old.at, stride=engine.stride)
     with scratch.begin() as made:
         got = [dict(r) for r in made.execute(sa.select(t.incident).order_by(t.incident.c.first_step)).mappings()]
     scratch.dispose()

@@ -21,7 +21,7 @@ from fp8watch_server.store import deviation
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
 from fp8watch_server.store.reading import gather
 from fp8watch_server.store.site_rows import rows_of
-from fp8watch_server.store.tiles import kept_between
+from fp8watch_server.store.tile_maps import kept_between
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

@@ -36,7 +36,7 @@ from fp8watch_server.store.rows import (
     SiteRow,
 )
 from fp8watch_server.store.series import histogram, newest, scalars, series, several_scalars, several_series
-from fp8watch_server.store.tiles import steps_available, tile_map
+from fp8watch_server.store.tile_maps import steps_available, tile_map
 
 __all__ = [
     "MAX_STEP",

@@ -57,7 +57,7 @@ def key_fits(key_sha256: str | None, shown_sha256: str) -> bool:
 
 
 @dataclass(frozen=True)
-class SessionFacts:
+class StoredSession:
     """Stored description of one attach of one process."""
 
     session: str
@@ -110,7 +110,7 @@ def _add_tags(conn: Connection, run_id: str, tags: Sequence[str], tenant: str) -
 def register_session(
     conn: Connection,
     run_id: str,
-    facts: SessionFacts,
+    facts: StoredSession,
     *,
     now: float,
     key_sha256: str = "",
@@ -158,7 +158,7 @@ def register_session(
     return attempt
 
 
-def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: SessionFacts) -> int:
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: StoredSession) -> int:
     """Attempt number of a new session.
 
     When the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are

@@ -92,7 +92,7 @@ class SiteRow(TypedDict):
     evidence: dict[str, str]
 
 
-class Place(TypedDict):
+class IncidentPlace(TypedDict):
     """Where an incident began; None where it has no such part."""
 
     ranks: list[int]
@@ -105,7 +105,7 @@ class Place(TypedDict):
     expert: int | None
 
 
-class Evidence(TypedDict):
+class EvidenceRow(TypedDict):
     """A measurement that an incident rests on. A number that is not finite is "nan", "inf" or "-inf"."""
 
     field: str
@@ -134,9 +134,9 @@ class IncidentFields(TypedDict):
     last_step: int
     num_events: int
     origin: bool
-    place: Place
+    place: IncidentPlace
     num_sites: int
-    evidence: list[Evidence]
+    evidence: list[EvidenceRow]
     cause: str
     fix: list[dict[str, str]]
     alternatives: list[dict[str, str]]

@@ -27,7 +27,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
 from fp8watch_server.db.lease import BEAT_S
 from fp8watch_server.ingest.group_commit import AWAY, Committer
-from fp8watch_server.ingest.who_sends import Sender
+from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
 from fp8watch_server.queue.subjects import ID_HEADER, KEY_HEADER, REFUSED, URGENT, WHY_HEADER, WORK, Stream
 from fp8watch_server.store.commit import Committed
@@ -192,7 +192,7 @@ class Worker:
         waiting: list[asyncio.Future[Any]] = []
         for msg, batch in zip(messages, batches, strict=True):
             if isinstance(batch, Batch):
-                sender = Sender(key_sha256=(msg.headers or {}).get(KEY_HEADER, ""))
+                sender = RequestSender(key_sha256=(msg.headers or {}).get(KEY_HEADER, ""))
                 waiting.append(self._committer.hand_in(batch, msg.data, sender))
             else:
                 waiting.append(_failed(batch))

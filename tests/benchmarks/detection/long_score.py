@@ -20,7 +20,7 @@ from detect.folded import fold
 
 from fp8watch_agent.record import Site
 from fp8watch_agent.wire import Batch, decode_batch
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.finding import facts_of
 
 RESULTS = Path(__file__).with_name("long_runs.json")
@@ -42,7 +42,7 @@ def score(path: Path) -> dict[str, Any]:
     """What the engine and the public rules say of one run."""
     sites, batches = read(path)
     facts = facts_of(sites)
-    engine, findings, losses, norms, amax = Engine(facts), [], [], [], []
+    engine, findings, losses, norms, amax = DetectionEngine(facts), [], [], [], []
     column = {s.id: k for k, s in enumerate(sites)}
     for batch in batches:
         findings += engine.observe(batch)

@@ -31,9 +31,9 @@ from detect.rotated import rotating, turned
 from detect.scenarios import SCENARIOS, Case, Expected, Scenario, twin
 from detect.trace import Trace, healthy
 
-from fp8watch_server.detect.engine import Engine
+from fp8watch_server.detect.engine import DetectionEngine
 from fp8watch_server.detect.families import degenerate, invariant
-from fp8watch_server.detect.view import BatchColumns
+from fp8watch_server.detect.step_view import BatchColumns
 
 SPLITS = {"tune": 0, "test": 1000}
 RAREST = 64
@@ -121,7 +121,7 @@ def recorded(every: int) -> tuple[list[Outcome], list[Healthy]]:
 
 
 def _play_recorded(run: Recorded, every: int) -> list:
-    engine = Engine(run.facts)
+    engine = DetectionEngine(run.facts)
     batches = rotating(run.batches, every) if every > ALWAYS else run.batches
     return [f for batch in batches for f in engine.observe(batch)]
 
@@ -129,7 +129,7 @@ def _play_recorded(run: Recorded, every: int) -> list:
 def cost() -> dict[str, float]:
     """µs of CPU per record, of a model with 32 layers (1120 sites), batches of eight steps."""
     trace = healthy(0, 72, 32)
-    engine, batches = Engine(trace.facts), list(trace.batches())
+    engine, batches = DetectionEngine(trace.facts), list(trace.batches())
     for batch in batches[:7]:
         engine.observe(batch)
     num = sum(len(b.site) for b in batches[7:])

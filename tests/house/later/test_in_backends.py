@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from quantize.backends import each_backend
 from quantize.operands import operand
-from quantize.test_slab import assert_rows_equal, row_of
+from quantize.slab_rows import assert_rows_equal, row_of
 
 from fp8watch.kernels import Backend, reference
 from fp8watch.numerics.formats import FORMATS

@@ -15,9 +15,9 @@ from fp8watch_agent import record, wire
 from fp8watch_agent.record import FIELD_BY_NAME, Measured, empty_rows
 from fp8watch_server.db import migrations
 from fp8watch_server.db.dialect import make_engine
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import facts_of
-from fp8watch_server.detect.view import BatchColumns, SiteTable, StepView
+from fp8watch_server.detect.step_view import BatchColumns, SiteTable, StepView
 from fp8watch_server.pages.formatting import field_label
 from fp8watch_server.store import blocks, queries, sheets
 from fp8watch_server.store.fields import SERIES_FIELDS, evaluate
@@ -84,7 +84,7 @@ def test_detectors_see_it_where_every_rank_measured_it(of_ranks: tuple[int, ...]
         fields = {"measured": [ALL | GROUP, ALL | GROUP * knows], "num_made_up": [7, 7 * knows]}
         batch = wire.decode_batch(Agent(None, run="r", session="s", rank=rank).body([UP, DOWN], [0], fields=fields))
         views.append(StepView(BatchColumns(batch, table), 0, slice(0, 2)))
-    seen = Now(views, table).column("num_made_up").tolist()
+    seen = CrossRankStep(views, table).column("num_made_up").tolist()
     assert seen == [14.0, pytest.approx(np.nan if total is None else total, nan_ok=True)]
 
 

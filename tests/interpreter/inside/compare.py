@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from quantize import oracle
 from quantize.backends import compared, shared
-from quantize.test_statistics import SUMS, gain_tolerance
+from quantize.tolerances import SUMS, gain_tolerance
 
 from fp8watch.kernels import reference, triton
 from fp8watch.numerics.formats import FORMATS

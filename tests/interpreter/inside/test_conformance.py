@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from interpreter.inside.compare import check, check_with_the_oracle, same, same_stats
+from quantize.epsilons import EPS
 from quantize.operands import DTYPES, KINDS, SHAPES, TILES, operand
-from quantize.test_conformance import EPS
 
 from fp8watch.kernels import reference, triton
 from fp8watch.kernels.triton_fold import EXTREMES, FoldedLines
@@ -101,8 +101,8 @@ def test_a_given_scale_is_used_as_it_is(factor: float, fmt: str) -> None:
 def test_without_the_guard_zero_tiles_become_nan(tile: tuple[int, int]) -> None:
     kinds = ("normal", "zeros", "inf", "nan", "subnormal")
     x = torch.cat([operand(kind, "float32", (15, 300)) for kind in kinds])
-    check(x, tile, "E4M3", True, 0.0, zero_guard=False)
-    check(torch.zeros(75, 300), tile, "E5M2", False, 0.0, zero_guard=False)
+    check(x, tile, "E4M3", True, 0.0, force_scale_1=False)
+    check(torch.zeros(75, 300), tile, "E5M2", False, 0.0, force_scale_1=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from quantize.operands import operand
-from quantize.test_slab import assert_rows_equal
+from quantize.slab_rows import assert_rows_equal
 
 from fp8watch.kernels import reference, triton
 from fp8watch.numerics.formats import FORMATS

@@ -74,7 +74,7 @@ class ZeroTileUnguarded(Lasting):
 
 
 def _unguarded(x: Tensor, job: Any) -> Any:
-    return replace(job, zero_guard=False)
+    return replace(job, force_scale_1=False)
 
 
 def _change_gradient(module: torch.nn.Module, change: Any) -> Any:

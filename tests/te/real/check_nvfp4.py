@@ -149,13 +149,13 @@ def test_a_module_that_computes_in_it_is_observed(te, oracle, watched, kind):
     watch.train(recipes.CustomRecipe(qfactory=factory))
     watch.clean()
     assert watch.missing() == []
-    facts = watch.observer.facts.values()
+    facts = watch.observer.numerics.values()
     assert {(f.recipe, f.format) for f in facts} == {("nvfp4", E2M1.name)}
     assert {f.tile for f in facts} == {(1, 16), (16, 1)}
     for found in watch.seen.values():
         for row, stats in found:
             summary = stats.summary()
-            if watch.observer.facts[row].evidence["energies"] == "exact":
+            if watch.observer.numerics[row].evidence["energies"] == "exact":
                 assert 1e-4 * summary["signal_energy"] < summary["noise_energy"] < 0.03 * summary["signal_energy"]
             assert summary["amax_max"] > 0
     assert TOKENS > HIDDEN // 2 >= FEATURES

@@ -49,14 +49,14 @@ def test_what_is_claimed_is_seen(te, watched, recipe, kind, bias):
     assert len(watch.seen) == len(watch.sites) * (3 if recipe in PER_TENSOR else 5) // 5
     assert all(watch.evidence().values())
     kinds = {"Float8BlockScaling": "blockwise", "Float8CurrentScaling": "current", "DelayedScaling": "delayed"}
-    assert {facts.recipe for facts in watch.observer.facts.values()} == {kinds.get(recipe, "mxfp8")}
+    assert {facts.recipe for facts in watch.observer.numerics.values()} == {kinds.get(recipe, "mxfp8")}
     for calls in watch.seen.values():
         for row, stats in calls:
             if recipe != "DelayedScaling":  # what the collector's invariant allows
-                low = 0.5 if watch.observer.facts[row].power_2_scale else 1 - 2**-20
+                low = 0.5 if watch.observer.numerics[row].power_2_scale else 1 - 2**-20
                 summary = stats.summary()
                 assert low * (1 - 2**-20) <= summary["scale_ratio_min"] <= summary["scale_ratio_max"] <= 1 + 2**-20
-            if watch.observer.facts[row].evidence["energies"] == "exact":
+            if watch.observer.numerics[row].evidence["energies"] == "exact":
                 summary = stats.summary()
                 first_of_delayed = recipe == "DelayedScaling"  # before it has a history
                 assert first_of_delayed or 0 < summary["noise_energy"] < 0.01 * summary["signal_energy"]
@@ -69,7 +69,7 @@ def test_the_assignment_that_fixes_name_is_what_quantisers_read(te, watched, mon
     recipe.fp8_quant_fwd_inp = recipes.QParams(power_2_scale=False, amax_epsilon=1e-12)
     watch = watched(module_of(te, "Linear", True))
     watch.train(recipe)
-    held = {site.operand: watch.observer.facts[i] for i, site in enumerate(watch.sites)}
+    held = {site.operand: watch.observer.numerics[i] for i, site in enumerate(watch.sites)}
     assert watch.observer.backend == "transformer_engine"
     assert (held["input"].eps, held["input"].power_2_scale) == (1e-12, False)
     assert (held["weight"].eps, held["weight"].power_2_scale) == (0.0, True)

@@ -42,11 +42,11 @@ class Watched:
 
     def evidence(self):
         """Of each site that was seen: is it what the site claims?"""
-        facts = self.observer.facts
+        facts = self.observer.numerics
         return {k: facts[calls[0][0]].evidence == self.sites[calls[0][0]].evidence for k, calls in self.seen.items()}
 
     def exact(self):
-        return sum(self.observer.facts[calls[0][0]].evidence["energies"] == "exact" for calls in self.seen.values())
+        return sum(self.observer.numerics[calls[0][0]].evidence["energies"] == "exact" for calls in self.seen.values())
 
     def clean(self):
         """Nothing failed inside, nothing was unread, and each site was seen once a step."""

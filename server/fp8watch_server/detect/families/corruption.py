@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
 from fp8watch_server.detect.context import Context, damage
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 Floats = npt.NDArray[np.float64]
 
@@ -84,7 +84,7 @@ class Corruption(Detector):
         self._reason[:], self._looked_at = False, None
         self._climbs[:], self._leaped[:], self._began[:], self._held = 0, 0.0, np.nan, None
 
-    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+    def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke: a leap that waited for this step is told as it was."""
         held, self._held = self._held, None
         return [] if held is None else [held]
@@ -176,7 +176,7 @@ class Corruption(Detector):
         self._began[begins] = np.stack((np.full(len(move), float(step)), amax - move), axis=1)[begins]
         return np.asarray(on)
 
-    def _settled(self, now: Now, goes_on: Mask) -> list[Finding]:
+    def _settled(self, now: CrossRankStep, goes_on: Mask) -> list[Finding]:
         """The leap of the step before, unless its weight has gone on in this one."""
         held, self._held = self._held, None
         if held is None or held.site is None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.view import BatchColumns, Mask, StepView
+from fp8watch_server.detect.step_view import BatchColumns, Mask, StepView
 
 
 def degenerate(columns: BatchColumns) -> Mask:

@@ -18,7 +18,7 @@ from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import GRAD_OUTPUT, Mask
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, Mask
 
 FIRST_OBSERVATIONS = 3
 """A history begins empty: the scale of the first calls fits nothing."""

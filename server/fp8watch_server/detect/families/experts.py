@@ -17,7 +17,7 @@ import numpy as np
 from fp8watch_agent.experts import EXPERTS_FACT, decode_experts
 from fp8watch_agent.roles import pattern
 from fp8watch_server.detect.finding import Finding
-from fp8watch_server.detect.view import SiteTable
+from fp8watch_server.detect.step_view import SiteTable
 
 
 def context(found: Finding, table: SiteTable, facts: Mapping[str, Any]) -> dict[str, int]:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.cross_rank_step import Now
-from fp8watch_server.detect.view import StepView
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
+from fp8watch_server.detect.step_view import StepView
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -37,7 +37,7 @@ def beyond(error: Floats, amax: Floats, signal: Floats, noise: Floats, e5m2: Mas
         return np.asarray(np.abs(error) > allowed)
 
 
-def of_now(now: Now) -> tuple[Floats, Floats, Floats]:
+def of_now(now: CrossRankStep) -> tuple[Floats, Floats, Floats]:
     """Gain error, signal and noise energy of the sites of a step, over those ranks that know the gain. [S] each"""
     group = Measured.GAIN
     signal, noise = now.beside("signal_energy", group), now.beside("noise_energy", group)

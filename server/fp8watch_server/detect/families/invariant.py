@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
-from fp8watch_server.detect.view import GRAD_OUTPUT, WEIGHT, BatchColumns, Mask, StepView
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, WEIGHT, BatchColumns, Mask, StepView
 
 TOLERANCE = 2.0**-20
 """Relative. amax·(448/amax)/448 in float32 is off by two roundings of 2^-24; a stale scale by more."""

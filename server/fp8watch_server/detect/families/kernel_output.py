@@ -17,7 +17,7 @@ from fp8watch_agent.record import Measured
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT, Mask, StepView
 
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 FACTOR_REST = 0.1

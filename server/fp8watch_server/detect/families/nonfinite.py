@@ -24,7 +24,7 @@ from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_agent.record import Measured, StepStatus
 from fp8watch_server.detect.families import degenerate, kernel_output
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
-from fp8watch_server.detect.view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, OUTPUT, WEIGHT, Mask, StepView
 
 _MAX_INDEX = 1 << 31
 

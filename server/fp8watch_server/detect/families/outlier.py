@@ -25,7 +25,7 @@ from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding, Verdict
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import INPUT, OUTPUT, WEIGHT, Mask
+from fp8watch_server.detect.step_view import INPUT, OUTPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 

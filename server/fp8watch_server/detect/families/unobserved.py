@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.sessions import NOT_TAKEN_FACT, SILENT_FACT
-from fp8watch_server.detect.view import GRAD_OUTPUT, SiteTable
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, SiteTable
 
 MAX_NAMED = 4
 _ITEM = re.compile(r"([^;()]+?) \((?:[^()]|\([^()]*\))*\)(?:; |$)")

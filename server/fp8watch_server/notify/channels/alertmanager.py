@@ -18,7 +18,7 @@ import msgspec
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
 from fp8watch_server.notify.channels.webhook import alert, rfc3339
-from fp8watch_server.notify.message import Notice, labels_of, notices_of
+from fp8watch_server.notify.message import IncidentNotice, labels_of, notices_of
 from fp8watch_server.notify.safe_http import Answer
 
 FIRING_FOR_S = 30 * 86_400.0
@@ -50,7 +50,7 @@ def alerts(payload: MessagePayload, kind: str, now: float) -> list[dict[str, Any
     return found
 
 
-def _as_taken(notice: Notice, now: float) -> dict[str, Any]:
+def _as_taken(notice: IncidentNotice, now: float) -> dict[str, Any]:
     made = alert(notice)
     ends_at = now + FIRING_FOR_S if notice.kind == "firing" else notice.incident["resolved_at"] or now
     return {

@@ -24,7 +24,7 @@ from fp8watch_server.incidents.bidi import visible
 from fp8watch_server.incidents.payload import Incident, MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, Pace, channel
 from fp8watch_server.notify.flight_text import LEGEND
-from fp8watch_server.notify.message import SUMMARY, Notice, notices_of
+from fp8watch_server.notify.message import SUMMARY, IncidentNotice, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
 from fp8watch_server.notify.safe_http import Answer
 
@@ -99,7 +99,7 @@ def message(payload: MessagePayload, kind: str) -> dict[str, Any]:
     return _one(notices[0], str(payload.get("flight") or ""))
 
 
-def _one(notice: Notice, flight: str = "") -> dict[str, Any]:
+def _one(notice: IncidentNotice, flight: str = "") -> dict[str, Any]:
     incident, run = notice.incident, notice.run
     resolved = notice.kind == "resolved"
     mark, step = _mark(notice), _steps(incident)
@@ -137,7 +137,7 @@ def _one(notice: Notice, flight: str = "") -> dict[str, Any]:
     return {"text": cut(text, SECTION_CHARS), "blocks": blocks}
 
 
-def _several(notices: list[Notice], kind: str) -> dict[str, Any]:
+def _several(notices: list[IncidentNotice], kind: str) -> dict[str, Any]:
     runs = list(dict.fromkeys(n.run["name"] for n in notices))
     num_firing = sum(n.kind == "firing" for n in notices)
     counted = [f"{num_firing} new"] if num_firing else []
@@ -164,7 +164,7 @@ def _several(notices: list[Notice], kind: str) -> dict[str, Any]:
     return {"text": cut(f"{head}: {titles}", SECTION_CHARS), "blocks": blocks}
 
 
-def _line(notice: Notice, *, with_run: bool) -> str:
+def _line(notice: IncidentNotice, *, with_run: bool) -> str:
     incident = notice.incident
     facts = [code(place_words(incident["place"]) or "whole run", LINE_CHARS), cut(_steps(incident), 100)]
     if with_run:
@@ -181,7 +181,7 @@ def _line(notice: Notice, *, with_run: bool) -> str:
     return "\n".join(lines)
 
 
-def _mark(notice: Notice) -> str:
+def _mark(notice: IncidentNotice) -> str:
     severity = notice.incident["severity"]
     return "✅ Resolved" if notice.kind == "resolved" else f"{_EMOJI.get(severity, '🔵')} {severity}"
 

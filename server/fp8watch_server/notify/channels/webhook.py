@@ -24,7 +24,7 @@ import msgspec
 
 from fp8watch_server.incidents.payload import MessagePayload
 from fp8watch_server.notify.channels.base import HttpChannel, channel
-from fp8watch_server.notify.message import SUMMARY, Notice, labels_of, notices_of
+from fp8watch_server.notify.message import SUMMARY, IncidentNotice, labels_of, notices_of
 from fp8watch_server.notify.phrases import evidence_line, place_words
 from fp8watch_server.notify.safe_http import Answer
 
@@ -67,7 +67,7 @@ def message(payload: MessagePayload, kind: str, receiver: str = RECEIVER) -> dic
     """The body to post. Labels are those of CONTRACT: alertname, run, severity, module, operand."""
     notices = notices_of(payload, kind)
     run = notices[0].run
-    still = [Notice("firing", incident, run, "", incident) for incident in payload.get("open", ())]
+    still = [IncidentNotice("firing", incident, run, "", incident) for incident in payload.get("open", ())]
     alerts = [alert(notice) for notice in [*notices, *still]]
     shown = alerts[:MAX_ALERTS]
     parts = urlsplit(notices[0].incident["url"])
@@ -87,7 +87,7 @@ def message(payload: MessagePayload, kind: str, receiver: str = RECEIVER) -> dic
     }
 
 
-def alert(notice: Notice) -> dict[str, Any]:
+def alert(notice: IncidentNotice) -> dict[str, Any]:
     """One of `alerts`."""
     incident = notice.incident
     annotations = {

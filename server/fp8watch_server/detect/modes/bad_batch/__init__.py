@@ -6,7 +6,7 @@ model: `repeated` batches that come again, `labels` labels beside their tokens, 
 
 from __future__ import annotations
 
-from fp8watch_server.detect.families.loss import LossJumps
+from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.bad_batch.composition import Composition

@@ -34,7 +34,7 @@ def _repeated(f: Finding) -> tuple[str, str]:
     return (
         f"{some} again and again since step {lag.since_step}",
         f"The inputs of each of the last {run.value} steps are bit for bit {which}; batches come again since step {lag.since_step}.{fresh} "
-        f"The loss falls because they are learnt by heart. {INNOCENT}",
+        f"A model learns them by heart, so a loss that falls says little of other data. {INNOCENT}",
     )
 
 

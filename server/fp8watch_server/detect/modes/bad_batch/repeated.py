@@ -5,7 +5,8 @@ Thread:     detect worker
 
 A loader that gives one batch again and again, or a few in turn, shows in nothing but a loss that falls too well. Here the
 inputs of several steps in a row are bit for bit those of as many steps before. Told only of a run that has seen many more
-batches than it is apart from its repetition: a small data set that goes round in order repeats all that it ever gave.
+batches than it is apart from its repetition: a small data set that goes round in order repeats all that it ever gave. One
+batch that stays is a warning; several in turn may be a small set that is trained on from here on purpose: info.
 """
 
 from __future__ import annotations
@@ -92,5 +93,6 @@ class RepeatedBatches(Detector):
             evidence.append(Evidence("ranks", len(ranks), None, f"of {len(self._kept)} followed", ctx.now.step))
         none = np.zeros(0, dtype=np.int64)
         return ctx.now.finding(
-            "bad-batch", "warning", none, evidence, "shared", kind="repeated", began=since, not_before=since, rank=rank
-        )
+            "bad-batch", "warning" if lag == 1 else "info", none, evidence, "shared", kind="repeated", began=since,
+            not_before=since, rank=rank,
+        )  # fmt: skip

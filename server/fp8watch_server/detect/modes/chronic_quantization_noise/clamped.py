@@ -16,7 +16,7 @@ from fp8watch_server.detect.context import Context, damage
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import INPUT, WEIGHT
+from fp8watch_server.detect.step_view import INPUT, WEIGHT
 
 UNUSED_OCTAVES = 8.0
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 
 from fp8watch_server.detect.context import SQNR_FLOOR_DB, Context, damage
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.families import gain
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, WEIGHT, Mask
 
 SIGMA = 6.0
 DEEP_DB = 6.0
@@ -132,6 +132,6 @@ class Noise(Detector):
         ]
 
     @staticmethod
-    def _lasting(noisy: Mask, now: Now) -> Mask:
+    def _lasting(noisy: Mask, now: CrossRankStep) -> Mask:
         """Gradients whose single tokens fade below what the format can hold are no noise that anybody hears."""
         return np.asarray(np.where(now.table.role == GRAD_OUTPUT, now.table.of_channels(noisy), noisy))

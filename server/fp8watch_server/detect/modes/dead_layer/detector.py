@@ -18,7 +18,7 @@ from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import GRAD_OUTPUT, INPUT, Mask
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, Mask
 
 SIGMA_ALONE = 6.0
 GRADIENT_ALONE = 2.0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.view import GRAD_OUTPUT, Mask
+from fp8watch_server.detect.step_view import GRAD_OUTPUT, Mask
 
 LOOKS = 32
 """Looks at a weight that must have moved it, before standing still says anything."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.view import INPUT, Mask
+from fp8watch_server.detect.step_view import INPUT, Mask
 
 MIN_SHARE = 64
 """Tokens that an expert would have had, were all alike, before it is starved."""

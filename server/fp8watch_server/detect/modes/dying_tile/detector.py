@@ -20,7 +20,7 @@ from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 WINDOW = 17
 MONOTONE = 0.85

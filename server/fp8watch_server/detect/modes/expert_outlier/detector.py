@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.view import INPUT, WEIGHT, Mask
+from fp8watch_server.detect.step_view import INPUT, WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 

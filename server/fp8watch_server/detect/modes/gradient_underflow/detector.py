@@ -17,7 +17,7 @@ from fp8watch_server.detect.context import UNDERFLOW_FLOOR, Context, damage
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 SIGMA = 6.0
 SURE_POINTS = 0.2

@@ -5,7 +5,7 @@ Two find it: `detector` by weights, `families.loss` by a loss that jumps right a
 
 from __future__ import annotations
 
-from fp8watch_server.detect.families.loss import LossJumps
+from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
@@ -62,7 +62,7 @@ class Divergence(Detector):
         self._amax.forget()
         self._num_over, self.in_alarm = 0, False
 
-    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+    def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """The weights were replaced or broke: growth across this point means nothing."""
         self._steps = []
         self._amax.forget()

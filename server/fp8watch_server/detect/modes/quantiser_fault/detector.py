@@ -21,7 +21,7 @@ from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.sample_gaps import ENERGIES
-from fp8watch_server.detect.view import OUTPUT, Mask, StepView
+from fp8watch_server.detect.step_view import OUTPUT, Mask, StepView
 
 UNITS = {
     "num_nan_codes": "elements",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Evidence, Finding
 
 KEEP_NEWEST = 16
@@ -28,7 +28,7 @@ class ScaleHistory:
         """A new attempt begins: its first step is compared."""
         self._first = True
 
-    def observe(self, now: Now, limit_octaves: float) -> Finding | None:
+    def observe(self, now: CrossRankStep, limit_octaves: float) -> Finding | None:
         """Compare the first step of an attempt, keep the others."""
         scale = np.where(~now.table.current_scaling, -now.log2_scale_inv, np.nan)
         if np.all(np.isnan(scale)):
@@ -48,7 +48,7 @@ class ScaleHistory:
         while len(self._kept) > MAX_KEPT:
             del self._kept[min(self._kept)]
 
-    def _compare(self, now: Now, scale: npt.NDArray[np.float64], limit_octaves: float) -> Finding | None:
+    def _compare(self, now: CrossRankStep, scale: npt.NDArray[np.float64], limit_octaves: float) -> Finding | None:
         before = [kept for kept in self._kept if kept <= now.step]
         if not before:
             return None

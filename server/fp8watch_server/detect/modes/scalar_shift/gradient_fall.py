@@ -20,7 +20,7 @@ import numpy as np
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Verdict
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 SUSTAIN = 3
 """Steps in a row: a batch whose every token is masked has no gradient for one of them."""

@@ -21,7 +21,7 @@ from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.view import Mask
+from fp8watch_server.detect.step_view import Mask
 
 EACH = 4
 MIN_PUSHES = 8

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from planted_selection import changed
+from support.planted_selection import changed
 
 VARIABLE = "FP8WATCH_COUNTS"
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import database
-from planted_fork import Ended, warmed
-from planted_place import find
+from support import database
+from support.planted_fork import Ended, warmed
+from support.planted_place import find
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "examples", "pyproject.toml", "README.md")
 COPIED += ("Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
 TESTS_FAILED = 1

@@ -45,7 +45,7 @@ TILE_BYTES = 64 << 20
 
 
 @dataclass
-class Plan:
+class ObservationPlan:
     """What the custom ops find under their handle: the rows of the sites, the running step, and where statistics go."""
 
     sites: SiteRows
@@ -176,12 +176,12 @@ class Plan:
                 self.stopwatch.add(LIGHT, began, self.stopwatch.mark())
         return [x_MK.to(torch.float32, copy=True) for _ in asked.rows]
 
-    def settle(self) -> None:
+    def close_passes(self) -> None:
         """Roll what belongs to passes that are over, so that states can be read or used outside of training."""
-        numbers = {INPUT: self.passes.settle(), WEIGHT: self.passes.forward, GRAD_OUTPUT: -1}
+        numbers = {INPUT: self.passes.close_passes(), WEIGHT: self.passes.forward, GRAD_OUTPUT: -1}
         operands = {row: operand for (operand, _), row in self.sites.rows.items()}
         for row, quantizer in enumerate(self.sites.quantizers):
-            quantizer.settle(numbers[operands[row % len(operands)]])
+            quantizer.close_passes(numbers[operands[row % len(operands)]])
 
     def record(self, row: int, shape: tuple[int, int], stats: TileStats) -> None:
         """Merge one call that somebody else measured into its row."""

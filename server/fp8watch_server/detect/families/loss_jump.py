@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8watch_server.detect.context import Context
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity, Verdict
 from fp8watch_server.detect.limits import Limits
@@ -115,7 +115,7 @@ class LossJumps(Detector):
             return []
         return _finding(ctx.now, jump, back=back)
 
-    def cut_off(self, now: Now, limit: Limits) -> list[Finding]:
+    def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
         jump, self._jump = self._jump, None
         if jump is None or jump.step >= now.step or not _norm_jumped(jump, limit):
@@ -177,7 +177,7 @@ def _norm_jumped(jump: _Jump, limit: Limits) -> bool:
     return jump.grad_norm > limit.grad_norm_jump * (jump.usual_grad_norm or math.inf)
 
 
-def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Finding]:
+def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) -> list[Finding]:
     inputs, lr = jump.inputs, jump.lr
     if lr is None and inputs is not None and inputs.moved:
         return []
@@ -219,7 +219,7 @@ def _finding(now: Now, jump: _Jump, *, back: bool, cut: bool = False) -> list[Fi
 
 
 def _of_run(
-    now: Now, mode: str, severity: Severity, evidence: list[Evidence], verdict: Verdict, about: dict[str, Any]
+    now: CrossRankStep, mode: str, severity: Severity, evidence: list[Evidence], verdict: Verdict, about: dict[str, Any]
 ) -> Finding:
     none = np.zeros(0, dtype=np.int64)
     found = now.finding(mode, severity, none, evidence, verdict, **about)

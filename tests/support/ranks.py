@@ -17,7 +17,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-import time_budget
+from support import time_budget
 
 TIMEOUT_S = 150.0
 SERVER = """

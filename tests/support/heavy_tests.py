@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import counts
 import pytest
-from planted_selection import Changed, changed
+from support import counts
+from support.planted_selection import Changed, changed
 
 MARK = "heavy"
 BUDGET_S = 360.0

@@ -19,14 +19,16 @@ KEY_HEADER = "fp8watch-session-key"
 
 
 @dataclass(frozen=True)
-class Sender:
+class RequestSender:
     """Of one request."""
 
     grant: Grant = OPEN
     key_sha256: str = ""  # of the session's key; empty: none
 
 
-def sender_of(request: Request) -> Sender:
+def sender_of(request: Request) -> RequestSender:
     """Who sent a request."""
     key = request.headers.get(KEY_HEADER, "")
-    return Sender(grant.of(request.scope), hashlib.sha256(key.encode("utf-8", "replace")).hexdigest() if key else "")
+    return RequestSender(
+        grant.of(request.scope), hashlib.sha256(key.encode("utf-8", "replace")).hexdigest() if key else ""
+    )

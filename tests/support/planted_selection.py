@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import ROOT, Bug
-from planted_place import file_of
+from support.planted import ROOT, Bug
+from support.planted_place import file_of
 
 VARIABLE = "FP8WATCH_PLANTED"
 WINDOW_S = 2 * 24 * 3600

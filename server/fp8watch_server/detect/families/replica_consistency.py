@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.cross_rank_step import Now
+from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.sessions import SessionFacts
-from fp8watch_server.detect.view import WEIGHT, Mask
+from fp8watch_server.detect.step_view import WEIGHT, Mask
 
 Array = npt.NDArray[Any]
 SHARDED = ("tp", "pp", "ep", "cp_weights")
@@ -48,7 +48,7 @@ class Agreement:
         """A rank's newest session."""
         self._sessions[facts.rank] = facts
 
-    def observe(self, now: Now) -> list[Finding]:
+    def observe(self, now: CrossRankStep) -> list[Finding]:
         """Compare the ranks of one step. A rank that is missing is compared with nobody."""
         if len(now.views) < 2:
             return []
@@ -64,7 +64,7 @@ class Agreement:
 
     # ---- weights
 
-    def _hashes(self, now: Now, ranks: list[int]) -> Finding | None:
+    def _hashes(self, now: CrossRankStep, ranks: list[int]) -> Finding | None:
         """Weights whose hashes differ between replicas. In one step there are those of a part of the weights only."""
         columns, has = _by_rank(now, "weight_hash", Measured.HASH, np.int64)
         has &= now.table.role[None, :] == WEIGHT
@@ -83,7 +83,7 @@ class Agreement:
             self._agreed_at[both & ~differ] = now.step
         return found
 
-    def _corrupted(self, now: Now, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
+    def _corrupted(self, now: CrossRankStep, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
         rows = now.in_flow(differ)
         row = int(rows[0])
         minority, majority = _minority(hashes[:, row])
@@ -160,7 +160,7 @@ class Agreement:
 
     # ---- scales
 
-    def _scales(self, now: Now, ranks: list[int]) -> Finding | None:
+    def _scales(self, now: CrossRankStep, ranks: list[int]) -> Finding | None:
         per_tensor = now.table.per_tensor
         if not per_tensor.any():
             return None
@@ -207,7 +207,7 @@ class Agreement:
         return [g for g in groups.values() if len(g) > 1], axes
 
     def _scale_finding(
-        self, now: Now, ranks: list[int], at: Array, columns: Array, differ: Array, axes: Sequence[str]
+        self, now: CrossRankStep, ranks: list[int], at: Array, columns: Array, differ: Array, axes: Sequence[str]
     ) -> Finding:
         rows = now.in_flow(differ)
         values = columns[at][:, int(rows[0])]
@@ -249,7 +249,7 @@ class Agreement:
         return blamed
 
 
-def _by_rank(now: Now, name: str, group: Measured, dtype: Any) -> tuple[Array, Array]:
+def _by_rank(now: CrossRankStep, name: str, group: Measured, dtype: Any) -> tuple[Array, Array]:
     """(values [ranks, S], which of them were measured). Bits stay bits: a hash is no float."""
     values = np.zeros((len(now.views), len(now)), dtype=dtype)
     has = np.zeros((len(now.views), len(now)), dtype=np.bool_)
@@ -266,7 +266,7 @@ def _minority(values: Array) -> tuple[list[int], Any]:
     return [int(i) for i in np.flatnonzero(values != kinds[best])], kinds[best]
 
 
-def _two(now: Now, row: int, odd: int) -> tuple[float | None, float | None]:
+def _two(now: CrossRankStep, row: int, odd: int) -> tuple[float | None, float | None]:
     """amax of a site on the odd rank, and the largest of the others."""
     mine: float | None = None
     others: list[float] = []

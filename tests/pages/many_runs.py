@@ -1,0 +1,89 @@
+"""What tests/pages/test_run_list.py and others share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from pages.collector import make_app, serving
+
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import writing
+
+
+def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> None:
+    """Runs as they come to be in a year: most ended, some running, some that fell silent; incidents in every second."""
+    of_run, sessions, tags, incidents, scalars = [], [], [], [], []
+    for i in range(num_runs):
+        key = {"run_id": f"run-{i:05d}", "tenant": "default"}
+        ended, seen = i % 10 != 0, now - (400 if i % 20 == 10 else 0)
+        of_run.append(
+            {**key, "name": f"llama-{i % 7}b-seed-{i:05d}", "recipe": ("blockwise", "mxfp8")[i % 2], "attempt": 1}
+            | {"created_at": now - i, "last_seen_at": seen, "last_step": i, "last_step_attempt": 1, "world_size": 1}
+        )
+        stuck = {"no_step_ended": "no step has ended"} if i == 30 else {"left_out": "x" * 200}
+        session = {
+            "session": f"{i:032x}",
+            "rank": 0,
+            "attempt": 1,
+            "world_size": 1,
+            "mesh": {},
+            "pid": 1,
+            "versions": {},
+        }
+        session |= dict.fromkeys(("recipe", "fingerprint", "backend"), "x")
+        session |= {"host": f"node-{i % 40}", "facts": stuck, "registered_at": now, "last_seen_at": seen}
+        sessions.append({**key, **session, "ended": ended})
+        tags += [{**key, "tag": f"sweep-{i % 12}"}]
+        scalars += [
+            {**key, "attempt": 1, "rank": 0, "step": s, "seq": 0, "status": 0, "loss": 2.0, "loss_class": 0}
+            for s in range(i, i + 2)
+            if i % 20 == 0
+        ]
+    for k in range(num_incidents):
+        place = {"module": f"layers.{k % 32}.mlp.up", "operand": "input", "ranks": [0]}
+        row: dict[str, Any] = {"run_id": f"run-{(2 * k) % num_runs:05d}", "tenant": "default", "id": f"{k:032x}"}
+        row |= {"mode": f"mode-{k % 24}", "severity": ("info", "warning", "critical")[k % 3], "place": place}
+        row |= dict.fromkeys(("title", "verdict", "cause", "fingerprint"), "x")
+        row |= dict.fromkeys(("attempt", "first_step", "last_step", "num_events", "num_sites"), 1)
+        row |= {key: [] for key in ("sites", "evidence", "fix", "alternatives")}
+        row |= {"status": "open" if k % 47 == 0 else "resolved", "seen_at": None if k % 10 == 1 else now}
+        row |= {"opened_at": now - k, "updated_at": now - k, "origin": True, "cause_id": f"{k % 200:016x}"}
+        row |= {"owner": "ann" if k % 100 == 7 else ""}
+        incidents.append(row)
+    with writing(engine) as conn:
+        for table, rows in (
+            (t.run, of_run), (t.session, sessions), (t.run_tag, tags), (t.incident, incidents), (t.scalar, scalars)
+        ):  # fmt: skip
+            conn.execute(sa.insert(table), rows)
+
+
+@pytest.fixture
+def client(tmp_path: Any) -> Iterator[httpx.Client]:
+    with serving(make_app(tmp_path)) as client:
+        yield client
+
+
+def cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
+    """Seconds that each page takes once the first was made, without the collector's threads."""
+    with ThreadPoolExecutor(1) as pool:  # the loop of a browser's tests may run in the caller's thread
+        return pool.submit(lambda: asyncio.run(_cpu_of(app, paths))).result()
+
+
+async def _cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await client.get("/")
+        spent = {}
+        for path in paths:
+            began = time.process_time()
+            answer = await client.get(path)
+            spent[path] = round(time.process_time() - began, 3)
+            assert 'class="rowlink"' in answer.text
+    return spent
