@@ -119,4 +119,18 @@ OF_BATCHES = [
         "behind = True",
         f"{BATCHES}::test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart",
     ),
+    Bug(
+        "a norm that moves with the loss",
+        "gradient_factor:_loss_moved",
+        "if float((last * side).min()) > float((before * side).max()) else None",
+        "if False else None",
+        f"{BATCHES}::test_a_norm_that_moves_with_the_loss_is_not_laid_on_what_lies_behind",
+    ),
+    Bug(
+        "the step before a look decides whether a weight had to move",
+        "standing:StandingWeights.observe",
+        " & updated & (needs | may_need)",
+        " & updated",
+        f"{BATCHES}::test_a_weight_that_is_unfrozen_stands_in_that_step_in_silence",
+    ),
 ]

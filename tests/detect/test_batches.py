@@ -136,6 +136,19 @@ def test_what_is_frozen_skipped_or_without_a_learning_rate_stands_in_silence() -
     assert [i for i in incidents(t) if i.mode == "dead-layer"] == []
 
 
+def test_a_weight_that_is_unfrozen_stands_in_that_step_in_silence() -> None:
+    t = made()
+    module = t.sites[0].module
+    stand(t, (module,))
+    wgrad = t.mask(module=module, operand="grad_output", direction="columnwise")
+    t.columns["measured"][AT - 1 : AT + 20, wgrad] = 0  # the look of step AT shows the update of the step before
+    hit = t.mask(module=module, operand="weight")
+    for name in ("amax_max", "amax_min_nonzero"):
+        moves = np.exp2(np.random.default_rng(2).normal(0, 0.01, STEPS - AT - 21))
+        t.columns[name][AT + 21 :, hit] = (t.columns[name][AT, hit] * moves[:, None]).astype(np.float32)
+    assert incidents(t) == []
+
+
 def test_a_weight_that_often_stands_is_silent() -> None:
     t = made()
     hit = t.mask(operand="weight")
@@ -176,3 +189,15 @@ def test_a_norm_that_doubles_behind_the_backward_pass_is_told_apart() -> None:
     [incident] = [i for i in incidents(t) if i.mode == "scalar-shift"]
     assert incident.severity == "info"
     assert "in the whole backward pass" in explain(incident.named, t.facts).title
+
+
+def test_a_norm_that_moves_with_the_loss_is_not_laid_on_what_lies_behind() -> None:
+    t = made()
+    t.steps["grad_norm"] = np.exp2(np.random.default_rng(5).normal(0, 0.15, STEPS))
+    t.steps["grad_norm"][AT:] *= 4.0
+    t.steps["loss"][AT:] *= 1.3
+    [incident] = [i for i in incidents(t) if i.mode == "scalar-shift"]
+    words = explain(incident.named, t.facts)
+    assert incident.severity == "info"
+    assert words.title.endswith("with the loss")
+    assert "data changed" in words.cause

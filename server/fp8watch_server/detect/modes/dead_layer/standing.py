@@ -7,7 +7,8 @@ An update moves every element, so the largest and the smallest tile amax of a we
 same in several steps in a row, after steps in which they always changed, says that updates no longer reach it: the
 optimizer holds a copy. Not told of a weight in bfloat16 or float16, where small updates round to none, or that often
 stood; of one that needs no gradient (it is frozen; where one operand serves dgrad and wgrad that cannot be told, and it
-is information); over steps without an update, or with a learning rate that all but vanished.
+is information); over steps without an update, or with a learning rate that all but vanished. The step before a look decides,
+for its update is what the look shows: a weight that is unfrozen in this step still stands where it stood.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class StandingWeights(Detector):
         self._on = np.zeros(num_sites, dtype=np.bool_)  # it is known to stand, until it moves
         self._told = -REPEAT_STEPS
         self._updated = False  # the step before ended with an update
+        self._needed = np.zeros((2, num_sites), dtype=np.bool_)  # in that step: needed a gradient; may have needed one
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -53,6 +55,7 @@ class StandingWeights(Detector):
             fresh = StandingWeights(more)
             for name in ("_last", "_moved", "_num", "_still", "_since", "_on"):
                 setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
+            self._needed = np.concatenate([self._needed, fresh._needed], axis=1)
 
     def frozen(self) -> None:
         """Baselines of sites go on."""
@@ -70,9 +73,10 @@ class StandingWeights(Detector):
         """Judge one step."""
         now = ctx.now
         updated, self._updated = self._updated, not now.skipped and not _vanished(ctx)
+        (needs, may_need), self._needed = self._needed, _gradients(ctx)
         here = np.column_stack([now.column("amax_max"), now.column("amax_min_nonzero")])
         looked = ctx.weights() & np.isfinite(here).all(axis=1) & ~now.nonfinite
-        known = looked & np.isfinite(self._last).all(axis=1) & updated
+        known = looked & np.isfinite(self._last).all(axis=1) & updated & (needs | may_need)
         same = known & (here == self._last).all(axis=1) & _of_float32(here)
         self._last[looked] = here[looked]
         self._num[known] += 1
@@ -83,8 +87,7 @@ class StandingWeights(Detector):
         begins = same & (self._still == 0)
         self._since[begins] = now.step - 1
         self._still[same] += 1
-        needs, may_need = _gradients(ctx)
-        long = same & (self._still >= ctx.limit.standing_looks) & (needs | may_need)
+        long = same & (self._still >= ctx.limit.standing_looks)
         self._on |= long & self._usually_moves()
         hit = long & self._on
         if not hit.any() or now.step - self._told < REPEAT_STEPS:
@@ -131,12 +134,12 @@ def _vanished(ctx: Context) -> bool:
     return lr is not None and (lr <= 0 or (usual is not None and lr < VANISHED * usual))
 
 
-def _gradients(ctx: Context) -> tuple[Mask, Mask]:
+def _gradients(ctx: Context) -> Mask:
     """Sites of modules whose wgrad was computed in this step, and of those where one operand serves dgrad and wgrad, so that a
-    frozen weight cannot be told; of gradients that are not zero. [S], [S]"""
+    frozen weight cannot be told; of gradients that are not zero. [2, S]"""
     table, amax = ctx.now.table, ctx.now.column("amax_max")
     gradient = table.role == GRAD_OUTPUT
     apart = np.isin(table.module, table.module[gradient & ~table.rowwise])
     by_wgrad: npt.NDArray[np.int64] = table.module[gradient & ~table.rowwise & (amax > 0)]
     by_any: npt.NDArray[np.int64] = table.module[gradient & (amax > 0)]
-    return np.asarray(np.isin(table.module, by_wgrad)), np.asarray(~apart & np.isin(table.module, by_any))
+    return np.stack([np.isin(table.module, by_wgrad), ~apart & np.isin(table.module, by_any)])

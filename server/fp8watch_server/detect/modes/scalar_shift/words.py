@@ -75,6 +75,13 @@ def _factor_words(f: Finding) -> tuple[str, str]:
             f"{number(change.value)} octaves only: they are multiplied behind them, as when they are accumulated twice, summed in place "
             f"of averaged over ranks, not cleared, or not unscaled.{stands}",
         )
+    if f.extra.get("with_loss") and loss is not None:
+        return (
+            f"Gradient norm ×{times} since step {at}, with the loss",
+            f"The gradient norm went from {values} at step {at} and stays; the median loss went from {number(loss.baseline)} to "
+            f"{number(loss.value)} in the same step, and the gradients that enter the backward GEMMs moved by {number(change.value)} octaves. "
+            f"The data changed, or the loss is computed by another rule.",
+        )
     return (
         f"Gradient norm ×{times} since step {at}, in the whole backward pass",
         f"The gradient norm went from {values} at step {at} and stays, and the gradients that enter the backward GEMMs moved by "
