@@ -57,10 +57,12 @@ class LossHook:
                 self._look(kwargs, output)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self._watch.guard.swallow("loss", error)
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._plan.step.observed:
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 self._see_inputs(args, kwargs)
 
     def _see_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not self._plan.step.observed:
+            return
         stopwatch = self._plan.stopwatch
         began = None if stopwatch is None else stopwatch.mark()
         self._watch.guard.run("batch", self._batches.see_inputs, args, kwargs)

@@ -109,6 +109,8 @@ def _readable(x: Any) -> bool:
     """Whether it is a plain tensor with values of its own."""
     if type(x) is not Tensor or x.is_meta or not x.numel() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
+    if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
+        return False
     return x.layout == torch.strided and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

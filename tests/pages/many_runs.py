@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 import sqlalchemy as sa
-from pages.collector import make_app, serving
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
@@ -62,12 +59,6 @@ def fill(engine: sa.Engine, num_runs: int, num_incidents: int, now: float) -> No
             (t.run, of_run), (t.session, sessions), (t.run_tag, tags), (t.incident, incidents), (t.scalar, scalars)
         ):  # fmt: skip
             conn.execute(sa.insert(table), rows)
-
-
-@pytest.fixture
-def client(tmp_path: Any) -> Iterator[httpx.Client]:
-    with serving(make_app(tmp_path)) as client:
-        yield client
 
 
 def cpu_of(app: Any, paths: tuple[str, ...]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 from pages import synthetic
-from pages.collector import make_app
+from pages.collector import make_app, serving
 from pages.many_runs import cpu_of, fill
 from support.database import fresh_database
 
@@ -22,6 +22,12 @@ from fp8watch_server.store.run_list import Wanted
 NUM_RUNS, NUM_INCIDENTS = 10_000, 5_000
 NOW = 1_000_000.0
 FIRST_PAINT_S = 1.0
+
+
+@pytest.fixture
+def client(tmp_path: Any) -> Iterator[httpx.Client]:
+    with serving(make_app(tmp_path)) as client:
+        yield client
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from attach.conftest import attach, mlp, train_fixture
+from torch import nn
 
 from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
@@ -34,3 +35,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def linear():
+    """Operands over twenty octaves: on tame data all power-of-two scales round alike, and directions look the same."""
+    torch.manual_seed(0)
+
+    def wide(*shape):
+        return torch.randn(shape) * torch.exp2(torch.randint(-16, 4, shape))
+
+    model = nn.Sequential(nn.Linear(64, 48))
+    model[0].weight.data.copy_(wide(48, 64))
+    return model, wide(40, 64).requires_grad_(), wide(40, 48) * 1e-3

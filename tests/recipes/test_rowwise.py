@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recipes.linears import linear, run
+from recipes.linears import run
 
 from fp8watch import recipe as recipes
 from fp8watch.kernels import available, resolve
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 from fp8watch.quantize.site_quantizer import places, site_quantizer
-
-__all__ = ["linear"]
 
 USABLE = [name for name, reason in available("cpu").items() if reason is None]
 

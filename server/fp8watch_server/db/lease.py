@@ -16,10 +16,11 @@ BEAT_S = 1.5
 
 def lease_session(conn: Connection) -> None:
     """Limit how long the session of this connection may be silent."""
-    conn.execute(sa.text(f"SET idle_session_timeout = {int(LEASE_S * 1000)}"))
+    conn.execute(sa.select(sa.func.set_config("idle_session_timeout", str(int(LEASE_S * 1000)), False)))
 
 
 def lease_transaction(conn: Connection) -> None:
     """Limit how long the transaction of this connection may be silent: it locks a run, and others wait for that."""
     if conn.dialect.name == "postgresql":
-        conn.execute(sa.text(f"SET LOCAL idle_in_transaction_session_timeout = {int(LEASE_S * 1000)}"))
+        value = str(int(LEASE_S * 1000))
+        conn.execute(sa.select(sa.func.set_config("idle_in_transaction_session_timeout", value, True)))

@@ -84,6 +84,30 @@ class CrossRankStep:
                 got = (np.fmin if field.merge == "min" else np.fmax).reduce(dense, axis=0)
         return got
 
+    def first_ranks(self) -> npt.NDArray[np.int64]:
+        """The lowest rank with a record of each site; -1 where none has one. [S]"""
+        _, row, place = self._records
+        ranks = np.array([view.rank for view in self.views], dtype=np.int64)[place]
+        order = np.argsort(-ranks, kind="stable")
+        first = np.full(len(self), -1, dtype=np.int64)
+        first[row[order]] = ranks[order]
+        return first
+
+    def of_rank(self, name: str, rank: npt.NDArray[np.int64]) -> Floats:
+        """A scalar field as one rank measured it, of each site another one; NaN where that rank has no record. [S]
+
+        Args:
+            name: of the field.
+            rank: [S]
+        """
+        _, row, place = self._records
+        values = np.concatenate([view.raw(name) for view in self.views]).astype(np.float64)
+        values[~self._measured(FIELD_BY_NAME[name].group)] = np.nan
+        mine = np.array([view.rank for view in self.views], dtype=np.int64)[place] == rank[row]
+        got = np.full(len(self), np.nan)
+        got[row[mine]] = values[mine]
+        return got
+
     @cached_property
     def _records(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of all records of all ranks: groups that were measured, row of the table, place of the rank in `views`. [N]"""

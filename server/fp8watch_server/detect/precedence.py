@@ -35,6 +35,9 @@ LEAP = "outlier-leap"
 FALL = "gradient-fall"
 """The kind of a `scalar-shift` that says that all gradients vanished: what it explains, no other shift does."""
 
+FACTOR = "gradient-factor"
+"""The kind of a `scalar-shift` that says that the gradient norm stands at a multiple: what moved the forward pass moved it too."""
+
 NONFINITE_MODES = frozenset(
     {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
 )
@@ -140,8 +143,10 @@ def explains(root: str, other: str) -> bool:
         other == LEAP
     ):  # neither a batch nor logits make one site leap by six octaves: what leaped made the loss jump, or them
         return root not in ("bad-batch", "attention-logit-growth") and "outlier-growth" in EXPLAINS.get(root, ())
-    if other == FALL:
-        return root != FALL and "scalar-shift" in EXPLAINS.get(root, ())
+    if other == FACTOR and root in (LEAP, "bad-batch"):
+        return True
+    if other in (FALL, FACTOR):
+        return root != other and "scalar-shift" in EXPLAINS.get(root, ())
     return other in EXPLAINS.get(root, ())
 
 

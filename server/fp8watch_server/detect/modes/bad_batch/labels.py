@@ -82,9 +82,7 @@ class LabelMatch(Detector):
     ) -> Finding:  # fmt: skip
         shifts, names = list(SHIFTS), list(SHIFTS.values())
         gone = float(usual[best] - share[best])
-        rose = share - np.nanmax(
-            self._usual.ordered(), axis=1
-        )  # over all that it was: tokens are alike by chance as well
+        rose = share - np.nanmax(self._usual.ordered(), axis=1)  # over all that it was: tokens are alike by chance too
         other = int(np.nanargmax(rose))
         moved = other != best and rose[other] > MOVED * gone
         since = self._since

@@ -8,7 +8,8 @@ same in several steps in a row, after steps in which they always changed, says t
 optimizer holds a copy. Not told of a weight in bfloat16 or float16, where small updates round to none, or that often
 stood; of one that needs no gradient (it is frozen; where one operand serves dgrad and wgrad that cannot be told, and it
 is information); over steps without an update, or with a learning rate that all but vanished. The step before a look decides,
-for its update is what the look shows: a weight that is unfrozen in this step still stands where it stood.
+for its update is what the look shows: a weight that is unfrozen in this step still stands where it stood. Of each weight one rank
+is followed: many ranks merge steps into records, and the extremes of two that overlap are the same where both hold one step.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class StandingWeights(Detector):
         self._still = np.zeros(num_sites, dtype=np.int64)  # looks in a row at which it was where it had been
         self._since = np.full(num_sites, -1, dtype=np.int64)
         self._on = np.zeros(num_sites, dtype=np.bool_)  # it is known to stand, until it moves
+        self._rank = np.full(num_sites, -1, dtype=np.int64)  # whose records are looked at
         self._told = -REPEAT_STEPS
         self._updated = False  # the step before ended with an update
         self._needed = np.zeros((2, num_sites), dtype=np.bool_)  # in that step: needed a gradient; may have needed one
@@ -53,7 +55,7 @@ class StandingWeights(Detector):
         more = num_sites - len(self._num)
         if more > 0:
             fresh = StandingWeights(more)
-            for name in ("_last", "_moved", "_num", "_still", "_since", "_on"):
+            for name in ("_last", "_moved", "_num", "_still", "_since", "_on", "_rank"):
                 setattr(self, name, np.concatenate([getattr(self, name), getattr(fresh, name)]))
             self._needed = np.concatenate([self._needed, fresh._needed], axis=1)
 
@@ -66,7 +68,7 @@ class StandingWeights(Detector):
 
     def _forget(self) -> None:
         self._last[:] = np.nan
-        self._still[:], self._since[:], self._on[:] = 0, -1, False
+        self._still[:], self._since[:], self._on[:], self._rank[:] = 0, -1, False, -1
         self._updated = False
 
     def observe(self, ctx: Context) -> list[Finding]:
@@ -74,7 +76,8 @@ class StandingWeights(Detector):
         now = ctx.now
         updated, self._updated = self._updated, not now.skipped and not _vanished(ctx)
         (needs, may_need), self._needed = self._needed, _gradients(ctx)
-        here = np.column_stack([now.column("amax_max"), now.column("amax_min_nonzero")])
+        self._rank = np.where(self._rank < 0, now.first_ranks(), self._rank)
+        here = np.column_stack([now.of_rank(name, self._rank) for name in ("amax_max", "amax_min_nonzero")])
         looked = ctx.weights() & np.isfinite(here).all(axis=1) & ~now.nonfinite
         known = looked & np.isfinite(self._last).all(axis=1) & updated & (needs | may_need)
         same = known & (here == self._last).all(axis=1) & _of_float32(here)
