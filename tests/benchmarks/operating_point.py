@@ -7,10 +7,13 @@ beside it. What a program passes to attach is found in its text: no figure can f
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 SETTINGS = ("every", "overhead_budget", "tile_maps", "probes", "sites", "windows", "hash_every")
 """Arguments of attach that decide how much is looked at, and when."""
+VARIABLES = ("FP8WATCH_EVERY", "FP8WATCH_MERGE_STEPS")
+"""The same from the environment."""
 
 HERE = Path(__file__).parent
 DEFAULTS = ", at attach's defaults"
@@ -21,26 +24,47 @@ def settings_of(program: Path) -> tuple[str, ...]:
     """Settings of attach that a program passes and that are not its defaults, as they are written in a call; none of one
     that never attaches.
 
-    A value that is not written out is `…`: `every=…`. Calls of helpers that hand their arguments on count as well.
+    A value that is not written out is `…`: `every=…`. Calls of helpers that hand their arguments on count as well, and
+    so do arguments in a dict and variables of the environment.
     """
     if not attaches(program):
         return ()
     defaults = _defaults()
     found = set()
-    for node in ast.walk(ast.parse(program.read_text())):
-        if not isinstance(node, ast.Call):
+    for name, given in _given(ast.parse(program.read_text())):
+        try:
+            value = ast.literal_eval(given)
+        except ValueError:
+            found.add(f"{name}=…")
             continue
-        for word in node.keywords:
-            if word.arg not in SETTINGS:
-                continue
-            try:
-                value = ast.literal_eval(word.value)
-            except ValueError:
-                found.add(f"{word.arg}=…")
-                continue
-            if word.arg not in defaults or value != defaults[word.arg]:
-                found.add(f"{word.arg}={value!r}")
+        if name not in defaults or value != defaults[name]:
+            found.add(f"{name}={value!r}")
     return tuple(sorted(found))
+
+
+def _given(tree: ast.Module) -> list[tuple[str, ast.expr]]:
+    """Settings and variables that a program gives, and what it gives them."""
+    pairs: list[tuple[str | None, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            pairs += [(word.arg, word.value) for word in node.keywords]
+        elif isinstance(node, ast.Dict):
+            keys = zip(node.keys, node.values, strict=True)
+            pairs += [(str(k.value), v) for k, v in keys if isinstance(k, ast.Constant)]
+        elif isinstance(node, ast.Assign):
+            places = [t.slice for t in node.targets if isinstance(t, ast.Subscript)]
+            pairs += [(str(place.value), node.value) for place in places if isinstance(place, ast.Constant)]
+    return [(name, value) for name, value in pairs if name in SETTINGS + VARIABLES]
+
+
+def refuse_other_settings() -> None:
+    """Figures of a shell that says how often to look are not those of attach's defaults.
+
+    Raises:
+        SystemExit: one of VARIABLES is set.
+    """
+    if here := [name for name in VARIABLES if os.environ.get(name)]:
+        raise SystemExit(f"{', '.join(here)}: published figures are made at attach's defaults; unset it")
 
 
 def _defaults() -> dict[str, object]:
@@ -70,6 +94,11 @@ def made_by(family: str) -> str:
 
 
 def headed(family: str, text: str) -> str:
-    """A part with this line under its first heading."""
+    """A part with this line under its first heading.
+
+    Raises:
+        SystemExit: it was made in an environment of other settings.
+    """
+    refuse_other_settings()
     heading, _, rest = text.strip().partition("\n")
     return f"{heading}\n\n{made_by(family)}\n{rest}"

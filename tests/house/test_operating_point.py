@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.detection.long_score import RESULTS
 from benchmarks.detection.score import ALWAYS, RAREST
-from benchmarks.operating_point import SETTINGS, made_by, settings_of
+from benchmarks.operating_point import SETTINGS, VARIABLES, headed, made_by, settings_of
 from benchmarks.table import ORDER
 
 from fp8watch.session.overhead_budget import MAX_EVERY
@@ -32,6 +32,44 @@ def test_a_part_of_the_benchmarks_names_its_command_and_its_settings(family: str
 @pytest.mark.parametrize("family", [f for f in PARTS if settings_of(ROOT / "tests" / "benchmarks" / f"{f}.py")])
 def test_another_setting_stands_beside_the_defaults(family: str) -> None:
     assert family in NO_STEP or re.search(r"^\| (?:\*\*)?as attached", PARTS[family], re.M)
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("attach(model)", ()),
+        ("attach(model, every=1, overhead_budget=0.01)", ()),
+        ("attach(model, every=64)", ("every=64",)),
+        ("attach(model, every=n)", ("every=…",)),
+        ("attach(model, **{'overhead_budget': None})", ("overhead_budget=None",)),
+        ("options['hash_every'] = 0; attach(model, **options)", ("hash_every=0",)),
+        ("os.environ['FP8WATCH_EVERY'] = '64'; attach(model)", ("FP8WATCH_EVERY='64'",)),
+        ("subprocess.run(x, env={**os.environ, 'FP8WATCH_EVERY': '64'}); attach(model)", ("FP8WATCH_EVERY='64'",)),
+    ],
+)
+def test_a_setting_is_found_however_a_program_gives_it(tmp_path: Path, line: str, settings: tuple[str, ...]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(line)
+    assert settings_of(program) == settings
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_nothing_is_published_from_a_shell_of_another_setting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "64")
+    with pytest.raises(SystemExit, match=f"{name}.*attach's defaults"):
+        headed("steps", "## A training step")
+
+
+def test_a_page_that_names_a_program_names_its_settings() -> None:
+    named = [
+        (page.name, program.stem, settings)
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        for program in (ROOT / "tests" / "benchmarks").glob("*.py")
+        if re.search(rf"benchmarks\.{program.stem}\b", text := page.read_text())
+        for settings in settings_of(program)
+        if f"`{settings}`" not in text
+    ]
+    assert named == []
 
 
 def test_what_the_demo_and_the_proving_ground_pass_to_attach_is_no_setting() -> None:
