@@ -9,6 +9,13 @@ T = "tests/store"
 
 SCALE = [
     Bug(
+        "a scale that follows its amax takes no room",
+        "sheet_codec:pack",
+        "if np.count_nonzero(odd != odd[0]) < np.count_nonzero(words != words[0]):",
+        "if bool((odd == odd[0]).all()):",
+        "tests/store/test_sheets.py::test_a_scale_that_follows_its_amax_takes_no_room_though_not_all_do",
+    ),
+    Bug(
         "a relay answers when a body is on disk",
         "relay:Relay.post",
         "        self.journal.append(kind, session, seq, amount, body)\n",

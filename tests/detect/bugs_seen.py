@@ -19,6 +19,20 @@ SEEN_TO_BE_WRONG = [
         f"{SCALARS}::test_a_level_shift_of_any_scalar_is_information",
     ),
     Bug(
+        "a logged scalar that stays broken swallows no other",
+        "match:_is_told",
+        "    if not name or name in i.names:\n        return True\n",
+        "    return True\n",
+        f"{SCALARS}::test_a_scalar_that_stays_infinite_swallows_no_later_failure_of_another",
+    ),
+    Bug(
+        "what an incident tells of is read back",
+        "incidents.fold:_load",
+        'names=frozenset(detail["scalar"] for _, detail in events if detail.get("scalar")),',
+        "names=frozenset(),",
+        "tests/incidents/test_fold.py::test_a_logged_scalar_that_stays_broken_takes_in_what_leaves_its_band_with_it_and_nothing_later",
+    ),
+    Bug(
         "a known name warns outside of its band",
         "scalar_shift.detector:ScalarShifts._banded",
         "            out[i] = over or under\n",

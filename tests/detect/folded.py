@@ -52,7 +52,7 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
             row: dict[str, Any] = {"mode": f.mode, "first_step": f.onset, "last_step": f.step, "sites": _ids(f)}
             made = Open(
                 row=row, flow=f.rank_in_flow, weight_born=bool(f.extra.get("weight_born")), origin_rank=f.rank,
-                num_events=0, stride=stride, kind=f.kind, earliest=f.earliest(window_steps * stride),
+                num_events=0, stride=stride, names=frozenset({f.scalar}), kind=f.kind, earliest=f.earliest(window_steps * stride),
             )  # fmt: skip
             incident = Folded(f, f, f.severity, f.step, {f.mode: f.step})
             opened.append((made, incident))
@@ -66,6 +66,7 @@ def _ids(f: Finding) -> list[int]:
 
 def _extend(o: Open, incident: Folded, f: Finding) -> None:
     o.row["last_step"] = incident.last_step = max(incident.last_step, f.step)
+    o.names |= {f.scalar}
     o.row["first_step"] = min(o.row["first_step"], f.onset)
     o.row["sites"] = list(dict.fromkeys([*o.row["sites"], *_ids(f)]))[:256]
     incident.severity = max(incident.severity, f.severity, key=SEVERITIES.index)

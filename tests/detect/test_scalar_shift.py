@@ -50,6 +50,26 @@ def test_a_mean_over_nothing_that_is_infinite_now_and_then_from_the_start_is_sil
     assert incidents(t) == []
 
 
+def test_a_scalar_that_stays_infinite_swallows_no_later_failure_of_another() -> None:
+    t = made()
+    steps = np.arange(STEPS)
+    t.logs["aux/z_loss"] = np.where(steps >= 60, np.inf, 1e-3 * noise(1, 0.2))
+    t.logs[KL] = np.where(steps >= AT, 0.5, 0.002) * noise(2, 0.2)
+    t.logs["actor/clip_frac"] = 0.02 * noise(2, 0.2) * np.where(steps >= AT, 8.0, 1.0)
+    broken, mismatch = incidents(t)
+    assert (broken.first.onset, broken.last_step, broken.named.scalar) == (60, STEPS - 1, "aux/z_loss")
+    assert (mismatch.first.onset, mismatch.severity, mismatch.named.scalar) == (AT, "warning", KL)
+    assert KL in explain(mismatch.named, t.facts).title
+
+
+def test_scalars_that_leave_their_bands_together_are_one_failure() -> None:
+    t = made()
+    for i in range(6):
+        t.logs[f"aux/{i}"] = noise(i, 0.05) * np.where(np.arange(STEPS) >= AT + 2 * i, 8.0, 1.0)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.first.onset) == ("scalar-shift", AT)
+
+
 def test_a_level_shift_of_any_scalar_is_information() -> None:
     t = made()
     t.logs["actor/clip_frac"] = 0.02 * noise(2, 0.2) * np.where(np.arange(STEPS) >= AT, 8.0, 1.0)

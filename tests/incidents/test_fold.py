@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from detect.healthy_run import Run
+from incidents.findings import put
 from incidents.nonfinite_findings import DOWN, NAN, Change, inf_at, nan_from
 from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.incidents.fold import close_quiet, fold
 
 
@@ -279,3 +281,25 @@ def test_an_incident_right_after_a_restart_is_not_over_because_the_attempt_befor
     store.take(again.batch(range(4000, 4004), inf_at(again, 4001)), attempt=2)
     assert [(i["first_step"], i["status"]) for i in store.incidents] == [(4001, "open")]
     assert store.messages == ["firing"]
+
+
+def test_a_logged_scalar_that_stays_broken_takes_in_what_leaves_its_band_with_it_and_nothing_later(
+    store: Store,
+) -> None:
+    def said(step: int, name: str, began: int) -> Finding:
+        evidence = (Evidence(name, float("nan"), 1.0, "", began),)
+        extra = {"name": name, "why": "nonfinite", "began": began, "not_before": began, "news": evidence}
+        return Finding("scalar-shift", "warning", step, 0, None, None, None, evidence, "unknown", 1 << 40, extra)
+
+    for step in range(10, 60):  # each step is folded by itself: what an incident tells of is read back
+        found = [said(step, "aux/z_loss", 10 if step < 40 else 40)]  # it was a number again for a moment
+        found += [said(step, "aux/balance", 12)] if step >= 12 else []
+        found += [said(step, "rollout_kl", 50)] if step >= 50 else []
+        put(store, *found)
+    first, second = store.incidents
+    assert [(i["first_step"], i["last_step"]) for i in (first, second)] == [(10, 59), (50, 59)]
+    assert [[e["field"] for e in i["evidence"]] for i in (first, second)] == [
+        ["aux/z_loss", "aux/balance"],
+        ["rollout_kl"],
+    ]
+    assert store.messages == ["firing", "firing"]

@@ -10,6 +10,7 @@ import pytest
 from store.filled_store import WINDOWS, fill
 from store.kit import Feed
 
+from fp8watch_agent.column_words import expected_scale_inv
 from fp8watch_server.store import blocks, compact, rank_merge, sheets
 from fp8watch_server.store.block_codec import DamagedBlock
 from fp8watch_server.store.compactor import Compactor
@@ -118,3 +119,21 @@ def test_a_cell_of_more_batches_than_a_round_takes_is_rolled_up_once(
     assert done.num_groups == 2 * 3, "a rank of a cell was taken in pieces"
     assert feed.answers(windows=WINDOWS) == before
     assert not Compactor(feed.engine, clock=lambda: feed.now + 1e6).round().anything
+
+
+def test_a_scale_that_follows_its_amax_takes_no_room_though_not_all_do() -> None:
+    rng = np.random.default_rng(11)
+    site, step = np.repeat(np.arange(1, 9, dtype=np.uint64), 64), STEP0 + np.tile(np.arange(64), 8)
+    zeros = np.zeros(len(site), dtype=np.int64)
+    amax = np.exp2(rng.normal(0, 3, len(site))).astype(np.float32)
+    scale = expected_scale_inv(amax.view(np.uint32)).view(np.float32).copy()
+    scale[[7, 200, 311]] *= 2
+
+    def encoded(columns: dict[str, Any]) -> tuple[Parts, int]:
+        parts = Parts(site, step, zeros + 4, zeros + 2, zeros, columns)
+        return parts, len(rows_of(parts)[0].body)
+
+    whole, size = encoded({"amax_max": amax, "scale_inv_max": scale})
+    same(whole, sheets.decode(rows_of(whole), ["amax_max", "scale_inv_max"], check=True))
+    _, without = encoded({"amax_max": amax})
+    assert size - without < len(site) / 4

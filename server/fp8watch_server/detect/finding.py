@@ -159,6 +159,11 @@ class Finding:
         return self.onset if self.extra.get("seen") else latest(self.kind, self.onset, window)
 
     @property
+    def scalar(self) -> str:
+        """The logged scalar that it is about; "" where it is about a place or the whole step."""
+        return str(self.extra.get("name", "")) if self.mode == "scalar-shift" else ""
+
+    @property
     def kind(self) -> str:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
         if self.mode == "outlier-growth" and self.extra.get("leap"):

@@ -32,7 +32,7 @@ from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, wr
 
 __all__ = ["IncidentChange", "close_quiet", "fold"]
 
-MAX_SITES = 256
+MAX_SITES, MAX_EVIDENCE = 256, 32
 _SEVERITY = ("info", "warning", "critical")
 _NOT_OURS = ("run_id", "tenant", "id", "status", "opened_at", "seen_at", "owner", "closed_as", "regression_of")
 """Columns that an update leaves alone: its key, and what people say."""
@@ -119,6 +119,7 @@ def _load(conn: sa.Connection, run_id: str, tenant: str, attempt: int, status: s
                 was_told=told,
                 stride=max((int(detail.get("stride", 1)) for _, detail in events), default=1),
                 muted=frozenset(detail["muted"] for _, detail in events if "muted" in detail),
+                names=frozenset(detail["scalar"] for _, detail in events if detail.get("scalar")),
                 told_severity=row["severity"],
                 num_events=len(events),
                 ranks=frozenset(row["place"].get("ranks", ())),
@@ -227,7 +228,10 @@ def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
 def _root(incident: Open, finding: Finding, window_steps: int) -> dict[str, Any]:
     stride = int(finding.extra.get("stride", 1))
     incident.kind, incident.earliest = finding.kind, finding.earliest(window_steps * stride)
+    incident.names |= {finding.scalar}
+    named = {"scalar": finding.scalar} if finding.scalar else {}
     return {
+        **named,
         "kind": incident.kind,
         "earliest": incident.earliest,
         "flow": incident.flow,
@@ -300,8 +304,12 @@ def _absorb(
         if finding.rank not in row["place"]["ranks"]:
             row["place"] = {**row["place"], "ranks": sorted({*row["place"]["ranks"], finding.rank})}
         incident.change = incident.change or "updated"
+    if finding.scalar and finding.scalar not in incident.names:
+        incident.names |= {finding.scalar}
+        incident.events.append(("updated", finding.step, {"scalar": finding.scalar}))
     told = {e["field"] for e in row["evidence"]}
-    row["evidence"] = [*row["evidence"], *(e.as_json() for e in finding.extra.get("news", ()) if e.field not in told)]
+    news = [e.as_json() for e in finding.extra.get("news", ()) if e.field not in told]
+    row["evidence"] = [*row["evidence"], *news][: max(MAX_EVIDENCE, len(row["evidence"]))]
     grown = max(row["num_sites"], len(row["sites"]), int(finding.extra.get("num_sites", 0)))
     if grown >= 2 * row["num_sites"]:  # spread is recorded at powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))

@@ -36,6 +36,7 @@ class Open:
     earliest: int | None = None  # step before which its cause cannot have begun; None for first_step
     stride: int = 1  # steps between the samples that its evidence comes from
     muted: frozenset[str] = frozenset()  # modes that it explains
+    names: frozenset[str] = frozenset()  # logged scalars that it tells of
     ranks: frozenset[int] = frozenset()  # as stored
     told_severity: str = ""  # as stored in the row
     change: Literal["opened", "updated", "rerooted"] | None = None
@@ -62,7 +63,7 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
         same_place = finding.site in i.row["sites"][:1]
         return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
 
-    same = [i for i in incidents if i.row["mode"] == finding.mode]
+    same = [i for i in incidents if i.row["mode"] == finding.mode and _is_told(i, finding)]
     for i in same:
         if near(i) or here(i):
             return i
@@ -80,13 +81,23 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
     return same[-1] if same and finding.extra.get("consequence") else None
 
 
+def _is_told(i: Open, finding: Finding) -> bool:
+    """Whether an incident of its mode is about what a finding is about. Logged scalars have names for a place: those that
+    leave their bands together are one failure, a later one is another, however long the first stays broken."""
+    name = finding.scalar
+    if not name or name in i.names:
+        return True
+    apart = finding.onset - i.row["first_step"]
+    return bool(abs(apart) <= CLOSE_AFTER_STEPS * max(int(finding.extra.get("stride", 1)), i.stride))
+
+
 def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
     """The resolved incident that covers a finding from a late rank or spool."""
     window = window_steps * int(finding.extra.get("stride", 1))
     for i in closed:
         after = 0 if finding.rank in i.ranks else window  # from a rank already seen, a later finding is new
         within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
-        if within and i.row["mode"] == finding.mode:
+        if within and i.row["mode"] == finding.mode and _is_told(i, finding):
             return i
     return None
 

@@ -1,6 +1,6 @@
 """Scalars that people log, against their own past and against the bands of known names: mode 25, scalar-shift.
 
-Shapes:     `watch.log(**anything)` -> at most one finding a step
+Shapes:     `watch.log(**anything)` -> a step's findings: of what is no number, and of what left its band
 Thread:     detect worker
 
 Three rules hold for every name. A value that is not finite, of a name that always was. A level shift: six values in a
@@ -102,8 +102,8 @@ class ScalarShifts(Detector):
         finite = np.isfinite(value)
         hits = self._nonfinite(names, value, given & ~finite, ctx.now.step)
         self._broken[finite] = -1
-        hits += self._judged(ctx, names, np.where(finite, value, np.nan))
-        return [self._finding(ctx, hits)] if hits else []
+        judged = self._judged(ctx, names, np.where(finite, value, np.nan))
+        return [self._finding(ctx, of_kind) for of_kind in (hits, judged) if of_kind]
 
     def _add(self, logs: dict[str, float]) -> None:
         fresh = [name for name in logs if name not in self._row][: MAX_NAMES - len(self._row)]
@@ -247,6 +247,7 @@ class ScalarShifts(Detector):
             what="" if about is None else about.what,
             bound=_bound(first, about),
             num_names=len(hits),
+            news=tuple(evidence),
             began=first.since,
             not_before=first.since if first.why != "growth" else None,
         )
