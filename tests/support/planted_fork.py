@@ -33,8 +33,6 @@ from typing import NoReturn
 
 MAX_ORDER_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
-START_S = 120.0
-"""For the imports, on a machine that is busy."""
 WARMED = (
     "_pytest.assertion.rewrite _pytest.python _pytest.fixtures _pytest.junitxml _pytest.terminal pytest "
     "numpy msgspec zstandard urllib3 prometheus_client yaml jinja2 hypothesis.strategies httpx "
@@ -65,7 +63,7 @@ class Warmed:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env)
         atexit.register(self.stop)
-        self._hear(START_S)
+        self._hear(None)  # its imports may take minutes on a busy machine, and what is told late is taken for a status
 
     def _hear(self, timeout_s: float | None) -> int | None:
         """The next number that is told; None where none comes in time."""
