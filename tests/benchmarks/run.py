@@ -9,7 +9,19 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FAMILIES = ("kernels", "linear", "agent", "steps", "observe", "store", "growth", "collector", "pages", "peers")
+FAMILIES = (
+    "kernels",
+    "linear",
+    "agent",
+    "light_rows",
+    "steps",
+    "observe",
+    "store",
+    "growth",
+    "collector",
+    "pages",
+    "peers",
+)
 
 
 def main() -> None:

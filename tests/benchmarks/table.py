@@ -23,6 +23,7 @@ ORDER = (
     "kernels",
     "linear",
     "agent",
+    "light_rows",
     "steps",
     "observe",
     "gpu",

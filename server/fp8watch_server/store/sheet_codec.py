@@ -237,7 +237,7 @@ class Unpacked:
         self._entries: dict[int, tuple[Any, int]] = {}
         for entry in entries:
             self._entries[entry[0]] = entry, payload
-            payload += sum(_payload_bytes(lane, places.n) for lane in entry[2])
+            payload += sum(payload_bytes(lane, places.n) for lane in entry[2])
 
     def __contains__(self, name: str) -> bool:
         return self._table[name].code in self._entries
@@ -260,7 +260,7 @@ class Unpacked:
         try:
             for out, lane in zip(words, lanes, strict=True):
                 self._lane(lane, at, out, first, last)
-                at += _payload_bytes(lane, self._places.n)
+                at += payload_bytes(lane, self._places.n)
         except (ValueError, TypeError, IndexError, zstandard.ZstdError) as e:
             raise DamagedBlock(f"column {name} of a sheet cannot be read ({type(e).__name__}: {e})") from e
         if how == _FROM_AMAX:
@@ -294,5 +294,6 @@ class Unpacked:
         np.add(raw.view(out.dtype)[:, 0], along, out=out)
 
 
-def _payload_bytes(lane: Sequence[Any], n: int) -> int:
+def payload_bytes(lane: Sequence[Any], n: int) -> int:
+    """Bytes of a lane's planes, of n records."""
     return sum(n if how == _RAW else how for how in lane[4]) if lane[0] == _PLANES else 0
