@@ -210,7 +210,7 @@ def _lists(values: Array, there: npt.NDArray[np.bool_]) -> pa.Array:
 def sites(conn: Connection, asked: Asked) -> Iterator[pa.Table]:
     """One row a site, in data-flow order."""
     rows = queries.sites(conn, asked.run_id)
-    names = {"site": "id", "num_rows": ("shape", 0), "num_columns": ("shape", 1)}
+    names: dict[str, str | tuple[str, int]] = {"site": "id", "num_rows": ("shape", 0), "num_columns": ("shape", 1)}
     names |= {"tile_rows": ("tile", 0), "tile_columns": ("tile", 1)}
 
     def value(row: Any, name: str) -> Any:
@@ -226,7 +226,7 @@ def incidents(conn: Connection, asked: Asked) -> Iterator[pa.Table]:
     while True:
         page, cursor = queries.incidents_page(conn, asked.run_id, cursor=cursor, limit=queries.MAX_LIMIT)
         kept = [row for row in page if row["first_step"] <= asked.to_step and row["last_step"] >= asked.from_step]
-        yield _rows(INCIDENTS, [{**(row["place"] or {}), **row} for row in kept])
+        yield _rows(INCIDENTS, [{**dict(row["place"] or {}), **dict(row)} for row in kept])
         if cursor is None:
             return
 
