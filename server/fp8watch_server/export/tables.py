@@ -226,7 +226,7 @@ def incidents(conn: Connection, asked: Asked) -> Iterator[pa.Table]:
     while True:
         page, cursor = queries.incidents_page(conn, asked.run_id, cursor=cursor, limit=queries.MAX_LIMIT)
         kept = [row for row in page if row["first_step"] <= asked.to_step and row["last_step"] >= asked.from_step]
-        yield _rows(INCIDENTS, [{**dict(row["place"] or {}), **dict(row)} for row in kept])
+        yield _rows(INCIDENTS, [{**dict(row["place"]), **dict(row)} for row in kept])
         if cursor is None:
             return
 
