@@ -20,6 +20,7 @@ HELP = {
     "token": "make, list and revoke tokens of a collector",
     "grafana": "push the dashboards into a Grafana",
     "backup": "copy the collector's database while it runs",
+    "export": "write a run as Parquet files, for DuckDB, polars and pandas",
     "check": "verify everything stored against its hashes and counts",
     "check-checkpoint": "check every tensor of a checkpoint before training resumes from it",
     "check-gemm": "check this machine's quantisers and FP8 GEMMs against the results they must give",

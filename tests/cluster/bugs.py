@@ -6,6 +6,7 @@ from support.planted import Bug
 
 Q = "tests/cluster/test_queue.py"
 T = "tests/cluster/test_takeover.py"
+F = "tests/cluster/test_cluster_files.py"
 ONCE = f"{Q}::test_what_was_accepted_is_committed_later_in_order_and_once"
 
 BUGS = [
@@ -99,5 +100,33 @@ BUGS = [
         "    if not settings.queue:\n",
         "    import fp8watch_server.ingest.queue_front\n    if not settings.queue:\n",
         f"{Q}::test_without_a_queue_its_client_is_not_imported",
+    ),
+    Bug(
+        "manifests are held to the schemas of Kubernetes",
+        "deploy/kubernetes/nats.yaml",
+        "podManagementPolicy: Parallel",
+        "podManagementPolicies: Parallel",
+        f"{F}::test_every_manifest_has_the_schema_of_its_kind",
+    ),
+    Bug(
+        "collectors know every server of the queue",
+        "deploy/kubernetes/nats.yaml",
+        "replicas: 3",
+        "replicas: 5",
+        f"{F}::test_settings_in_the_manifests_are_taken",
+    ),
+    Bug(
+        "a Service sets no variables of collectors",
+        "deploy/kubernetes/worker.yaml",
+        "enableServiceLinks: false",
+        "enableServiceLinks: true",
+        f"{F}::test_containers_are_users_on_a_read_only_system_with_probes_and_known_variables",
+    ),
+    Bug(
+        "servers of the queue take the largest batch",
+        "deploy/kubernetes/nats.conf",
+        "max_payload: 9MB",
+        "max_payload: 8MB",
+        f"{F}::test_the_queue_servers_take_their_configuration",
     ),
 ]

@@ -160,7 +160,7 @@ def test_disks_that_fill_up_refuse_and_keep_what_was_accepted(
     if shutil.which("unshare") is None or not _namespaces_work(tmp_path):
         pytest.skip("needs user namespaces: unshare -Urm")
     engine = store.engine
-    with Cluster(folder, disk=(24 * MIB, 12 * MIB), max_store="100MB") as cluster:
+    with Cluster(folder, disk=(16 * MIB, 10 * MIB), max_store="100MB") as cluster:
         front = serve(tmp_path, database_url, **env_of(cluster, queue_bytes=80 * MIB))
         try:
             eventually(lambda: is_ready(front.url), 60)
@@ -196,7 +196,7 @@ def test_disks_that_fill_up_refuse_and_keep_what_was_accepted(
             front.kill()
     stored = arrivals(engine)
     assert len(stored) == len(set(stored))
-    print(f"{len(accepted)} accepted on disks of 12 MiB, {len(unsure)} refused")
+    print(f"{len(accepted)} accepted with 6 MiB of room on each disk, {len(unsure)} refused")
 
 
 def _namespaces_work(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collector.bugs_export import EXPORT
 from collector.bugs_limits import EDGE
 from collector.bugs_runs import RUNS
 from collector.bugs_scale import SCALE
@@ -274,4 +275,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *SCALE, *EDGE, *RUNS, *STORE]
+BUGS = [*INGEST, *DEFENCES, *SCALE, *EDGE, *RUNS, *STORE, *EXPORT]

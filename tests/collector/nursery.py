@@ -27,6 +27,8 @@ from types import FrameType
 
 MAX_REQUEST_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
+BIRTH_S = 240.0
+"""For the nursery's own imports before the first child, on a machine that others use."""
 
 
 class Child:
@@ -37,7 +39,10 @@ class Child:
         self.stdout = io.open(out)  # noqa: SIM115, UP020  closed by communicate
         self._err = io.open(err)  # noqa: SIM115, UP020
         self.returncode: int | None = None
-        self.pid = int(self._line(20.0) or "0")
+        born = self._line(BIRTH_S)
+        if born is None:  # it would be taken for the exit status later, and the child would never be killed
+            raise RuntimeError(f"the nursery has not started a collector within {BIRTH_S:g} s")
+        self.pid = int(born)
 
     def _line(self, timeout_s: float) -> str | None:
         if not select.select([self._status], [], [], timeout_s)[0]:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from fp8watch_agent.bounded_decompress import MAX_INFLATED_BYTES
+from fp8watch_agent.settings import VARIABLES as OF_THE_AGENT
 from fp8watch_agent.wire import MAX_WIRE_BYTES
 from fp8watch_server.auth.tokens import LOOPBACK_NAMES, RELOAD_AFTER_S, SCOPES
 from fp8watch_server.cli import DRAIN_S
@@ -98,14 +99,15 @@ def _asked_by_mounted_files(service: dict[str, Any]) -> set[str]:
 
 
 def test_what_the_compose_file_refers_to_is_there(compose: dict[str, Any]) -> None:
-    variables = {v for s in SETTINGS for v in s.variables}
+    variables = {v for s in SETTINGS for v in s.variables} | {v.name for v in OF_THE_AGENT}
     for name, service in compose["services"].items():
         for other, condition in service.get("depends_on", {}).items():
             assert condition == {"condition": "service_healthy"}, name
             assert "healthcheck" in compose["services"][other]
         for secret in service.get("secrets", []):
             assert secret in compose["secrets"], name
-        for network in service["networks"]:
+        assert ("networks" in service) != (service.get("network_mode") == "host"), name
+        for network in service.get("networks", []):
             assert network in compose["networks"], name
         for volume in service.get("volumes", []):
             source, *_, mode = volume.split(":")

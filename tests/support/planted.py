@@ -19,7 +19,7 @@ from support.planted_place import find
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("agent", "server", "fp8watch", "tests", "dashboards", "docs", "examples", "pyproject.toml", "README.md")
-COPIED += ("Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
+COPIED += ("deploy", "Dockerfile", "docker-compose.yml", "Makefile", ".dockerignore")
 TESTS_FAILED = 1
 """Exit status of pytest when tests ran and failed; everything else means that they did not run."""
 PASSED_ON = ("FP8WATCH_TEST_DATABASE_URL", "FP8WATCH_CHROMIUM")

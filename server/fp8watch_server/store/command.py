@@ -36,7 +36,8 @@ class Unusable(Exception):
     """A command that cannot run, with the remedy."""
 
 
-def _parser(name: str, description: str, *settings: str) -> argparse.ArgumentParser:
+def parser_of(name: str, description: str, *settings: str) -> argparse.ArgumentParser:
+    """A parser with the options of some settings, the database among them."""
     made = argparse.ArgumentParser(prog=f"fp8watch {name}", description=description)
     for s in SETTINGS:
         if s.name in ("database_url", *settings):
@@ -44,7 +45,10 @@ def _parser(name: str, description: str, *settings: str) -> argparse.ArgumentPar
     return made
 
 
-def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Callable[[Any, Settings], int]) -> int:
+def run_command(
+    name: str, parser: argparse.ArgumentParser, argv: list[str] | None, work: Callable[[Any, Settings], int]
+) -> int:
+    """Do a command's work with its arguments and the settings; what cannot be done is said, with exit status 2."""
     args = vars(parser.parse_args(argv))
     known = {s.name for s in SETTINGS}
     url = None
@@ -62,7 +66,7 @@ def _run(name: str, parser: argparse.ArgumentParser, argv: list[str], work: Call
 
 
 @contextmanager
-def _opened(settings: Settings) -> Iterator[Engine]:
+def opened(settings: Settings) -> Iterator[Engine]:
     """Open the database, which must exist: none of these commands creates one. Closed afterwards in any case."""
     with engine_of(settings.database_url, must_exist=True) as engine:
         with engine.connect() as conn:
@@ -75,7 +79,8 @@ def _opened(settings: Settings) -> Iterator[Engine]:
         yield engine
 
 
-def _require_run(engine: Engine, run_id: str) -> None:
+def require_run(engine: Engine, run_id: str) -> None:
+    """Raise Unusable, with the runs that there are, where this one is not."""
     with engine.connect() as conn:
         known = list(conn.execute(sa.select(t.run.c.run_id).order_by(t.run.c.last_seen_at.desc())).scalars())
     if run_id not in known:
@@ -84,20 +89,20 @@ def _require_run(engine: Engine, run_id: str) -> None:
 
 def prune_main(argv: list[str]) -> int:
     """Apply retention now. Exit status 0: done."""
-    parser = _parser("prune", "Let go of what the retention policy does not keep.", "detail_hours", *LIMITS)
+    parser = parser_of("prune", "Let go of what the retention policy does not keep.", "detail_hours", *LIMITS)
     parser.add_argument("--run", default=None, help="only this run (default: all)")
     parser.add_argument("--remember", action="store_true", help="keep the limits given as those of --run from now on")
     parser.add_argument("--delete", action="store_true", help="delete --run with everything that belongs to it")
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    return _run("prune", parser, argv, _prune)
+    return run_command("prune", parser, argv, _prune)
 
 
 def _prune(args: Any, settings: Settings) -> int:
     if (args.remember or args.delete) and args.run is None:
         raise Unusable("--remember and --delete are for one run; name it with --run")
-    with _opened(settings) as engine:
+    with opened(settings) as engine:
         if args.run is not None:
-            _require_run(engine, args.run)
+            require_run(engine, args.run)
         if args.delete:
             if not args.dry_run:
                 with writing(engine) as conn:
@@ -118,15 +123,15 @@ def _prune(args: Any, settings: Settings) -> int:
 
 def check_main(argv: list[str]) -> int:
     """Check everything stored. Exit status 0: intact; 1: not."""
-    parser = _parser("check", "Read all that is stored, against its hashes and counts. Changes nothing.")
+    parser = parser_of("check", "Read all that is stored, against its hashes and counts. Changes nothing.")
     parser.add_argument("--run", default=None, help="only this run (default: all)")
-    return _run("check", parser, argv, _check)
+    return run_command("check", parser, argv, _check)
 
 
 def _check(args: Any, settings: Settings) -> int:
-    with _opened(settings) as engine:
+    with opened(settings) as engine:
         if args.run is not None:
-            _require_run(engine, args.run)
+            require_run(engine, args.run)
         done = check(engine, args.run)
     for problem in done.problems:
         print(problem)
@@ -137,10 +142,10 @@ def _check(args: Any, settings: Settings) -> int:
 
 def migrate_main(argv: list[str]) -> int:
     """Upgrade the database to this program's revision. Exit status 0: done."""
-    parser = _parser("migrate", "Bring the database to the newest revision.")
+    parser = parser_of("migrate", "Bring the database to the newest revision.")
     text = "PostgreSQL role, made where it is missing, that may SELECT from the views for Grafana and nothing else"
     parser.add_argument("--reader", default=None, metavar="ROLE", help=text)
-    return _run("migrate", parser, argv, _migrate)
+    return run_command("migrate", parser, argv, _migrate)
 
 
 def _migrate(args: Any, settings: Settings) -> int:
@@ -158,9 +163,9 @@ def _migrate(args: Any, settings: Settings) -> int:
 
 def backup_main(argv: list[str]) -> int:
     """Write a backup while the collector runs. Exit status 0: complete."""
-    parser = _parser("backup", "Copy the database into one file, while the collector runs.")
+    parser = parser_of("backup", "Copy the database into one file, while the collector runs.")
     parser.add_argument("file", type=Path, help="to write; never written over")
-    return _run("backup", parser, argv, _backup)
+    return run_command("backup", parser, argv, _backup)
 
 
 def _backup(args: Any, settings: Settings) -> int:

@@ -1,0 +1,1 @@
+"""Parquet files of a run, for DuckDB, polars and what else reads them."""
