@@ -1,6 +1,6 @@
 """Where a lasting trend will pass a limit: steps until then, with an interval.
 
-Downstream: fp8watch_server.pages.forecasts, fp8watch_server.detect.modes.limit_ahead
+Downstream: fp8watch_server.pages.forecasts
 Shapes:     steps [N], values [N] on a scale on which growth is a line (log2 of amax, of a share) -> Forecast | None
 Thread:     any; pure functions
 
