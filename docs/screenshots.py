@@ -1,4 +1,5 @@
-"""Screenshots of real runs for README and docs: the demo, healthy and with each of its faults, in a headless Chromium.
+"""Screenshots of real runs for README and docs: the demo, healthy and with each of its faults, and a small training that grows out
+of its scales, in a headless Chromium.
 
 make screenshots
 make screenshots ARGS="--collector URL"    # of a collector to which `train` has sent its runs
@@ -67,19 +68,69 @@ def failures_of(url: str) -> dict[str, str]:
     return {f"failure-{fault}": f"{url}/incidents/{raised(url, f'demo-{fault}')[0]['id']}" for fault in FAULTS}
 
 
+def parts_of(url: str) -> dict[str, tuple[str, str]]:
+    """Name of the picture -> address and selector of the part of the page that docs show."""
+    (site,) = [
+        s["id"]
+        for s in get(f"{url}/api/v1/runs/outgrown/sites")["items"]
+        if (s["module"], s["operand"]) == ("0", "input")
+    ]
+    outlier = raised(url, "demo-outlier")[0]["id"]
+    return {
+        "forecast": (f"{url}/runs/outgrown/sites/{site}", ""),
+        "compare": (f"{url}/compare?a=demo-none&b=demo-lr", ""),
+        "fix-files": (f"{url}/incidents/{outlier}", "#fix"),
+        "checkpoints": (f"{url}/runs/outgrown", "#checkpoints"),
+        "costs": (f"{url}/runs/demo-none", "#costs"),
+    }
+
+
+def outgrown() -> None:
+    """One channel of an input doubles each sixty steps under one scale for the tensor, and is Inf in step 330; with checkpoints."""
+    import torch
+
+    import fp8watch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    teacher = torch.randn(256, 256) / 16
+    with fp8watch.attach(model, recipe="current", optimizer=optimizer, overhead_budget=None) as watch:
+        for step in range(340):
+            x = torch.randn(256, 256)
+            target = x @ teacher
+            x[:, 7] *= 2.0 ** (3.0 + step / 60)
+            if step == 330:
+                x[3, 5] = float("inf")
+            loss = (model(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            watch.log(loss=loss.detach())
+            if step % 60 == 59 or step == 335:
+                watch.checkpoint_saved()
+
+
 def train(url: str, folder: str) -> None:
-    """A healthy run of the demo, and one for each fault."""
+    """A healthy run of the demo, one for each fault, and the one that grows out of its scales."""
     for fault in ("none", *FAULTS):
         env = {**os.environ, "FP8WATCH_RUN": f"demo-{fault}", "FP8WATCH_SPOOL_DIR": f"{folder}/spool"}
         command = [sys.executable, "-m", "fp8watch", "demo", "--fault", fault, "--exit", "--collector", url]
         subprocess.run([*command, "--steps", "120"], check=True, env=env)
+    env = {**os.environ, "FP8WATCH_RUN": "outgrown", "FP8WATCH_SPOOL_DIR": f"{folder}/spool", "FP8WATCH_COLLECTOR": url}
+    subprocess.run([sys.executable, __file__, "--outgrown"], check=True, env=env)
 
 
 def main() -> int:
     """Take them all; 2 where no Chromium is installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collector", help="URL of a collector that has the runs already")
+    parser.add_argument("--outgrown", action="store_true", help="train the run of that name, and nothing else")
     args = parser.parse_args()
+    if args.outgrown:
+        outgrown()
+        return 0
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         print("no Chromium found; on Debian: apt-get install chromium", file=sys.stderr)
@@ -101,6 +152,11 @@ def main() -> int:
                     page.wait_for_timeout(3500)  # charts are drawn after the page
                     suffix = "" if theme == "light" else "-dark"
                     page.screenshot(path=IMAGES / f"{name}{suffix}.png", full_page=name in ("incident", "run"))
+                for name, (address, part) in parts_of(url).items() if theme == "light" else ():
+                    page.goto(address, wait_until="load")
+                    page.wait_for_timeout(3500)
+                    shown = page.locator(part) if part else page
+                    shown.screenshot(path=IMAGES / f"{name}.png")
             browser.close()
     return 0
 

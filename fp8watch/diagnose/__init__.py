@@ -1,5 +1,5 @@
 """Diagnosis of a failing run, outside of it: would BF16 fail, what FP8 costs layer by layer, what other formats would do,
-which layer must leave FP8, which checkpoint is clean?
+what moments in fewer bits would do, which layer must leave FP8, which checkpoint is clean?
 
 Thread:     the caller's
 """
@@ -10,6 +10,7 @@ from fp8watch.diagnose.candidates import CANDIDATES, Candidate
 from fp8watch.diagnose.check_checkpoint import CheckpointReport, check_checkpoint
 from fp8watch.diagnose.compare import compare_bf16
 from fp8watch.diagnose.loss_impact import LayerImpact, LossImpact, loss_impact
+from fp8watch.diagnose.moments import MomentFormat, MomentsWhatIf, moments_what_if
 from fp8watch.diagnose.verdict import LayerPair, StepPair, Verdict
 from fp8watch.diagnose.what_if import WhatIf, what_if
 
@@ -22,6 +23,8 @@ __all__ = [
     "LayerImpact",
     "LayerPair",
     "LossImpact",
+    "MomentFormat",
+    "MomentsWhatIf",
     "StepPair",
     "Verdict",
     "WhatIf",
@@ -30,5 +33,6 @@ __all__ = [
     "check_checkpoint",
     "compare_bf16",
     "loss_impact",
+    "moments_what_if",
     "what_if",
 ]

@@ -146,12 +146,21 @@ def bisect(
     order = _ranked(modules, ranking)
     left = fewest(order, lambda leave: not trials.run(leave).failed, ranked=ranking is not None)
     if operands:
-        for i, module in enumerate(left):  # two operands of a module are all of its GEMMs: one alone, or the whole
-            for part in (f"{module}.{operand}" for operand in OPERANDS):
-                if not trials.run(frozenset([*left[:i], part, *left[i + 1 :]])).failed:
-                    left[i] = part
-                    break
+        left = _operands_of(left, lambda leave: not trials.run(leave).failed)
     return trials.found("fp8", tuple(left))
+
+
+def _operands_of(modules: list[str], helps: Callable[[frozenset[str]], bool]) -> list[str]:
+    """Of each module the operand that is enough, or the module: two operands of it are all of its GEMMs."""
+    left, inputs = list(modules), [f"{module}.{OPERANDS[0]}" for module in modules]
+    if len(left) > 1 and helps(frozenset(inputs)):  # several that fail together mostly fail alike
+        return inputs
+    for i, module in enumerate(modules):
+        for part in (f"{module}.{operand}" for operand in OPERANDS):
+            if helps(frozenset([*left[:i], part, *left[i + 1 :]])):
+                left[i] = part
+                break
+    return left
 
 
 def _name_of(target: str | Callable[..., Any]) -> str:

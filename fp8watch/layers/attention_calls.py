@@ -214,8 +214,18 @@ def _look(running: _Running, look: Callable[..., Tensor | None], args: Any, kwar
         running.seen = True
         seam.turn += 1
         plan.step.note_logits(seam.fqn, largest)
+        plan.step.attention_dtypes[seam.fqn] = _dtype(tensors[0])
     if plan.stopwatch is not None:
         plan.stopwatch.add(SAMPLING, began, plan.stopwatch.mark())
+
+
+def _dtype(given: Tensor) -> str:
+    """Of what attention is handed: queries, or the logits of its softmax."""
+    name = str(given.dtype).removeprefix("torch.")
+    device = given.device.type
+    if not torch.is_autocast_enabled(device):
+        return name
+    return f"{name} under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
 
 
 def _sdpa(

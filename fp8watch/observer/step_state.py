@@ -55,6 +55,7 @@ class StepState:
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
+    attention_dtypes: dict[str, str] = field(default_factory=dict)  # attention module -> of what it computes with
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
     held: dict[tuple[int, str], int] = field(default_factory=dict)  # (row, what) to be read again -> calls
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out

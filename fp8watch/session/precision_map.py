@@ -3,7 +3,7 @@
 Shapes:     a model and its optimizers after a step -> facts of the session, text by row
 Thread:     training, once; dtypes alone are read, no value
 
-What cannot be seen has no row: a reduction in a communication hook of the user's, moments of an optimizer that keeps
+Of attention the dtype is told in which its function is handed queries and keys, or softmax its logits. What cannot be seen has no row: a reduction in a communication hook of the user's, moments of an optimizer that keeps
 them elsewhere. GEMMs, and what attention and norms return, are in the tables of sites.
 """
 
@@ -38,17 +38,25 @@ LATE = (AT_STEP, LOSS_MISSING_STEPS)
 def late_facts(num_closed: int, model: nn.Module, owner: StepOwner, plan: ObservationPlan) -> dict[str, str]:
     """Facts of the session that only some steps tell; {} at all other steps."""
     if num_closed == AT_STEP:
-        return precision_facts(model, owner.known)
+        return precision_facts(model, owner.known, plan.step.attention_dtypes.values())
     if num_closed == LOSS_MISSING_STEPS and (unseen := logits_unseen(plan)):
         return {"logits_unseen": unseen}
     return {}
 
 
-def precision_facts(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, str]:
-    """Rows of the precision map as facts, by `PREFIX` and name."""
+def precision_facts(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], attention: Iterable[str] = ()
+) -> dict[str, str]:
+    """Rows of the precision map as facts, by `PREFIX` and name.
+
+    Args:
+        attention: of each attention module whose turn it was, in which dtype it was handed queries or logits.
+    """
+    handed = Counter(attention)
     found = {
         "parameters": _shares((p.dtype, p.numel()) for p in model.parameters()),
         "norms": _shares((p.dtype, p.numel()) for p in _of_norms(model)),
+        "attention": ", ".join(f"{name} in {n} module{'s' if n > 1 else ''}" for name, n in handed.most_common()),
         "gradients": _shares((g.dtype, g.numel()) for g in _gradients(model)),
         **_of_optimizers(list(model.parameters()), optimizers),
         "communication": "; ".join(dict.fromkeys(_communication(model))),

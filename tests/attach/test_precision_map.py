@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,32 @@ def test_a_watched_training_tells_it_once(attach):
         "precision.master weights": "the parameters themselves, float32",
         "precision.cached for backward": "inputs of 1 Linear as FP8 codes with their scales",
     }
+    assert not watch.guard.errors
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(128, 384)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 16, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind()
+        return nn.functional.scaled_dot_product_attention(q, k, v).sum()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_attention_is_handed_has_a_row(attach, autocast):
+    model = nn.Sequential(Attention())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = attach(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(torch.randn(2, 16, 128))
+        loss.backward()
+        optimizer.step()
+    handed = "bfloat16 under autocast to bfloat16" if autocast else "float32"
+    assert watch._recorder.facts["precision.attention"] == f"{handed} in 1 module"
     assert not watch.guard.errors
 
 

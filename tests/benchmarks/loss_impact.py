@@ -13,6 +13,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,13 @@ def train(s: Subject) -> None:
         s.optimizer.zero_grad()
         s.loss(s.model, s.batch(step)).backward()
         s.optimizer.step()
+
+
+def demo() -> tuple[nn.Module, Iterator[Any], Callable[[nn.Module, Any], Tensor], torch.optim.Optimizer]:
+    """The demo's model after training, and batches that it has not seen: `fp8watch diagnose … benchmarks.loss_impact:demo`."""
+    s = build("demo")
+    train(s)
+    return s.model, map(s.batch, count(TRAINED_STEPS)), s.loss, s.optimizer
 
 
 Pairs = dict[str, list[tuple[float, float]]]

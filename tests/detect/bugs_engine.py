@@ -10,17 +10,38 @@ T = "tests/detect"
 REPORTS = [
     Bug(
         "a trend that fades is not continued",
-        "detect.trend:forecast",
+        "detect.trend:of_bins",
         "min(parts) < STEADY * slope",
         "min(parts) < -1",
         f"{T}/test_trend.py::test_what_is_no_lasting_trend_is_not_continued",
     ),
     Bug(
         "an interval holds the truth",
-        "detect.trend:forecast",
+        "detect.trend:of_bins",
         "/ min(slopes) * WIDEN",
         "/ max(slopes) / WIDEN",
         f"{T}/test_trend.py::test_a_line_passes_its_limit_within_the_interval",
+    ),
+    Bug(
+        "what leads to a limit is told when two looks say so",
+        "limit_ahead.detector:LimitsAhead._look",
+        "if self._looks[key] > 1:",
+        "if self._looks[key] > 99:",
+        f"{T}/test_limit_ahead.py::test_a_static_scale_that_amax_grows_out_of_is_told_before_it_clips",
+    ),
+    Bug(
+        "logits of a young model are not told",
+        "limit_ahead.detector:LimitsAhead._look",
+        "quantity is LOGITS and found.slope",
+        "quantity is LOGITS and -found.slope",
+        f"{T}/test_limit_ahead.py::test_logits_are_told_where_they_grow_faster_than_those_of_a_young_model",
+    ),
+    Bug(
+        "bins move on with the steps",
+        "binned_series:BinnedSeries.begin",
+        "self._ring[:, passed:]",
+        "self._ring[:, : NUM_BINS - passed]",
+        f"{T}/test_limit_ahead.py::test_underflow_that_grows_is_told_before_it_passes_its_limit_and_once",
     ),
     Bug(
         "two jobs in one run are told",

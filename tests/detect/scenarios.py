@@ -478,6 +478,17 @@ def of_experts(seed: int, level: int) -> Case:
     return Case([trace], onset)
 
 
+def limit_ahead(seed: int, level: int) -> Case:
+    """Underflow of one operand doubles each 120, 100 or 80 steps, and stays under its limit to the end."""
+    trace = healthy(seed, 400, num_layers=1)
+    if level >= 0:
+        mask = trace.mask(GATE, "input")
+        rng = np.random.default_rng([seed, 3])
+        share = 0.004 * np.exp2(np.arange(400) / (120, 100, 90)[level])[:, None] * np.exp2(rng.normal(0, 0.1, (400, 1)))
+        trace.columns["num_underflow"][:, mask] = (share * trace.columns["num_nonzero"][:, mask]).astype(np.int64)
+    return Case([trace], 0)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("nan-in-loss", Expected("nan-in-loss", None, None, "shared", True), _case(nan_in_loss), invariant=True, loss_sees=0),
     Scenario("zero-tile-eps", Expected("zero-tile-eps", DOWN, "input", "fp8", True), _case(zero_tile_eps), invariant=True),
@@ -508,5 +519,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("quantiser-fault", Expected("quantiser-fault", DOWN, "input", "fp8"), _case(quantiser_fault), invariant=True),
     Scenario("expert-outlier", Expected("expert-outlier", DOWN, "weight", "any"), of_experts),
     Scenario("scalar-shift", Expected("scalar-shift", None, None, "unknown"), _case(scalar_shift)),
+    Scenario("limit-ahead", Expected("limit-ahead", GATE, "input", "fp8"), limit_ahead),
 )  # fmt: skip
 BY_NAME = {s.name: s for s in SCENARIOS}

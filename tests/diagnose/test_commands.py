@@ -75,6 +75,14 @@ def test_what_if_prints_formats_and_how_they_are_had(subject: str, capsys: Any) 
     assert [f["name"] for f in json.loads(capsys.readouterr().out)["formats"]] == ["delayed", "nvfp4"]
 
 
+def test_moments_prints_a_table(subject: str, capsys: Any) -> None:
+    assert main(["diagnose", "moments", f"{subject}:build", "--steps", "2", "--format", "bf16"]) == 0
+    text = capsys.readouterr().out
+    assert "exp_avg_sq stuck" in text
+    assert "\nbf16 " in text
+    assert "2 steps; loss " in text
+
+
 def test_calibrate_writes_a_file_that_is_a_recipe(subject: str, capsys: Any, tmp_path: Path) -> None:
     assert main(["calibrate", f"{subject}:build", "--steps", "3", "-o", "r.toml"]) == 0
     assert "recipe='r.toml'" in capsys.readouterr().out
@@ -93,6 +101,7 @@ def test_calibrate_writes_a_file_that_is_a_recipe(subject: str, capsys: Any, tmp
         (["diagnose", "loss-impact", "{}:empty"], "without batches"),
         (["diagnose", "loss-impact", "{}:plain", "--recipe", "no.toml"], "no.toml"),
         (["diagnose", "loss-impact", "{}:plain", "--only", "nothing.*"], "no Linear"),
+        (["diagnose", "moments", "{}:plain"], "gave no optimizer"),
         (["diagnose", "what-if"], "give MODULE:FUNCTION"),
         (["diagnose", "what-if", "{}:build", "--run", "r"], "give MODULE:FUNCTION"),
         (["diagnose", "what-if", "--run", "r"], "no collector"),

@@ -10,6 +10,7 @@ T = "tests/diagnose"
 IMPACT = f"{T}/test_loss_impact.py"
 FORMATS = f"{T}/test_formats.py"
 WHAT_IF = f"{T}/test_what_if.py"
+MOMENTS = f"{T}/test_moments.py"
 CALIBRATE = f"{T}/test_calibrate.py"
 BUGS = [
     Bug("an impact has the size and sign of what the loss does", "loss_impact:ImpactSums.add",
@@ -42,6 +43,10 @@ BUGS = [
     Bug("an unknown key of a recipe file is refused", "fp8watch.recipe.file:_known",
         "    if unknown:", "    if unknown and False:",
         f"{CALIBRATE}::test_a_file_that_cannot_be_meant_is_refused_by_name"),
+    Bug("moments are rounded behind every step", "moments:_Run.step", "moment.copy_(rounded)", "pass",
+        f"{MOMENTS}::test_drift_is_that_of_a_training_with_moments_in_bf16_and_nothing_of_the_callers_changes"),
+    Bug("a moment that does not move is counted", "moments:_Counts.add", "moved & (rounded == before)", "moved & (rounded != rounded)",
+        f"{MOMENTS}::test_what_is_flushed_and_what_does_not_move_is_counted"),
     *CHECKPOINT_BUGS,
     *BISECT_BUGS,
     *FIX_BUGS,

@@ -15,7 +15,7 @@ MODULE = "layers.0.mlp.up_proj"
 def test_a_lasting_trend_has_a_sentence_and_others_have_none(tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(make_app(tmp_path_factory.mktemp("ahead"))) as client:
         run = synthetic.Run(client, "ahead", "ahead", sites=synthetic.make_sites(1)).register()
-        rising = run.site(MODULE, "grad_output")
+        rising = run.site(MODULE)
 
         def rise(steps: object, rows: object) -> None:
             for i, step in enumerate(steps["step"]):  # type: ignore[index]
@@ -27,7 +27,7 @@ def test_a_lasting_trend_has_a_sentence_and_others_have_none(tmp_path_factory: p
             logs = {"max_attention_logit/layers.0": [8 * 2 ** (s / 100) for s in steps], "kl": [2.0**s for s in steps]}
             run.send(steps, change=rise, logs=logs)  # 100 at step 364
         of_site = client.get(f"/runs/ahead/sites/{rising.id}").text
-        of_other = client.get(f"/runs/ahead/sites/{run.site(MODULE).id}").text
+        of_other = client.get(f"/runs/ahead/sites/{run.site(MODULE, 'grad_output').id}").text
         of_run = client.get("/runs/ahead").text
     said = re.search(r'id="forecast" data-live><p class="note">(.*?)</p>', of_site)
     assert said is not None

@@ -25,7 +25,7 @@ def test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it(
     with serving(app) as client:
         synthetic.faulty_run(client, app.state.engine, num_steps=20)
         page = f"/incidents/{INCIDENT_ID}"
-        before = client.get(page).text
+        before, of_run = client.get(page).text, client.get("/runs/demo-inf").text
         address = str(client.base_url).rstrip("/") + page
         found.send(address)
         after = client.get(page).text
@@ -33,6 +33,11 @@ def test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it(
     commands = [htmllib.unescape(c) for c in re.findall(r'data-copy-text="(fp8watch[^"]*)"', before)]
     assert f"fp8watch diagnose bisect MODULE:FUNCTION --suspect {FAULT_MODULE} --incident {address}" in commands
     assert any(c.startswith("fp8watch diagnose what-if --run demo-inf --collector http://") for c in commands)
+    for asked in ("diagnose loss-impact", "diagnose moments", "calibrate", "check-checkpoint"):
+        assert any(c.startswith(f"fp8watch {asked} ") for c in commands), asked
+    for part in ("costs", "checkpoints", "coverage"):
+        assert f'href="/runs/demo-inf#{part}"' in before, part
+        assert f'id="{part}"' in of_run, part
     assert '<section class="panel" id="bisection" data-live hidden>' in before
     panel = after[after.index('id="bisection"') : after.index('id="touched"')]
     assert f"With {FAULT_MODULE}.input and " in panel

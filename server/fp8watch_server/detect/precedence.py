@@ -26,6 +26,7 @@ ASKED = (
     "chronic-quantization-noise",
     "bad-batch",
     "scalar-shift",
+    "limit-ahead",
 )
 """Modes that detectors over the roll-up find, in the order in which a step is judged: the first is told first."""
 
@@ -75,6 +76,7 @@ _STATISTICAL = {
     "delayed-clip",
     "frozen-scale",
     "scalar-shift",
+    "limit-ahead",
 }
 
 EXPLAINS: dict[str, frozenset[str]] = {

@@ -74,7 +74,19 @@ def forecast(steps: Array, values: Array, limit: float, window: int = WINDOW_STE
     span = steps[-1] - steps[0]
     if span < MIN_STEPS:
         return None
-    at, level = _bins(steps, values)
+    return of_bins(*_bins(steps, values), limit, int(steps[0]), int(steps[-1]))
+
+
+def of_bins(at: Array, level: Array, limit: float, first: int, last: int) -> Forecast | None:
+    """The same of a window that is cut into bins already.
+
+    Args:
+        at: [B] steps of the bins, ascending.
+        level: [B] their medians.
+        limit: on the scale of the level.
+        first: step of the window.
+        last: step of the window; the forecast counts from here.
+    """
     if len(at) < MIN_BINS:
         return None
     slope = _slope(at, level)
@@ -86,17 +98,14 @@ def forecast(steps: Array, values: Array, limit: float, window: int = WINDOW_STE
     scatter = 1.4826 * float(np.median(np.abs(level - slope * at - middle)))
     if slope * (at[-1] - at[0]) < ABOVE_SCATTER * scatter:
         return None
-    last = int(steps[-1])
     now = middle + slope * last
     gap = limit - now
-    if gap <= 0 or gap / slope > AHEAD * span:
+    if gap <= 0 or gap / slope > AHEAD * (last - first):
         return None
     slopes = [slope, *parts[1:]]
     soonest = max(gap - scatter, 0.0) / max(slopes) / WIDEN
     latest = (gap + scatter) / min(slopes) * WIDEN_LATE
-    return Forecast(
-        limit, now, slope, int(soonest), round(gap / slope), int(np.ceil(latest)), int(steps[0]), last
-    )  # fmt: skip
+    return Forecast(limit, now, slope, int(soonest), round(gap / slope), int(np.ceil(latest)), first, last)
 
 
 def _bins(steps: Array, values: Array) -> tuple[Array, Array]:

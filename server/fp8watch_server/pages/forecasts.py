@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection
 
-from fp8watch_server.detect.modes.attention_logit_growth.detector import LOG as LOGITS
+from fp8watch_server.detect.modes.limit_ahead.quantities import (
+    CLIP_DEPTH,
+    CLIPS_ABOVE,
+    LOGITS,
+    UNDERFLOW,
+    Quantity,
+    carries,
+    flushes,
+)
 from fp8watch_server.detect.thresholds import DEFAULTS
 from fp8watch_server.detect.trend import WINDOW_STEPS, forecast
 from fp8watch_server.pages.formatting import capitalised, field_label, number
@@ -29,42 +37,34 @@ from fp8watch_server.store.rows import RunRow, SiteRow
 class Limit:
     """What a quantity must not pass."""
 
-    field: str
+    quantity: Quantity
     value: float
-    means: str
-    """What is so from there on."""
     holds_for: Callable[[SiteRow], bool] = lambda _: True
 
 
 OF_SITES = (
-    Limit(
-        "underflow_ratio",
-        DEFAULTS.chronic_underflow,
-        f"{100 * DEFAULTS.chronic_underflow:g} %, the limit of chronic-quantization-noise",
-    ),
-    Limit("clip_depth", 1.0, "1, from where the largest values are clipped", lambda site: site["recipe"] == "delayed"),
+    Limit(UNDERFLOW, DEFAULTS.chronic_underflow, lambda site: flushes(site["operand"], site["format"])),
+    Limit(CLIP_DEPTH, CLIPS_ABOVE, lambda site: carries(site["recipe"])),
 )
-OF_LOGITS = Limit(
-    LOGITS, DEFAULTS.attention_logit_warning, f"{DEFAULTS.attention_logit_warning:g}, where softmax is one-hot"
-)
+OF_LOGITS = Limit(LOGITS, DEFAULTS.attention_logit_warning)
 
 
 def of_site(conn: Connection, run: RunRow, site: SiteRow) -> list[str]:
     """What a site is heading for."""
     limits = [limit for limit in OF_SITES if limit.holds_for(site)]
     last = run["last_step"]
-    if last is None or site["operand"] == "output":
+    if last is None or not limits:
         return []
-    names = [limit.field for limit in limits]
+    names = [limit.quantity.field for limit in limits]
     low = max(0, int(last) - WINDOW_STEPS + 1)
     found = queries.several_series(conn, run["id"], site["id"], names, low, int(last), 4 * WINDOW_STEPS)
-    said = (sentence(found[limit.field], limit, field_label(limit.field)) for limit in limits)
+    said = (sentence(found[limit.quantity.field], limit, field_label(limit.quantity.field)) for limit in limits)
     return [text for text in said if text]
 
 
 def of_scalar(name: str, series: Mapping[str, Any], window: int) -> str:
     """What a logged scalar is heading for; nothing of a name that has no limit."""
-    if name != LOGITS and not name.startswith(LOGITS + "/"):
+    if name != LOGITS.field and not name.startswith(LOGITS.field + "/"):
         return ""
     return sentence(series, OF_LOGITS, name, window)
 
@@ -77,4 +77,4 @@ def sentence(series: Mapping[str, Any], limit: Limit, label: str, window: int = 
         return ""
     pace = f"at the pace of steps {found.first_step}–{found.last_step}"
     when = f"in about {number(found.steps)} steps ({number(found.soonest)}–{number(found.latest)})"
-    return f"{capitalised(label)}: {pace} it passes {limit.means}, {when}."
+    return f"{capitalised(label)}: {pace} it passes {limit.quantity.text(limit.value)}, {limit.quantity.means}, {when}."

@@ -56,9 +56,21 @@ def questions(incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url:
             f"fp8watch diagnose what-if --run {shlex.quote(run['id'])} --collector {own_url}",
         ),
         Question("Is there a run without it?", "", f"/compare?a={quote(run['id'], safe='')}", "two runs side by side"),
-        Question("May I resume from this checkpoint?", "fp8watch check-checkpoint PATH"),
+        Question(
+            "May I resume from this checkpoint?",
+            "fp8watch check-checkpoint PATH",
+            f"{run_url(run['id'])}#checkpoints",
+            "those of the run",
+        ),
+        Question("Which recipe would fit this model?", f"fp8watch calibrate {TARGET} -o recipe.toml"),
+        Question(
+            "What else is kept in few bits, and would moments do with fewer?",
+            f"fp8watch diagnose moments {TARGET}",
+            f"{run_url(run['id'])}#coverage",
+            "what attach saw",
+        ),
     ]
     if site is not None:
         at = f"{site_url(run['id'], site['id'])}?step={incident['first_step']}"
-        asked.insert(2, Question("What did the operand look like before?", "", at, "its site"))
+        asked.insert(2, Question("What did the operand look like before, and where does it lead?", "", at, "its site"))
     return asked
