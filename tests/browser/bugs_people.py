@@ -108,6 +108,13 @@ BUGS = [
         f"{T}/test_deviation.py::test_a_value_outside_of_its_band_neither_feeds_it_nor_is_usual_before_its_time",
     ),
     Bug(
+        "a weight that walks is no weight that broke",
+        "store.deviation:deviations",
+        "middle = np.where(walking, before, around)",
+        "middle = _median(past, num_past)",
+        f"{T}/test_deviation.py::test_a_weight_that_walks_stays_calm_and_one_that_leaps_stands_out_until_it_is_usual",
+    ),
+    Bug(
         "a zoom knows what was usual before it",
         "pages.health:_deviations",
         "max(0, first - before)",

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8watch_server.store.flight import BAND, NAMES, OF, Flight, broken_words
+from fp8watch_server.store.deviation import BAND, WALK
+from fp8watch_server.store.flight import NAMES, OF, Flight, broken_words
 
 
 def site_words(site: Mapping[str, Any]) -> str:
@@ -25,7 +26,7 @@ def band_words() -> str:
     """What a cell means."""
     return (
         f"A cell is how far the site is from its own band in that step: amax or, where it was measured, tile SQNR, "
-        f"whichever is farther. 1 × is the edge of the band: {BAND}. "
+        f"whichever is farther. 1 × is the edge of the band: {BAND}; {WALK}. "
         f"A site stands out beyond 1 ×, or with a NaN, an Inf or a sentinel tile."
     )
 
