@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from pages import synthetic
 from pages.collector import make_app, serving
-from pages.many_runs import cpu_of, fill
 from pages.synthetic import INCIDENT_ID
 from support.database import fresh_database
 
@@ -164,20 +163,6 @@ def test_pages_beside_it(app: FastAPI) -> None:
         html = client.get("/collector").text
     assert "The detectors broke on 1 batches" in html
     assert "&lt;it broke&gt;" in html
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-@pytest.mark.long
-def test_five_thousand_incidents_are_quick(kind: str, tmp_path: Any) -> None:
-    with fresh_database(kind) as url:
-        app = make_app(tmp_path, url)
-        fill(app.state.engine, 10_000, 5_000, time.time())
-        paths = ("/incidents", "/incidents?state=unseen&q=mode-1", "/incidents?page=4")
-        spent = cpu_of(app, paths)
-        print(f"{kind}: {spent}")
-        assert max(spent.values()) < 1.0
-        app.state.ingest.stop()
-        app.state.engine.dispose()
 
 
 def test_an_empty_inbox_says_so(tmp_path: Any) -> None:

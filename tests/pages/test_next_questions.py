@@ -33,6 +33,7 @@ def test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it(
     commands = [htmllib.unescape(c) for c in re.findall(r'data-copy-text="(fp8watch[^"]*)"', before)]
     assert f"fp8watch diagnose bisect MODULE:FUNCTION --suspect {FAULT_MODULE} --incident {address}" in commands
     assert any(c.startswith("fp8watch diagnose what-if --run demo-inf --collector http://") for c in commands)
+    assert 'href="/compare?a=demo-inf"' in before  # none began earlier
     assert '<section class="panel" id="bisection" data-live hidden>' in before
     panel = after[after.index('id="bisection"') : after.index('id="touched"')]
     assert f"With {FAULT_MODULE}.input and " in panel
