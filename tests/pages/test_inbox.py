@@ -23,7 +23,7 @@ from fp8watch_server.incidents.command import main as rules
 from fp8watch_server.store import cause_list
 from fp8watch_server.store.cause_list import Wanted
 
-AGAIN_ID, OTHER_ID = "0" * 31 + "8", "0" * 31 + "9"
+AGAIN_ID, OTHER_ID, TODAY_ID = "0" * 31 + "8", "0" * 31 + "9", "0" * 31 + "7"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -123,6 +123,26 @@ def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI)
         assert (tiles.status_code, tiles.headers["content-type"]) == (200, "image/svg+xml")
         assert 'stroke="#ff7a45"' in tiles.text
         assert client.get(f"/incidents/{AGAIN_ID}/tiles.svg").status_code == 404
+
+
+def test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here_now(
+    app: FastAPI, tmp_path: Path
+) -> None:
+    later = make_app(tmp_path, app.state.engine.url.render_as_string(hide_password=False))
+    with serving(later) as client:
+        sites = [s for s in synthetic.make_sites(3) if s.module == synthetic.FAULT_MODULE]
+        run = synthetic.Run(client, "today", "today's", sites=sites, session="7" * 32).register()
+        run.send(range(88, 93), ended=True)
+        synthetic.add_incident(later.state.engine, "today", TODAY_ID)
+        html = client.get(f"/incidents/{TODAY_ID}").text
+        inbox = client.get("/incidents").text
+    later.state.engine.dispose()
+    fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
+    assert fix is not None
+    words = re.sub(r"<[^>]+>", "", fix[1])
+    assert words.startswith("Last time, after demo-inf, it was gone in clean run, the next run that came as far: ")
+    assert "amax_epsilon was –, and is 1e-12 there, – here" in words
+    assert "helped last time, perhaps: amax_epsilon – → 1e-12, in" in inbox
 
 
 def test_false_alarms_are_kept_counted_and_listed(
