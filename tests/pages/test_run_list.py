@@ -40,13 +40,6 @@ def many(request: pytest.FixtureRequest) -> Iterator[sa.Engine]:
         engine.dispose()
 
 
-@pytest.fixture
-def client(tmp_path: Any) -> Iterator[httpx.Client]:
-    """Of a collector without runs."""
-    with serving(make_app(tmp_path)) as client:
-        yield client
-
-
 def find(engine: sa.Engine, **wanted: Any) -> run_list.Found:
     with engine.connect() as conn:
         return run_list.find(conn, Wanted(**wanted), now=NOW)
