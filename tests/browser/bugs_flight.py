@@ -10,6 +10,20 @@ STATIC = "server/fp8watch_server/pages/static"
 
 BUGS = [
     Bug(
+        "a failure that sites show after its step is followed from there",
+        "store.flight_words:said",
+        "*_later(found, at, leaps)",
+        "*_most(found)",
+        f"{T}::test_a_failure_that_sites_show_only_after_its_step_is_followed_from_there",
+    ),
+    Bug(
+        "what breaks long after a failure is not said to be of it",
+        "store.flight_words:_spread",
+        "len(calm) < MAX_CALM_STEPS",
+        "True",
+        f"{T}::test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure",
+    ),
+    Bug(
         "a cell without a record is not calm",
         "store.flight:_worst",
         "np.where(looked, -1.0, -2.0)",

@@ -6,6 +6,7 @@ from support.planted import Bug
 
 P = "server/fp8watch_server/pages"
 T = "tests/pages"
+COMPARE = "tests/browser/test_compare.py"
 TRIAGE = "tests/incidents/test_triage.py"
 
 BUGS = [
@@ -60,14 +61,21 @@ BUGS = [
     ),
     Bug(
         "a run that did not come as far proves nothing",
-        "pages.what_helped:what_helped",
+        "pages.what_helped:_next_without",
         'r.last_step >= incident["first_step"],',
         "",
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
     ),
     Bug(
-        "a run in which the place was not looked at proves nothing",
+        "a cause that came back shows what helped the last time",
         "pages.what_helped:what_helped",
+        "if clean is not None:",
+        "if clean is not None and not k:",
+        f"{T}/test_inbox.py::test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here_now",
+    ),
+    Bug(
+        "a run in which the place was not looked at proves nothing",
+        "pages.what_helped:_next_without",
         "sa.exists().where(*looked),",
         "",
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
@@ -108,11 +116,39 @@ BUGS = [
         f"{T}/test_deviation.py::test_a_value_outside_of_its_band_neither_feeds_it_nor_is_usual_before_its_time",
     ),
     Bug(
+        "a weight that walks is no weight that broke",
+        "store.deviation:deviations",
+        "middle = np.where(walking, before, around)",
+        "middle = _median(past, num_past)",
+        f"{T}/test_deviation.py::test_a_weight_that_walks_stays_calm_and_one_that_leaps_stands_out_until_it_is_usual",
+    ),
+    Bug(
         "a zoom knows what was usual before it",
         "pages.health:_deviations",
         "max(0, first - before)",
         "first",
         f"{T}/test_deviation.py::test_map_and_worst_sites_show_the_site_that_left_its_band",
+    ),
+    Bug(
+        "any run can be found for a comparison",
+        "store.run_list:newest",
+        "*_words(q)]",
+        "]",
+        f"{T}/test_run_list.py::test_any_run_can_be_found_for_a_comparison_beyond_the_newest_that_are_offered",
+    ),
+    Bug(
+        "a search does not take back what was chosen",
+        f"{P}/static/find_runs.js",
+        'list.value = kept?.value ?? "";',
+        'list.value = "";',
+        f"{COMPARE}::test_a_run_beyond_those_that_are_offered_is_found_by_what_is_typed_and_what_is_chosen_stays",
+    ),
+    Bug(
+        "an incident leads to the run before",
+        "pages.next_questions:_beside",
+        "if before is None:",
+        "if True:",
+        f"{COMPARE}::test_an_incident_leads_to_what_differs_from_the_run_before",
     ),
     Bug(
         "nothing is deleted without a question",

@@ -32,6 +32,24 @@ def test_a_value_outside_of_its_band_neither_feeds_it_nor_is_usual_before_its_ti
     assert np.nanmax(far[1, JUMP + deviation.WINDOW + 20 :]) < 0.5
 
 
+def test_a_weight_that_walks_stays_calm_and_one_that_leaps_stands_out_until_it_is_usual() -> None:
+    rng = np.random.default_rng(0)
+    steps = 0.001 * rng.standard_normal((2, 140))
+    steps[:, JUMP:] += 0.02  # it begins to grow, 1.4 % a step
+    level = np.cumsum(steps, axis=1)
+    level[1, JUMP:] += 1.0  # and one of them is doubled besides
+    floor, walking = np.array([0.01, 0.01]), np.array([True, True])
+    far = deviation.deviations(level, floor, walking)
+    assert np.isnan(far[:, : deviation.LEAST]).all()
+    assert np.nanmax(far[0]) < 1
+    assert np.nanmax(deviation.deviations(level, floor)[0]) > 4  # around a median it would look broken
+    assert (far[1, JUMP : JUMP + deviation.WINDOW] > 20).all()
+    assert np.nanmax(far[1, JUMP + deviation.WINDOW + 1 :]) < 1
+    sites = [{"operand": "weight"}, {"operand": "input"}]
+    assert deviation.walks("amax_max", sites).tolist() == [True, False]
+    assert not deviation.walks("tile_sqnr_db", sites).any()
+
+
 def test_median_is_that_of_what_there_is() -> None:
     values = np.full((3, deviation.WINDOW), np.inf)
     values[0, :5], values[1, :4] = [9, 1, 5, 7, 3], [4, 1, 3, 2]

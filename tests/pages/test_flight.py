@@ -176,3 +176,31 @@ def test_a_drift_over_the_edge_is_no_leap() -> None:
     )
     assert words[1] == "In the steps after, up to 4, 1 more leaps out of its band, from step 3 on."
     assert words[2] == "From step 4 on none of them stands out, as far as they were measured."
+
+
+def test_a_failure_that_sites_show_only_after_its_step_is_followed_from_there() -> None:
+    far = np.full((3, 8), 0.2)
+    far[1:, 4] = far[0, 5] = 9.0  # as after a learning rate: born at step 3, and weights are what they were
+    sites = [{"gemm": "fprop", "operand": "weight", "direction": "rowwise", "module": name} for name in "abc"]
+    none = np.zeros(far.shape)
+    found = flight.Flight(3, 5, np.arange(8), sites, far, none.astype(int), none == 0, none, none > 0, none)
+    assert said(found) == [
+        "At step 3 none of 3 sites measured stands out.",
+        "At step 4 2 sites leap out of their band; the first in the order of execution is b weight, rowwise: amax at 9 × its band.",
+        "In the steps after, up to 7, 1 more leaps out of its band, from step 5 on.",
+        "From step 6 on none of them stands out, as far as they were measured.",
+    ]
+
+
+def test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure() -> None:
+    far = np.full((3, 24), 0.2)
+    far[0, 2:4] = far[1, 3] = 9.0  # born in the first site, a step later in the second
+    far[2, 20] = 3.0
+    sites = [{"gemm": "fprop", "operand": "input", "direction": "rowwise", "module": name} for name in "abc"]
+    none = np.zeros(far.shape)
+    found = flight.Flight(2, 22, np.arange(24), sites, far, none.astype(int), none == 0, none, none > 0, none)
+    assert said(found)[1:] == [
+        "In the steps after, up to 11, 1 more leaps out of its band, from step 3 on.",
+        "From step 4 on none of them stands out, as far as they were measured.",
+        "From step 20 on 1 site leaps out of its band, after 16 steps of calm: that may be something else.",
+    ]

@@ -38,6 +38,7 @@ def test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it(
     for part in ("costs", "checkpoints", "coverage"):
         assert f'href="/runs/demo-inf#{part}"' in before, part
         assert f'id="{part}"' in of_run, part
+    assert 'href="/compare?a=demo-inf"' in before  # none began earlier
     assert '<section class="panel" id="bisection" data-live hidden>' in before
     panel = after[after.index('id="bisection"') : after.index('id="touched"')]
     assert f"With {FAULT_MODULE}.input and " in panel

@@ -93,6 +93,15 @@ def test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest(
         assert run_list.run_before(conn, {**run, "created_at": NOW - 199}) is None
 
 
+def test_any_run_can_be_found_for_a_comparison_beyond_the_newest_that_are_offered(many: sa.Engine) -> None:
+    with many.connect() as conn:
+        newest, num = run_list.newest(conn, "", 5)
+        assert ([run_id for run_id, _ in newest], num) == ([f"run-{i:05d}" for i in range(5)], 200)
+        assert run_list.newest(conn, "SEED-00199 node-39", 5) == ([("run-00199", "llama-3b-seed-00199")], 1)
+        assert run_list.newest(conn, "sweep-3", 5)[1] == len(range(3, 200, 12))
+        assert run_list.newest(conn, "100%", 5) == ([], 0)
+
+
 def test_columns_sort_both_ways(many: sa.Engine) -> None:
     assert ids(many, sort="step")[0] == "run-00199"
     assert ids(many, sort="step", reverse=True)[0] == "run-00000"
@@ -145,17 +154,19 @@ def test_every_condition_of_the_list_is_a_link_and_nonsense_is_none(client: http
 
 
 LARGE = pytest.mark.heavy(
-    6, "server/fp8watch_server/store/run_list.py", "server/fp8watch_server/store/queries.py", first=True
+    6, "server/fp8watch_server/store/run_list.py", "server/fp8watch_server/store/cause_list.py", first=True
 )
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=LARGE) for kind in ("sqlite", "postgresql")])
-def test_ten_thousand_runs_are_quick(kind: str, tmp_path: Any) -> None:
-    """CPU seconds of this process, with its database where that is SQLite."""
+def test_ten_thousand_runs_and_five_thousand_incidents_are_quick(kind: str, tmp_path: Any) -> None:
+    """CPU seconds of this process and of its database."""
     with fresh_database(kind) as url:
         app = make_app(tmp_path, url)
         fill(app.state.engine, NUM_RUNS, NUM_INCIDENTS, time.time())
         pages = ("/", "/?q=seed-00017+node", "/?mode=mode-3&severity=info", "/?sort=name&page=150")
+        pages += ("/incidents", "/incidents?state=unseen&q=mode-1", "/incidents?page=4")
+        pages += ("/compare", "/compare?q=seed-00017")
         spent = cpu_of(app, pages)
         print(f"{kind}: {spent}")
         assert max(spent.values()) < FIRST_PAINT_S

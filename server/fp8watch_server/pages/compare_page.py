@@ -11,14 +11,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from sqlalchemy import Connection
 
 from fp8watch_server.compare.answer import compare
 from fp8watch_server.compare.sides import Side
 from fp8watch_server.pages import formatting, health, lookup
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import page
-from fp8watch_server.store import queries
+from fp8watch_server.store import run_list
 from fp8watch_server.store.rows import RunRow
 
 NUM_OFFERED = 200
@@ -33,11 +32,12 @@ def compare_page(request: Request) -> HTMLResponse:
     query = request.query_params
     back = Link("All runs", "/")
     ids = query.get("a", ""), query.get("b", "")
+    q = query.get("q", "")[:200].replace("\0", "")
     ranks = [lookup.integer("rank", query.get(name), back) for name in ("rank_a", "rank_b")]
     low, high = lookup.shown_steps(query)
     with request.app.state.engine.connect() as conn:
         sides = [lookup.find_run(conn, run_id) if run_id else None for run_id in ids]
-        offered = _offered(conn, [side for side in sides if side is not None])
+        newest, num_found = run_list.newest(conn, q, NUM_OFFERED)
         found = None
         if sides[0] is not None and sides[1] is not None:
             a, b = (Side(run["id"], rank) for run, rank in zip(sides, ranks, strict=True) if run is not None)
@@ -47,7 +47,10 @@ def compare_page(request: Request) -> HTMLResponse:
         "compare.html",
         sides=sides,
         ranks=ranks,
-        offered=offered,
+        q=q,
+        offered=_offered([side for side in sides if side is not None], newest),
+        num_offered=len(newest),
+        num_found=num_found,
         found=found,
         facts=found["facts"][:NUM_FACTS] if found else [],
         drawn={"loss": found["loss"], "map": _rows(found["map"]), "parting": _marked(found)} if found else None,
@@ -58,11 +61,13 @@ def compare_page(request: Request) -> HTMLResponse:
     )
 
 
-def _offered(conn: Connection, chosen: Sequence[RunRow]) -> list[RunRow]:
-    """Runs to choose from: those that are chosen, and the newest."""
-    newest = queries.runs_page(conn, limit=NUM_OFFERED)[0]
-    runs: list[RunRow] = [*chosen, *newest]
-    return list({run["id"]: run for run in runs}.values())
+def _offered(chosen: Sequence[RunRow], newest: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(id, name) of the runs to choose from: those that are chosen, and the newest that match the search."""
+    return list(
+        {
+            run_id: (run_id, name) for run_id, name in (*((r["id"], r["name"] or r["id"]) for r in chosen), *newest)
+        }.values()
+    )
 
 
 def _address(ids: tuple[str, ...], ranks: list[int | None]) -> str:

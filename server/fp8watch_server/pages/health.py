@@ -149,7 +149,7 @@ def _deviations(
         conn, run["id"], of, max(0, first - before), high, points + (deviation.WINDOW if before else 0)
     )
     values = _grid(found).values
-    far = deviation.deviations(deviation.levels(of, values), deviation.floors(of, found["sites"]))
+    far = deviation.of_sites(of, values, found["sites"])
     shown = np.array([step >= first for step in found["steps"]], dtype=bool)
     special = {i: {j: what for j, what in row.items() if shown[j]} for i, row in _grid(found).special.items()}
     drop = int((~shown).sum())
@@ -167,9 +167,7 @@ def unusual_now(conn: Connection, run: RunRow) -> dict[int, tuple[int, float]]:
     found = queries.heatmap(conn, run["id"], "amax_max", max(0, int(last) - window + 1), None, window)
     if not found["steps"]:
         return {}
-    far = deviation.deviations(
-        deviation.levels("amax_max", _grid(found).values), deviation.floors("amax_max", found["sites"])
-    )[:, -NOW_STEPS:]
+    far = deviation.of_sites("amax_max", _grid(found).values, found["sites"])[:, -NOW_STEPS:]
     steps = found["steps"][-NOW_STEPS:]
     worst = np.argmax(np.nan_to_num(far, nan=-1.0), axis=1)
     at = [(int(s["id"]), int(j), float(far[i, j])) for i, (s, j) in enumerate(zip(found["sites"], worst, strict=True))]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fp8watch_server.store import deviation
+
 
 @dataclass(frozen=True)
 class HealthMap:
@@ -37,11 +39,18 @@ class HealthMap:
     """Says something of a quantiser only: probes have no row, unless they held a NaN or an Inf."""
 
 
-BAND = "1 is the edge of the site's own band: the median of its 32 measurements before, ± 4σ"
+EDGE = f"1 is the edge of the site's own band: {deviation.BAND}"
 
 MAPS = (
     HealthMap(
-        "amax_deviation", "amax, unusual", "amax against its own past", " × band", low=1, high=6, grows=False, hint=BAND
+        "amax_deviation",
+        "amax, unusual",
+        "amax against its own past",
+        " × band",
+        low=1,
+        high=6,
+        grows=False,
+        hint=f"{EDGE}; {deviation.WALK}",
     ),
     HealthMap(
         "sqnr_deviation",
@@ -51,7 +60,7 @@ MAPS = (
         low=1,
         high=6,
         grows=False,
-        hint=BAND,
+        hint=EDGE,
         of_quantiser=True,
     ),
     HealthMap("tile_sqnr_db", "Tile SQNR", "tile SQNR", " dB", low=18, high=32, low_is_bad=True, of_quantiser=True),

@@ -29,22 +29,34 @@ class Question:
     """What the link says."""
 
 
-def questions(incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url: str) -> list[Question]:
+def questions(
+    incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url: str, before: tuple[str, str] | None = None
+) -> list[Question]:
     """In the order in which they narrow it down.
 
     Args:
         own_url: of the collector, as people reach it.
+        before: id and name of the run to hold this one against.
     """
     module = incident["place"]["module"]
     page = f"{own_url}/incidents/{quote(incident['id'], safe='')}"
     only = f" --only {shlex.quote(module)}" if module else ""
     suspect = f" --suspect {shlex.quote(module)}" if module else ""
     asked = [
-        Question("Is it FP8 at all?", f'fp8watch.diagnose.compare_bf16(model, batches, loss_fn).send("{page}")'),
         Question(
-            "Which layers must leave FP8 for it to go?",
-            f"fp8watch diagnose bisect {TARGET}{suspect} --incident {page}",
+            "Would BF16 do the same, on the same batches?",
+            f'fp8watch.diagnose.compare_bf16(model, batches, loss_fn).send("{page}")',
         ),
+        _beside(run, before),
+    ]
+    if incident["verdict"] != "shared":  # else no layer has to leave FP8 for it
+        command = f"fp8watch diagnose bisect {TARGET}{suspect} --incident {page}"
+        asked.append(Question("Which layers must leave FP8 for it to go?", command))
+    if site is not None:
+        at = f"{site_url(run['id'], site['id'])}?step={incident['first_step']}"
+        asked.append(Question("What did the operand look like before, and where does it lead?", "", at, "its site"))
+    return [
+        *asked,
         Question(
             "What does FP8 cost, layer by layer?",
             f"fp8watch diagnose loss-impact {TARGET}{only} --measure",
@@ -55,7 +67,6 @@ def questions(incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url:
             "What would another format do?",
             f"fp8watch diagnose what-if --run {shlex.quote(run['id'])} --collector {own_url}",
         ),
-        Question("Is there a run without it?", "", f"/compare?a={quote(run['id'], safe='')}", "two runs side by side"),
         Question(
             "May I resume from this checkpoint?",
             "fp8watch check-checkpoint PATH",
@@ -70,7 +81,13 @@ def questions(incident: IncidentRow, run: RunRow, site: SiteRow | None, own_url:
             "what attach saw",
         ),
     ]
-    if site is not None:
-        at = f"{site_url(run['id'], site['id'])}?step={incident['first_step']}"
-        asked.insert(2, Question("What did the operand look like before, and where does it lead?", "", at, "its site"))
-    return asked
+
+
+def _beside(run: RunRow, before: tuple[str, str] | None) -> Question:
+    """Side by side with the run before; where none is, with one to choose."""
+    this = quote(run["id"], safe="")
+    if before is None:
+        return Question("Is there a run without it?", "", f"/compare?a={this}", "two runs side by side")
+    run_id, name = before
+    words = run_id if name in ("", run["name"]) else name
+    return Question("What differs from the run before?", "", f"/compare?a={quote(run_id, safe='')}&b={this}", words)

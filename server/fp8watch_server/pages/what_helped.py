@@ -16,44 +16,69 @@ from fp8watch_server.pages import formatting
 from fp8watch_server.store.rows import IncidentRow
 
 MAX_DIFFERENCES = 12
+MAX_TIMES = 8
+"""Of the newest runs with the cause, so many are asked what came after."""
 OF_SESSION = ("recipe", "backend", "world_size")
 NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 
 
 def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | None:
-    """{id, name, differences: [(fact, before, after)]} of the first later run that came as far and had it not.
+    """Of the first later run that came as far and had it not; where the cause came back since, of the last time that it left.
 
-    Runs of the same name come before others. A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
+    {id, name, again, after, here, differences: [(fact, before, after)], num_more}. `again`: it came back since; `after` is the id
+    of the last run with it before, and `here` what the facts are in the run of this incident. Runs of the same name come before
+    others. A run that did not come to the step at which it broke, or in which that place was not looked at, proves nothing.
     """
     if not incident["cause_id"]:
         return None
-    r, c, s = t.run.c, t.incident.c, t.site.c
+    r, c = t.run.c, t.incident.c
+    hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
+    hits = conn.execute(
+        sa.select(t.run)
+        .where(r.tenant == t.DEFAULT_TENANT, r.run_id.in_(hit))
+        .order_by(r.created_at.desc())
+        .limit(MAX_TIMES)
+    ).all()
+    for k, last in enumerate(hits):
+        clean = _next_without(conn, incident, last, hits[k - 1].created_at if k else None)
+        if clean is not None:
+            return {**_differences(conn, last.run_id, clean, incident["run_id"]), "again": k > 0}
+    return None
+
+
+def _next_without(conn: Connection, incident: IncidentRow, last: Any, until: float | None) -> Any:
+    """The run that proves something: it began after the last one with the cause, and before the next one with it."""
+    r, s = t.run.c, t.site.c
     place = incident["place"]
     looked = [s.run_id == r.run_id, s.tenant == r.tenant]
     looked += [s[name] == place[name] for name in ("module", "operand") if place.get(name)]
-    hit = sa.select(c.run_id).where(c.tenant == t.DEFAULT_TENANT, c.cause_id == incident["cause_id"])
-    last = conn.execute(
-        sa.select(t.run).where(r.tenant == t.DEFAULT_TENANT, r.run_id.in_(hit)).order_by(r.created_at.desc()).limit(1)
-    ).first()
-    if last is None:
-        return None
-    clean = conn.execute(
+    where = [] if until is None else [r.created_at < until]
+    return conn.execute(
         sa.select(t.run)
         .where(
             r.tenant == t.DEFAULT_TENANT,
             r.created_at > last.created_at,
             r.last_step >= incident["first_step"],
             sa.exists().where(*looked),
+            *where,
         )
         .order_by(sa.case((r.name == last.name, 0), else_=1), r.created_at)
         .limit(1)
     ).first()
-    if clean is None:
-        return None
-    before, after = _facts(conn, last.run_id), _facts(conn, clean.run_id)
+
+
+def _differences(conn: Connection, last: str, clean: Any, this: str) -> dict[str, Any]:
+    before, after, here = (_facts(conn, run_id) for run_id in (last, clean.run_id, this))
     names = [n for n in sorted({*before, *after}, key=_rank) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
     told = [(name, _said(before.get(name)), _said(after.get(name))) for name in names[:MAX_DIFFERENCES]]
-    return {"id": clean.run_id, "name": clean.name, "differences": told, "num_more": max(0, len(names) - len(told))}
+    return {
+        "id": clean.run_id,
+        "name": clean.name,
+        "after": last,
+        "here": {name: _said(here.get(name)) for name, _, _ in told},
+        "differences": told,
+        "num_more": max(0, len(names) - len(told)),
+    }
 
 
 def _rank(fact: str) -> tuple[int, str]:

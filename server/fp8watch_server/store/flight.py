@@ -31,7 +31,6 @@ SPAN, MAX_SPAN = 32, 128
 OF = ("amax_max", "tile_sqnr_db")
 """What has a band; a cell shows the one that is farther from its own."""
 NAMES = {"amax_max": "amax", "tile_sqnr_db": "tile SQNR"}
-BAND = "the median of the site's 32 measurements before, ± 4σ"
 LEAP = 2.0
 """So many times as far as before is a leap; less is a drift over the edge."""
 FPROP, BACKWARD = "fprop", "backward"
@@ -127,8 +126,7 @@ def around(
             break
     per_field = []
     for name in OF:
-        level = deviation.levels(name, found[name])
-        per_field.append(deviation.deviations(level, deviation.floors(name, sites)))
+        per_field.append(deviation.of_sites(name, found[name], sites))
     stacked = np.stack(per_field)[:, :, first - low :]
     by = np.argmax(np.nan_to_num(stacked, nan=-1.0), axis=0)
     far = np.take_along_axis(stacked, by[None], axis=0)[0]

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8watch_server.store.flight import BAND, NAMES, OF, Flight, broken_words
+from fp8watch_server.store.deviation import BAND, WALK
+from fp8watch_server.store.flight import NAMES, OF, Flight, broken_words
+
+MAX_CALM_STEPS = 8
+"""Once the sites of a failure were calm for so many measured steps, it is over: what leaves its band later need not be of it."""
 
 
 def site_words(site: Mapping[str, Any]) -> str:
@@ -25,13 +29,13 @@ def band_words() -> str:
     """What a cell means."""
     return (
         f"A cell is how far the site is from its own band in that step: amax or, where it was measured, tile SQNR, "
-        f"whichever is farther. 1 × is the edge of the band: {BAND}. "
+        f"whichever is farther. 1 × is the edge of the band: {BAND}; {WALK}. "
         f"A site stands out beyond 1 ×, or with a NaN, an Inf or a sentinel tile."
     )
 
 
 def said(found: Flight) -> list[str]:
-    """Born, travelled, gone: at most four sentences."""
+    """Born, travelled, gone: at most five sentences."""
     steps, outside = found.steps, found.outside
     if not outside.size or not found.looked.any():
         return ["No site was measured in these steps."]
@@ -40,10 +44,10 @@ def said(found: Flight) -> list[str]:
         return [f"No site was measured at step {found.at}.", *_most(found)]
     here = np.flatnonzero(outside[:, at])
     num_looked = int(found.looked[:, at].sum())
-    if not len(here):
-        return [f"At step {found.at} none of {num_looked} sites measured stands out.", *_most(found)]
-    stand = f"At step {found.at}, {len(here)} of {num_looked} sites measured stand{'s' if len(here) == 1 else ''} out"
     leaps = found.leaps
+    if not len(here):
+        return [f"At step {found.at} none of {num_looked} sites measured stands out.", *_later(found, at, leaps)]
+    stand = f"At step {found.at}, {len(here)} of {num_looked} sites measured stand{'s' if len(here) == 1 else ''} out"
     leapt = np.flatnonzero(leaps[:, at])
     if not len(leapt):
         far = int(here[np.argmax(np.where(found.broken[here, at], np.inf, np.nan_to_num(found.far[here, at])))])
@@ -59,30 +63,64 @@ def said(found: Flight) -> list[str]:
 
 
 def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
-    """Sites that leapt after the step and not in it, and when the last of all was back."""
-    after = leaps[:, at + 1 :]
-    if not after.shape[1]:
+    """Sites that leapt after the step and not in it, when the last of all was back, and what left its band only later."""
+    steps = found.steps
+    if at + 1 >= len(steps):
         return []
-    joined = np.flatnonzero(after.any(axis=1))
-    joined = joined[~np.isin(joined, leapt)]
+    ours = np.zeros(len(found.sites), dtype=bool)
+    ours[leapt] = True
+    judged = (found.looked & ~np.isnan(found.far)) | found.broken
+    last, upto, joined_at, later_at = at, at, -1, -1
+    calm: list[int] = []
+    later = np.zeros(len(ours), dtype=bool)
+    for j in range(at + 1, len(steps)):
+        new = leaps[:, j] & ~ours
+        if len(calm) < MAX_CALM_STEPS:
+            upto = j
+            if new.any() and joined_at < 0:
+                joined_at = j
+            ours |= new
+            if found.outside[ours, j].any():
+                last, calm = j, []
+            elif judged[ours, j].any():
+                calm.append(j)
+        elif leaps[:, j].any():
+            later |= leaps[:, j]
+            later_at = j if later_at < 0 else later_at
+        elif later_at < 0 and judged[ours, j].any():
+            calm.append(j)
+    num = int(ours.sum()) - len(leapt)
     out = []
-    if len(joined):
-        when = int(found.steps[at + 1 + int(np.argmax(after[joined].any(axis=0)))])
+    if num:
         out.append(
-            f"In the steps after, up to {int(found.steps[-1])}, {len(joined)} more leap{'s' if len(joined) == 1 else ''} "
-            f"out of {'its' if len(joined) == 1 else 'their'} band, from step {when} on."
+            f"In the steps after, up to {int(steps[upto])}, {num} more leap{'s' if num == 1 else ''} "
+            f"out of {'its' if num == 1 else 'their'} band, from step {int(steps[joined_at])} on."
         )
-    of_fault = np.concatenate([leapt, joined])
-    out_at = np.flatnonzero(found.outside[of_fault, at:].any(axis=0))
-    judged = np.flatnonzero((found.looked & ~np.isnan(found.far))[of_fault, at:].any(axis=0))
-    calm = judged[judged > out_at[-1]]
-    if len(calm):
-        out.append(
-            f"From step {int(found.steps[at + calm[0]])} on none of them stands out, as far as they were measured."
-        )
+    if calm:
+        out.append(f"From step {int(steps[calm[0]])} on none of them stands out, as far as they were measured.")
     else:
-        out.append(f"At step {int(found.steps[at + out_at[-1]])} some of them still do.")
+        out.append(f"At step {int(steps[last])} some of them still do.")
+    if later_at >= 0:
+        n, since = int(later.sum()), int(steps[later_at])
+        leap = "site leaps out of its" if n == 1 else "sites leap out of their"
+        out.append(
+            f"From step {since} on {n} {leap} band, after {len(calm)} steps of calm: that may be something else."
+        )
     return out
+
+
+def _later(found: Flight, at: int, leaps: Any) -> list[str]:
+    """Where a failure shows in sites only after its step, as that of a learning rate does: from the first leap on."""
+    after = np.flatnonzero(leaps[:, at + 1 :].any(axis=0))
+    if not len(after):
+        return _most(found)
+    j = at + 1 + int(after[0])
+    leapt = np.flatnonzero(leaps[:, j])
+    first = int(leapt[np.argmin(found.turn[leapt])])
+    of = f"{len(leapt)} site{' leaps out of its' if len(leapt) == 1 else 's leap out of their'} band"
+    said_first = f"{site_words(found.sites[first])}: {cell_words(found, first, j)}"
+    which = "it is" if len(leapt) == 1 else "the first in the order of execution is"
+    return [f"At step {int(found.steps[j])} {of}; {which} {said_first}.", *_spread(found, j, leapt, leaps)]
 
 
 def _most(found: Flight) -> list[str]:

@@ -145,26 +145,37 @@ def _like(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
     return sa.func.lower(column).contains(text, autoescape=True)
 
 
+def _some(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+    """Whether a run has such a row."""
+    r = t.run.c
+    return sa.exists().where(table.c.run_id == r.run_id, table.c.tenant == r.tenant, *where)
+
+
+def _words(q: str) -> list[sa.ColumnElement[bool]]:
+    """Each word stands in the run's name, id, note, tags or hosts."""
+    r, s, g = t.run.c, t.session.c, t.run_tag.c
+    out: list[sa.ColumnElement[bool]] = []
+    for word in q.lower().split()[:8]:
+        of_run = (_like(r.name, word), _like(r.run_id, word), _like(r.note, word))
+        out.append(sa.or_(*of_run, _some(t.run_tag, _like(g.tag, word)), _some(t.session, _like(s.host, word))))
+    return out
+
+
 def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
     r, i, s, g = t.run.c, t.incident.c, t.session.c, t.run_tag.c
 
-    def some(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-        return sa.exists().where(table.c.run_id == r.run_id, table.c.tenant == r.tenant, *where)
-
     out: list[sa.ColumnElement[bool]] = [r.archived_at.is_not(None) if wanted.archived else r.archived_at.is_(None)]
-    for word in wanted.q.lower().split()[:8]:
-        of_run = (_like(r.name, word), _like(r.run_id, word), _like(r.note, word))
-        out.append(sa.or_(*of_run, some(t.run_tag, _like(g.tag, word)), some(t.session, _like(s.host, word))))
+    out += _words(wanted.q)
     if wanted.recipe:
         out.append(r.recipe == wanted.recipe)
     if wanted.tag:
-        out.append(some(t.run_tag, g.tag == wanted.tag))
+        out.append(_some(t.run_tag, g.tag == wanted.tag))
     if wanted.host:
-        out.append(some(t.session, s.host == wanted.host))
+        out.append(_some(t.session, s.host == wanted.host))
     of_incident = [
         c == v for c, v in ((i.mode, wanted.mode), (i.severity, wanted.severity), (i.owner, wanted.owner)) if v
     ]
-    return [*out, some(t.incident, *of_incident)] if of_incident else out
+    return [*out, _some(t.incident, *of_incident)] if of_incident else out
 
 
 def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
@@ -182,6 +193,15 @@ def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
     name = wanted.sort if wanted.sort in by else "need"
     first = by[name].desc() if (name in _DESCENDING) != wanted.reverse else by[name].asc()
     return [first, r.last_seen_at.desc(), r.run_id]
+
+
+def newest(conn: Connection, q: str, limit: int) -> tuple[list[tuple[str, str]], int]:
+    """(id, name) of the newest runs in which all words of `q` stand, archived ones too; and how many there are."""
+    r = t.run.c
+    where = [r.tenant == t.DEFAULT_TENANT, *_words(q)]
+    num = conn.execute(sa.select(sa.func.count()).select_from(t.run).where(*where)).scalar_one()
+    query = sa.select(r.run_id, r.name).where(*where).order_by(r.created_at.desc(), r.run_id).limit(limit)
+    return [(run_id, name or run_id) for run_id, name in conn.execute(query)], int(num)
 
 
 def run_before(conn: Connection, run: RunRow) -> tuple[str, str] | None:

@@ -11,22 +11,26 @@ const ascending = (list) => list.slice().sort((a, b) => a - b);
 
 // `y` as it is drawn (octaves, dB, percent); null where there was nothing. Returns [steps, low, high], null before enough
 // was measured to say what is usual. What lies outside of the band does not feed it: a fault must not become usual.
-export function band(steps, y, floor) {
+// What walks, as amax of a weight does, is held against the value before it, and σ is that of its changes (store/deviation.py).
+export function band(steps, y, floor, walks = false) {
   const x = [], low = [], high = [], past = [];
-  let outside = 0;
+  let outside = 0, before = null;
   steps.forEach((step, i) => {
-    if (past.length >= LEAST) {
-      const m = middle(ascending(past));
-      const spread = SIGMAS * Math.max(floor, MAD_TO_SIGMA * middle(ascending(past.map((v) => Math.abs(v - m)))));
+    if (past.length + walks >= LEAST) {
+      const around = walks ? 0 : middle(ascending(past)), m = walks ? before : around;
+      const spread = SIGMAS * Math.max(floor, MAD_TO_SIGMA * middle(ascending(past.map((v) => Math.abs(v - around)))));
       x.push(step);
       low.push(m - spread);
       high.push(m + spread);
       if (y[i] === null) return;
       outside = Math.abs(y[i] - m) > spread ? outside + 1 : 0;
-      if (outside > WINDOW) { outside = 0; past.length = 0; } // so many in a row are a new normal: begin again
+      if (outside > WINDOW) { outside = 0; past.length = 0; before = null; } // so many in a row are a new normal: begin again
       if (outside > 0) return;
     }
-    if (y[i] !== null) past.push(y[i]);
+    if (y[i] === null) return;
+    if (!walks) past.push(y[i]);
+    else if (before !== null) past.push(y[i] - before);
+    before = y[i];
     if (past.length > WINDOW) past.shift();
   });
   return { x, low, high };

@@ -34,7 +34,7 @@ async function tracesOf({ curves, kind }, asking) {
   const measured = series.some((s) => s.values.some((v) => v !== null) || (s.nonfinite ?? []).length);
   const scale = kind === "octaves" ? "log2" : null;
   const lines = series.flatMap((s, i) => line(s, { name: curves[i].label, colour: colour(curves[i].stroke), scale, unit: kind === "dB" ? "dB" : "", percent: kind === "percent", dash: i ? "dot" : "solid", at: 0.75 - 0.5 * i }));
-  const drawn = lines[0] ? bandTraces(band(lines[0].x, lines[0].y, floorOf(kind, operand)), colour("usual")) : [];
+  const drawn = lines[0] ? bandTraces(band(lines[0].x, lines[0].y, floorOf(kind, operand), kind === "octaves" && operand === "weight"), colour("usual")) : [];
   const say = kind === "percent" ? (v) => `${number(100 * v, 3)} %` : kind === "dB" ? (v) => `${number(v)} dB` : (v) => number(v);
   return { traces: [...lines, ...drawn], steps: series[0].steps, measured, curves: series.map((s, i) => ({ name: curves[i].label, series: s, stroke: colour(curves[i].stroke), say })) };
 }
