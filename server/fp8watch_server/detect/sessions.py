@@ -48,6 +48,7 @@ _IGNORED = frozenset(
             "not_called",
             SILENT_FACT,
             "silent_share",
+            "not_counted",
             BLIND_FACT,
             "no_step_ended",
             "logits_unseen",
