@@ -25,7 +25,7 @@ NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
 MUCH = 0.1
 """Of the GEMM FLOPs: a parameter that would be as many is not passed over for its name."""
-_LOOKED_UP = re.compile("embed", re.IGNORECASE)
+_LOOKED_UP = re.compile(r"embed|(?:cls|class|mask|register|dist\w*)_tokens?$", re.IGNORECASE)
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")

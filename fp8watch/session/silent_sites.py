@@ -26,6 +26,9 @@ ALARM_AFTER_STEPS = 48
 MAX_NAMED = 5
 MAX_FACT_CHARS = 2000
 NOT_SEEN = "not called in eager code: inside torch.compile products with own parameters are not seen"
+NO_BACKWARD = (
+    "its forward is observed; the product is inside a function whose backward is its own, so gradients are not"
+)
 NOT_KNOWN = "no product with it was recognised"
 
 
@@ -50,7 +53,7 @@ class Silence:
         silent = silent_modules(self._attachment.table, arrived, unobserved)
         reasons = self._reasons(silent)
         idle = layers_of(name for name in silent if name not in reasons)
-        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons)]
+        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | self._forward_only())]
         covered, loud = self._attachment.coverage, ""
         share, announced = covered.silent(silent), covered.observed or 0.0
         if share > ALARM_SHARE * announced:
@@ -65,6 +68,10 @@ class Silence:
         self._told = facts
         said = [(f"not called in the first step: {_some(idle)}", idle), (f"not observed: {_some(unseen)}", unseen)]
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+
+    def _forward_only(self) -> dict[str, str]:
+        own = self._attachment.own
+        return {fqn: NO_BACKWARD for fqn, (gemms, path) in own.items() if path in gemms.forward_only}
 
     def _reasons(self, silent: Sequence[str]) -> dict[str, str]:
         """Of modules that were called, or may have been: why nothing of them is seen."""

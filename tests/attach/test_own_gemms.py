@@ -359,3 +359,38 @@ def test_weights_are_hashed_in_steps_in_which_nothing_else_of_them_is_looked_at(
     assert sum(("experts.up", "input", "rowwise") in rows for rows in steps) == 1
     hashes = [int(rows["experts.up", "weight", "rowwise"]["weight_hash"]) for rows in steps]
     assert len(set(hashes)) == 4
+
+
+class OwnBackward(torch.autograd.Function):
+    """A product as Megatron's tensor-parallel linears make it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Parallel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K) * 0.1)
+
+    def forward(self, x):
+        return OwnBackward.apply(x, self.weight).pow(2).mean()
+
+
+def test_where_every_product_has_a_backward_of_its_own_steps_end_and_gradients_are_said_to_be_unseen(
+    attach, train, capsys
+):
+    alone = train(seeded(Parallel), steps=3)
+    watch = attach(seeded(Parallel), recipe="observe")
+    assert train(watch._model, steps=3) == alone
+    assert [int(h["step"]) for h, *_ in watch._recorder.steps] == [0, 1, 2]
+    assert {key[1] for key in operands(watch._recorder)} == {"input", "weight"}
+    assert "gradients are not" in watch._recorder.facts["silent"]
+    assert "not observed: weight (its forward is observed" in capsys.readouterr().err

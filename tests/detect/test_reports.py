@@ -388,7 +388,13 @@ def test_what_a_loop_or_a_model_says_of_itself_is_no_other_recipe() -> None:
     old = session(
         before, attempt=1, facts={"no_step_ended": "", "not_taken": "", "gemm_flops_observed": 0.5, "roles": ""}
     )
-    new = {"no_step_ended": "x", "silent_share": "y", "not_taken": "a (b, 1 %)", "gemm_flops_observed": 0.4, "roles": "a (linear)"}
+    new = {
+        "no_step_ended": "x",
+        "silent_share": "y",
+        "not_taken": "a (b, 1 %)",
+        "gemm_flops_observed": 0.4,
+        "roles": "a (linear)",
+    }
     found = causes(play(Case([after], 20, [[old], [session(after, attempt=2, facts=new)]])))
     assert [f.mode for f in found] == []
 

@@ -87,7 +87,9 @@ def fixes(p: Place) -> list[Fix]:
         ]
     if BLIND_FACT in names:
         return [
-            Fix("code", "Train the model that was attached to: attach after what copies, wraps or replaces its modules."),
+            Fix(
+                "code", "Train the model that was attached to: attach after what copies, wraps or replaces its modules."
+            ),
             Fix(
                 "code",
                 "A parameter that `torch.einsum` or another library's kernel multiplies: use `F.linear` or `@`, or leave the "
