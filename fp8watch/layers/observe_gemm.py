@@ -49,11 +49,26 @@ class Gemm:
     order: Tensor | None = None  # of the rows of y that those of x have: sorted by expert
 
 
-def observe_gemm(gemm: Gemm, site: Tensor) -> None:
-    """Look at a GEMM that has run. Eager only."""
+def observe_gemm(gemm: Gemm, site: Tensor, *, hidden: bool = False) -> None:
+    """Look at a GEMM that has run. Eager only.
+
+    Args:
+        gemm: it.
+        site: of its parameter.
+        hidden: it ran inside a function with a backward of its own (Megatron's linears), which is not seen: it must not be
+            waited for where steps end.
+    """
     plan, first = plan_of(site), int(site) & 0xFFFFFFFF
     if plan is None:
         return
+    step = plan.step
+    before = step.forward_seen, step.forward_since
+    _observe(plan, first, gemm, site)
+    if hidden:
+        step.forward_seen, step.forward_since = before
+
+
+def _observe(plan: ObservationPlan, first: int, gemm: Gemm, site: Tensor) -> None:
     began = _mark(plan)
     grad = torch.is_grad_enabled()
     wgrad = gemm.parameter.requires_grad and grad

@@ -58,6 +58,7 @@ class OwnGemms:
     called: bool = False  # in eager code, in training
     seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
     read_by: dict[str, str] = field(default_factory=dict)  # others -> the first function that read them
+    forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
 
 
 class _Known(NamedTuple):
@@ -80,6 +81,7 @@ class GemmMode(TorchFunctionMode):
         self._measured: set[str] = set()
         self._known: list[_Known] = []
         self._parameters: dict[str, Tensor] = {}
+        self._grad = torch.is_grad_enabled()
         for path in gemms.sites:
             parameter = _get(module, path)
             if isinstance(parameter, Tensor) and is_eager(parameter):
@@ -168,7 +170,10 @@ class GemmMode(TorchFunctionMode):
             return
         self._measured.add(path)
         self._gemms.seen.add(path)
-        observe_gemm(gemm, self._gemms.sites[path])
+        hidden = self._grad and not torch.is_grad_enabled()
+        if hidden and gemm.parameter.requires_grad:
+            self._gemms.forward_only.add(path)
+        observe_gemm(gemm, self._gemms.sites[path], hidden=hidden)
 
     def _gemm(
         self, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor, w: Tensor, y: Tensor,

@@ -4,7 +4,7 @@ Shapes:     a weight of N elements -> 2·N FLOPs a token; of E experts of which 
 Thread:     training, once
 
 Attention's products of activations have no weight, and are not in the estimate. Nor are embedding lookups, which are no
-GEMMs.
+GEMMs, and parameters that are no GEMM weights by their names: those are named apart, and counted where they would be much.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from fp8watch_agent.roles import ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
+MUCH = 0.1
+"""Of the GEMM FLOPs: a parameter that would be as many is not passed over for its name."""
+_LOOKED_UP = re.compile(r"embed|(?:cls|class|mask|register|dist\w*)_tokens?$", re.IGNORECASE)
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_router_topk")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NUMBERED_EXPERT = re.compile(r"(?:^|\.)(\w*experts)\.\d+(?:\.|$)")
@@ -47,6 +50,7 @@ class Coverage:
 
     observed: float | None = None  # None: no GEMM
     not_taken: list[NotTaken] = field(default_factory=list)
+    not_counted: list[NotTaken] = field(default_factory=list)  # by their names no GEMM weights; `share` if they were
     shares: Mapping[str, float] = field(
         default_factory=dict
     )  # of each module that is observed, by the name of its sites
@@ -71,12 +75,23 @@ class Coverage:
         """Session facts."""
         if self.observed is None:
             return {}
-        out = ""
-        for item in map(str, self.not_taken):
-            if len(out) + len(item) > MAX_FACT_CHARS:
-                break
-            out += f"{'; ' if out else ''}{item}"
-        return {"gemm_flops_observed": round(self.observed, 4), "not_taken": out}
+        facts: dict[str, str | float] = {
+            "gemm_flops_observed": round(self.observed, 4),
+            "not_taken": _joined(map(str, self.not_taken)),
+        }
+        if self.not_counted:
+            facts["not_counted"] = _joined(f"{n.name} ({n.what})" for n in self.not_counted)
+        return facts
+
+
+def _joined(items: Iterable[str]) -> str:
+    """As many as fit into a fact, each of them whole."""
+    out = ""
+    for item in items:
+        if len(out) + len(item) > MAX_FACT_CHARS:
+            break
+        out += f"{'; ' if out else ''}{item}"
+    return out
 
 
 def percent(share: float) -> str:
@@ -92,6 +107,7 @@ class _Weight:
     what: str
     flops: float
     at_most: bool = False
+    by_name: bool = False  # taken for no GEMM weight, by its name
 
 
 def coverage(
@@ -113,6 +129,7 @@ def coverage(
     observed: dict[str, float] = {}
     left = 0.0
     others: list[_Weight] = []
+    passed_over: list[_Weight] = []
     for fqn, module in named:
         if id(module) in seen:
             continue
@@ -130,34 +147,40 @@ def coverage(
             for parameter, weight in _weights_of(fqn, module, modules, seen):
                 if parameter in names:
                     observed[names[parameter]] = weight.flops
+                elif weight.by_name:
+                    passed_over.append(weight)
                 else:
                     others.append(weight)
     total = sum(observed.values()) + left + sum(w.flops for w in others)
+    much = [w for w in passed_over if w.flops >= MUCH * (total + w.flops) and not _LOOKED_UP.search(w.name)]
+    others += much
+    total += sum(w.flops for w in much)
     if not total:
         return Coverage()
     shares = {name: flops / total for name, flops in observed.items()}
-    return Coverage(sum(observed.values()) / total, _grouped(others, total), shares)
+    rest = _grouped([w for w in passed_over if w not in much], total)
+    return Coverage(sum(observed.values()) / total, _grouped(others, total), rest, shares)
 
 
 def _weights_of(
     fqn: str, module: nn.Module, modules: Mapping[str, list[nn.Module]], seen: set[int]
 ) -> Iterator[tuple[int, _Weight]]:
-    """A module's own parameters that some GEMM reads, by their ids."""
+    """A module's own parameters that some GEMM reads, or would if their names said nothing else, by their ids."""
     for name, p in module.named_parameters(recurse=False):
         shape = _shape(p)
         if id(p) in seen or not p.is_floating_point() or sum(n > 1 for n in shape) < 2:
             continue
-        if name != "weight" and NO_GEMM.search(name):
-            continue
+        by_name = name != "weight" and NO_GEMM.search(name) is not None
         seen.add(id(p))
         kind, dims = type(module).__name__, f"[{', '.join(map(str, shape))}]"
         scale, at_most = _share_of_tokens(fqn, module, len(shape), modules, shape[0])
         if name != "weight":
             what, called = f"{len(shape)}-D parameter {dims}", f"{fqn}.{name}".lstrip(".")
+            what += ", no GEMM by its name" if by_name else ""
         else:
             routes = role_of(fqn) == ROUTER or "router" in kind.lower()
             what, called = f"{ROUTER if routes else kind} {dims}", fqn or name
-        yield id(p), _Weight(called, what, 2.0 * scale * _numel(p), at_most)
+        yield id(p), _Weight(called, what, 2.0 * scale * _numel(p), at_most, by_name)
 
 
 def _grouped(weights: list[_Weight], total: float) -> list[NotTaken]:

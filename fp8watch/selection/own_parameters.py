@@ -29,8 +29,11 @@ from fp8watch_agent.roles import role_of
 OWN_FORWARD = "own forward"
 """How the reason begins with which a subclass of Linear is left out of the FP8 path."""
 
-NO_GEMM = re.compile(r"embed|pos|token|bias|norm|scale|_log$", re.IGNORECASE)
-"""Names of parameters that are looked up, added or multiplied element by element."""
+NO_GEMM = re.compile(
+    r"embed|bias|norm|_log$|(?:^|[_.])(?:pos|positions?|positional|tokens?|scales?|scaling)(?:$|[_.\d])", re.IGNORECASE
+)
+"""Names of parameters that are looked up, added or multiplied element by element. Names only: `flop_coverage` says which
+were passed over, because a product may read them all the same."""
 
 _OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.Bilinear, _ConvNd)
 _LISTS = (nn.ParameterList, nn.ParameterDict)

@@ -4,7 +4,8 @@ Shapes:     rows of the slab that were ever measured -> a line for people, facts
 Thread:     training
 
 Asked after the first step that was observed, and again where a site comes in later, such as that of an expert without tokens
-so far: then the facts are put right.
+so far: then the facts are put right. What was read by something that is not known stays silent; a module that was not called
+may come later, so that much of the model is blind is said of those after `ALARM_AFTER_STEPS`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from fp8watch_agent.roles import layers_of, pattern
 ALARM_SHARE = 0.1
 """Of the GEMM FLOPs that were announced: if more of them are silent, people are told so."""
 
+ALARM_AFTER_STEPS = 48
+"""Steps in which a module that was announced has time to be called, in one in which its sites have their turn."""
+
 MAX_NAMED = 5
 MAX_FACT_CHARS = 2000
 NOT_SEEN = "not called in eager code: inside torch.compile products with own parameters are not seen"
+NO_BACKWARD = (
+    "its forward is observed; the product is inside a function whose backward is its own, so gradients are not"
+)
 NOT_KNOWN = "no product with it was recognised"
 
 
@@ -31,33 +38,40 @@ class Silence:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._told: dict[str, str | float] = {
-            "not_called": "", "silent": "", "silent_share": "",
+            "not_called": "", "silent": "", "silent_share": "", "blind": "",
             "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
         }  # fmt: skip
 
-    def ask(self, arrived: Set[int], unobserved: Set[int]) -> tuple[str, Mapping[str, str | float]]:
+    def ask(self, arrived: Set[int], unobserved: Set[int], num_steps: int = 1) -> tuple[str, Mapping[str, str | float]]:
         """What to say of it, and the facts of the session that changed since the last time.
 
         Args:
             arrived: rows that were ever measured.
             unobserved: rows that attach was told to leave alone.
+            num_steps: that were observed.
         """
         silent = silent_modules(self._attachment.table, arrived, unobserved)
         reasons = self._reasons(silent)
         idle = layers_of(name for name in silent if name not in reasons)
-        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons)]
+        unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | self._forward_only())]
         covered, loud = self._attachment.coverage, ""
         share, announced = covered.silent(silent), covered.observed or 0.0
         if share > ALARM_SHARE * announced:
             loud = f"{percent(share)} of the GEMM FLOPs were announced as observed and send nothing"
+        for_good = num_steps >= ALARM_AFTER_STEPS or covered.silent(reasons) > ALARM_SHARE * announced
         facts: dict[str, str | float] = {
             "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
+            "blind": _blind(loud, unseen, idle) if loud and for_good else "",
             "gemm_flops_observed": round(max(0.0, announced - share), 4),
         }  # fmt: skip
         changed = {name: value for name, value in facts.items() if value != self._told[name]}
         self._told = facts
         said = [(f"not called in the first step: {_some(idle)}", idle), (f"not observed: {_some(unseen)}", unseen)]
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
+
+    def _forward_only(self) -> dict[str, str]:
+        own = self._attachment.own
+        return {fqn: NO_BACKWARD for fqn, (gemms, path) in own.items() if path in gemms.forward_only}
 
     def _reasons(self, silent: Sequence[str]) -> dict[str, str]:
         """Of modules that were called, or may have been: why nothing of them is seen."""
@@ -73,6 +87,12 @@ class Silence:
                 why = f"read by {reader}, whose product is not recognised" if reader else NOT_KNOWN
                 found[fqn] = why if gemms.called else NOT_SEEN
         return {name: found[name] for name in silent if name in found}
+
+
+def _blind(loud: str, unseen: Sequence[str], idle: Sequence[str]) -> str:
+    """What an incident says of it: the share, and who."""
+    who = [*unseen, *([f"not called: {_some(idle)}"] if idle else [])]
+    return f"{loud}: {_some(who)}"[:MAX_FACT_CHARS]
 
 
 def _by_layers(reasons: Mapping[str, str]) -> list[tuple[str, str]]:

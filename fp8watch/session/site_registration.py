@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.session.attachment import Attachment
-from fp8watch.session.silent_sites import Silence
+from fp8watch.session.silent_sites import ALARM_AFTER_STEPS, Silence
 from fp8watch.session.sites import describe, operand_name
 from fp8watch_agent.recorder import Recorder
 
@@ -35,6 +35,7 @@ class SiteRegistration:
     _silence: Silence = field(init=False)
     _asked_at: int = -1  # sites registered when it was asked last what is silent
     _said_silent: bool = False
+    _num_observed: int = 0  # steps, up to the one that decides what is silent for good
 
     def __post_init__(self) -> None:
         self._silence = Silence(self.attachment)
@@ -53,9 +54,13 @@ class SiteRegistration:
             te = self.attachment.te
             self.recorder.register_sites([describe(r, table[r], int(rows["order"][r]), sites, te, recipe) for r in new])
             self._registered.update(new)
-        if self.observed and len(self._registered) != self._asked_at:
+        decides = False
+        if self.observed and self._num_observed < ALARM_AFTER_STEPS:
+            self._num_observed += 1
+            decides = self._num_observed == ALARM_AFTER_STEPS
+        if self.observed and (decides or len(self._registered) != self._asked_at):
             self._asked_at = len(self._registered)
-            text, changed = self._silence.ask(self._registered, sites.unobserved)
+            text, changed = self._silence.ask(self._registered, sites.unobserved, self._num_observed)
             if text and not self._said_silent:
                 self.say(text)
             self._said_silent = True

@@ -27,6 +27,10 @@ NO_STEP_ENDED = (
     f"no step has ended after {STUCK_AFTER_PASSES} backward passes, so nothing is recorded: call watch.step() after "
     "each optimizer step, or give attach(optimizer=...) the torch optimizer inside your trainer's"
 )
+NEVER_RAN = (
+    f"after {STUCK_AFTER_PASSES} optimizer steps the model that was attached to has never run with gradients, so nothing is "
+    "recorded: attach to what is trained, after what copies it (an engine, model_init, deepcopy)"
+)
 STUCK_FACT = "no_step_ended"
 MAX_WRAPPERS = 8
 PADDING = 1.1  # of flattened copies, over the number of elements that they are of
@@ -109,6 +113,7 @@ class StepOwner:
         self._adopted: Optimizer | None = None
         self._by_hand = False  # the user ends steps: nothing is adopted
         self._late = 0
+        self._num_idle = 0  # optimizer steps in a row before which nothing of the model ran
         self._refresh()
 
     def _refresh(self) -> None:
@@ -172,6 +177,7 @@ class StepOwner:
             ran: watched modules ran a backward since the last end.
             num_passes: how many of them.
         """
+        self._num_idle = 0 if ran else self._num_idle + 1
         if not self.owns(optimizer) and not (ran and self._adopts(optimizer, num_passes)):
             return False
         again = optimizer in self._stepped
@@ -184,6 +190,10 @@ class StepOwner:
             self._stepped.clear()
             return True
         return False
+
+    def is_idle(self) -> bool:
+        """Whether an optimizer has stepped that often, and nothing of the model ran; true once."""
+        return self._num_idle == STUCK_AFTER_PASSES
 
     def ended_by_hand(self) -> bool:
         """`watch.step()` was called: nothing is adopted from now on. True where an adopted optimizer was let go."""

@@ -33,7 +33,7 @@ from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, Replace
 from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
-from fp8watch.session.step_optimizer import NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
+from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
 from fp8watch.session.step_scalars import StepScalars
 from fp8watch_agent.record import StepStatus
 
@@ -58,7 +58,7 @@ class Watch:
         self._owns = self._owner.owns
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has))
         self._on_targets = self._scalars.batches.see_targets
-        self._stuck = self._ending = self._paused = False
+        self._ending, self._paused, self._stuck = False, False, ""
         self._hooks: list[Removable] = list(attachment.hooks)
         plan, recorder, self._detached = self._plan, self._recorder, self._plan is None
         if plan is not None and (recorder is not None or plan.step.warming):
@@ -156,11 +156,11 @@ class Watch:
             or (plan.step.root_seen and not plan.step.forward_seen)
         )
 
-    def _on_stuck(self) -> None:
-        """Backward after backward, and no end of a step."""
-        self._say(NO_STEP_ENDED)
-        self._stuck = True
-        self._tell({STUCK_FACT: NO_STEP_ENDED})
+    def _on_stuck(self, said: str = NO_STEP_ENDED) -> None:
+        """Backward after backward, and no end of a step; or step after step of an optimizer, and nothing ran."""
+        self._say(said)
+        self._stuck = said
+        self._tell({STUCK_FACT: said})
 
     def _on_unwatched(self) -> None:
         """The model returned, and no watched module ran in it."""
@@ -188,6 +188,8 @@ class Watch:
         if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
             self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
             self._close(StepStatus.OK, late=self._owner.take_late())
+        elif self._owner.is_idle() and not self._cycle.num_closed and self._plan.step.observed:
+            self._on_stuck(NEVER_RAN)
 
     def _on_scaler_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is not None and not self._detached:
@@ -198,9 +200,7 @@ class Watch:
             self._scalars.see_loss_scale(scale)
 
     def _on_scaler(self, scale: Tensor | None, optimizers: set[int]) -> None:
-        if not self._owner.owns_any(optimizers):
-            return
-        if self._ran():
+        if self._owner.owns_any(optimizers) and self._ran():
             self._close(StepStatus.SKIPPED)
 
     def _on_clip(self, parameters: list[Tensor], norm: Tensor) -> None:
@@ -249,7 +249,7 @@ class Watch:
             if cycle.num_closed in LATE:
                 self._tell(self.guard.run("late", late_facts, cycle.num_closed, self._model, self._owner, plan) or {})
             if self._stuck:
-                self._stuck = False
+                self._stuck = ""
                 self._tell({STUCK_FACT: ""})
 
     # ---- the life of the handle ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Watch:
             "overhead_ratio": self._overhead.ratio,
             "attention_logits": logits_summary(self._plan),
             "loss": "not seen: call watch.log(loss=...)" if self._scalars.loss_is_missing else "seen",
-            "steps": NO_STEP_ENDED if self._stuck else "ending" if self._cycle.num_closed else "none yet",
+            "steps": self._stuck or ("ending" if self._cycle.num_closed else "none yet"),
             "url": self.url,
             "spool": None if self._recorder is None else str(self._recorder.spool_dir),
             "internal_errors": dict(self.guard.errors),

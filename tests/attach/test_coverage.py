@@ -173,6 +173,33 @@ def test_a_fused_weight_and_multihead_attention_are_named(attach, capsys):
     assert facts["gemm_flops_observed"] == 1.0
 
 
+class Mixed(nn.Module):
+    """Parameters that are no GEMM weights by their names: one is, one is added, one is looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_mix = nn.Parameter(torch.randn(64, 128) * 0.1)
+        self.transposed = nn.Parameter(torch.randn(128, 64) * 0.1)
+        self.pos_embed = nn.Parameter(torch.randn(4, 16))
+        self.word_embed = nn.Parameter(torch.randn(9000, 64))
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(x @ self.token_mix @ self.transposed).pow(2).mean()
+
+
+def test_a_parameter_that_is_no_gemm_by_its_name_is_named_and_counted_where_it_would_be_much(attach, train, capsys):
+    watch = attach(Mixed(), recipe="observe")
+    train(watch._model, steps=1)
+    facts = watch._recorder.session.facts
+    assert facts["not_taken"] == "token_mix (2-D parameter [64, 128], no GEMM by its name, 40 %)"
+    assert facts["not_counted"] == (
+        "word_embed (2-D parameter [9000, 64], no GEMM by its name); pos_embed (2-D parameter [4, 16], no GEMM by its name)"
+    )
+    assert facts["gemm_flops_observed"] == 0.6  # "transposed" has "pos" in it, and is no position
+    assert "not taken: token_mix" in capsys.readouterr().err
+
+
 def test_a_model_that_is_taken_whole_has_nothing_to_say(attach, capsys):
     attach(nn.Sequential(nn.Linear(64, 64)))
     assert "GEMM FLOPs" not in capsys.readouterr().err

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8watch
 from fp8watch import recipe as recipes
 from fp8watch.layers.expert_groups import ExpertGroups
+from fp8watch.session.silent_sites import ALARM_AFTER_STEPS
 from fp8watch_agent.record import ROW
 
 WAYS = {
@@ -301,6 +302,7 @@ def test_a_parameter_whose_product_is_not_recognised_leaves_the_observed_with_it
     assert facts["gemm_flops_observed"] == pytest.approx(1 / 3, abs=1e-3)
     assert facts["silent_share"] == "67 % of the GEMM FLOPs were announced as observed and send nothing"
     assert facts["silent_share"] in capsys.readouterr().err
+    assert facts["blind"] == f"{facts['silent_share']}: {facts['silent'].replace('; ', ', ')}"  # nothing to wait for
 
 
 def test_what_comes_later_is_observed_again(attach, train):
@@ -312,6 +314,19 @@ def test_what_comes_later_is_observed_again(attach, train):
         optimizer.step()
         assert watch._recorder.facts["not_called"] == ("b" if used == "a" else "")
         assert watch._recorder.facts["gemm_flops_observed"] == (0.5 if used == "a" else 1.0)
+
+
+def test_much_that_is_not_called_is_told_for_good_after_some_steps_and_untold_when_it_comes(attach):
+    model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K)})
+    watch = attach(model, recipe="observe", overhead_budget=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(ALARM_AFTER_STEPS + 2):
+        model["b" if step > ALARM_AFTER_STEPS else "a"](torch.randn(8, K)).sum().backward()
+        optimizer.step()
+        blind = watch._recorder.facts.get("blind", "")
+        assert bool(blind) == (step in (ALARM_AFTER_STEPS - 1, ALARM_AFTER_STEPS))
+        if blind:
+            assert blind == "50 % of the GEMM FLOPs were announced as observed and send nothing: not called: b"
 
 
 def test_routers_heads_and_convolutions_are_left_to_themselves(attach):
@@ -344,3 +359,38 @@ def test_weights_are_hashed_in_steps_in_which_nothing_else_of_them_is_looked_at(
     assert sum(("experts.up", "input", "rowwise") in rows for rows in steps) == 1
     hashes = [int(rows["experts.up", "weight", "rowwise"]["weight_hash"]) for rows in steps]
     assert len(set(hashes)) == 4
+
+
+class OwnBackward(torch.autograd.Function):
+    """A product as Megatron's tensor-parallel linears make it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Parallel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K) * 0.1)
+
+    def forward(self, x):
+        return OwnBackward.apply(x, self.weight).pow(2).mean()
+
+
+def test_where_every_product_has_a_backward_of_its_own_steps_end_and_gradients_are_said_to_be_unseen(
+    attach, train, capsys
+):
+    alone = train(seeded(Parallel), steps=3)
+    watch = attach(seeded(Parallel), recipe="observe")
+    assert train(watch._model, steps=3) == alone
+    assert [int(h["step"]) for h, *_ in watch._recorder.steps] == [0, 1, 2]
+    assert {key[1] for key in operands(watch._recorder)} == {"input", "weight"}
+    assert "gradients are not" in watch._recorder.facts["silent"]
+    assert "not observed: weight (its forward is observed" in capsys.readouterr().err

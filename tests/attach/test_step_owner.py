@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -177,6 +178,39 @@ def test_that_no_step_ends_is_said_once_and_unsaid_when_one_does(attach, capsys)
     for _ in range(25):
         forward_backward(m)
     assert "no step has ended" not in capsys.readouterr().err
+
+
+def test_a_model_that_never_runs_while_a_copy_is_trained_is_said_once_and_unsaid_when_it_runs(attach, capsys):
+    m = model()
+    watch = attach(m, recipe="observe")
+    trained = copy.deepcopy(m)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for n in range(25):
+        forward_backward(trained)
+        optimizer.step()
+        assert ("never run with gradients" in watch.summary()["steps"]) == (n >= 19)
+    assert capsys.readouterr().err.count("attach to what is trained") == 1
+    assert "attach to what is trained" in watch._recorder.facts["no_step_ended"]
+    own = torch.optim.SGD(m.parameters(), lr=0.1)
+    forward_backward(m)
+    own.step()
+    assert watch._recorder.facts["no_step_ended"] == ""
+    assert watch.summary()["steps"] == "ending"
+
+
+def test_an_optimizer_of_another_model_says_nothing_of_one_that_is_paused_or_has_run(attach, capsys):
+    m, other = model(), model()
+    watch = attach(m, recipe="observe")
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (m, other))
+    watch.pause()
+    for n in range(50):
+        if n == 25:
+            watch.resume()
+            forward_backward(m)
+            first.step()
+        forward_backward(other)
+        second.step()
+    assert "never run" not in capsys.readouterr().err
 
 
 def test_micro_batches_of_a_step_are_no_missing_end(attach, mlp, capsys):

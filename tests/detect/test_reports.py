@@ -14,6 +14,8 @@ from detect.trace import Trace, healthy
 from fp8watch_agent.record import Measured, Site, site_id
 from fp8watch_server.detect.families.unobserved import _items
 from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.modes import SLUGS
+from fp8watch_server.detect.precedence import explains
 from fp8watch_server.detect.sessions import SessionFacts, left_out
 from fp8watch_server.incidents.explain import Explanation, explain
 
@@ -386,6 +388,26 @@ def test_what_a_loop_or_a_model_says_of_itself_is_no_other_recipe() -> None:
     old = session(
         before, attempt=1, facts={"no_step_ended": "", "not_taken": "", "gemm_flops_observed": 0.5, "roles": ""}
     )
-    new = {"no_step_ended": "x", "not_taken": "a (b, 1 %)", "gemm_flops_observed": 0.4, "roles": "a (linear)"}
+    new = {
+        "no_step_ended": "x",
+        "silent_share": "y",
+        "not_taken": "a (b, 1 %)",
+        "gemm_flops_observed": 0.4,
+        "roles": "a (linear)",
+    }
     found = causes(play(Case([after], 20, [[old], [session(after, attempt=2, facts=new)]])))
     assert [f.mode for f in found] == []
+
+
+def test_much_that_is_announced_and_silent_is_told_once_of_a_session_that_is_known() -> None:
+    """Only running shows it, so the session says it after its first steps. It explains nothing else."""
+    t = healthy(5, 20)
+    said_of = "67 % of the GEMM FLOPs were announced as observed and send nothing: experts.w (read by einsum), not called: spare"
+    before, blind, still = (session(t, facts={"blind": text}) for text in ("", said_of, said_of.replace("67", "66")))
+    (found,) = play(Case([t], 0, [[before], [blind], [still]]))
+    words = explain(found, t.facts)
+    assert (found.mode, found.severity, found.verdict) == ("recipe-mismatch", "warning", "unknown")
+    assert words.title == "67 % of the GEMM FLOPs were announced as observed and send nothing"
+    assert "experts.w (read by einsum), not called: spare" in words.cause
+    assert "filter_fn" in words.fix[-1]["text"]
+    assert not any(explains(found.kind, mode) for mode in SLUGS)

@@ -258,10 +258,15 @@ def test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page(c
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with fp8watch.attach(model, recipe="observe", collector=collector) as watch:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(32, 64)).backward()
-            optimizer.step()
-        watch.flush(20)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(32, 64)).backward()
+                optimizer.step()
+            watch.flush(20)
+    (found,) = wait_for_incident(collector, watch.identity.run_id)
+    assert found["title"] == "67 % of the GEMM FLOPs were announced as observed and send nothing"
+    assert "odd (read by einsum, whose product is not recognised), not called: spare" in found["cause"]
+    assert (found["mode"], found["severity"], found["verdict"]) == ("recipe-mismatch", "warning", "unknown")
     text = get(f"{collector}/runs/{watch.identity.run_id}")
     assert "read by einsum, whose product is not recognised" in text
     assert "67 % of the GEMM FLOPs were announced as observed and send nothing" in text

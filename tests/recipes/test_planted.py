@@ -10,6 +10,9 @@ KEPT = f"{T}/test_kept_for_backward.py"
 HIGH = f"{T}/test_high_precision.py"
 ROWS = f"{T}/test_rowwise.py"
 ASKED = f"{T}/test_declared.py"
+CHOICE = "tests/scaled_mm/test_gemm_choice.py"
+FOREIGN = "tests/attach/test_foreign_fp8.py"
+FIXES = "tests/incidents/test_playbook.py"
 COMPARED = "tests/diagnose/test_compare.py::test_where_fp8_explains_it_the_switches_come_in_the_order_to_try"
 BUGS = [
     Bug("codes are kept for backward", "saved_operands:quantize_for_backward",
@@ -47,6 +50,48 @@ BUGS = [
         "if computing is None:", "if True:", f"{ASKED}::test_a_model_that_computes_in_fp8_is_not_warned_of_and_has_its_own_flags"),
     Bug("weights that the trainer keeps in FP8 come first", "verdict:switches",
         'out.insert(0, "--fp8-param-gather', 'out.append("--fp8-param-gather', COMPARED),
+    # how GEMMs are computed where nobody says it
+    Bug("on Hopper codes are multiplied unasked", "gemm_choice:choose_gemm",
+        "if reason is None:\n        return", 'if reason is None and asked != "auto":\n        return',
+        f"{CHOICE}::test_on_hopper_codes_are_multiplied"),
+    Bug("a CPU emulates what is asked for", "gemm_choice:choose_gemm", 'device.type == "cpu" or ', "",
+        f"{CHOICE}::test_on_a_cpu_it_is_emulated"),
+    Bug("that nothing is in FP8 is told with its reason", "attach_line:attach_line", "if by.reason is not None:", "if False:",
+        f"{CHOICE}::test_attach_leaves_a_model_alone_where_codes_cannot_be_multiplied"),
+    Bug("that codes are multiplied is told", "attach_line:attach_line", 'if by.how == "scaled_mm"', 'if by.how == ""',
+        f"{CHOICE}::test_attach_multiplies_codes_on_hopper_and_says_so"),
+    # what is in FP8 already is left as it is
+    Bug("a model in FP8 is not converted unasked", "attach:attach", "asked if foreign is None else", "asked if True else",
+        f"{FOREIGN}::test_its_linears_are_left_in_the_numerics_they_have"),
+    Bug("a recipe that is asked for converts", "attach:attach", "computing if asked is None else None", "computing",
+        f"{FOREIGN}::test_a_recipe_that_is_asked_for_converts_them"),
+    Bug("parameters kept in FP8 tell of a model in FP8", "foreign_fp8:_tensor",
+        'return dtype if dtype.startswith("float8") else None', "return None",
+        f"{FOREIGN}::test_its_linears_are_left_in_the_numerics_they_have"),
+    Bug("a wrapped parameter tells of a model in FP8", "foreign_fp8:_tensor",
+        "type(part).__module__.startswith(_WRAPPERS)", "False",
+        f"{FOREIGN}::test_its_linears_are_left_in_the_numerics_they_have"),
+    # what is to be set, by the framework that reads it
+    Bug("NVIDIA's Transformer Engine has attributes, not variables", "remedies:set_to", "if backend == STOCK:", "if False:",
+        f"{FIXES}::test_eps_is_set_where_the_framework_of_the_site_reads_it"),
+    Bug("torchao has its own configuration", "switches:_one", "{TORCHAO: torchao, OWN_FORWARD: own}", "{OWN_FORWARD: own}",
+        f"{FIXES}::test_what_torchao_or_a_module_of_its_own_casts_is_told_no_switch_of_others"),
+    Bug("where fp8watch computes no flag of a trainer is told", "switches:_one", "if backend in _OF_TE:", "if True:",
+        f"{FIXES}::test_where_fp8watch_computes_no_flag_of_a_trainer_is_told"),
+    Bug("LoongForge's Transformer Engine is known by its text", "framework:transformer_engine",
+        'LOONGFORGE if "FP8_QUANT_FWD_INP_AMAX_EPS" in text else STOCK', "STOCK",
+        "tests/recipes/test_environment.py::test_loongforges_transformer_engine_reads_the_variables_of_operands"),
+    Bug("LoongForge's Transformer Engine is known by its trainer", "framework:transformer_engine",
+        'if "loongforge" in sys.modules:', "if False:",
+        "tests/recipes/test_environment.py::test_loongforges_transformer_engine_reads_the_variables_of_operands"),
+    Bug("an interval without effect is said", "recipe.foreign", "not in (1, -1, None):", "is None:",
+        f"{ASKED}::test_an_interval_is_declared_and_not_effective"),
+    Bug("a variable that Transformer Engine does not follow is said", "recipe.build:blockwise",
+        "notes = list(set_too_late(env, scaling))", "notes: list[str] = []",
+        "tests/recipes/test_environment.py::test_a_variable_set_after_transformer_engine_was_imported_is_said_to_be_without_effect"),
+    # by operand
+    Bug("each operand has its own format", "recipe.build:blockwise", "power_2, eps)\n    return", 'power_2, eps)\n    made["input"] = OperandRecipe(made["input"].tile, "E4M3")\n    return',
+        f"{HIGH}::test_formats_are_free_by_operand"),
     Bug("switches are for what FP8 explains", "verdict:judge",
         'param_gather=param_gather) if kind == "fp8" else ()', "param_gather=param_gather)", COMPARED),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fp8watch_server.detect.precedence import EXACT_MODES, FACTOR, FALL, LEAP, latest
+from fp8watch_server.detect.precedence import BLIND, EXACT_MODES, FACTOR, FALL, LEAP, latest
 
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
@@ -168,5 +168,7 @@ class Finding:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
         if self.mode == "outlier-growth" and self.extra.get("leap"):
             return LEAP
+        if self.mode == "recipe-mismatch" and self.extra.get("blind"):
+            return BLIND
         kinds = {"fall": FALL, "factor": FACTOR} if self.mode == "scalar-shift" else {}
         return kinds.get(str(self.extra.get("why")), self.mode)

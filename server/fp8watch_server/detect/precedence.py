@@ -39,6 +39,9 @@ FALL = "gradient-fall"
 FACTOR = "gradient-factor"
 """The kind of a `scalar-shift` that says that the gradient norm stands at a multiple: what moved the forward pass moved it too."""
 
+BLIND = "blind"
+"""The kind of a `recipe-mismatch` that says what nobody observes: it explains nothing."""
+
 NONFINITE_MODES = frozenset(
     {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
 )

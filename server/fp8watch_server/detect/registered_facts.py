@@ -50,13 +50,16 @@ class Registry:
         """A session; False where it was known."""
         if self.sessions.get(facts.session) == facts:
             return False
-        again = facts.session in self.sessions
+        known = self.sessions.get(facts.session)
+        again = known is not None
         self.sessions[facts.session] = facts
+        changes = s.blind(facts, known)
         before = self._newest.get(facts.rank)
         if again or (before is not None and before.attempt > facts.attempt):
+            self._note(changes)
             return True
         self._newest[facts.rank] = facts
-        changes = s.own_contradictions(facts)
+        changes += s.own_contradictions(facts)
         if before is not None:
             changes += s.differences(facts, before, "the session before")
         for other in self._newest.values():
@@ -64,12 +67,15 @@ class Registry:
                 changes += s.differences(facts, other, f"rank {other.rank}")
                 break
         changes += s.coverage(facts, before)
+        self._note(changes)
+        return True
+
+    def _note(self, changes: Iterable[Change]) -> None:
         for change in changes:
             key = (change.fact, str(change.value), str(change.baseline))
             if key not in self._said:
                 self._said.add(key)
                 self._changes.append(change)
-        return True
 
     @property
     def attempt(self) -> int:

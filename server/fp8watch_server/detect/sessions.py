@@ -35,6 +35,8 @@ NOT_TAKEN_FACT = "not_taken"
 """Fact of a session: weights that it does not watch, with the reason of each."""
 SILENT_FACT = "silent"
 """... those that it was to watch, and that send nothing, with the reason of each."""
+BLIND_FACT = "blind"
+"""... that these are more than a tenth of what was announced, and who."""
 _IGNORED = frozenset(
     {
         # told as coverage, by name
@@ -46,6 +48,8 @@ _IGNORED = frozenset(
             "not_called",
             SILENT_FACT,
             "silent_share",
+            "not_counted",
+            BLIND_FACT,
             "no_step_ended",
             "logits_unseen",
             "replaced",
@@ -169,6 +173,14 @@ def own_contradictions(session: SessionFacts) -> list[Change]:
         if other and session.fingerprint and other != session.fingerprint:
             out.append(Change("fingerprint", session.fingerprint, other, against))
     return out
+
+
+def blind(new: SessionFacts, known: SessionFacts | None) -> list[Change]:
+    """That much of what a session announced sends nothing. Only running shows it, so a session that is known says it too."""
+    said = new.facts.get(BLIND_FACT)
+    if not said or (known is not None and known.facts.get(BLIND_FACT)):
+        return []
+    return [Change(BLIND_FACT, str(said), "", "what attach announced")]
 
 
 def coverage(new: SessionFacts, old: SessionFacts | None) -> list[Change]:

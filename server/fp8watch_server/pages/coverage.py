@@ -76,6 +76,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "num_more": max(0, len(out) - NUM_LEFT_OUT),
         "observed": observed(facts),
         "not_taken": left_out(facts.get("not_taken"))[:NUM_LEFT_OUT],
+        "not_counted": left_out(facts.get("not_counted"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
         "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
         "precisions": [

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
 from fp8watch_server.detect.remedies import switch_of
-from fp8watch_server.detect.sessions import FLAG, Change
+from fp8watch_server.detect.sessions import BLIND_FACT, FLAG, Change
 
 MAX_CHANGES = 32
 
@@ -37,6 +37,7 @@ def mismatch(
     by_flags = any(name.startswith(FLAG) for name in facts or {})
     # A fingerprint says that something changed, the facts say what.
     changes = sorted(changes, key=lambda c: c.fact == "fingerprint")[:MAX_CHANGES]
+    blind = {c.fact for c in changes} == {BLIND_FACT}
     told = [(switch_of(c.fact, backend, by_flags), _text(c.value), _text(c.baseline), c.against) for c in changes]
     return Finding(
         mode="recipe-mismatch",
@@ -47,7 +48,7 @@ def mismatch(
         tile=None,
         element=None,
         evidence=tuple(Evidence(name, value, old, "", step) for name, value, old, _ in told),
-        verdict="fp8",
+        verdict="unknown" if blind else "fp8",
         rank_in_flow=0,
         extra={
             "sites": [f.id for f in sites[:256]],
@@ -55,6 +56,7 @@ def mismatch(
             "operands": sorted({f.operand for f in sites}),
             "changes": told,
             "resumed": resumed,
+            "blind": blind,
         },
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
-from fp8watch_server.detect.sessions import NOT_GIVEN
+from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
 
 LOADED = "loaded_"
 """Begins the names of what is not as it was saved, see fp8watch.session.checkpoint_load."""
@@ -24,6 +24,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"FP8 coverage {covered[1]}: {names[1] if names else 'modules'} left out",
             f"{covered[1]} Linears compute in FP8, {covered[2]} did according to {covered[3]}. "
             f"Left in high precision: {names[1] if names else 'unknown'}.",
+        )
+    if f.extra.get("blind"):
+        share, _, who = str(value).partition(": ")
+        return (
+            share[:1].upper() + share[1:],
+            f"Attach announced these as observed, and no record of them has come: {who}. A fault in them shows first behind them, "
+            "or not at all.",
         )
     if fact == "scale" and f.extra.get("resumed"):
         return (
@@ -77,6 +84,17 @@ def fixes(p: Place) -> list[Fix]:
                 "Load the FP8 state with the checkpoint: scales and amax histories are in the modules' extra state.",
             ),
             Fix("flag", "Save and load with the same flags: --fp8-recipe, --fp8-param-gather, --fp8-amax-history-len."),
+        ]
+    if BLIND_FACT in names:
+        return [
+            Fix(
+                "code", "Train the model that was attached to: attach after what copies, wraps or replaces its modules."
+            ),
+            Fix(
+                "code",
+                "A parameter that `torch.einsum` or another library's kernel multiplies: use `F.linear` or `@`, or leave the "
+                "module out with attach(filter_fn=...).",
+            ),
         ]
     if any(name.startswith(LOADED) for name in names):
         return [

@@ -75,6 +75,7 @@ __all__ = [
     "fp8_transpose",
     "fused_amax_and_scale_update_after_reduction",
     "generic_gemm",
+    "get_cudnn_version",
     "layernorm_bwd",
     "layernorm_fwd",
     "quantize",
