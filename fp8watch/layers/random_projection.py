@@ -9,12 +9,15 @@ running time", IFIP Congress 1977; in use against corrupted hardware since Huang
 gain as a shadow does (`fp8watch.layers.shadow_gemm`), of many rows and all columns. It is rougher: what the output's
 dtype rounds is in it, so an error below `ROUNDINGS` of that is none; finer ones are for the module's turn.
 
-Few rows that nobody wrote are a small error of all rows, as that of a narrow accumulator is. So the worst row is multiplied out
-where little was found (on the CPU): one that is wholly wrong is the error.
+Few rows that nobody wrote are a small error of all rows, as that of a narrow accumulator is. So the row that is furthest off
+is multiplied out: where little was found (on the CPU), one that is wholly wrong is the error. And rows that are nearly one vector
+may all lie at right angles to the signs, so that what rounding took is much beside what is left of them: where the row that is
+furthest off is right, there is no error.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -74,18 +77,22 @@ def check_product(
     fine = (error <= allowed) | (energy == 0)
     if fine.is_cpu and bool(fine):
         return None
-    if fine.is_cpu and float(error) < AN_ACCUMULATORS:
-        error = torch.maximum(error, _worst_row(output[rows], a[rows], b, bias, wrong, right))
+    worst = _worst_row(output[rows], a[rows], b, bias, wrong, right)
+    fine |= worst <= allowed
+    if fine.is_cpu and bool(fine):
+        return None
+    if fine.is_cpu and float(error) < AN_ACCUMULATORS and WHOLLY_WRONG < float(worst) < math.inf:
+        error = torch.maximum(error, worst)
     gain = 1 + (wrong * right).sum() / energy
     nothing = torch.zeros((), dtype=torch.int64, device=output.device)
     return GemmCheck(error.masked_fill(fine, 0.0).float(), gain.masked_fill(fine, 1.0).float(), nothing)
 
 
 def _worst_row(output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, wrong: Tensor, right: Tensor) -> Tensor:
-    """Error of the row that is furthest off, of all its columns; 0 where that row is no further off than an accumulator can be."""
-    at = int(wrong.abs().argmax())
-    exact = a[at] @ b if bias is None else a[at] @ b + bias.to(torch.float32)
+    """Error of the row that is furthest off, of all its columns; NaN or Inf where it is not finite."""
+    at = wrong.abs().argmax().reshape(1)
+    exact = a.index_select(0, at) @ b
+    exact = exact if bias is None else exact + bias.to(torch.float32)
     size = torch.maximum(torch.linalg.vector_norm(exact), right.square().mean().sqrt() / 8)  # of a row of ordinary size
-    off = torch.linalg.vector_norm(output[at].to(torch.float32) - exact) / size
-    alone: Tensor = off.where(off.isfinite() & (off > WHOLLY_WRONG), torch.zeros_like(off))
-    return alone
+    off: Tensor = torch.linalg.vector_norm(output.index_select(0, at).to(torch.float32) - exact) / size
+    return off

@@ -95,7 +95,10 @@ BUGS = [
         f"{IMPACT}::test_rows_that_are_not_finite_are_no_impact"),
     Bug("a module that was replaced is observed again", "replaced_modules:ReplacedModules.look",
         "put_on_site(plan, row, module, in_fp8)", "pass", f"{OWN}::test_what_replaces_a_linear_after_attach_is_observed"),
+    Bug("rows that are one vector leave little in a product with signs", "random_projection:check_product",
+        "fine |= worst <= allowed", "pass",
+        "tests/canary/test_rounding_bound.py::test_rows_that_are_one_vector_at_right_angles_to_the_signs_are_no_error"),
     Bug("a few unwritten rows are no narrow accumulator", "random_projection:check_product",
-        "        error = torch.maximum(error, _worst_row(output[rows], a[rows], b, bias, wrong, right))\n", "        pass\n",
+        "        error = torch.maximum(error, worst)\n", "        pass\n",
         "tests/canary/test_rounding_bound.py::test_a_few_rows_that_nobody_wrote_are_no_narrow_accumulator"),
 ]  # fmt: skip

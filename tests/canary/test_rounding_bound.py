@@ -7,7 +7,7 @@ import torch
 from canary.quantised_operands import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
 
 from fp8watch.kernels import resolve
-from fp8watch.layers.random_projection import check_product
+from fp8watch.layers.random_projection import check_product, signs
 from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.observer.step_sample import EVERYTHING as EVERYTHING_OF_A_STEP
 from fp8watch.observer.step_state import StepState
@@ -179,6 +179,19 @@ def test_a_projection_sees_what_a_right_product_never_shows() -> None:
     broken[3, 4] = torch.inf
     assert check_product(broken @ b, broken, b) is None
     assert check_product(torch.zeros(8, 4), torch.zeros(8, 16), torch.ones(16, 4)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_are_one_vector_at_right_angles_to_the_signs_are_no_error(dtype) -> None:
+    """As what attention gives early in training: every row is nearly the mean of all values."""
+    g = torch.Generator().manual_seed(6)
+    r, v = signs(96, torch.device("cpu")), torch.randn(96, generator=g)
+    v -= 0.998 * (v @ r) / 96 * r
+    a, b = 1 + 0.001 * torch.randn(200, 64, generator=g), torch.outer(torch.rand(64, generator=g), v)
+    right = a @ b
+    assert (right @ r).norm() < 0.05 * right.norm()
+    assert check_product(right.to(dtype), a, b) is None
+    assert check_product((1.1 * right).to(dtype), a, b) is not None
 
 
 def test_a_few_rows_that_nobody_wrote_are_no_narrow_accumulator() -> None:

@@ -201,6 +201,13 @@ SEEN_TO_BE_WRONG = [
         f"{ROTATED}::test_ranks_that_take_turns_do_not_make_the_sqnr_of_a_site_better",
     ),
     Bug(
+        "what is looked at in turns began behind the last good look",
+        "engine:DetectionEngine._with_context",
+        "        context |= self._samples.not_before(found.step, found.extra, rows)\n",
+        "",
+        f"{ROTATED}::test_a_gemm_that_is_wrong_stays_one_incident_between_the_turns_of_its_shadow",
+    ),
+    Bug(
         "an incident lasts from turn to turn of its site",
         "engine:DetectionEngine._apart",
         "        return max(self._light_apart(), self._samples.of(sampled, rows[rows >= 0]))\n",

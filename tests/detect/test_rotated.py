@@ -159,6 +159,7 @@ def test_a_gemm_that_is_wrong_stays_one_incident_between_the_turns_of_its_shadow
     [incident] = incidents(Case([trace], AT))
     assert incident.mode == "accumulator-precision"
     assert incident.first.step < AT + 40
+    assert AT - 40 < incident.first.earliest(0) <= AT, "it began behind the last look that was good"
     assert incident.last_step > 250
     words = explain(incident.first, trace.facts)
     assert GATE in words.title

@@ -1,7 +1,10 @@
 """What is counted of one run: found or not, by which name, where, after how many steps, and what else was said.
 
 Judged is what people would see: incidents of the API. What the healthy twin says too, of the same mode and module, does
-not count. Delay is to the newest step that the incident rested on when it was opened, not to its onset.
+not count. A run and its twin are the same training up to the fault, so what is opened from then on, and not in the twin, is
+about the fault. Its first step may lie before: where a site is looked at in turns, it is the step after the last look that
+was good; whether it names the fault's own step is counted apart. Delay is to the newest step that the incident rested on
+when it was opened, not to its onset.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ Line = Mapping[str, Any]
 
 LOUD = ("warning", "critical")
 EARLY_STEPS = 1
-"""An incident may begin this much before the first wrong step and be about it: the step that was under way."""
+"""An incident may be opened this much before the first wrong step and be about it: the step that was under way."""
 
 BEFORE_STEPS = 32
 LOSS_SIGMA = 6.0
@@ -39,6 +42,8 @@ class Judged:
     """None: the fault has no place, or was not found."""
     fp8: bool | None = None
     """None: cannot be told, or was not found."""
+    dated: bool | None = None
+    """Its first step is not before the fault; None: not found."""
     delay: int | None = None
     loss_step: int | None = None
     """First step at which the loss is off its twin; None: it never is."""
@@ -46,7 +51,7 @@ class Judged:
     about: list[dict[str, Any]] = field(default_factory=list)
     """Incidents of this run from the onset on."""
     early: list[dict[str, Any]] = field(default_factory=list)
-    """Incidents from before the onset: false."""
+    """Incidents that were opened before the onset: false."""
 
 
 def module_of(incident: Mapping[str, Any]) -> str | None:
@@ -58,6 +63,11 @@ def module_of(incident: Mapping[str, Any]) -> str | None:
 def key(incident: Mapping[str, Any]) -> tuple[str, str | None]:
     """By which an incident of the twin is the same."""
     return incident["mode"], module_of(incident)
+
+
+def opened_step(incident: Mapping[str, Any]) -> int:
+    """Newest step that it rested on when it was opened; where that is not known, its first."""
+    return int(incident["first_step"] if incident.get("opened_step") is None else incident["opened_step"])
 
 
 def _within(name: str | None, prefixes: Sequence[str]) -> bool:
@@ -93,8 +103,8 @@ def judge(line: Line, twin: Line) -> Judged:
     expected, step = line["expected"], line["step"]
     known = {key(i) for i in twin["incidents"]}
     new = [i for i in line["incidents"] if key(i) not in known]
-    about = sorted((i for i in new if i["first_step"] >= step - EARLY_STEPS), key=lambda i: i["opened_at"])
-    out = Judged(line, about=about, early=[i for i in new if i["first_step"] < step - EARLY_STEPS])
+    about = sorted((i for i in new if opened_step(i) >= step - EARLY_STEPS), key=lambda i: i["opened_at"])
+    out = Judged(line, about=about, early=[i for i in new if opened_step(i) < step - EARLY_STEPS])
     if "loss_step" in line:
         out.loss_step = line["loss_step"]
     else:
@@ -112,7 +122,8 @@ def judge(line: Line, twin: Line) -> Judged:
         out.place = place_is_right(best, expected)
     if expected["fp8"] is not None:
         out.fp8 = best["verdict"] == ("fp8" if expected["fp8"] else "shared")
-    opened = first["opened_step"] if first.get("opened_step") is not None else first["first_step"]
+    out.dated = first["first_step"] >= step - EARLY_STEPS
+    opened = opened_step(first)
     out.delay = max(0, opened - step)
     if out.loss_step is not None:
         out.lead = out.loss_step - opened

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +83,7 @@ def with_twins(changed: Iterable[Case]) -> list[Case]:
 def named() -> list[tuple[Case, str]]:
     """The small set of every change: runs of families that need torch alone, and the mode that each was called by."""
     found = json.loads((Path(__file__).parent / "named.json").read_text())
-    return [(Case(**{f.name: line[f.name] for f in fields(Case)}), line["mode"]) for line in found]
+    return [(Case.of(line), line["mode"]) for line in found]
 
 
 def check() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from proving.case import Case
 from proving.judge import LOUD, Judged, judge, key, module_of, same_until_onset
 from proving.run import RESULTS, ROOT, read
 
@@ -63,7 +64,7 @@ def compact(lines: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def twin_id(line: Mapping[str, Any]) -> str:
     """Of the run without a change."""
-    return f"{line['family']}-healthy-{line['seed']}"
+    return Case.of(line).twin.id
 
 
 @dataclass

@@ -57,6 +57,8 @@ def test_a_fault_is_found_by_what_comes_at_its_step_or_later_and_the_first_word_
     assert (got.found, got.cause, got.place, got.fp8, got.delay) == (True, True, True, True, 2)
     assert not judge(fault(), twin()).found
     assert not judge(fault(incident("delayed-clip", STEP - 5)), twin()).found
+    got = judge(fault(incident("delayed-clip", STEP - 20, opened_step=STEP + 8)), twin())
+    assert (got.found, got.dated, got.delay) == (True, False, 8), "looked at in turns: the last good look was earlier"
 
 
 def test_what_the_twin_says_too_is_nothing() -> None:

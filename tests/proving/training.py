@@ -128,6 +128,15 @@ class Change:
     def undo(self) -> None: ...
 
 
+class Prepared(Change):
+    """What a fault prepares before its first step, and nothing else: its twin is the same training."""
+
+    def __init__(self, fault: Change) -> None:
+        self.fault = fault
+        self.before_build, self.started = fault.before_build, fault.started  # type: ignore[method-assign]
+        self.before_attach, self.attached, self.undo = fault.before_attach, fault.attached, fault.undo  # type: ignore[method-assign]
+
+
 class Fault(Change):
     """One drawn instance of a fault.
 
@@ -136,6 +145,8 @@ class Fault(Change):
     """
 
     name: ClassVar[str]
+    prepares: ClassVar[bool] = False
+    """Something is another one from the first step on, a recipe or what is logged: the run has a twin of its own."""
     generator: ClassVar[str]
     """The group by which faults are split into dev and held-out: the file that makes it."""
 

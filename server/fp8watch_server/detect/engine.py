@@ -394,6 +394,7 @@ class DetectionEngine:
             "operands_measured": bool(np.any(view.has(Measured.COUNTS))) if len(view) else False,
         }
         rows = self._table.rows(np.array([] if found.site is None else [found.site], dtype=np.uint64))
+        context |= self._samples.not_before(found.step, found.extra, rows)
         destroyed = invariant.destroyed(view, rows, self.thresholds.destroyed_sqnr_db)
         worse = found.severity == "warning" and destroyed  # whatever explains it
         return replace(found, extra=context, severity="critical" if worse else found.severity)

@@ -11,7 +11,7 @@ come sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,14 @@ class SampleGaps:
         longest = int(np.where(two[:, 0] > 0, two[:, 0], two[:, 1]).max())
         known = int(np.count_nonzero(gaps[rows], axis=1).max()) >= KNOWN_GAPS
         return max(longest, 1 if known else UNKNOWN)
+
+    def not_before(self, step: int, extra: Mapping[str, Any], rows: npt.NDArray[np.int64]) -> dict[str, int]:
+        """`not_before` of a finding that rests on looks in turns, from its own, which is 0: the step behind the last look at
+        these sites, which was good; nothing where there was none."""
+        last = self._last[extra["sampled"] if extra.get("sampled") in FIELDS else ENERGIES]
+        looks = last[rows[rows < len(last)]]
+        looked = extra.get("not_before") == 0 and len(looks) and looks.max() < step
+        return {"not_before": int(looks.max()) + 1} if looked else {}
 
     def _grow(self, name: str, num_sites: int) -> None:
         more = num_sites - len(self._last[name])

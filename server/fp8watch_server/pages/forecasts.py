@@ -77,4 +77,6 @@ def sentence(series: Mapping[str, Any], limit: Limit, label: str, window: int = 
         return ""
     pace = f"at the pace of steps {found.first_step}–{found.last_step}"
     when = f"in about {number(found.steps)} steps ({number(found.soonest)}–{number(found.latest)})"
-    return f"{capitalised(label)}: {pace} it passes {limit.quantity.text(limit.value)}, {limit.quantity.means}, {when}."
+    return (
+        f"{capitalised(label)}: {pace} it passes {limit.quantity.shown(limit.value)}, {limit.quantity.means}, {when}."
+    )

@@ -23,6 +23,7 @@ class DelayedFault(Lasting):
     """One Linear's input under delayed scaling."""
 
     needs_recipe = "delayed"
+    prepares = True
     modes: ClassVar[tuple[str, ...]]
     sizes: ClassVar[dict[str, tuple[float, float]]] = DEPTHS
     lasts: ClassVar[tuple[int, int, float]] = (1, 12, 0.0)

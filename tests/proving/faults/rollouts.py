@@ -22,6 +22,7 @@ class RolloutMismatch(Lasting):
     difference between the two, from the first step on, as verl does. Severity is the error of the engine's weights."""
 
     name = "rollout-mismatch"
+    prepares = True
     errors: ClassVar[dict[str, tuple[float, float]]] = {
         "mild": (0.02, 0.06),
         "medium": (0.06, 0.2),

@@ -26,6 +26,7 @@ class ScalesAsExponents(KernelFault):
     name = "scales-as-exponents"
     modes = ("quantiser-fault", "scale-rounding")
     needs_recipe = "blockwise with FP32 scales"
+    prepares = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -21,7 +21,7 @@ class Quantity:
     field: str
     label: str
     unit: str
-    text: Callable[[float], str]
+    shown: Callable[[float], str]
     means: str
     """What is so from the limit on."""
 

@@ -20,7 +20,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     x = f.extra
     where = f" of {site_words(s)}" if s else ""
     where = f" ({x['name']})" if x.get("name") else where
-    value, limit = (quantity.text(float(v)) for v in (now.value or 0.0, now.baseline or 0.0))
+    value, limit = (quantity.shown(float(v)) for v in (now.value or 0.0, now.baseline or 0.0))
     others = int(x.get("num_sites", 1)) - 1
     also = f" {others} more site{'s are' if others > 1 else ' is'} heading for a limit as well." if others > 0 else ""
     return (
