@@ -201,6 +201,13 @@ SEEN_TO_BE_WRONG = [
         f"{ROTATED}::test_ranks_that_take_turns_do_not_make_the_sqnr_of_a_site_better",
     ),
     Bug(
+        "facts of a session are told with a step of its own",
+        "registered_facts:Registry.findings",
+        " and (not self._of or session_id in self._of)",
+        "",
+        "tests/detect/test_seen_to_be_wrong.py::test_a_session_that_registers_before_the_last_batches_of_the_one_before_changed_at_its_own_first_step",
+    ),
+    Bug(
         "what is looked at in turns began behind the last good look",
         "engine:DetectionEngine._with_context",
         "        context |= self._samples.not_before(found.step, found.extra, rows)\n",

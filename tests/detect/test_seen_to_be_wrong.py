@@ -268,6 +268,22 @@ def test_a_run_that_begins_again_from_scratch_is_not_held_against_its_past() -> 
 # ---- flags that changed at a resume
 
 
+def test_a_session_that_registers_before_the_last_batches_of_the_one_before_changed_at_its_own_first_step() -> None:
+    def of(attempt: int, **facts: object) -> SessionFacts:
+        return SessionFacts(f"{attempt:032x}", 0, attempt, backend="cpu", fingerprint=f"{attempt:012x}", facts=facts)
+
+    first, second = healthy(3, 32, 1), healthy(3, 16, 1, first_step=32)
+    first.session, second.session = f"{1:032x}", f"{2:032x}"
+    engine = DetectionEngine(first.facts)
+    engine.add_sessions([of(1, margin=0)])
+    batches = list(first.batches())
+    found = [f for b in batches[:2] for f in engine.observe(b)]
+    engine.add_sessions([of(2, margin=2)])
+    again = DetectionEngine.load(engine.dump(), first.facts)
+    found += [f for b in (*batches[2:], *second.batches()) for f in again.observe(b)]
+    assert [(f.mode, f.step) for f in found] == [("recipe-mismatch", 32)]
+
+
 def changed(backend: str, **flags: str) -> tuple[Folded, Explanation]:
     def session(attempt: int, **facts: object) -> SessionFacts:
         made = {"input.eps": 0.0, "margin": 0, "grad_output.power_2_scale": True, "recipe": "delayed", **facts}

@@ -308,7 +308,7 @@ class DetectionEngine:
             self._note("late", view.step, view.rank, f"step {view.step} came after step {last}")
         if view.scalar("loss") is not None:
             stream.loss_seen = stream.num_steps
-        found = self._registry.findings(view.step, view.rank)
+        found = self._registry.findings(view.step, view.rank, view.columns.batch.header.session)
         outputs = kernel_output.faulty_outputs(view)
         nothing_wrong = not (view.nonfinite.any() or bad_scale.any() or outputs.any())
         broken = not nothing_wrong or nonfinite.loss_is_broken(view)

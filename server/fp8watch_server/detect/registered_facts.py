@@ -3,7 +3,8 @@
 Shapes:     sites and sessions -> findings, once each
 Thread:     detect worker
 
-Facts come with a registration, which has no step: what they give waits for the first step that follows.
+Facts come with a registration, which has no step: what they give waits for the first step that follows; what a session gives,
+for a step of its own, for a new one may register before the last batches of the one before it are in.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ MAX_MERGED = 32
 
 class Registry:
     """What sites and sessions say of themselves."""
+
+    _of: frozenset[str] = frozenset()
+    """Sessions that brought the changes; none in a state from before they were kept."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, SessionFacts] = {}
@@ -56,7 +60,7 @@ class Registry:
         changes = s.blind(facts, known)
         before = self._newest.get(facts.rank)
         if again or (before is not None and before.attempt > facts.attempt):
-            self._note(changes)
+            self._note(changes, facts.session)
             return True
         self._newest[facts.rank] = facts
         changes += s.own_contradictions(facts)
@@ -67,15 +71,16 @@ class Registry:
                 changes += s.differences(facts, other, f"rank {other.rank}")
                 break
         changes += s.coverage(facts, before)
-        self._note(changes)
+        self._note(changes, facts.session)
         return True
 
-    def _note(self, changes: Iterable[Change]) -> None:
+    def _note(self, changes: Iterable[Change], session: str) -> None:
         for change in changes:
             key = (change.fact, str(change.value), str(change.baseline))
             if key not in self._said:
                 self._said.add(key)
                 self._changes.append(change)
+                self._of |= {session}
 
     @property
     def attempt(self) -> int:
@@ -91,10 +96,10 @@ class Registry:
         session = self._newest.get(rank)
         return session.facts if session is not None else {}
 
-    def findings(self, step: int, rank: int) -> list[Finding]:
-        """What was registered since the last step."""
+    def findings(self, step: int, rank: int, session_id: str) -> list[Finding]:
+        """What was registered since the last step, told with one of the session that brought it."""
         found = []
-        if self._changes:
+        if self._changes and (not self._of or session_id in self._of):
             known = {c.fact.partition(".")[0] for c in self._changes}
             named = list(self._changed_sites.values())
             session = self._newest.get(rank)
@@ -103,7 +108,7 @@ class Registry:
             found.append(
                 mismatch(self._changes, step, rank, named, resumed=resumed, backend=backend, facts=self.facts(rank))
             )
-            self._changes, self._changed_sites = [], {}
+            self._changes, self._changed_sites, self._of = [], {}, frozenset()
         if self._fresh_sites:
             fresh, self._fresh_sites = self._fresh_sites, []
             untold = (f for f in fresh if f.module not in self._told_modules)
