@@ -39,7 +39,7 @@ OWN_BUGS = [
     Bug("what may still be called is not yet blind", "silent_sites:Silence.ask", "if loud and for_good", "if loud",
         f"{_T}test_much_that_is_not_called_is_told_for_good_after_some_steps_and_untold_when_it_comes"),
     Bug("a session that is known says that it is blind", "registered_facts:Registry.add_session",
-        "            self._note(changes)\n            return True", "            return True",
+        "            self._note(changes, facts.session)\n            return True", "            return True",
         "tests/detect/test_reports.py::test_much_that_is_announced_and_silent_is_told_once_of_a_session_that_is_known"),
     Bug("much that is no GEMM by its name is named", "flop_coverage:coverage", "w.flops >= MUCH *", "w.flops < 0 *",
         "tests/attach/test_coverage.py::test_a_parameter_that_is_no_gemm_by_its_name_is_named_and_counted_where_it_would_be_much"),
