@@ -4,7 +4,8 @@ Thread:     training, and autograd's
 
 In the first steps of a session each module has a turn, and once more after something broke or jumped. From then on one
 module after the other has one, as often as fits into `SHARE` of the time that training takes: what a turn has cost, in
-seconds of the training thread, decides how long the next one waits. A step whose cost is being measured is left out.
+seconds of the training thread, decides how long the next one waits. The overhead budget counts that share. A step whose
+cost is being measured is left out.
 """
 
 from __future__ import annotations
@@ -38,13 +39,22 @@ class Canary:
     forced: frozenset[int] = frozenset()  # first rows of Linears whose GEMMs are checked in each sampled step
     turn: frozenset[int] = frozenset()  # first rows of Linears whose turn it is in this step
     spent_s: float = 0.0  # by this turn
+    measured: float = math.inf  # what a turn took, of the time until the next began; after the first sweep
     due: float = math.inf  # when the next turn may begin, by `time.perf_counter`
     followed: int = -1  # the last step of a burst that was heard of
     _next: int = 0  # module
     _to_sweep: int = 0  # modules that have a turn whatever it costs
     _since: float = 0.0  # when the last turn began
     _tries: int = 0
+    _swept: bool = True  # the last turn was one of a sweep
     _done: set[tuple[int, str]] = field(default_factory=set)  # (row, what was looked at) of this turn
+
+    @property
+    def taken(self) -> float:
+        """What turns take of the time of training: as measured, else what they may take; 0 where there are none."""
+        if not self.firsts:
+            return 0.0
+        return self.measured if math.isfinite(self.measured) else self.share
 
     def cover(self, firsts: Sequence[int], rows_each: int) -> None:
         """Say what there is; all of it has a turn in the steps that follow."""
@@ -73,7 +83,7 @@ class Canary:
             return
         if self.turn:
             self.due = self._since + (self.spent_s / self.share if self.share > 0 else math.inf)
-        num = 0
+        num, swept = 0, self._to_sweep > 0
         if self._to_sweep:
             num = min(self._to_sweep, -(-len(self.firsts) // FIRST_STEPS))
             self._to_sweep -= num
@@ -85,6 +95,9 @@ class Canary:
         if not num:
             return
         self._next = (self._next + num) % len(self.firsts)
+        if not (swept or self._swept):
+            self.measured = self.spent_s / max(now - self._since, 1e-9)
+        self._swept = swept
         self.phase += 1
         self._since, self.spent_s, self._tries = now, 0.0, 0
         self._done.clear()

@@ -45,7 +45,7 @@ class Cost(NamedTuple):
     sampling: float  # full statistics of all sites, on top
     measuring: float = 0.0  # of a measured step, on top
     step_s: float = 0.0  # what it takes without being observed, in seconds
-    fixed: float = 0.0  # in each step, whatever is looked at
+    fixed: float = 0.0  # in each step, whatever is looked at; the canary's turns, by their share of the time, among it
 
 
 def choose_light_every(cost: Cost, budget: float) -> int:
@@ -148,14 +148,14 @@ class Overhead:
                 return
             self._waiting.popleft()
             if seconds is not None:
-                self._judge(seconds, recorder)
+                self._judge(seconds, recorder, plan.canary.taken)
         self.measuring = False
 
-    def _judge(self, seconds: dict[str, float], recorder: Recorder) -> None:
+    def _judge(self, seconds: dict[str, float], recorder: Recorder, canary: float) -> None:
         light, fixed, sampling = (max(seconds[name], 0.0) for name in (LIGHT, FIXED, SAMPLING))
         bare = max(seconds[STEP] - light - fixed - sampling - seconds[EXTRA], 1e-9)
         extra = max(seconds[EXTRA], 0.0)
-        self._costs.append(Cost(light / bare, sampling / bare, extra / bare, bare, fixed / bare))
+        self._costs.append(Cost(light / bare, sampling / bare, extra / bare, bare, fixed / bare + canary))
         if self._budget is not None and len(self._costs) == self._costs.maxlen:
             if self._in_turns:
                 self.light_every = choose_light_every(self._median(), self._budget)

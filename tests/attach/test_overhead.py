@@ -13,6 +13,7 @@ import torch
 from fp8watch.kernels import cpu
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer import calibration, observation_plan
+from fp8watch.observer.canary import Canary
 from fp8watch.observer.stopwatch import EXTRA, LIGHT, SAMPLING, STEP, Stopwatch, events_of
 from fp8watch.session.overhead_budget import (
     AGAIN_STEPS,
@@ -43,7 +44,7 @@ class Run:
         self.gauges, self.overhead = Gauges(), Overhead(every, budget, self.said.append, in_turns=in_turns)
         self.num_closed, self.measured = 0, []
         slab = SimpleNamespace(device=torch.device("cpu"))
-        self.plan = SimpleNamespace(slab=slab, observing=True, stopwatch=None)
+        self.plan = SimpleNamespace(slab=slab, observing=True, stopwatch=None, canary=Canary())
 
     def steps(self, number: int, light: float, sampling: float) -> None:
         for _ in range(number):
@@ -74,6 +75,17 @@ class Run:
 )
 def test_full_statistics_get_what_each_step_leaves_of_the_budget(light, sampling, every) -> None:
     assert choose_every(Cost(light, sampling), 0.02) == every
+
+
+def test_turns_of_the_canary_are_part_of_the_budget() -> None:
+    run = Run(every=1, budget=0.01)
+    run.plan.canary.cover([0, 5], 5)
+    run.steps(20, light=0.003, sampling=0.04)
+    assert run.overhead.every == 10, "0.01 less 0.003 for operands and 0.003 for turns"
+    assert run.overhead.ratio == pytest.approx(0.003 + 0.003 + 0.04 / 10)
+    alone = Run(every=1, budget=0.01)
+    alone.steps(20, light=0.003, sampling=0.04)
+    assert alone.overhead.every == 6
 
 
 def test_the_median_of_several_spread_steps_decides() -> None:

@@ -24,6 +24,8 @@ from fp8watch.demo.text import batches, load_text
 
 SHAPE = {"dim": 320, "num_layers": 6, "num_heads": 5, "hidden": 864}
 BATCH, TOKENS = 8, 50
+TURNS = 30
+"""For each repetition: full statistics and what else goes round come in their turns."""
 ALONE_STEPS = 14
 """Steps that each case makes by itself before the cases take turns: what a watch says of itself is measured in them,
 as a share of its own steps and not of everybody's."""
@@ -97,7 +99,7 @@ def main() -> None:
             alone = ALONE_STEPS if watch is not None and "step" not in name else 2
             losses[name] = [run() for _ in range(alone)]
     said = {name: watch.summary() for name, (_, watch) in made.items() if watch is not None}
-    took = turns({name: run for name, (run, _) in made.items()}, losses, 4 * args.repetitions)
+    took = turns({name: run for name, (run, _) in made.items()}, losses, TURNS * args.repetitions)
     rows, noise = [], 0.0
     for name, times in took.items():
         ratios = [a / b for a, b in zip(times, took[PLAIN], strict=True)]
@@ -126,7 +128,7 @@ def main() -> None:
         "observe",
         f"""## What observing costs, `recipe="observe"`, one thread
 
-{table.machine("torch", "numpy")} {4 * args.repetitions} turns. A transformer of {parameters:.1f} M parameters ({SHAPE["dim"]} wide,
+{table.machine("torch", "numpy")} {TURNS * args.repetitions} turns. A transformer of {parameters:.1f} M parameters ({SHAPE["dim"]} wide,
 {SHAPE["num_layers"]} layers), {BATCH * TOKENS} tokens a step; CPU time of the training thread, medians of the ratios within a turn. Nothing is
 quantised: operands are read, and their statistics are kept. Losses are equal to the last bit. Load of the machine at the end:
 {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. A difference smaller than the twin's is not resolved. Goals: ≤ 1.03 by default, ≤ 1.01 paused or outside

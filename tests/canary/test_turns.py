@@ -55,6 +55,20 @@ def test_then_one_after_the_other_within_its_share_of_the_time(clock):
     assert 0.4 * SHARE < len(shown) * 0.006 / 400 <= SHARE
 
 
+def test_what_they_take_is_told_for_the_budget(clock):
+    canary = Canary()
+    assert canary.taken == 0.0, "no modules, no turns"
+    canary.cover([5 * i for i in range(4)], 5)
+    turns(canary, 4, clock, cost_s=50.0)
+    assert canary.taken == SHARE, "the sweep of the first steps is no turn like others"
+    clock[0] += 20000.0
+    turns(canary, 100, clock, cost_s=0.006)
+    assert 0.4 * SHARE < canary.taken <= SHARE
+    canary.follow(40)
+    turns(canary, 4, clock, cost_s=50.0)
+    assert canary.taken <= SHARE
+
+
 def test_what_happens_gives_each_a_turn_again(clock):
     canary = Canary()
     canary.cover([5 * i for i in range(3)], 5)

@@ -128,6 +128,8 @@ def set_up(settings: Settings) -> None:
     root.handlers[:] = [handler]
     level = logging.getLevelName(settings.log_level.upper())
     root.setLevel(max(level, logging.WARNING))
+    # where one of many statements fails, psycopg raises it, and warns that those behind it were not run
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
     for name in OWN:
         logging.getLogger(name).setLevel(level)
 
