@@ -74,13 +74,16 @@ class AttentionSeam:
     aliases: Sequence[Place] = ()
     turn: int = 0
 
+    def __post_init__(self) -> None:
+        self.number = int(self.site)
+
     def enter(self, module: nn.Module) -> None:
         """The module's forward begins."""
         if not module.training or torch.compiler.is_compiling():
             return
         if _stack.running and not self.fqn.startswith(f"{_stack.running[-1].seam.fqn}."):
             _close(0)  # forwards that an interrupt cut off: no hook told of their end
-        plan = logits_wanted(self.site)
+        plan = logits_wanted(self.number)
         if plan is not None:
             plan.guard.run("logits", self._open, plan, module)
 

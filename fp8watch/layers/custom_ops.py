@@ -69,8 +69,8 @@ def lookup(site: Tensor) -> tuple[ObservationPlan, int]:
     return plan, value & 0xFFFFFFFF
 
 
-def plan_of(site: Tensor) -> ObservationPlan | None:
-    """The plan of a site; None after detach."""
+def plan_of(site: Tensor | int) -> ObservationPlan | None:
+    """The plan of a site, which may be given as the number that it stands for; None after detach."""
     return _plans.get(int(site) >> 32)
 
 

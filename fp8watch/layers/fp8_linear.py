@@ -36,7 +36,7 @@ from fp8watch.layers.custom_ops import (
 )
 from fp8watch.layers.double_backward import once_only
 from fp8watch.layers.impact_rows import take_impact
-from fp8watch.layers.observe_linear import observe, observe_forward
+from fp8watch.layers.observe_linear import observe, observe_forward, rests
 from fp8watch.layers.saved_operands import dequantize_kept, quantize_for_backward
 from fp8watch.layers.scaled_linear import Formats, ScaledLinear
 from fp8watch.layers.wrapped_forward import lead_to_class
@@ -49,7 +49,8 @@ OBSERVE_KEY = "_fp8watch_observe"
 LAYOUT_KEY = "_fp8watch_layout"
 SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
-KEYS = (SITE_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY)
+NUMBER_KEY = "_fp8watch_number"
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY)
 
 Three = tuple[bool, bool, bool]
 
@@ -281,6 +282,8 @@ class WatchedLinear(nn.Linear):
         y = F.linear(input, self.weight, self.bias)
         if not self.training or input.is_nested or input.layout != torch.strided:
             return y
+        if not torch.compiler.is_compiling() and rests(self.__dict__[NUMBER_KEY], y):
+            return y
         return observed(self, input, y, site)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -335,7 +338,7 @@ def take_over(
 ) -> None:
     """Put a Linear on its site, in place. `how` and `scaled` are constants: compiled code is made for them. `mixin` goes
     over its class."""
-    module.__dict__[SITE_KEY] = site
+    module.__dict__[SITE_KEY], module.__dict__[NUMBER_KEY] = site, int(site)
     if scaled is not None:
         module.__dict__[SCALED_KEY] = scaled
     module.__dict__[LAYOUT_KEY] = how

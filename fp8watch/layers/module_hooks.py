@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.custom_ops import forward_ended, note_loss, root_returned
-from fp8watch.layers.probe_ops import look_at_probe
+from fp8watch.layers.probe_ops import look_at_probe, look_at_probe_in_graph
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.pass_counter import first_tensor
@@ -91,13 +91,15 @@ class ProbeHook:
     nothing, so that files load without fp8watch and copies write into no slab."""
 
     def __init__(self, site: Tensor) -> None:
-        self._site = site
+        self._site, self._number = site, int(site)
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if module.training:
-            y = first_tensor(output)
-            if y is not None and y.is_floating_point():
-                look_at_probe(y.detach(), self._site)
+        if not module.training:
+            return
+        if torch.compiler.is_compiling():
+            look_at_probe_in_graph(output, self._site)
+        else:
+            look_at_probe(output, self._number)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -5,6 +5,7 @@ Shapes:     operand [M, K] -> one slab row a direction     Thread: training, and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from fp8watch.layers.custom_ops import (
     asked_rows,
     is_eager,
+    is_virtual,
     keep_books,
     note_gemm_output,
     pass_number,
@@ -81,10 +83,38 @@ def _(x: Tensor, site: Tensor, operand: int, rowwise: bool, columnwise: bool) ->
 torch.fx.node.has_side_effect(torch.ops.fp8watch.observe.default)
 
 
+def rests(number: int, y: Tensor) -> bool:
+    """Whether nothing of a Linear is looked at in this step; that it ran is noted all the same. Eager only.
+
+    Behind a large GEMM nothing is in a processor's caches, and each thing that is touched costs: as little as can be is.
+
+    Args:
+        number: that the Linear's site stands for.
+        y: its output.
+    """
+    plan = plan_of(number)
+    if plan is None:
+        return True
+    if not plan.resting[number & 0xFFFFFFFF]:
+        return False
+    if plan.step.is_noted() and not is_virtual(y) and torch._C._get_tracing_state() is None:
+        pass_number(plan, INPUT, True)
+        if y.requires_grad:
+            y.register_hook(partial(_pass_ran_backward, number))  # type: ignore[no-untyped-call]
+    return True
+
+
+def _pass_ran_backward(number: int, _grad: Tensor) -> None:
+    plan = plan_of(number)
+    if plan is not None:
+        pass_number(plan, GRAD_OUTPUT, True)
+
+
 def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
     """Look at a Linear that computes as before: at its operands, its output and, in backward, the gradient of that.
     Eager only, see `is_eager`: an op would cost more than many an operand takes, and nothing here is in any graph."""
-    plan, first = plan_of(site), int(site) & 0xFFFFFFFF
+    number = int(site)
+    plan, first = plan_of(number), number & 0xFFFFFFFF
     if plan is None:
         return
     began = _mark(plan)
@@ -115,7 +145,7 @@ def observe_forward(x: Tensor, weight: Tensor, y: Tensor, site: Tensor) -> None:
         dgrad = x.requires_grad
 
         def see_gradient(grad: Tensor | None) -> None:
-            plan = plan_of(site)
+            plan = plan_of(number)
             if plan is None or grad is None:
                 return
             if plan.idle(first):

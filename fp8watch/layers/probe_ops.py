@@ -6,12 +6,14 @@ Thread:     training
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_virtual, plan_of
 from fp8watch.observer.observation_plan import ObservationPlan
-from fp8watch.observer.pass_counter import graph_task
+from fp8watch.observer.pass_counter import first_tensor, graph_task
 
 
 def _look_at_probe(y: Tensor, site: Tensor) -> Tensor:
@@ -29,18 +31,38 @@ def _(y: Tensor, site: Tensor) -> Tensor:
     return y.new_empty((0,))
 
 
-def look_at_probe(y: Tensor, site: Tensor) -> None:
-    """Look at what a probed module put out."""
-    if torch.compiler.is_compiling():
-        look_at_probe_op(y, site)
-    elif not is_virtual(y):
-        _look_at_probe(y, site)
+def look_at_probe(output: Any, number: int) -> None:
+    """Look at what a probed module put out, in eager code.
+
+    Args:
+        output: of its forward.
+        number: that the site of its probe stands for. By it alone is asked whether anything is to be looked at: behind a
+            large GEMM nothing is in a processor's caches, and each thing that is touched costs.
+    """
+    plan = plan_of(number)
+    if plan is None or not plan.observing:
+        return
+    y = _floating(output)
+    if y is not None and not is_virtual(y) and graph_task() == -1:
+        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y.detach())
 
 
-def logits_wanted(site: Tensor) -> ObservationPlan | None:
-    """The plan of a probed attention module where its logits are looked at now."""
-    plan, row = plan_of(site), int(site) & 0xFFFFFFFF
-    if plan is None or not plan.observing or not plan.step.sample.full[row] or graph_task() != -1:
+def look_at_probe_in_graph(output: Any, site: Tensor) -> None:
+    """The same in code that is being compiled."""
+    y = _floating(output)
+    if y is not None:
+        look_at_probe_op(y.detach(), site)
+
+
+def _floating(output: Any) -> Tensor | None:
+    y = first_tensor(output)
+    return y if y is not None and y.is_floating_point() else None
+
+
+def logits_wanted(number: int) -> ObservationPlan | None:
+    """The plan of a probed attention module where its logits are looked at now; its site by the number."""
+    plan = plan_of(number)
+    if plan is None or not plan.observing or not plan.step.sample.full[number & 0xFFFFFFFF] or graph_task() != -1:
         return None
     return plan
 

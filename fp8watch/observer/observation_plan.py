@@ -30,7 +30,7 @@ from fp8watch.observer.pass_counter import Passes
 from fp8watch.observer.probes import probe_numbers, probe_stats
 from fp8watch.observer.shared_input import SharedInput
 from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows, SiteRows
-from fp8watch.observer.step_sample import StepSample
+from fp8watch.observer.step_sample import NO, YES, ByRow, StepSample
 from fp8watch.observer.step_state import StepState
 from fp8watch.observer.stopwatch import FIXED, LIGHT, SAMPLING, Stopwatch
 from fp8watch.quantize.site_quantizer import Wanted, measure_operand, run_quantizers
@@ -60,6 +60,7 @@ class ObservationPlan:
     experts: ExpertRows = field(default_factory=ExpertRows)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
+    resting: ByRow = NO  # of a Linear's first row: nothing of it is looked at, where its GEMMs stay as they are
     handle: int = 0
     turns: dict[int, Any] = field(default_factory=dict)  # first row of a foreign Linear -> the call that is looked at
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # those taken over
@@ -72,6 +73,18 @@ class ObservationPlan:
         if self.canary.turn or now >= self.canary.due:
             self.canary.begin_step(now)
         self.step.begin(sample)
+        self._decide_rest()
+
+    def pause(self, paused: bool) -> None:
+        """Observe nothing from now on, or observe again."""
+        self.step.paused = paused
+        self._decide_rest()
+
+    def _decide_rest(self) -> None:
+        if not self.recipe.observe_only or self.recipe.history is not None or self.stopwatch is not None:
+            self.resting = NO
+        else:
+            self.resting = self.sites.resting(self.step.sample) if self.observing else YES
 
     @property
     def observing(self) -> bool:
@@ -276,7 +289,7 @@ class ObservationPlan:
     def note_probe(self, row: int, y: Tensor) -> None:
         """Merge an output into the row of its probe."""
         step, shapes = self.step, self.sites.shapes
-        if self.slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
+        if self.slab is None or not y.numel() or not (step.sample.light if y.is_cpu else step.sample.outputs)[row]:
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         heavy = bool(step.sample.full[row])

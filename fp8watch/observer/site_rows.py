@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from fp8watch.observer.foreign import Foreign
+from fp8watch.observer.step_sample import NO, YES, ByRow, StepSample
 from fp8watch.quantize.site_quantizer import (
     MxQuantizer,
     RowwiseQuantizer,
@@ -66,6 +70,7 @@ class SiteRows:
     """What `asked` has given before, by its arguments."""
     _kinds: dict[tuple[object, ...], int] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], OperandRows] = field(default_factory=dict)
+    _never: npt.NDArray[np.bool_] | None = None  # of each row whether none of the Linear that begins there is observed
 
     def __post_init__(self) -> None:
         # a copy that serves both directions has one row, under the direction that is read first
@@ -140,8 +145,28 @@ class SiteRows:
         """Whether any site of the Linear with this first row is observed."""
         return not self.unobserved or any(row not in self.unobserved for row in range(first, first + len(self.rows)))
 
+    def resting(self, sample: StepSample) -> ByRow:
+        """Of each Linear's first row whether none of its sites is looked at, and its weight is not hashed."""
+        num, each = len(self.quantizers), len(self.rows)
+        if self._never is None:
+            seen = [row not in self.unobserved for row in range(num)]
+            self._never = np.array([not any(seen[row : row + each]) for row in range(num)], dtype=np.bool_)
+        if sample.light is YES and not self.unobserved:
+            return NO
+        rests = self._never | (_as_array(sample.light, num) == 0)
+        weight = self.rows.get((WEIGHT, False), self.rows.get((WEIGHT, True), 0))
+        rests[: num - weight] &= _as_array(sample.hashes, num)[weight:] == 0
+        of_each: bytes = rests.tobytes()
+        return of_each
+
     def replace(self, row: int, quantizer: SiteQuantizer) -> None:
         """Put another quantiser on a site."""
         self.quantizers = [*self.quantizers[:row], quantizer, *self.quantizers[row + 1 :]]
         self.known.clear()
         self._parts.clear()
+
+
+def _as_array(rows: ByRow, num: int) -> npt.NDArray[np.uint8]:
+    if isinstance(rows, bytes):
+        return np.frombuffer(rows, dtype=np.uint8, count=num)
+    return np.full(num, rows[0], dtype=np.uint8)

@@ -61,11 +61,12 @@ class StepState:
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
     forward_since: bool = False  # of the last backward that was counted
     _task: int = -1
+    _resting: int = 0  # modules that ran and were not looked at, since the last backward
 
     def begin(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""
         self.num_begun += 1
-        self.calls = self.num_passes = 0
+        self.calls = self.num_passes = self._resting = 0
         self.backward_seen = self.forward_seen = self.root_seen = self.losses_add_up = False
         self.on_forward = None
         self.unasked.clear()
@@ -97,9 +98,15 @@ class StepState:
             self.guard.run("on_forward", self.on_forward)
         self.forward_seen = self.forward_since = True
 
+    def is_noted(self) -> bool:
+        """Whether it is noted that a module runs which is not looked at, and whether a backward comes to it: of the first,
+        the second, the fourth … since the last backward."""
+        self._resting += 1
+        return self._resting & (self._resting - 1) == 0
+
     def saw_backward(self) -> None:
         """A watched module is in its backward."""
-        self.backward_seen = True
+        self.backward_seen, self._resting = True, 0
         task = graph_task()
         if task != self._task:
             self._task = task

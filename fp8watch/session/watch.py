@@ -122,13 +122,13 @@ class Watch:
         """Observe nothing until `resume`; the compute path stays."""
         self._paused = True
         if self._plan is not None:
-            self._plan.step.paused = True
+            self._plan.pause(True)
 
     def resume(self) -> None:
         """Observe again."""
         self._paused = False
         if self._plan is not None:
-            self._plan.step.paused = False
+            self._plan.pause(False)
 
     def shadow(self, *modules: str) -> None:
         """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fp8watch_server.settings import Settings
 
 
 @pytest.fixture
-def configured(tmp_path: Path) -> Iterator[None]:
+def configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Logging as a collector sets it up, and afterwards as it was."""
     root, names = logging.getLogger(), (*logs.OWN, "psycopg")
     before = root.handlers[:], root.level, [logging.getLogger(name).level for name in names]
@@ -39,7 +38,5 @@ def configured(tmp_path: Path) -> Iterator[None]:
 def test_libraries_log_what_is_wrong_and_nothing_else(
     configured: None, capsys: pytest.CaptureFixture[str], name: str, level: int, logged: bool
 ) -> None:
-    for handler in logging.getLogger().handlers:
-        handler.setStream(sys.stderr)  # type: ignore[attr-defined]
     logging.getLogger(name).log(level, "said")
     assert ("said" in capsys.readouterr().err) is logged
