@@ -87,19 +87,19 @@ class LossHook:
 
 
 class ProbeHook:
-    """Forward hook of a probed module. A copy or a pickle of the model gets a hook of the standard library that does
+    """Forward hook of a probed module; of a Linear with its name. A copy or a pickle of the model gets a hook of the standard library that does
     nothing, so that files load without fp8watch and copies write into no slab."""
 
-    def __init__(self, site: Tensor) -> None:
-        self._site, self._number = site, int(site)
+    def __init__(self, site: Tensor, linear: str | None = None) -> None:
+        self._site, self._number, self._linear = site, int(site), linear
 
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not module.training:
             return
         if torch.compiler.is_compiling():
             look_at_probe_in_graph(output, self._site)
         else:
-            look_at_probe(output, self._number)
+            look_at_probe(output, self._number, None if self._linear is None else (self._linear, args))
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -31,20 +31,24 @@ def _(y: Tensor, site: Tensor) -> Tensor:
     return y.new_empty((0,))
 
 
-def look_at_probe(output: Any, number: int) -> None:
+def look_at_probe(output: Any, number: int, entered: tuple[str, Any] | None = None) -> None:
     """Look at what a probed module put out, in eager code.
 
     Args:
         output: of its forward.
         number: that the site of its probe stands for. By it alone is asked whether anything is to be looked at: behind a
             large GEMM nothing is in a processor's caches, and each thing that is touched costs.
+        entered: of a Linear its name and the arguments of its forward.
     """
     plan = plan_of(number)
     if plan is None or not plan.observing:
         return
     y = _floating(output)
     if y is not None and not is_virtual(y) and graph_task() == -1:
-        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y.detach())
+        given = None
+        if entered is not None and (x := _floating(entered[1])) is not None and not is_virtual(x):
+            given = entered[0], x.detach()
+        plan.guard.run("probe", plan.note_probe, number & 0xFFFFFFFF, y.detach(), given)
 
 
 def look_at_probe_in_graph(output: Any, site: Tensor) -> None:

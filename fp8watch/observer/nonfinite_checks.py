@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.kernels.cpu import largest_magnitude
+from fp8watch_agent.nonfinite_names import NONFINITE_GRADIENT
 
 OUTPUTS_EVERY = 16
 ALERT_STEPS = 16
@@ -88,5 +89,5 @@ def named_gradients(names: Sequence[str], faults: Sequence[float]) -> dict[str, 
     if not bad:
         return {}
     out = {"num_nonfinite_gradients": float(len(bad))}
-    out.update({f"nonfinite_gradient/{name}": 1.0 for name in bad[:MAX_NAMED]})
+    out.update({NONFINITE_GRADIENT + name: 1.0 for name in bad[:MAX_NAMED]})
     return out

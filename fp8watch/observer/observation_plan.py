@@ -286,8 +286,9 @@ class ObservationPlan:
         if self.stopwatch is not None:
             self.stopwatch.add(SAMPLING, began, self.stopwatch.mark())
 
-    def note_probe(self, row: int, y: Tensor) -> None:
-        """Merge an output into the row of its probe."""
+    def note_probe(self, row: int, y: Tensor, entered: tuple[str, Tensor] | None = None) -> None:
+        """Merge an output into the row of its probe. `entered`, of a Linear: its name and what it was given, which says whether
+        what is not finite came in or was made there."""
         step, shapes = self.step, self.sites.shapes
         if self.slab is None or not y.numel() or not (step.sample.light if y.is_cpu else step.sample.outputs)[row]:
             return
@@ -298,8 +299,10 @@ class ObservationPlan:
             shapes[row] = (y.numel() // y.shape[-1], y.shape[-1]) if y.dim() else (1, 1)
         if self.slab.device.type != "cpu":
             self.slab.accumulate(row, probe_stats(_flat(y), heavy=heavy), order)
+            step.note_entered(entered)
         elif not self.slab.look(row, y, order, energy=heavy):
             self.slab.accumulate_probe(row, probe_numbers(_flat(y), heavy=heavy), order)
+            step.note_entered(entered)
         if self.stopwatch is not None:
             self.stopwatch.add(FIXED, began, self.stopwatch.mark())
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import graph_task
 from fp8watch.observer.step_sample import EVERYTHING, StepSample
 from fp8watch_agent.guard import Guard
@@ -55,6 +56,7 @@ class StepState:
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
+    entered: dict[str, Tensor] = field(default_factory=dict)  # Linear -> elements of its input that are not finite
     attention_dtypes: dict[str, str] = field(default_factory=dict)  # attention module -> of what it computes with
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
     held: dict[tuple[int, str], int] = field(default_factory=dict)  # (row, what) to be read again -> calls
@@ -74,6 +76,7 @@ class StepState:
         self.held.clear()
         self.losses.clear()
         self.logits.clear()
+        self.entered.clear()
         self.sample = sample
 
     @property
@@ -155,6 +158,13 @@ class StepState:
         """The loss of the step: the sum of its shares, or the mean over its micro-batches. [] float32"""
         losses = torch.stack([x.float() for x in self.losses])
         return losses.sum() * self.share_of if self.losses_add_up else losses.mean()
+
+    def note_entered(self, entered: tuple[str, Tensor] | None) -> None:
+        """Keep how much of what a Linear was given is not finite, if anything is or the device alone knows."""
+        if entered is None or (count := nonfinite_outputs(entered[1])) is None:
+            return
+        before = self.entered.get(entered[0])
+        self.entered[entered[0]] = count if before is None else before + count
 
     def note_logits(self, fqn: str, largest: Tensor) -> None:
         """Keep the largest logit of this step; −Inf is what masks are made of. [] float32"""

@@ -136,7 +136,8 @@ def place_probes(
     handles: list[RemovableHandle] = []
     for row, probe in enumerate(probed, first):
         if row not in plan.sites.unobserved:
-            handles.append(probe.module.register_forward_hook(ProbeHook(site_tensor(plan, row))))
+            linear = probe.fqn if isinstance(probe.module, nn.Linear) else None
+            handles.append(probe.module.register_forward_hook(ProbeHook(site_tensor(plan, row), linear)))
     attention = [(p.fqn, p.module, row) for row, p in enumerate(probed, first) if is_attention(p.module)]
     attention = [of for of in attention if fused or shows_logits(of[1])]
     return handles + look_at_attention(plan, attention)

@@ -39,6 +39,7 @@ from fp8watch.session.window_merge import WindowMerge, steps_to_merge
 from fp8watch.sketch.host_copy import HostCopies, HostCopy
 from fp8watch.sketch.tile_cache import Held, TileHistory
 from fp8watch_agent.guard import Guard
+from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.record import ROW, STEP, STEP_SCALARS, StepStatus
 from fp8watch_agent.recorder import Recorder
 
@@ -240,7 +241,7 @@ class StepFlush:
         if self.merge is not None and followed.calm is not None and left.status == StepStatus.OK:
             in_burst = left.step <= self.events.follow.full_until
             leaves, records = self.merge.leaving(left.step, rows, followed.calm, in_burst=in_burst)
-        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS}
+        logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
         records = rows[leaves] if records is None else records
         vectors = None
         if "vectors" in parts:

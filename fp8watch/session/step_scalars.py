@@ -15,6 +15,7 @@ from fp8watch.observer.step_state import StepState
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch_agent.guard import Guard
+from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 
 LOSS_MISSING_STEPS = 20
 MAX_BATCH_ID = 512
@@ -71,6 +72,7 @@ class StepScalars:
         values = {name: value for name, value in self.of_optimizer.items() if value is not None}
         values.update(self.batches.take())
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
+        values.update({NONFINITE_INPUT + fqn: count for fqn, count in step.entered.items()})
         if step.losses:
             values["loss"] = step.loss()
         if (norm := self.norms.take()) is not None:

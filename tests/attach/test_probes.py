@@ -309,3 +309,33 @@ def test_what_stays_in_high_precision_is_looked_at_by_default(attach, recipe):
 def test_layers_in_high_precision_can_be_left_alone(attach):
     watch = attach(Tagger(), probes=["norms"])
     assert {site.operand for site in watch._table} == {"input", "weight", "grad_output"}
+
+
+class Headed(nn.Module):
+    """A body in FP8, and a head that stays in high precision; something between them may break."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head, self.breaks = nn.Linear(32, 32), nn.Linear(32, 64), None
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.breaks == "input":
+            y = y.masked_fill(torch.arange(32) == 3, math.nan)
+        out = self.lm_head(y)
+        return (out.masked_fill(torch.arange(64) == 3, math.nan) if self.breaks == "behind" else out).square().mean()
+
+
+@pytest.mark.parametrize(("breaks", "told"), [(None, None), ("input", 32.0), ("behind", None), ("weight", None)])
+def test_a_head_says_whether_what_broke_came_in(attach, breaks, told):
+    model = Headed()
+    watch = attach(model)
+    for step in range(3):
+        model.breaks = breaks if step == 1 else None
+        if step == 1 and breaks == "weight":
+            with torch.no_grad():
+                model.lm_head.weight[3, 3] = math.nan
+        model(x()).backward()
+        watch.step()
+        logs = watch._recorder.steps[step][3]
+        assert logs.get("nonfinite_input/lm_head") == (told if step == 1 else None)

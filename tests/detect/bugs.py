@@ -298,9 +298,16 @@ MODES = [
     Bug(
         "kernel-output-fault",
         "kernel_output:faulty_outputs",
-        "        out[i] = view.facts(int(i)).gemm in READS and not",
-        "        out[i] = view.facts(int(i)).gemm not in READS and not",
+        "            out[i] = view.facts(int(i)).gemm in READS and healthy",
+        "            out[i] = view.facts(int(i)).gemm not in READS and healthy",
         _scenario("kernel-output-fault"),
+    ),
+    Bug(
+        "what entered a head was not made by its GEMM",
+        "kernel_output:faulty_outputs",
+        " and not num_entered(view, int(i))",
+        "",
+        "tests/detect/test_reports.py::test_what_entered_a_head_was_not_made_by_its_gemm[came-in]",
     ),
     Bug(
         "cross-rank-disagreement",

@@ -266,6 +266,30 @@ def test_a_probe_names_the_module_that_is_no_linear() -> None:
     assert words.place["module"] == norm
 
 
+@pytest.mark.parametrize(
+    ("entered", "mode", "title"),
+    [
+        (32.0, "nan-in-activation", "NaN entered lm_head"),
+        (None, "kernel-output-fault", "lm_head"),
+        (NAN, "kernel-output-fault", "lm_head"),  # what a client sends is no number of elements
+    ],
+    ids=["came-in", "not-told", "no-number"],
+)
+def test_what_entered_a_head_was_not_made_by_its_gemm(entered: float | None, mode: str, title: str) -> None:
+    t = healthy(14, 20)
+    like = t.sites[t.one("layers.1.mlp.gate_proj", "input")]
+    head = replace(like, id=site_id("lm_head", "output", "rowwise"), module="lm_head", operand="output", gemm="fprop",
+                   order=10_000, format="", recipe="probe")  # fmt: skip
+    [j] = t.add_sites([head], measured=int(Measured.COUNTS))
+    put_nan(t, 9, np.arange(len(t.sites)) == j)
+    if entered is not None:
+        t.logs["nonfinite_input/lm_head"] = np.where(np.arange(20) == 9, entered, NAN)
+    finding, words = said(Case([t], 9))
+    assert (finding.mode, words.place["module"]) == (mode, "lm_head")
+    assert title in words.title
+    assert ("32 elements of its input were not finite already" in words.cause) is (mode == "nan-in-activation")
+
+
 def test_fused_attention_is_a_bound_and_is_said_to_be_one() -> None:
     from detect.scenarios import BY_NAME
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.nonfinite_names import NONFINITE_GRADIENT, NONFINITE_INPUT
 from fp8watch_agent.record import Measured
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
@@ -22,8 +23,6 @@ from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT,
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 FACTOR_REST = 0.1
 """Of a gain's distance from 1: an error that is as large, but for this share, is the gain's, and nothing else is wrong."""
-NONFINITE_GRADIENT = "nonfinite_gradient/"
-"""Begins the scalar that names a parameter whose gradient was not finite (`fp8watch.observer.nonfinite_checks`)."""
 PROBE = "probe"
 """`gemm` of a probe on a module that is no Linear."""
 
@@ -37,8 +36,17 @@ def faulty_outputs(view: StepView) -> Mask:
     if len(hit):
         broken = view.nonfinite | (view.has(Measured.QUANTISER) & (view.raw("num_nan_codes") > 0))
         for i in hit:
-            out[i] = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[broken].any()
+            healthy = not _operands(view, int(i))[broken].any() and not num_entered(view, int(i))
+            out[i] = view.facts(int(i)).gemm in READS and healthy
     return out
+
+
+def num_entered(view: StepView, i: int) -> int:
+    """Elements that were not finite in the input of the Linear whose output record i is; 0 where nothing is known."""
+    if view.role[i] != OUTPUT:
+        return 0
+    num = view.logs().get(NONFINITE_INPUT + view.facts(i).module, 0.0)
+    return int(num) if 0 < num < 1 << 53 else 0
 
 
 def _nonfinite_outputs(view: StepView) -> npt.NDArray[np.int64]:

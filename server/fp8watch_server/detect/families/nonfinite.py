@@ -104,6 +104,8 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             evidence.append(Evidence("num_sentinel_tiles", sentinels, 0, "tiles", view.step))
     if mode == "inf-laundering" and view.has(Measured.COUNTS | Measured.CAST)[first]:
         evidence.append(Evidence("num_underflow", int(view.raw("num_underflow")[first]), None, "elements", view.step))
+    if entered := kernel_output.num_entered(view, first):
+        evidence.append(Evidence("num_nonfinite_input", entered, 0, "elements", view.step))
     loss = view.scalar("loss")
     if loss is not None:
         evidence.append(Evidence("loss", loss, None, "", view.step))
@@ -127,6 +129,7 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             "operands": [facts.operand],
             "weight_born": weight_born,
             "probe": facts.operand == "output",
+            "entered": kernel_output.num_entered(view, first),
             "kind": "inf" if view.infinite[first] else "nan",
             **_expert(view, f"{facts.module}.{facts.operand}.{facts.direction}"),
         },

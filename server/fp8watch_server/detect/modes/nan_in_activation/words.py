@@ -18,6 +18,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{where} was not finite before it was quantised{element}. A weight changes between steps: an update wrote "
             "it, or what loads or edits weights.",
         )
+    if s is not None and (entered := f.extra.get("entered")):
+        came = f"{entered} elements of its input were" if entered > 1 else "its input was"
+        return (
+            f"{kind} entered {s.module}{at}",
+            f"What {s.module} returned is the first measured value of the step that is not finite{element}, and {came} not finite already: "
+            "it was made before, by a norm, attention, an elementwise operation, or what is not observed there.",
+        )
     if unobserved:
         return (
             f"{kind} reached {where}, perhaps out of a GEMM that is not observed{at}",

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS
 from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
+from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
@@ -32,7 +33,14 @@ Mask = npt.NDArray[np.bool_]
 
 MAX_NAMES = 512
 OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, *SHIFTS.values())
-OTHERS_DETECT = ("max_attention_logit", "checkpoint_saved", NONFINITE_EXPERT, NONFINITE_EXPERT_ROW, *OF_BATCHES)
+OTHERS_DETECT = (
+    "max_attention_logit",
+    "checkpoint_saved",
+    NONFINITE_EXPERT,
+    NONFINITE_EXPERT_ROW,
+    NONFINITE_INPUT,
+    *OF_BATCHES,
+)
 """Logged names that have a detector of their own."""
 IN_A_ROW = 6
 MIN_VALUES = 16
