@@ -298,8 +298,8 @@ MODES = [
     Bug(
         "kernel-output-fault",
         "kernel_output:faulty_outputs",
-        "            out[i] = view.facts(int(i)).gemm in READS and healthy",
-        "            out[i] = view.facts(int(i)).gemm not in READS and healthy",
+        "            made = view.facts(int(i)).gemm in READS and",
+        "            made = view.facts(int(i)).gemm not in READS and",
         _scenario("kernel-output-fault"),
     ),
     Bug(

@@ -36,8 +36,8 @@ def faulty_outputs(view: StepView) -> Mask:
     if len(hit):
         broken = view.nonfinite | (view.has(Measured.QUANTISER) & (view.raw("num_nan_codes") > 0))
         for i in hit:
-            healthy = not _operands(view, int(i))[broken].any() and not num_entered(view, int(i))
-            out[i] = view.facts(int(i)).gemm in READS and healthy
+            made = view.facts(int(i)).gemm in READS and not _operands(view, int(i))[broken].any()
+            out[i] = made and not num_entered(view, int(i))
     return out
 
 
