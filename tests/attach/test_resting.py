@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attach.test_rotation import Deep
+from attach.deep_model import Deep
 from torch import nn
 
 from fp8watch.observer.site_rows import WEIGHT

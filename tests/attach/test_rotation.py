@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from attach.deep_model import Deep
 from torch import nn
 
 from fp8watch.numerics.tile_stats import HEAVY
@@ -144,17 +145,6 @@ def test_weights_are_hashed_whatever_the_turns(attach, compiled):
         assert len(hashed) < 3 or len(rows) < 6 * 5
     assert len(hashed[0]) == 6
     assert len(set().union(*hashed[2:10])) == len(set().union(*hashed[10:18])) == 6
-
-
-class Deep(nn.Module):
-    """Six Linears of one width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)])
-
-    def forward(self, x):
-        return self.layers(x).square().mean()
 
 
 def train(attach, num_steps=40, **kwargs):

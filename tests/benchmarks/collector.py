@@ -152,11 +152,11 @@ def _decoded(bodies: list[bytes]) -> list[Batch]:
 def main() -> None:
     """Measure, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=128)
+    parser.add_argument("--ranks", type=int, default=500)
     parser.add_argument("--sites", type=int, default=160)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rate", type=float, default=1.0, help="steps per second of a rank; 0: no pause")
-    parser.add_argument("--inside", type=int, default=256, help="ranks for the parts by themselves")
+    parser.add_argument("--inside", type=int, default=200, help="ranks for the parts by themselves")
     parser.add_argument("--repetitions", type=int, default=1, help="taken for the sake of the other scripts")
     args = parser.parse_args()
     rows, own_ms = [], []
