@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from attach.deep_model import Deep
-from torch import nn
 
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
