@@ -23,8 +23,9 @@ def saved_bytes(what):
 
 def test_a_checkpoint_that_training_writes_is_noticed_and_told(attach, mlp, train, tmp_path):
     watch = attach(mlp)
-    saved_bytes({"lr": 0.1, "model": {"other.weight": torch.ones(2)}})  # no weights of ours
     train(mlp, steps=3)
+    saved_bytes({"lr": 0.1, "model": {"other.weight": torch.ones(2)}})  # no weights of ours
+    assert "checkpoints" not in watch._recorder.facts
     torch.save({"step": 3, "model": mlp.state_dict(), "fp8watch": watch.state_dict()}, tmp_path / "a.pt")
     assert watch._recorder.facts["checkpoints"] == "2"
     train(mlp, steps=2)

@@ -107,5 +107,7 @@ def test_the_weight_gradient_of_an_expert_without_tokens_is_zero(train, monkeypa
     line, _ = train(4, model=Experts(expert, turn))
     if broken:
         assert line.said()[0] == ("kernel-output-fault", "critical", turn, "e1", "grad_output", "columnwise")
+        line, _ = train(4, model=Experts(expert, turn), before=only_turns)
+        assert line.said()[0] == ("kernel-output-fault", "critical", turn, "e1", "grad_output", "columnwise")
     else:
         assert line.said() == []
