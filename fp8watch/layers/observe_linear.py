@@ -97,9 +97,10 @@ def rests(number: int, y: Tensor) -> bool:
         return True
     if not plan.resting[number & 0xFFFFFFFF]:
         return False
-    if plan.step.is_noted() and not is_virtual(y) and torch._C._get_tracing_state() is None:
+    grad = y.requires_grad
+    if plan.step.is_noted(grad) and not is_virtual(y) and torch._C._get_tracing_state() is None:
         pass_number(plan, INPUT, True)
-        if y.requires_grad:
+        if grad:
             y.register_hook(partial(_pass_ran_backward, number))  # type: ignore[no-untyped-call]
     return True
 

@@ -26,20 +26,21 @@ ALERT_STEPS = 16
 MAX_NAMED = 4
 
 
-def nonfinite_outputs(y: Tensor) -> Tensor | None:
+def nonfinite_outputs(y: Tensor, *, overflow: bool = False) -> Tensor | None:
     """How many elements of an output are not finite; None where it is known that none is.
 
     On the CPU the count is exact; elsewhere it is 1 where there is any, because counting would read the output twice.
 
     Args:
         y: any shape, floating.
+        overflow: an Inf of float16 counts too: it was there, and is not what finite operands gave.
 
     Returns:
         0-d int64 on y's device.
     """
     if y.numel() == 0 or not y.is_floating_point():
         return None
-    overflows = y.dtype == torch.float16
+    overflows = y.dtype == torch.float16 and not overflow
     if y.is_cpu:
         if math.isfinite(largest_magnitude(y)):
             return None

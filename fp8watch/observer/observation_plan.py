@@ -290,7 +290,7 @@ class ObservationPlan:
         """Merge an output into the row of its probe. `entered`, of a Linear: its name and what it was given, which says whether
         what is not finite came in or was made there."""
         step, shapes = self.step, self.sites.shapes
-        if self.slab is None or not y.numel() or not (step.sample.light if y.is_cpu else step.sample.outputs)[row]:
+        if self.slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         heavy = bool(step.sample.full[row])

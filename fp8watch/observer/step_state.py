@@ -63,7 +63,7 @@ class StepState:
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
     forward_since: bool = False  # of the last backward that was counted
     _task: int = -1
-    _resting: int = 0  # modules that ran and were not looked at, since the last backward
+    _resting: int = 0  # modules that ran and were not looked at, since the last backward; of those with a gradient
 
     def begin(self, sample: StepSample) -> None:
         """Forget the step that has just been copied out."""
@@ -101,9 +101,11 @@ class StepState:
             self.guard.run("on_forward", self.on_forward)
         self.forward_seen = self.forward_since = True
 
-    def is_noted(self) -> bool:
-        """Whether it is noted that a module runs which is not looked at, and whether a backward comes to it: of the first,
-        the second, the fourth … since the last backward."""
+    def is_noted(self, grad: bool) -> bool:
+        """Whether it is noted that a module runs which is not looked at, and whether a backward comes to it: of those whose
+        output requires a gradient the first, the second, the fourth … since the last backward; of others the first."""
+        if not grad:
+            return not self.forward_since
         self._resting += 1
         return self._resting & (self._resting - 1) == 0
 
@@ -161,7 +163,7 @@ class StepState:
 
     def note_entered(self, entered: tuple[str, Tensor] | None) -> None:
         """Keep how much of what a Linear was given is not finite, if anything is or the device alone knows."""
-        if entered is None or (count := nonfinite_outputs(entered[1])) is None:
+        if entered is None or (count := nonfinite_outputs(entered[1], overflow=True)) is None:
             return
         before = self.entered.get(entered[0])
         self.entered[entered[0]] = count if before is None else before + count

@@ -77,6 +77,11 @@ def test_finite_operands_may_overflow_float16_but_make_no_nan():
     for dtype in (torch.float32, torch.bfloat16):
         assert int(nonfinite_checks.nonfinite_outputs(torch.tensor([1.0, -math.inf, math.nan], dtype=dtype))) == 2
     assert nonfinite_checks.nonfinite_outputs(torch.empty(0, 4)) is None
+    half = torch.tensor([1.0, -math.inf, math.nan], dtype=torch.float16)
+    assert int(nonfinite_checks.nonfinite_outputs(half)) == 1, (
+        "what finite operands overflow to is no fault of the GEMM"
+    )
+    assert int(nonfinite_checks.nonfinite_outputs(half, overflow=True)) == 2, "what a head is given was there before"
 
 
 def test_a_gradient_that_is_not_finite_is_named(attach, mlp):

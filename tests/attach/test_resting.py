@@ -103,17 +103,27 @@ def test_where_gemms_read_codes_none_rests(attach, recipe) -> None:
     assert watch._plan.resting is NO
 
 
-def test_probes_have_turns_where_linears_have(attach) -> None:
+@pytest.mark.parametrize("frozen", [0, 3, 5])
+def test_steps_end_where_only_the_last_linears_train(attach, frozen) -> None:
+    model = Deep()
+    for layer in model.layers[:frozen]:
+        layer.requires_grad_(False)
+    watch = attach(model, recipe="observe", overhead_budget=None)
+    watch.pause()
+    steps(model, 4, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    assert watch.summary()["num_steps"] == 4
+
+
+def test_probes_look_in_each_step_whoever_has_no_turn(attach) -> None:
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.LayerNorm(32), nn.Linear(32, 32))], Mean())
     watch = attach(model, recipe="observe", overhead_budget=None)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-2), []
     watch._overhead.light_every = 4
-    for _ in range(12):
+    for _ in range(8):
         steps(model, 1, optimizer)
-        seen.append({site for site in watch._recorder.step(-1)[1] if site[1] == "output"})
-    assert len(seen[0]) == 4
-    assert sum(map(len, seen[4:8])) == sum(map(len, seen[8:12])) == 4
-    assert max(map(len, seen[4:])) < 4
+        seen.append(watch._recorder.step(-1)[1])
+    assert all(sum(site[1] == "output" for site in rows) == 4 for rows in seen)
+    assert all(len({site[0] for site in rows if site[1] == "input"}) < 4 for rows in seen[4:])
 
 
 class Mean(nn.Module):

@@ -26,17 +26,17 @@ def configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[N
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "logged"),
+    ("name", "level", "text", "logged"),
     [
-        ("psycopg", logging.WARNING, False),  # "error ignored terminating": the error itself was raised
-        ("psycopg", logging.ERROR, True),
-        ("some.library", logging.INFO, False),
-        ("some.library", logging.WARNING, True),
-        ("fp8watch.collector", logging.DEBUG, True),
+        ("psycopg", logging.WARNING, "error ignored terminating %r: %s", False),  # the error itself was raised
+        ("psycopg", logging.WARNING, "error ignored in rollback: %r, %s", True),
+        ("some.library", logging.INFO, "%s, %s", False),
+        ("some.library", logging.WARNING, "%s, %s", True),
+        ("fp8watch.collector", logging.DEBUG, "%s, %s", True),
     ],
 )
 def test_libraries_log_what_is_wrong_and_nothing_else(
-    configured: None, capsys: pytest.CaptureFixture[str], name: str, level: int, logged: bool
+    configured: None, capsys: pytest.CaptureFixture[str], name: str, level: int, text: str, logged: bool
 ) -> None:
-    logging.getLogger(name).log(level, "said")
+    logging.getLogger(name).log(level, text, "pipeline", "said")
     assert ("said" in capsys.readouterr().err) is logged

@@ -128,10 +128,15 @@ def set_up(settings: Settings) -> None:
     root.handlers[:] = [handler]
     level = logging.getLevelName(settings.log_level.upper())
     root.setLevel(max(level, logging.WARNING))
-    # where one of many statements fails, psycopg raises it, and warns that those behind it were not run
-    logging.getLogger("psycopg").setLevel(logging.ERROR)
+    logging.getLogger("psycopg").addFilter(_says_more)
     for name in OWN:
         logging.getLogger(name).setLevel(level)
+
+
+def _says_more(record: logging.LogRecord) -> bool:
+    """Whether a record of psycopg says more than an error that it raises as well: of many statements one failed, and those
+    behind it were not run."""
+    return not str(record.msg).startswith("error ignored terminating")
 
 
 class RequestLog:
