@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from fp8watch_agent.version import __version__
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
 
 LATE_S = 10.0
@@ -73,6 +74,23 @@ def health(conn: Connection, stats: IngestStats, now: float | None = None) -> di
         "dead": list(dead),
         "outcomes": outcomes,
     }
+
+
+def of_shards(shards: Shards) -> list[dict[str, Any]]:
+    """{name, num_runs: placed on it, waiting: batches, None where it is away} of each shard."""
+    if not shards.others:
+        return []
+    num_runs, out = shards.directory.num_runs(), []
+    b = t.hot_batch.c
+    query = sa.select(sa.func.count()).where(b.detected == t.BATCH_PENDING)
+    for name in shards.others:
+        try:
+            with shards.named(name).connect() as conn:
+                waiting = int(conn.execute(query).scalar_one())
+        except sa.exc.SQLAlchemyError:
+            waiting = None
+        out.append({"name": name, "num_runs": num_runs.get(name, 0), "waiting": waiting})
+    return out
 
 
 def _size(conn: Connection) -> str:
