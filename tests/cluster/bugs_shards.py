@@ -37,8 +37,8 @@ SHARDS = [
     Bug(
         "a further shard draws from all others",
         "db.directory:order_of",
-        "sorted(names, key=lambda name: hashlib.blake2b(",
-        "sorted(names, key=lambda name: (len(set(names)) * 7 + len(run_id)) % 3 and hashlib.blake2b(",
+        'f"{name}\\0{run_id}".encode()',
+        'f"{name}\\0{run_id}\\0{len(tuple(names))}".encode()',
         BEFORE,
     ),
     Bug(
@@ -100,8 +100,8 @@ SHARDS = [
     Bug(
         "families of /metrics stand once",
         "metrics:_merged",
-        "if known is metric:",
-        "if known is metric or (yield metric):",
+        "families.setdefault(metric.name, metric)",
+        "families.setdefault(str(id(metric)), metric)",
         LISTED,
     ),
     Bug(

@@ -199,9 +199,8 @@ async def post_silence(request: Request) -> Response:
     stored["expires_at"] = now + got.duration_s
 
     def store() -> None:
-        for engine in shards_of(
-            request.app
-        ).answering():  # a run may be a pattern; a shard that is away is given it later
+        # in each database, because a run may be a pattern; a shard that is away is given it later
+        for engine in shards_of(request.app).answering():
             with writing(engine) as conn:
                 conn.execute(sa.insert(t.silence), [stored])
 
