@@ -1,5 +1,7 @@
 """What takes bodies in for one database: a committer for batches, and a small pool for the rest.
 
+Upstream:   fp8watch_server.ingest.routes
+Downstream: fp8watch_server.ingest.group_commit
 Shapes:     work, or a body -> its result, waited for as long as the database gets anything done
 Thread:     event loop; the work is done in threads
 """

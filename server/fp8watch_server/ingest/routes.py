@@ -1,7 +1,7 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
 Upstream:   fp8watch_agent.transport (HTTP), fp8watch_server.ingest.joined
-Downstream: fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.ingest.intake
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
 
