@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ def test_a_shard_that_is_away_refuses_its_own_runs_and_nobody_elses(
             soon(lambda: client.get(f"/api/v1/runs/{OF_B[0]}"), 503)
             soon(lambda: client.get(f"/runs/{OF_B[0]}", headers={"accept": "text/html"}), 503)
             soon(lambda: client.get(f"/runs/{OF_A[0]}"), 200)
+            with ThreadPoolExecutor(60) as crowd:
+                asked = [crowd.submit(client.get, f"/api/v1/runs/{OF_B[0]}") for _ in range(60)]
+                soon(lambda: client.get(f"/runs/{OF_A[0]}"), 200)  # no thread of the collector waits for b
+                assert {answer.result().status_code for answer in asked} == {503}
             listed = soon(lambda: client.get("/api/v1/runs"), 200)
             assert [r["id"] for r in listed.json()["items"]] == [OF_A[0]]
             assert listed.headers["fp8watch-away"] == "b"

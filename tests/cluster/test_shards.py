@@ -174,15 +174,19 @@ def test_runs_from_before_stay_at_home_and_a_further_shard_moves_none(urls: dict
     _, client = collector(settings_of(urls, "a"))
     old.client = client
     old.register(SITES).send(SITES, [5, 6])
-    send(client, "of-a")
+    of_b = next(run for run in RUNS if order_of(run, "ab")[0] == "b")  # had there been a b
+    on_a = send(client, of_b, 50)
     _, client = collector(settings_of(urls))
+    on_a.client = client
+    on_a.register(SITES).send(SITES, [5])
     old.client = client
     old.send(SITES, [7])
     for number, run in enumerate(RUNS):
         send(client, run, number)
     assert runs_in(urls["home"]) == {"old"}
+    assert "old" not in runs_in(urls["a"]) | runs_in(urls["b"])
     assert client.get("/api/v1/runs/old").json()["last_step"] == 7
-    assert "of-a" in runs_in(urls["a"])
+    assert of_b in runs_in(urls["a"]) - runs_in(urls["b"])
     with_c = {run: order_of(run, "abc")[0] for run in map(str, range(999))}
     moved = {place for run, place in with_c.items() if place != order_of(run, "ab")[0]}
     assert moved == {"c"}
