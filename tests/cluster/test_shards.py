@@ -178,7 +178,8 @@ def test_runs_from_before_stay_at_home_and_a_further_shard_moves_none(urls: dict
     on_a = send(client, of_b, 50)
     _, client = collector(settings_of(urls))
     on_a.client = client
-    on_a.register(SITES).send(SITES, [5])
+    on_a.send(SITES, [5])  # as an agent that was registered before the collector was started
+    on_a.register(SITES).send(SITES, [6])
     old.client = client
     old.send(SITES, [7])
     for number, run in enumerate(RUNS):
