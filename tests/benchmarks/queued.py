@@ -118,9 +118,9 @@ def one(plan: LoadPlan, rate: float, num_nodes: int) -> tuple[LoadReport, list[f
 def main() -> None:
     """Measure, and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=60)
     parser.add_argument("--sites", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rate", type=float, default=1.0, help="steps per second of a rank; 0: no pause")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--print", action="store_true", help="do not write the page")
