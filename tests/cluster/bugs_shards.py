@@ -105,6 +105,13 @@ SHARDS = [
         LISTED,
     ),
     Bug(
+        "the health of the collector is that of all its databases",
+        "inbox_routes:collector_page",
+        "collector_health.health(everywhere.conns, stats",
+        "collector_health.health(everywhere.conns[:1], stats",
+        LISTED,
+    ),
+    Bug(
         "a silence reaches each shard",
         "incident_actions:post_silence",
         "for engine in shards_of(request.app).answering():",

@@ -122,6 +122,7 @@ def test_a_shard_that_is_away_refuses_its_own_runs_and_nobody_elses(
             assert [r["id"] for r in listed.json()["items"]] == [OF_A[0]]
             assert listed.headers["fp8watch-away"] == "b"
             assert "Shard b does not answer" in soon(lambda: client.get("/"), 200).text
+            assert "Shard b does not answer" in soon(lambda: client.get("/collector"), 200).text
             assert 'fp8watch_shard_up{shard="b"} 0.0' in client.get("/metrics").text
             soon(lambda: client.get("/api/v1/incidents/no-such-incident"), 503)  # it may lie there
             new.register(SITES, name=new.run).send(SITES, [1])  # placed where it can be

@@ -22,7 +22,7 @@ from fp8watch_agent.record import TileMap
 from fp8watch_agent.wire import decompress
 from fp8watch_server.app import create_app
 from fp8watch_server.db import schema as t
-from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.db.directory import Directory, ShardMixedUp, order_of
 from fp8watch_server.settings import SettingError, Settings
 
@@ -141,7 +141,11 @@ def test_each_run_lies_on_one_shard_and_all_are_listed(urls: dict[str, str], col
     assert {f'fp8watch_run_step{{run="{run}"}} 4.0' for run in RUNS} <= set(metrics.splitlines())
     assert metrics.count("# TYPE fp8watch_run_step gauge") == 1
     assert {'fp8watch_shard_up{shard="a"} 1.0', 'fp8watch_shard_up{shard="b"} 1.0'} <= set(metrics.splitlines())
+    with writing(app.state.shards.named("b")) as conn:
+        conn.execute(sa.update(t.hot_batch).values(detected=t.BATCH_FAILED, detect_error="what broke there"))
     health = client.get("/collector").text
+    assert f"The detectors broke on {len(lies_in['b'])} batches" in health
+    assert health.count('title="what broke there"') == len(lies_in["b"])
     assert [f'<td class="n">{len(lies_in[name])}</td>' in health for name in "ab"] == [True, True]
 
 

@@ -117,6 +117,7 @@ def silences_page(request: Request) -> HTMLResponse:
 @router.get("/collector")
 def collector_page(request: Request) -> HTMLResponse:
     """The collector's own health."""
-    with _connect(request) as conn:
-        shown = collector_health.health(conn, request.app.state.ingest.stats)
+    with connect_everywhere(request) as everywhere:
+        stats = request.app.state.ingest.stats
+        shown = collector_health.health(everywhere.conns, stats, away=everywhere.away)
         return page(request, "collector.html", shards=collector_health.of_shards(shards_of(request.app)), **shown)
