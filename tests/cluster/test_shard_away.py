@@ -167,7 +167,7 @@ def _silences(engine: sa.Engine) -> set[str]:
         return set(conn.execute(sa.select(t.silence.c.id)).scalars())
 
 
-FEW, NUM_PARTS = 3, 5
+NUM_PARTS = 5
 
 
 @pytest.mark.parametrize("part", in_turn(range(NUM_PARTS), pytest.mark.heavy(20, *RESTS_ON)))
