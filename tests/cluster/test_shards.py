@@ -18,8 +18,9 @@ from collector.kit import Agent, Recorder, make_site, served
 from support.database import fresh_database
 
 from fp8watch_agent.joined import JOINED_CONTENT_TYPE, JOINED_PATH, join_bodies
+from fp8watch_agent.peek import run_of
 from fp8watch_agent.record import TileMap
-from fp8watch_agent.wire import decompress
+from fp8watch_agent.wire import decompress, encode_tile_maps
 from fp8watch_server.app import create_app
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
@@ -170,6 +171,22 @@ def test_batches_that_a_relay_joins_and_tile_maps_go_to_the_shards_of_their_runs
     unknown = Agent(client, run="nobody-knows-it")
     unknown.patient = False
     assert unknown.post(unknown.body(SITES, [1])).json()["error"] == "unknown-run"
+
+
+@pytest.mark.parametrize(
+    "run", ["r", "team/run-0", "é" * 512, "\N{GRINNING FACE}" * 512, "x" * 31, "x" * 32, "x" * 256]
+)
+def test_the_first_bytes_of_a_body_name_its_run(run: str) -> None:
+    agent = Agent(None, run=run)
+    body = agent.body(SITES, [1, 2], logs={"run": [1.0, 2.0]})
+    assert run_of(body) == run
+    assert run_of(encode_tile_maps(run, agent.session, 0, 1, [TILES])) == run
+    assert {run_of(body[:cut]) for cut in range(len(body))} <= {None, run}
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # whatever comes, nothing is raised
+        broken = bytearray(decompress(body)[:200])
+        broken[rng.integers(0, 40)] = rng.integers(0, 256)
+        assert isinstance(run_of(zstandard.compress(bytes(broken))), str | None)
 
 
 def test_runs_from_before_stay_at_home_and_a_further_shard_moves_none(urls: dict[str, str], collector: Any) -> None:
