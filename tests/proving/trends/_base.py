@@ -13,10 +13,10 @@ from proving.faults._base import one_of
 from proving.training import Change, Training
 from torch import Tensor
 
-STEPS = 560
+STEPS = 480
 """A trend needs time: as long again before it, after it and for it as a run of the proving ground."""
-ONSET = (60, 130)
-ARRIVES_AFTER = (130, 360)
+ONSET = (50, 100)
+ARRIVES_AFTER = (140, 320)
 """Steps from the onset of a trend to the limit, as it is planned: the training moves things as well."""
 PATHS: dict[str, Callable[[float], float]] = {
     "even": lambda p: p,

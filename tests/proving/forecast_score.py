@@ -1,0 +1,3 @@
+KEPT = None
+def part(*a): return ""
+def put(*a): ...
