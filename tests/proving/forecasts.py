@@ -117,8 +117,9 @@ def of_run(url: str, run_id: str) -> dict[str, Any]:
             break
         cursor = f"&cursor={quote(page['next'], safe='')}"
     logits = _get(url, f"{run}/series?field={OF_LOGITS.quantity.field}&points={MOST_POINTS}")
-    num_series += bool(logits["steps"])
-    if (seen := looks(logits, OF_LOGITS)) is not None:
+    if "steps" in logits:  # else nobody logged one
+        num_series += bool(logits["steps"])
+    if "steps" in logits and (seen := looks(logits, OF_LOGITS)) is not None:
         found.append({"module": None, "operand": None, "direction": None} | seen)
     told = [i for i in collector.incidents(url, run_id) if i["mode"] == "limit-ahead"]
     return {"series": found, "num_series": num_series, "told": [_told(i) for i in told]}
@@ -138,7 +139,21 @@ def _told(incident: Mapping[str, Any]) -> dict[str, Any]:
 
 def compact(line: Mapping[str, Any], url: str, folder: Path) -> dict[str, Any]:
     """The line of one run."""
-    kept = ("id", "family", "change", "kind", "severity", "seed", "drawn", "step", "steps", "seen_step", "watch", "broken", "died")
+    kept = (
+        "id",
+        "family",
+        "change",
+        "kind",
+        "severity",
+        "seed",
+        "drawn",
+        "step",
+        "steps",
+        "seen_step",
+        "watch",
+        "broken",
+        "died",
+    )
     opened = collector.opened_steps(folder, line["id"])
     others = sorted({f"{i['mode']}@{i['first_step']}" for i in line["incidents"] if i["mode"] != "limit-ahead"})
     said = {key: line[key] for key in kept if key in line} | of_run(url, line["id"])

@@ -117,5 +117,3 @@ class SaturationNears(Trend):
         if step >= self.step:
             done = min(self.done(step), 1.0) if self.bends else self.done(step)
             self.gain = 1.0 + (self.goal / self.first - 1.0) * done
-
-

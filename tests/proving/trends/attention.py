@@ -34,7 +34,9 @@ class LogitsClimb(Trend):
         modules, times = one_of(rng, pairs), cls.times(rng)
         bends = severity == "levels-off"
         goal = float(rng.uniform(*SHORT)) if bends else LIMIT
-        return cls(**times, modules=modules, goal=goal, bends=bends, drawn={"module": modules[0], "goal": round(goal, 1)})
+        return cls(
+            **times, modules=modules, goal=goal, bends=bends, drawn={"module": modules[0], "goal": round(goal, 1)}
+        )
 
     def level(self, step: int) -> float:
         """The planned logit."""
