@@ -129,8 +129,13 @@ def _arrived(name: str, lines: Sequence[Line]) -> str:
     return f"| {name} | {len(of)} | {len(came)} | {len(shown)} | {lead} | {len(told_leads)} | {told_lead} |"
 
 
-def part(lines: Sequence[Line]) -> str:
-    """Markdown of all of it."""
+def part(lines: Sequence[Line], planned: int = 0) -> str:
+    """Markdown of all of it.
+
+    Args:
+        planned: how many runs the plan has; 0: as many as there are.
+    """
+    of = f" of {planned} planned" if planned > len(lines) else ""
     lines = [line for line in lines if "broken" not in line]
     of_trends = [line for line in lines if line["change"] != "steady"]
     steady = [line for line in lines if line["change"] == "steady"]
@@ -147,7 +152,7 @@ def part(lines: Sequence[Line]) -> str:
             BEGIN,
             "## Forecasts: how often they hold",
             "",
-            f"Made by `make prove-forecasts` at attach's defaults (Python {platform.python_version()}, torch {version('torch')}, CPU): {len(lines)} trainings of"
+            f"Made by `make prove-forecasts` at attach's defaults (Python {platform.python_version()}, torch {version('torch')}, CPU): {len(lines)}{of} trainings of"
             f" {max(line['steps'] for line in lines)} steps each, of {len(families)} families, each against a real collector. In {len(of_trends)} of them one thing drifts slowly"
             " towards a limit, along a drawn path over a drawn time; some level off short of it, which nothing before the bend tells. The trends"
             " (`tests/proving/trends`) were written from the list of failures before their author had read how a forecast is made, and nothing was"
