@@ -50,6 +50,7 @@ def line(
         "severity": severity,
         "steps": 480,
         "opened": [],
+        "told": [],
     }
     return usual | {"drawn": {"module": "a"}, "series": [seen | {"said": [[200, 50, 100, 150]]}]} | changed
 
@@ -146,7 +147,7 @@ def test_trends_are_drawn_equally_in_every_process_and_the_plan_names_each_once(
 def test_the_page_says_how_many_were_told_and_how_many_held() -> None:
     text = part(
         [
-            line("arrives", 300, opened=[180]), line("arrives", 500, family="llama"), line("levels-off", None),
+            line("arrives", 300, opened=[180], told=[{"field": "underflow_ratio", "module": "a", "first_step": 180}]), line("arrives", 500, family="llama"), line("levels-off", None),
             line("", None, "steady", drawn={}, series=[]),
         ]
     )  # fmt: skip
