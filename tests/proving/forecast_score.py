@@ -157,8 +157,8 @@ def part(lines: Sequence[Line], planned: int = 0) -> str:
             f"Made by `make prove-forecasts` at attach's defaults (Python {platform.python_version()}, torch {version('torch')}, CPU): {len(lines)}{of} trainings of"
             f" {max(line['steps'] for line in lines)} steps each, of {len(families)} families, each against a real collector. In {len(of_trends)} of them one thing drifts slowly"
             " towards a limit, along a drawn path over a drawn time; some level off short of it, which nothing before the bend tells: a forecast of them cannot hold. The trends"
-            " (`tests/proving/trends`) were written from the list of failures before their author had read how a forecast is made; neither they nor its rules were"
-            " changed after the score. Raw results: [detection/forecasts.jsonl](detection/forecasts.jsonl), one line a run.",
+            " (`tests/proving/trends`) were written from the list of failures before their author had read how a forecast is made; afterwards they were"
+            " shortened, for time, before the first score; since then neither they nor its rules were changed. Raw results: [detection/forecasts.jsonl](detection/forecasts.jsonl), one line a run.",
             "",
             "What is scored is the sentence of the pages, at every 32nd step and of every site with a limit, from the stored series up to that"
             " step. It *held* where the running median of nine measurements passed the limit within the interval; a forecast whose interval the"
