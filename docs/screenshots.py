@@ -82,6 +82,7 @@ def parts_of(url: str) -> dict[str, tuple[str, str]]:
         "fix-files": (f"{url}/incidents/{outlier}", "#fix"),
         "checkpoints": (f"{url}/runs/outgrown", "#checkpoints"),
         "costs": (f"{url}/runs/demo-none", "#costs"),
+        "precision": (f"{url}/runs/demo-none", "#coverage"),
     }
 
 

@@ -15,7 +15,7 @@ from pages.synthetic import FAULT_MODULE
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 1280
-PARTS = ("forecast", "compare", "fix-files", "checkpoints", "costs")
+PARTS = ("forecast", "compare", "fix-files", "checkpoints", "costs", "precision")
 
 
 @pytest.fixture(scope="module")
