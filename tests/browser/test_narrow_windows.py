@@ -42,6 +42,21 @@ def test_no_page_is_wider_than_the_window(narrow: Page, collector: Collector, pa
     assert narrow.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("path", [SITE, f"{SITE}/tile-map?step={FAULT_STEP}", f"/incidents/{INCIDENT_ID}/flight"])
+def test_the_way_up_is_cut_before_it_lies_under_what_stands_beside_it(
+    narrow: Page, collector: Collector, path: str
+) -> None:
+    narrow.goto(collector.url(path))
+    until(narrow, "!document.getElementById('live').hidden")
+    hidden = narrow.evaluate(
+        """() => { const of = document.querySelector(".crumbs"), live = document.getElementById("live").getBoundingClientRect();
+          const end = of.getBoundingClientRect().right;
+          return [end <= live.left + 1, getComputedStyle(of).overflowX, [...of.children].filter((e) => e.offsetParent).map((e) => e.clientWidth)]; }"""
+    )
+    assert hidden[:2] == [True, "hidden"]
+    assert all(width > 20 for width in hidden[2]), "a crumb that cannot be read or touched"
+
+
 def test_a_wide_table_scrolls_in_its_panel_and_stays_there_when_it_is_renewed(
     narrow: Page, collector: Collector
 ) -> None:
