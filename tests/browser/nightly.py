@@ -1,7 +1,6 @@
-"""A small training that runs each night, broken in one of some ways: python -m browser.nightly RUN_ID RECIPE FAULT [LEFT_OUT].
+"""A small training that runs each night, broken in one of some ways: python -m browser.nightly RUN_ID RECIPE FAULT.
 
 Faults, at step 70: `outlier` grows the input of one layer 4,096 times for three steps, `inf` puts one Inf into it, `none` does nothing.
-LEFT_OUT names a Linear that stays in high precision.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Model(torch.nn.Module):
         return x
 
 
-def main(run_id: str, recipe: str, fault: str, left_out: str = "") -> None:
+def main(run_id: str, recipe: str, fault: str) -> None:
     """Train, and break."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -63,9 +62,8 @@ def main(run_id: str, recipe: str, fault: str, left_out: str = "") -> None:
         return (x,)
 
     model.get_submodule(BROKEN).register_forward_pre_hook(broken)
-    kept = (lambda _module, fqn: False if fqn == left_out else None) if left_out else None
     with fp8watch.attach(
-        model, run=NAME, run_id=run_id, recipe=recipe, optimizer=optimizer, filter_fn=kept, overhead_budget=None
+        model, run=NAME, run_id=run_id, recipe=recipe, optimizer=optimizer, overhead_budget=None
     ) as watch:
         for step in range(STEPS):
             x = torch.randn(WIDTH, WIDTH)

@@ -6,6 +6,7 @@ Each training is real, and what is raised is raised by the real detectors. How t
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,11 +51,9 @@ CLIPPED = Story(
     travels="more leap out of their band",
 )  # fmt: skip
 LAUNDERED = Story(
-    nights=(
-        ("mon", "blockwise", "inf"), ("tue", "blockwise", "none", MODULE), ("wed", "blockwise", "none", MODULE), ("thu", "blockwise", "inf"),
-    ),
-    differs=("left_out", MODULE, "–"),
-    helped="left_out",
+    nights=(("mon", "blockwise", "inf"), ("tue", "current", "none"), ("wed", "current", "none"), ("thu", "blockwise", "inf")),
+    differs=("recipe", "current", "blockwise"),
+    helped="recipe",
     title="Inf",
     travels="stand out",
 )  # fmt: skip
@@ -137,8 +136,7 @@ def test_ten_questions_are_answered_in_two_minutes_each(page: Page, told: tuple[
     you.asks("6 What fixed it last time?")
     to_what_broke_first()
     said = you.reads(page.locator("#helped"))
-    assert "Last time, after mon, it was gone in" in said
-    assert "tue" in said
+    assert re.search(r"Last time, after mon ?, it was gone in nightly 2M tue", said), said
     assert story.helped in said
 
     you.asks("7 Is FP8 to blame?")
