@@ -153,6 +153,10 @@ def main() -> int:
                     page.wait_for_timeout(3500)  # charts are drawn after the page
                     suffix = "" if theme == "light" else "-dark"
                     page.screenshot(path=IMAGES / f"{name}{suffix}.png", full_page=name in ("incident", "run"))
+                    if name == "flight" and theme == "light":
+                        with page.expect_download() as film:
+                            page.get_by_role("button", name="GIF").click()
+                        film.value.save_as(IMAGES / "flight.gif")
                 for name, (address, part) in parts_of(url).items() if theme == "light" else ():
                     page.goto(address, wait_until="load")
                     page.wait_for_timeout(3500)

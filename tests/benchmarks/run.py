@@ -20,6 +20,7 @@ FAMILIES = (
     "growth",
     "collector",
     "pages",
+    "many_runs",
     "peers",
 )
 

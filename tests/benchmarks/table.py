@@ -31,6 +31,7 @@ ORDER = (
     "growth",
     "collector",
     "pages",
+    "many_runs",
     "peers",
     "detection",
 )

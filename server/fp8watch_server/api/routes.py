@@ -43,6 +43,8 @@ Cursor = Annotated[str | None, Query(max_length=2048)]
 Choice = Annotated[str | None, Query(max_length=100)]
 # A misspelt value must not read as "no incidents"; an empty one means all.
 Status = Literal["", "open", "acknowledged", "resolved"] | None
+State = Literal["", "asks", "open", "acknowledged", "unseen", "seen", "fixed", "false-alarm"] | None
+"""As people use them; "asks": open and not taken by anybody, or over and not seen."""
 Severity = Literal["", "info", "warning", "critical"] | None
 
 MAX_SITE_ID = (1 << 53) - 1
@@ -151,6 +153,7 @@ def get_runs(conn: Conn, cursor: Cursor = None, limit: Limit = 100) -> Response:
 def get_all_incidents(
     conn: Conn,
     status: Status = None,
+    state: State = None,
     severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
@@ -158,7 +161,7 @@ def get_all_incidents(
 ) -> Response:
     """Incidents of all runs, the newest first."""
     page = queries.incidents_page(
-        conn, None, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+        conn, None, status or None, severity or None, mode or None, state=state or None, cursor=cursor, limit=limit
     )
     return listed(*page)
 
@@ -344,6 +347,7 @@ def get_incidents(
     conn: Conn,
     run_id: str,
     status: Status = None,
+    state: State = None,
     severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
@@ -352,7 +356,7 @@ def get_incidents(
     """Incidents of a run, the newest first."""
     require_run(conn, run_id)
     page = queries.incidents_page(
-        conn, run_id, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+        conn, run_id, status or None, severity or None, mode or None, state=state or None, cursor=cursor, limit=limit
     )
     return listed(*page)
 
