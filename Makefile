@@ -8,7 +8,7 @@ ROOMS    ?= tests/agent tests/store
 BIN      := $(VENV)/bin
 PROVING  := build/proving/.venv
 
-.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks healthy families lint docs serve bench bench-gpu bench-detect prove screenshots clean
+.PHONY: demo test test-long test-python test-gpu test-te test-stacks stacks healthy families lint docs serve bench bench-gpu bench-detect prove prove-forecasts screenshots clean
 .DEFAULT_GOAL := help
 
 # Two processes, a file of tests in one of them; torch's own threads would fight over the same cores.
@@ -108,6 +108,10 @@ bench-detect: $(VENV)/.dev
 prove: $(PROVING)/.ready
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PROVING)/bin/python -m proving.run $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=tests $(PROVING)/bin/python -m proving.score)
+
+# make prove-forecasts slow trends in real trainings: how often a forecast holds; half an hour, resumable (ARGS="--only gpt --again")
+prove-forecasts: $(PROVING)/.ready
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PROVING)/bin/python -m proving.forecasts $(ARGS)
 
 # Beside .venv, whose packages it sees: what else families need is not needed by anything else.
 $(PROVING)/.ready: $(VENV)/.demo tests/proving/requirements.txt

@@ -82,6 +82,7 @@ def parts_of(url: str) -> dict[str, tuple[str, str]]:
         "fix-files": (f"{url}/incidents/{outlier}", "#fix"),
         "checkpoints": (f"{url}/runs/outgrown", "#checkpoints"),
         "costs": (f"{url}/runs/demo-none", "#costs"),
+        "precision": (f"{url}/runs/demo-none", "#coverage"),
     }
 
 
@@ -152,6 +153,10 @@ def main() -> int:
                     page.wait_for_timeout(3500)  # charts are drawn after the page
                     suffix = "" if theme == "light" else "-dark"
                     page.screenshot(path=IMAGES / f"{name}{suffix}.png", full_page=name in ("incident", "run"))
+                    if name == "flight" and theme == "light":
+                        with page.expect_download() as film:
+                            page.get_by_role("button", name="GIF").click()
+                        film.value.save_as(IMAGES / "flight.gif")
                 for name, (address, part) in parts_of(url).items() if theme == "light" else ():
                     page.goto(address, wait_until="load")
                     page.wait_for_timeout(3500)

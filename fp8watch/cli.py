@@ -31,7 +31,7 @@ HELP = {
     "runs": "list the runs of a collector",
     "incidents": "list incidents",
     "show": "show one run, or one incident",
-    "top": "show runs and open incidents, live in the terminal",
+    "top": "show runs, and the incidents that ask for you, live in the terminal",
     "compare": "show where two runs diverge, and how they differ",
     "report": "write an incident into one HTML file",
     "open": "show a spool or a report without a server",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, Pool, event
 from support import database, heavy_tests
 from support.counts import pytest_report_header  # noqa: F401  a hook
 from support.planted import copy_of_tree
@@ -57,15 +57,16 @@ def closed_databases() -> Iterator[None]:
 
 _of_a_test = threading.Event()
 _opened: set[Engine] = set()
-_of_files: weakref.WeakSet[Engine] = weakref.WeakSet()
+_of_files: weakref.WeakSet[Pool] = weakref.WeakSet()
+"""Their pools: an engine with other options is another object over the same connections."""
 
 
 @event.listens_for(Engine, "engine_connect")
 def _remember(connection: Connection) -> None:
     engine = connection.engine
     if not _of_a_test.is_set() and engine.dialect.name != "sqlite":
-        _of_files.add(engine)
-    elif engine not in _of_files:
+        _of_files.add(engine.pool)
+    elif engine.pool not in _of_files:
         _opened.add(engine)
 
 

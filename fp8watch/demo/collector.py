@@ -22,7 +22,7 @@ _http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(10))
 
 @contextlib.contextmanager
 def running_collector(folder: Path, port: int, **environment: str) -> Iterator[str]:
-    """Run a collector on loopback with a SQLite database in `folder`; yields its URL, stops it at the end.
+    """Run a collector on loopback, with a SQLite database in `folder` unless `environment` names another; yields its URL, stops it at the end.
 
     `environment` is added to this process's own for the collector.
 
@@ -33,9 +33,9 @@ def running_collector(folder: Path, port: int, **environment: str) -> Iterator[s
     command = [sys.executable, "-m", "fp8watch", "serve", "--host", "127.0.0.1", "--port", str(port)]
     env = {
         **os.environ,
-        **environment,
         "FP8WATCH_DATABASE_URL": f"sqlite:///{folder / 'fp8watch.sqlite'}",
         "PYTHONUNBUFFERED": "1",
+        **environment,
     }
     with log.open("wb") as errors:
         process = subprocess.Popen(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
 from fp8watch.diagnose.bisection import TrialError, TrialResult, bisect
+from fp8watch.diagnose.subject_arguments import add_answers, answer
 from fp8watch_agent.fix_command import address
 
 HELP = "find the layers and operands that must leave FP8 for a failure to go"
@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds for a trial")
     parser.add_argument("--incident", metavar="INCIDENT", help="its id, with FP8WATCH_COLLECTOR, or the address of its page, "
                         "which then shows the result; a token of scope ingest: [FP8WATCH_TOKEN or FP8WATCH_TOKEN_FILE]")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_answers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, TypeError, TrialError) as e:
         sys.stderr.write(f"fp8watch diagnose bisect: {e}\n")
         return 2
-    sys.stdout.write((json.dumps(found.as_json(), indent=2) if args.json else str(found)) + "\n")
+    answer(args, str(found), found.as_json(), found.as_svg())
     sys.stdout.flush()
     if args.incident:
         try:

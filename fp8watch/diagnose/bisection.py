@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8watch.diagnose.answer_pictures import bisection_picture
 from fp8watch.diagnose.bisect_search import fewest
 from fp8watch.diagnose.tell_incident import tell_incident
 from fp8watch.recipe import OPERANDS
@@ -63,6 +64,10 @@ class Bisection:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "sentence": str(self)}
+
+    def as_svg(self) -> str:
+        """A picture: what stayed in high precision in each trial, and what came of it."""
+        return bisection_picture(self)
 
     def send(self, incident: str, collector: str | None = None, token: str | None = None) -> None:
         """Attach this to an incident, whose page then shows it.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch import recipe as recipes
+from fp8watch.diagnose.answer_pictures import calibration_picture
 from fp8watch.diagnose.diagnosis_copy import DiagnosisCopy, LinearCall
 from fp8watch.diagnose.loss_impact import ImpactSums, reading
 from fp8watch.diagnose.model_copies import MakeOptimizer, check, optimizer_of, unwrapped
@@ -88,6 +89,10 @@ class Calibration:
             out += [f"tile_sqnr_p05_db.{name} = {_float(v)}" for name, v in site.tile_sqnr_p05_db.items()]
             out += [f"underflow_p95.{name} = {_float(v)}" for name, v in site.underflow_p95.items()]
         return "\n".join(out) + "\n"
+
+    def as_svg(self) -> str:
+        """A picture: tile SQNR of each operand under the suggested recipe, and the coarsest recipe that serves it."""
+        return calibration_picture(self)
 
     def __str__(self) -> str:
         r = self.recipe

@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     add_subject(made)
     made.add_argument("--steps", type=int, default=20, help="at most (default: %(default)s)")
     made.add_argument("-o", "--output", type=Path, metavar="FILE", help="a .toml file (default: standard output)")
+    made.add_argument("--svg", metavar="FILE", type=Path, help="write a picture as well")
     return made
 
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             subject.model, subject.batches(), subject.loss_fn, args.steps, optimizer=subject.optimizer,
             filter_fn=filter_of(args), backend=args.backend,
         )  # fmt: skip
+        if args.svg is not None:
+            args.svg.write_text(found.as_svg(), encoding="utf-8")
         if args.output is None:
             sys.stdout.write(found.toml())
         else:

@@ -10,12 +10,19 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fp8watch.diagnose import bisect_command, loss_impact_command, moments_command, what_if_command
+from fp8watch.diagnose import (
+    bisect_command,
+    collectives_command,
+    loss_impact_command,
+    moments_command,
+    what_if_command,
+)
 
 SUBCOMMANDS: dict[str, ModuleType] = {
     "loss-impact": loss_impact_command,
     "what-if": what_if_command,
     "moments": moments_command,
+    "collectives": collectives_command,
     "bisect": bisect_command,
 }
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8watch.diagnose.answer_pictures import moments_picture
 from fp8watch.diagnose.diagnosis_copy import deep_copy
 from fp8watch.diagnose.impact_tables import columns, number
 from fp8watch.diagnose.model_copies import MakeOptimizer, check, optimizer_of, unwrapped
@@ -69,6 +70,10 @@ class MomentsWhatIf:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+    def as_svg(self) -> str:
+        """A picture: shares of each moment that were flushed or stuck."""
+        return moments_picture(self)
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(m.moment for f in self.formats for m in f.moments))

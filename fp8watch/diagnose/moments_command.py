@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"may be given again; one of {', '.join(MOMENT_FORMATS)} (default: all)",
     )  # fmt: skip
     add_traceback(parser)
-    add_answers(parser, picture=False)
+    add_answers(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
         subject.model, subject.batches(), subject.loss_fn, optimizer=subject.optimizer, steps=args.steps,
         formats=args.format,
     )  # fmt: skip
-    answer(args, str(found), found.as_json())
+    answer(args, str(found), found.as_json(), found.as_svg())
     return 0

@@ -27,11 +27,10 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
 
 
-def add_answers(parser: argparse.ArgumentParser, *, picture: bool = True) -> None:
+def add_answers(parser: argparse.ArgumentParser) -> None:
     """JSON instead of text, and a picture."""
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
-    if picture:
-        parser.add_argument("--svg", metavar="FILE", type=Path, help="write a picture as well")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="write a picture as well")
 
 
 def answer(args: argparse.Namespace, text: str, data: dict[str, Any], picture: str | None = None) -> None:

@@ -167,6 +167,53 @@ def look_into(x: torch.Tensor, address: int, call_order: int, *, energy: bool) -
         return False
 
 
+def rows_hold(
+    x: torch.Tensor,
+    read: torch.Tensor,
+    scale_inv: torch.Tensor | None,
+    tile: tuple[int, int],
+    rows: slice,
+    bound: tuple[float, float, float, float],
+) -> bool:
+    """Whether rows of what a GEMM reads of an operand lost no more than rounding takes.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16.
+        read: [M, K] float32, what codes stand for; or the codes, float8.
+        scale_inv: float32 [Mt, Kt] of codes; None of values.
+        tile: rows × columns of the operand that share a scale.
+        rows: start and step; to the end.
+        bound: clips an element's magnitude (inf: nothing does); of an element so much may be lost, as a share; of a tiny
+            one so much; rows below this magnitude are not judged, nor those with something that is not finite.
+
+    Returns:
+        False as well where it cannot be told: the library is not to be had or does not read these tensors.
+    """
+    dtype, format = DTYPES.get(x.dtype), {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}.get(read.dtype, -1)
+    if dtype is None or not x.numel() or x.shape != read.shape or (format < 0) is not (read.dtype is torch.float32):
+        return False
+    tensors = (x, read) if scale_inv is None else (x, read, scale_inv)
+    if any(type(t) not in _PLAIN or not t.is_cpu or t.layout is not torch.strided or t.is_neg() for t in tensors):
+        return False
+    if (scale_inv is None) is not (format < 0) or not all(t.is_contiguous() for t in tensors[1:]) or x.stride(1) != 1:
+        return False
+    (bm, bk), (M, K) = tile, x.shape
+    if scale_inv is not None and (
+        scale_inv.dtype is not torch.float32 or scale_inv.shape != (-(-M // bm), -(-K // bk))
+    ):
+        return False
+    values, codes = (read.data_ptr(), None) if scale_inv is None else (None, read.data_ptr())
+    try:
+        return bool(
+            cpu_library.load().fp8watch_rows_hold(
+                x.data_ptr(), x.stride(0), dtype, M, K, rows.start, rows.step, values, codes,
+                None if scale_inv is None else scale_inv.data_ptr(), bm, bk, max(format, 0), *bound,
+            )
+        )  # fmt: skip
+    except Unavailable:
+        return False
+
+
 def _scale(given: torch.Tensor | None, x: torch.Tensor, job: QuantizeJob) -> torch.Tensor | None:
     if given is None:
         return None

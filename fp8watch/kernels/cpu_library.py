@@ -248,6 +248,9 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_look.argtypes = [pointer, i64, i32, i32, pointer, i32]
         library.fp8watch_dequantize.argtypes = [pointer, pointer, pointer, i64, i64, i64, i64, i32, i32]
         library.fp8watch_dequantize.restype = None
+        library.fp8watch_rows_hold.argtypes = [
+            pointer, i64, i32, *[i64] * 4, pointer, pointer, pointer, i64, i64, i32, *[ctypes.c_float] * 4
+        ]  # fmt: skip
         wrong = library.fp8watch_check()
     except (OSError, AttributeError) as error:
         raise _Broken(f"the compiled library cannot be loaded: {error}") from None

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import OperandRows
 from fp8watch.observer.stopwatch import SAMPLING
-from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows
+from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows, rows_hold
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 
@@ -71,16 +71,17 @@ def hold_rows(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Seq
         data, scale_inv = out if isinstance(out, tuple) else (out, None)
         if isinstance(scale_inv, tuple):
             data, scale_inv = scale_inv
-        values = data if scale_inv is None else quantizer.backend.dequantize(data, scale_inv, tile)
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
         phase = plan.step.num_begun
-        rows = part_of_rows(shape[0], phase)
+        rows, reads = part_of_rows(shape[0], phase), Reads(data, scale_inv, tile)
+        if x_MK.is_cpu and rows_hold(x_MK, reads, rows, quantizer.spec, slab.amax_on_host(row), scale):
+            continue
+        values = data if scale_inv is None else quantizer.backend.dequantize(data, scale_inv, tile)
         found = check_rounding(x_MK, values, rows, quantizer.spec, tile, slab.amax_if_finite(row), scale)
         if found is None:
             continue
         slab.accumulate_quantiser(row, found)
         if x_MK.is_cpu:  # what is wrong with it: elsewhere that is for the module's turn
-            reads = Reads(data, scale_inv, tile)
             slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, found.fault_tile, phase))
     if stopwatch is not None:
         stopwatch.add(SAMPLING, began, stopwatch.mark())

@@ -14,9 +14,12 @@ Rows that hold something that is not finite, and those below 2^-50, are left to 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from fp8watch.kernels import cpu
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.quantize.self_consistency import QuantiserCheck, Reads
 from fp8watch.recipe import OperandRecipe
@@ -93,6 +96,34 @@ def check_rounding(
     return QuantiserCheck(
         torch.stack((nan.sum(), off.sum())), torch.stack((none + num, none, none)), at.masked_fill(~bad.any(), -1)
     )
+
+
+def rows_hold(
+    x: Tensor, reads: Reads, rows: slice, spec: OperandRecipe, amax: float, scale: Tensor | None = None
+) -> bool:
+    """Whether `check_rounding` finds nothing, asked of the C library, on the CPU.
+
+    Args:
+        x: [M, K], as it was quantised.
+        reads: what the GEMM reads of it, values or codes.
+        rows, spec, scale: as of `check_rounding`.
+        amax: at least that of the operand; not finite: nothing is judged.
+
+    Returns:
+        False: something is wrong, or the library cannot tell.
+    """
+    if not math.isfinite(amax):
+        return True
+    fmt = fp8_format(spec.format)
+    limit, coarsest = math.inf, max(amax, spec.eps) * (_SCALE_ROUNDING / fmt.max_finite)
+    if scale is not None:
+        of_history = float(scale)
+        if not 0 < of_history < math.inf:
+            return False
+        limit, coarsest = fmt.max_finite / of_history, 1.0 / of_history
+    floor = coarsest * (fmt.min_subnormal / 2 * _SLACK)
+    bound = limit, HALF_STEP[fmt.name] * _SLACK, floor, _LEAST
+    return cpu.rows_hold(x.detach(), reads.data.detach(), reads.scale_inv, reads.tile, rows, bound)
 
 
 def check_codes(x: Tensor, reads: Reads, spec: OperandRecipe, phase: int) -> QuantiserCheck | None:

@@ -90,7 +90,7 @@ def attach(
             first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
         overhead_budget: share of a step that observing may cost before full statistics come less often than `every`, at
-            most as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
+            most half as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
             to 16 steps as well. None switches that off.
         optimizer: the one whose steps count, or a list of those that end a step together: a torch optimizer, or an engine's
             or trainer's that has one inside; default: those that hold watched parameters, or copies of them.

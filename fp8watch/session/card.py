@@ -31,7 +31,7 @@ NOT_ASKED = Said(why="an error")
 
 
 def ask(collector: str | None, run_id: str) -> Said:
-    """Open incidents and the loss of a run."""
+    """Incidents of a run that ask for somebody, and its loss."""
     if collector is None:
         return Said(why="no collector")
     try:
@@ -40,7 +40,7 @@ def ask(collector: str | None, run_id: str) -> Said:
         return Said(why=str(e))
     try:
         of_run = f"/api/v1/runs/{segment(run_id)}"
-        incidents = asking.listed(f"{of_run}/incidents", {"status": "open"}, at_most=20)
+        incidents = asking.listed(f"{of_run}/incidents", {"state": "asks"}, at_most=20)
         return Said(incidents, asking.json(f"{of_run}/scalars", {"name": "loss", "points": POINTS}))
     except NotAnswered as e:
         return Said(why=str(e))
@@ -70,10 +70,10 @@ def card(summary: Mapping[str, Any], said: Said, *, detached: bool) -> str:
         ("step", "none yet" if step is None else str(step)),
         ("sites", str(summary["num_sites"])),
         ("recipe", str(summary["recipe"])),
-        ("open incidents", _incidents(said)),
+        ("incidents", _incidents(said)),
     ]
     cells = "".join(
-        f'<span style="margin-right:18px"><small style="opacity:.65">{escape(k)}</small> {v if k == "open incidents" else escape(v)}</span>'
+        f'<span style="margin-right:18px"><small style="opacity:.65">{escape(k)}</small> {v if k == "incidents" else escape(v)}</span>'
         for k, v in rows
     )
     url = summary["url"]
@@ -93,9 +93,10 @@ def _incidents(said: Said) -> str:
     if said.incidents is None:
         return f'<span title="{escape(said.why)}">not known ({escape(said.why[:60])})</span>'
     if not said.incidents:
-        return "none"
+        return "none asks for you"
     first = said.incidents[0]
-    return f'<strong style="color:#d2480f">{len(said.incidents)}: {escape(str(first["title"])[:90])}</strong>'
+    over = " (over, not seen yet)" if first.get("state") == "unseen" else ""
+    return f'<strong style="color:#d2480f">{len(said.incidents)}: {escape(str(first["title"])[:90])}{over}</strong>'
 
 
 def _spark(series: Mapping[str, Any] | None) -> str:

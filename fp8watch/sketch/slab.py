@@ -46,6 +46,7 @@ class Slab:
         self.buffer = self._defaults.repeat(capacity, 1)
         self.scratch = new_rows(2, self.device)  # where what is done once more to be timed is merged
         self._views: dict[int, RowViews] = {}
+        self._on_host: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None  # num_nan, amax_max
 
     def into(self, rows: tuple[int, ...], call_order: int, *, scratch: bool = False) -> Into:
         """Where a call merges what it measures of one or two rows; a slab on the CPU only.
@@ -187,6 +188,15 @@ class Slab:
         self._check_row(row)
         mine = self.buffer[row]
         return row_span(mine, "amax_max").masked_fill(row_span(mine, "num_nan") > 0, torch.inf)
+
+    def amax_on_host(self, row: int) -> float:
+        """As `amax_if_finite`, of a slab on the CPU."""
+        self._check_row(row)
+        if self._on_host is None:
+            rows = self.buffer.numpy().reshape(-1).view(ROW)
+            self._on_host = rows["num_nan"], rows["amax_max"]
+        num_nan, amax = self._on_host
+        return math.inf if num_nan[row] else float(amax[row])
 
     def keep_hash(self, row: int, value: torch.Tensor) -> None:
         """Put the hash of a weight into its row. 0-d int64; the last one stays."""

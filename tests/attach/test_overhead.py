@@ -67,10 +67,10 @@ class Run:
         (0.01, 0.20, 20),
         (0.01, 0.005, 1),
         (0.0, 2.0, MAX_EVERY),  # cannot be kept, and nothing else is paid
-        (0.04, 0.20, 5),  # nothing left: as much again as what stays in each step
-        (0.0199, 0.10, 6),  # too little left
+        (0.04, 0.20, 10),  # nothing left: half as much again as what stays in each step
+        (0.0199, 0.10, 11),  # too little left
         (0.5, 0.0, 1),
-        (0.5, 1.0, 2),
+        (0.5, 1.0, 4),
     ],
 )
 def test_full_statistics_get_what_each_step_leaves_of_the_budget(light, sampling, every) -> None:
@@ -138,7 +138,7 @@ def test_what_rarer_statistics_cannot_lower_is_said_too() -> None:
         (0.004, 0.5, 0.001, 1, 34),
         (0.06, 0.06, 0.002, 8, 6),
         (0.20, 0.10, 0.002, 16, 19),  # looked at seldom, and full statistics as often as light ones allow
-        (0.05, 0.10, 0.03, 16, 4),  # what stays in each step is more than the budget
+        (0.05, 0.10, 0.03, 16, 7),  # what stays in each step is more than the budget
     ],
 )
 def test_where_nothing_is_quantised_operands_are_looked_at_so_often_that_the_budget_holds(

@@ -67,7 +67,16 @@ def train(s: Subject) -> None:
 
 def demo() -> tuple[nn.Module, Iterator[Any], Callable[[nn.Module, Any], Tensor], torch.optim.Optimizer]:
     """The demo's model after training, and batches that it has not seen: `fp8watch diagnose … benchmarks.loss_impact:demo`."""
-    s = build("demo")
+    return _trained("demo")
+
+
+def moe() -> tuple[nn.Module, Iterator[Any], Callable[[nn.Module, Any], Tensor], torch.optim.Optimizer]:
+    """The same of a mixture of experts."""
+    return _trained("moe")
+
+
+def _trained(name: str) -> tuple[nn.Module, Iterator[Any], Callable[[nn.Module, Any], Tensor], torch.optim.Optimizer]:
+    s = build(name)
     train(s)
     return s.model, map(s.batch, count(TRAINED_STEPS)), s.loss, s.optimizer
 

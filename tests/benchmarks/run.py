@@ -21,6 +21,7 @@ FAMILIES = (
     "collector",
     "queued",
     "pages",
+    "many_runs",
     "peers",
 )
 

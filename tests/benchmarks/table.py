@@ -32,6 +32,7 @@ ORDER = (
     "collector",
     "queued",
     "pages",
+    "many_runs",
     "peers",
     "detection",
 )

@@ -245,6 +245,20 @@ BUGS = [
         f"{B}/test_narrow_windows.py::test_charts_and_maps_have_room_beside_their_labels",
     ),
     Bug(
+        "what was over before anybody saw it names the worst as well",
+        "pages.routes:run_page",
+        'if i["status"] != "resolved" or i["state"] == UNSEEN]',
+        'if i["status"] != "resolved"]',
+        f"{T}/test_pages_show_what_is_wrong.py::test_worst_sites_begin_with_what_an_open_incident_names",
+    ),
+    Bug(
+        "the way up does not lie under what stands beside it",
+        f"{J}/fp8watch.css",
+        "  .crumbs { overflow: hidden; }",
+        "",
+        f"{B}/test_narrow_windows.py::test_the_way_up_is_cut_before_it_lies_under_what_stands_beside_it",
+    ),
+    Bug(
         "what an open incident names is the worst",
         "page_queries:worst_sites",
         '"key": (by is None, -num_bad',

@@ -10,6 +10,20 @@ STATIC = "server/fp8watch_server/pages/static"
 
 BUGS = [
     Bug(
+        "what changes from frame to frame of the film is in it",
+        f"{STATIC}/gif.js",
+        "before !== null && before[k] === now[k] ? MOST",
+        "before !== null ? MOST",
+        f"{B}::test_the_film_is_had_as_an_animated_gif",
+    ),
+    Bug(
+        "codes of the film become wider in time",
+        f"{STATIC}/gif.js",
+        "if (next >= 1 << bits) bits += 1;",
+        "if (next > 1 << bits) bits += 1;",
+        f"{B}::test_the_film_is_had_as_an_animated_gif",
+    ),
+    Bug(
         "a failure that sites show after its step is followed from there",
         "store.flight_words:said",
         "*_later(found, at, leaps)",

@@ -1,17 +1,25 @@
-"""A real Chromium on a real collector. Every page is watched: what its console says, and whom it asks."""
+"""A real Chromium on a real collector, on either database. Every page is watched: what its console says, and whom it asks.
+
+Each test that takes `collector` runs on SQLite with every change, and on PostgreSQL in `make test-long`. What asks the
+database something of its own (PER_CHANGE) runs on both with every change.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from browser.kit import Collector, Watched
+from fastapi import FastAPI
 from pages import synthetic
 from pages.collector import make_app, serving
 from playwright.sync_api import Browser, Error, Page, sync_playwright
+from support.database import KINDS, fresh_database
 
 ARGUMENTS = [
     "--no-sandbox",
@@ -22,6 +30,8 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PER_CHANGE = ("test_runs_and_inbox", "test_compare", "test_ten_questions")
+"""Files whose clicks search, sort, page, write or compare: statements that the two databases answer in their own ways."""
 HOW = (
     "no Chromium: apt-get install chromium (or: playwright install chromium); FP8WATCH_CHROMIUM names one that lies "
     "elsewhere"
@@ -49,17 +59,49 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Both databases; on SQLite a test has the name that it has in its file."""
+    if "collector" not in metafunc.fixturenames:
+        return
+    per_change = metafunc.module.__name__.rpartition(".")[2] in PER_CHANGE
+    sqlite, postgresql = KINDS
+    kinds = [
+        pytest.param(sqlite, id=pytest.HIDDEN_PARAM),
+        pytest.param(postgresql, marks=() if per_change else pytest.mark.long),
+    ]
+    metafunc.parametrize("collector", kinds, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    """A collector with a faulty, a non-finite, a hostile and an empty run."""
-    app = make_app(tmp_path_factory.mktemp("browser"))
-    with serving(app) as client:
-        found = Collector(app, client)
-        found.runs["faulty"] = synthetic.faulty_run(client, app.state.engine)
-        found.runs["nonfinite"] = synthetic.nonfinite_run(client)
-        found.runs["hostile"] = synthetic.hostile_run(client, app.state.engine)
-        found.runs["empty"] = synthetic.empty_run(client)
-        yield found
+def collectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Collector]]:
+    """One collector for each database, made when it is first asked for."""
+    made: dict[str, Collector] = {}
+    with ExitStack() as stack:
+
+        def of(kind: str) -> Collector:
+            if kind not in made:
+                app = make_app(tmp_path_factory.mktemp("browser"), stack.enter_context(fresh_database(kind)))
+                stack.callback(app.state.engine.dispose)
+                made[kind] = filled(app, stack.enter_context(serving(app)))
+            return made[kind]
+
+        yield of
+
+
+def filled(app: FastAPI, client: httpx.Client) -> Collector:
+    """A faulty, a non-finite, a hostile and an empty run."""
+    found = Collector(app, client)
+    found.runs["faulty"] = synthetic.faulty_run(client, app.state.engine)
+    found.runs["nonfinite"] = synthetic.nonfinite_run(client)
+    found.runs["hostile"] = synthetic.hostile_run(client, app.state.engine)
+    found.runs["empty"] = synthetic.empty_run(client)
+    return found
+
+
+@pytest.fixture(scope="session")
+def collector(request: pytest.FixtureRequest, collectors: Callable[[str], Collector]) -> Collector:
+    """The collector of all tests on one database."""
+    return collectors(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,43 @@ def test_what_was_not_looked_at_looks_like_nothing_else(page: Page, collector: C
     assert solid[2]
     assert not solid[1] & solid[2]
     assert not solid[0] & solid[1]
+
+
+GIF = """async (bytes) => {
+  const made = new ImageDecoder({ data: Uint8Array.from(bytes), type: "image/gif" }), at = document.querySelector("[data-flight]").flight.data;
+  await made.tracks.ready;
+  await made.completed;
+  const { frameCount, repetitionCount } = made.tracks.selectedTrack, canvas = document.createElement("canvas"), shown = [];
+  for (const frameIndex of [0, frameCount - 2, frameCount - 1]) {
+    const { image } = await made.decode({ frameIndex }), g = canvas.getContext("2d", { willReadFrequently: true });
+    Object.assign(canvas, { width: image.displayWidth, height: image.displayHeight });
+    g.drawImage(image, 0, 0);
+    shown.push([...g.getImageData(0, 0, canvas.width, canvas.height).data].filter((v, i) => i % 4 < 3));
+  }
+  const unlike = (a, b) => a.reduce((n, v, i) => n + (v !== b[i]), 0) / a.length;
+  return { frames: frameCount, again: repetitionCount, steps: at.steps.length, size: [canvas.width, canvas.height],
+           first: unlike(shown[0], shown[2]), last: unlike(shown[1], shown[2]), colours: new Set(shown[2]).size };
+}"""
+
+
+def test_the_film_is_had_as_an_animated_gif(page: Page, collector: Collector, tmp_path: Path) -> None:
+    """Read back by Chromium's own decoder: a frame a step, more around the failure, and the failure held at the end."""
+    flight(page, collector, f"{OWN}?span=16&theme=light")
+    with page.expect_download() as found:
+        page.get_by_role("button", name="GIF").click()
+    assert found.value.suggested_filename == f"flight-step-{BORN}.gif"
+    found.value.save_as(tmp_path / "film.gif")
+    body = (tmp_path / "film.gif").read_bytes()
+    assert body.startswith(b"GIF89a")
+    assert len(body) < 1_000_000
+    expect(page.get_by_role("button", name="GIF")).to_be_enabled()
+    made = page.evaluate(GIF, list(body))
+    assert made["frames"] == made["steps"] + 5 * 3 + 1
+    assert made["size"][0] == 960
+    assert made["again"] is None or made["again"] > 1_000_000, "it ends"
+    assert 0.02 < made["first"] < 0.9, "the first frame is faint ahead of the playhead"
+    assert made["last"] < 0.02, "what has been played stays"
+    assert made["colours"] > 20
 
 
 def test_a_frame_of_three_hundred_sites_costs_a_fraction_of_its_time(page: Page, collector: Collector) -> None:

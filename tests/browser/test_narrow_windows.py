@@ -42,6 +42,35 @@ def test_no_page_is_wider_than_the_window(narrow: Page, collector: Collector, pa
     assert narrow.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("path", [SITE, f"{SITE}/tile-map?step={FAULT_STEP}", f"/incidents/{INCIDENT_ID}/flight"])
+def test_the_way_up_is_cut_before_it_lies_under_what_stands_beside_it(
+    narrow: Page, collector: Collector, path: str
+) -> None:
+    narrow.goto(collector.url(path))
+    until(narrow, "!document.getElementById('live').hidden")
+    hidden = narrow.evaluate(
+        """() => { const of = document.querySelector(".crumbs"), live = document.getElementById("live").getBoundingClientRect();
+          const end = of.getBoundingClientRect().right;
+          return [end <= live.left + 1, getComputedStyle(of).overflowX, [...of.children].filter((e) => e.offsetParent).map((e) => e.clientWidth)]; }"""
+    )
+    assert hidden[:2] == [True, "hidden"]
+    assert all(width > 20 for width in hidden[2]), "a crumb that cannot be read or touched"
+
+
+def test_states_on_a_card_are_whole(narrow: Page, collector: Collector) -> None:
+    run = synthetic.Run(collector.client, "states", "states", sites=synthetic.make_sites(1), session="6" * 32)
+    run.register().send(range(3), ended=True)
+    for first_step, k in ((1, "6"), (2, "9")):
+        over = {"status": "resolved", "resolved_at": 1.0, "mode": "stale-weight-scale", "first_step": first_step}
+        synthetic.add_incident(collector.app.state.engine, "states", k * 32, **over)
+    narrow.goto(collector.url("/runs/states"))
+    chips = narrow.locator("#incidents .card .chip")
+    assert sorted(chips.all_inner_texts()) == ["broke first", "not seen yet", "not seen yet"]
+    assert narrow.evaluate(
+        "[...document.querySelectorAll('#incidents .card .chip')].every((e) => e.scrollWidth <= e.clientWidth)"
+    )
+
+
 def test_a_wide_table_scrolls_in_its_panel_and_stays_there_when_it_is_renewed(
     narrow: Page, collector: Collector
 ) -> None:

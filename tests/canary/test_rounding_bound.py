@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from canary.quantised_operands import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
 
 from fp8watch.kernels import resolve
 from fp8watch.layers.random_projection import check_product, signs
+from fp8watch.numerics.formats import fp8_format
 from fp8watch.numerics.quantize_job import quantize_jobs
 from fp8watch.observer.step_sample import EVERYTHING as EVERYTHING_OF_A_STEP
 from fp8watch.observer.step_state import StepState
-from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows
+from fp8watch.quantize.rounding_bound import HALF_STEP, check_rounding, part_of_rows, rows_hold
+from fp8watch.quantize.self_consistency import Reads
 from fp8watch.quantize.site_quantizer import places, site_quantizer
 from fp8watch.recipe import build
 from fp8watch.sketch.slab import Slab
@@ -118,6 +122,69 @@ def test_a_nan_of_a_finite_element_is_one_and_a_clip_under_a_history_is_none():
     assert recipe.input is not None
     assert check_rounding(x, clipped, EVERYTHING, recipe.input, (64, 256), amax_of(x), scale) is None
     assert check_rounding(x, clipped, EVERYTHING, recipe.input, (64, 256), amax_of(x)) is not None
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
+@pytest.mark.parametrize("tile", [ROW, COLUMN, BLOCK])
+def test_the_library_says_of_values_and_of_codes_what_the_close_look_does(tile, fmt):
+    """Right ones, and one element of one row off by a little more and a little less than the bound."""
+    seen = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = finite(dtype=dtype)
+        codes, read = quantised(x, tile, fmt)
+        spec, amax, part = spec_of(tile, fmt), float(amax_of(x)), part_of_rows(260, 1)
+        x[25, 3], x[29, 200] = torch.nan, torch.inf  # such rows are left to the statistics
+        for reads in (codes, read):
+            assert rows_hold(x, reads, part, spec, amax)
+            assert rows_hold(x, reads, part, spec, math.nan), "not finite: nothing is judged"
+        for row, column in ((21, 0), (21, 299), (101, 17), (102, 17), (5, 5), (25, 7), (29, 7)):
+            for share in (0.99, 1.01):
+                off = read.data.clone()
+                bound = float(x[row, column].float().abs()) * HALF_STEP[fmt]
+                bound += amax * 2 / fp8_format(fmt).max_finite * fp8_format(fmt).min_subnormal / 2
+                off[row, column] = x[row, column].float() + share * bound
+                holds = rows_hold(x, Reads(off, None, tile), part, spec, amax)
+                assert holds == (check_rounding(x, off, part, spec, tile, torch.tensor(amax)) is None)
+                seen.add((row, share, holds))
+        wrong = codes.data.view(torch.uint8).clone()
+        wrong[21] = 0x7F
+        assert not rows_hold(x, Reads(wrong.view(codes.data.dtype), codes.scale_inv, tile), part, spec, amax)
+    assert {(21, 0.99, True), (21, 1.01, False), (102, 1.01, True), (25, 1.01, True), (29, 1.01, True)} <= seen
+
+
+def test_what_the_library_does_not_read_is_left_to_the_close_look():
+    x = finite(256, 256)
+    read = values(x, ROW)
+    part, spec, amax = part_of_rows(256, 0), spec_of(ROW), float(amax_of(x))
+    assert rows_hold(x, Reads(read, None, ROW), part, spec, amax)
+    for of, reads in (
+        (x.double(), Reads(read, None, ROW)),
+        (x.t().contiguous().t(), Reads(read, None, ROW)),
+        (x, Reads(read.t().contiguous().t(), None, ROW)),
+        (x, Reads(read.bfloat16(), None, ROW)),
+        (x, Reads(read[:128], None, ROW)),
+        (x, Reads(read.to(torch.float8_e4m3fn), None, ROW)),
+        (x, Reads(read.to(torch.float8_e4m3fn), torch.ones(1, 1), ROW)),
+    ):
+        assert not rows_hold(of, reads, part, spec, amax)
+
+
+def test_what_a_history_clips_is_known_to_the_library():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    recipe, scale = build.delayed(), torch.tensor([[448.0 / 0.5]])
+    clipped, _, _ = REFERENCE.quantize_dequantize(x, quantize_jobs((64, 256), "E4M3", False, 0.0)[0], scale)
+    assert recipe.input is not None
+    reads, amax = Reads(clipped, None, (64, 256)), float(amax_of(x))
+    assert rows_hold(x, reads, EVERYTHING, recipe.input, amax, scale)
+    assert not rows_hold(x, reads, EVERYTHING, recipe.input, amax)
+    assert not rows_hold(x, reads, EVERYTHING, recipe.input, amax, torch.zeros(1, 1))
+
+
+def test_a_product_that_overflows_its_square_is_looked_at_closely():
+    a, b = torch.randn(64, 32) * 1e15, torch.randn(32, 48) * 1e10
+    assert check_product(a @ b, a, b) is None or not torch.isfinite((a @ b).square().sum())
+    found = check_product((a @ b) * 3, a, b)
+    assert found is not None
 
 
 def test_rows_are_read_in_parts_and_all_of_them_in_turn():

@@ -113,6 +113,13 @@ BUGS = [
         f"{N}::test_the_spool_that_is_named_is_the_one_that_is_used",
     ),
     Bug(
+        "what was over before anybody saw it asks in a terminal",
+        "terminal.text:needs",
+        '(run.get("num_unseen_incidents"), "not seen yet")',
+        '(0, "not seen yet")',
+        f"{G}::test_a_failure_that_was_over_before_anybody_saw_it_asks_in_a_terminal_and_on_a_card",
+    ),
+    Bug(
         "a card shows a name as text",
         "session.card:_incidents",
         'escape(str(first["title"])[:90])',

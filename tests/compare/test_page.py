@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fp8watch_agent.terminal import command, live, text
 from fp8watch_server.pages import report_sections
 from fp8watch_server.pages.redaction import Redaction
 
+UNITLESS = {"field": "loss", "value": 2.5, "baseline": None, "unit": "", "since_step": 2}
 SENTENCE = (
     f"They are identical to the last bit before step {FAULT_STEP}, and part there, first in {FAULT_MODULE} input. "
     f"At step {FAULT_STEP} one side is not finite, and the other is. The losses do not part."
@@ -157,7 +159,7 @@ def test_runs_incidents_and_one_of_them_in_a_terminal(
         assert main([*args, *collector]) == 0  # type: ignore[operator]
         return capsys.readouterr().out
 
-    assert re.search(r"^demo-inf +tiny-lm blockwise +running +119 +105 +1 ", said(command.runs_main), re.M)
+    assert re.search(r"^demo-inf +tiny-lm blockwise +1 open +running +119 +105 ", said(command.runs_main), re.M)
     assert len(json.loads(said(command.runs_main, "--json", "-n", "2"))) == 2
     assert f"{FAULT_MODULE} input tile (131, 3) rank 0" in said(command.incidents_main, "--run", "demo-inf")
     assert json.loads(said(command.incidents_main, "--severity", "info", "--json")) == []
@@ -165,7 +167,7 @@ def test_runs_incidents_and_one_of_them_in_a_terminal(
     assert "inf-laundering" in said(command.show_main, "demo-inf")
     assert json.loads(said(command.show_main, "demo-inf", "--json"))["incidents"][0]["id"] == INCIDENT_ID
     top = said(live.top_main, "--once")
-    assert re.search(r"^tiny-lm blockwise +running +119 +[\d.]+ +[▁-█]+ +1 ", top, re.M)
+    assert re.search(r"^tiny-lm blockwise +1 open +running +119 +[\d.]+ +[▁-█]+ ", top, re.M)
     assert json.loads(said(live.top_main, "--json"))["runs"][0]["loss"]["steps"]
     path = tmp_path / "report.html"
     assert "wrote" in said(command.report_main, INCIDENT_ID, "-o", str(path), "--redact")
@@ -176,6 +178,33 @@ def test_runs_incidents_and_one_of_them_in_a_terminal(
     assert command.runs_main(["--collector", "http://127.0.0.1:9"]) == 1
     assert "start `fp8watch serve`" in capsys.readouterr().err
     assert command.runs_main(["--collector", "ftp://x"]) == 2
+
+
+def test_a_failure_that_was_over_before_anybody_saw_it_asks_in_a_terminal_and_on_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fp8watch.session import card
+
+    app = make_app(tmp_path)
+    over = {"status": "resolved", "resolved_at": time.time(), "title": "Was laundered", "evidence": [UNITLESS]}
+    with serving(app) as client:
+        synthetic.Run(client, "over", "over").register().send(range(3), fault=False, ended=True)
+        synthetic.add_incident(app.state.engine, "over", INCIDENT_ID, **over)
+        collector = ["--collector", str(client.base_url)]
+
+        def said(main: object, *args: str) -> str:
+            assert main([*args, *collector]) == 0  # type: ignore[operator]
+            return capsys.readouterr().out
+
+        assert re.search(r"^over +over +1 not seen yet +ended ", said(command.runs_main), re.M)
+        assert INCIDENT_ID in said(live.top_main, "--once")
+        assert INCIDENT_ID in said(command.incidents_main, "--state", "asks")
+        assert said(command.incidents_main, "--state", "open") == "no incidents\n"
+        assert "  loss = 2.5\n" in said(command.show_main, INCIDENT_ID)
+        assert "1: Was laundered (over, not seen yet)" in card._incidents(card.ask(str(client.base_url), "over"))
+        assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/seen").status_code == 200
+        assert re.search(r"^over +over +- +ended ", said(command.runs_main), re.M)
+        assert "no incident asks for you" in said(live.top_main, "--once")
 
 
 def test_top_is_drawn_by_rich_and_a_terminal_obeys_no_name(client: httpx.Client) -> None:

@@ -11,6 +11,7 @@ IMPACT = f"{T}/test_loss_impact.py"
 FORMATS = f"{T}/test_formats.py"
 WHAT_IF = f"{T}/test_what_if.py"
 MOMENTS = f"{T}/test_moments.py"
+COLLECTIVES = f"{T}/test_collectives.py"
 CALIBRATE = f"{T}/test_calibrate.py"
 BUGS = [
     Bug("an impact has the size and sign of what the loss does", "loss_impact:ImpactSums.add",
@@ -47,6 +48,10 @@ BUGS = [
         f"{MOMENTS}::test_drift_is_that_of_a_training_with_moments_in_bf16_and_nothing_of_the_callers_changes"),
     Bug("a moment that does not move is counted", "moments:_Counts.add", "moved & (rounded == before)", "moved & (rounded != rounded)",
         f"{MOMENTS}::test_what_is_flushed_and_what_does_not_move_is_counted"),
+    Bug("a partial sum is rounded to what is sent", "collectives:_reduced", "total = f.round(raw)", "total = raw",
+        f"{COLLECTIVES}::test_a_sum_in_bf16_is_that_of_ranks_which_add_one_after_the_other_and_nothing_of_the_callers_changes"),
+    Bug("a scale leaves room for the sum", "collectives:_scale", "(len(g) if f.reserve else 1)", "1",
+        f"{COLLECTIVES}::test_without_room_for_the_sum_it_clips_and_with_it_small_gradients_are_flushed"),
     *CHECKPOINT_BUGS,
     *BISECT_BUGS,
     *FIX_BUGS,

@@ -12,8 +12,9 @@ from pages.collector import make_app, serving
 from pages.synthetic import INCIDENT_ID
 
 from fp8watch_server.pages.coverage import agents
-from fp8watch_server.pages.headline import Watched, headline
+from fp8watch_server.pages.headline import Watched, headline, need_of
 from fp8watch_server.pages.page_queries import _by_state
+from fp8watch_server.store import run_list
 
 RUN = {"id": "r", "status": "running", "last_step": 299, "last_seen_at": time.time(), "world_size": 1, "num_sites": 89}
 EACH = Watched(0, 299, 89, 1.0)
@@ -126,3 +127,9 @@ def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory
         assert answer.json()["events"][-1]["detail"] == {"by": "ann"}
         assert tone_and_text(client.get("/runs/r").text)[0] == "calm"
         assert "asks critical" not in client.get("/").text
+
+
+def test_what_has_ended_is_not_broken_now() -> None:
+    run: Any = {"need": run_list.CRITICAL_OPEN, "status": "running", "not_watching": "", "last_seen_at": 0.0}
+    assert need_of(run) == ("critical", "broken now", "")
+    assert need_of({**run, "status": "ended"}) == ("critical", "ended broken", "")

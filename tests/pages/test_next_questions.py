@@ -33,7 +33,7 @@ def test_a_bisection_that_is_sent_to_the_address_of_the_page_is_on_it(
     commands = [htmllib.unescape(c) for c in re.findall(r'data-copy-text="(fp8watch[^"]*)"', before)]
     assert f"fp8watch diagnose bisect MODULE:FUNCTION --suspect {FAULT_MODULE} --incident {address}" in commands
     assert any(c.startswith("fp8watch diagnose what-if --run demo-inf --collector http://") for c in commands)
-    for asked in ("diagnose loss-impact", "diagnose moments", "calibrate", "check-checkpoint"):
+    for asked in ("diagnose loss-impact", "diagnose moments", "diagnose collectives", "calibrate", "check-checkpoint"):
         assert any(c.startswith(f"fp8watch {asked} ") for c in commands), asked
     for part in ("costs", "checkpoints", "coverage"):
         assert f'href="/runs/demo-inf#{part}"' in before, part

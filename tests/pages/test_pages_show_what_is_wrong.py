@@ -7,8 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from pages import synthetic
 from pages.synthetic import FAULT_MODULE, FAULT_SITE, INCIDENT_ID
+
+from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import writing
 
 SITE = f"/runs/demo-inf/sites/{FAULT_SITE}"
 
@@ -87,6 +91,10 @@ def test_worst_sites_begin_with_what_an_open_incident_names(tmp_path_factory: py
         html = page(client, "/runs/n")
         assert named_first(html) == str(FAULT_SITE)
         assert f'class="named critical" href="/incidents/{INCIDENT_ID}"' in html
+        over = {"status": "resolved", "resolved_at": 1.0, "seen_at": None}
+        with writing(app.state.engine) as conn:
+            conn.execute(sa.update(schema.incident).values(over))
+        assert named_first(page(client, "/runs/n")) == str(FAULT_SITE), "over, and nobody has seen it"
         assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/resolve").status_code == 200
         assert named_first(page(client, "/runs/n")) == str(in_flow[0].id)
 

@@ -15,7 +15,7 @@ from pages.synthetic import FAULT_MODULE
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 1280
-PARTS = ("forecast", "compare", "fix-files", "checkpoints", "costs")
+PARTS = ("forecast", "compare", "fix-files", "checkpoints", "costs", "precision")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_every_page_is_taken_with_the_failure_on_it(
     made |= {f"failure-{fault}.png" for fault in script["FAULTS"]}  # type: ignore[attr-defined]
     made |= {f"{name}.png" for name in PARTS}
     assert {p.name for p in IMAGES.glob("*.png")} == made, "make screenshots"
+    assert (IMAGES / "flight.gif").read_bytes().startswith(b"GIF89a")
 
 
 def test_an_image_is_a_picture_of_a_page() -> None:

@@ -12,21 +12,22 @@ from proving import planted
 from proving.faults import FAULTS
 from proving.training import Change, Prepared, Training
 from proving.traps import TRAPS
+from proving.trends import TRENDS
 
 HEALTHY = "healthy"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A faulty run, a run with a trap, or (`change` = "healthy") the twin of all runs of its family and seed."""
+    """A faulty run, a run with a trap or a trend, or (`change` = "healthy") the twin of all runs of its family and seed."""
 
     family: str
     change: str
-    """Name of a fault or a trap, or "healthy"."""
+    """Name of a fault, a trap or a trend, or "healthy"."""
     kind: str
-    """One of "fault", "trap", "twin"."""
+    """One of "fault", "trap", "trend", "twin"."""
     severity: str
-    """Of a fault; "" for others."""
+    """Of a fault; of a trend "arrives" or "levels-off"; "" for others."""
     seed: int
     setup: str = ""
     """Of a twin: the fault whose preparations it shares, another recipe for one. Their twin without would be another training."""
@@ -58,6 +59,8 @@ class Case:
             return None if fault is None else Prepared(fault)
         if self.kind == "twin":
             return Change()
+        if self.kind == "trend":
+            return TRENDS[self.change].draw(rng, training, self.severity)
         if self.kind == "trap":
             return (TRAPS | planted.TRAPS)[self.change].draw(rng, training)
         return (FAULTS | planted.FAULTS)[self.change].draw(rng, training, self.severity)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from proving.case import Case
 from proving.families import build
 from proving.training import Change, Fault, Training, Trap
+from proving.trends import Trend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +96,7 @@ def describe(change: Change) -> dict[str, Any]:
             "drawn": change.drawn,
             "generator": change.generator,
         }
-    return {"step": change.step, "drawn": change.drawn} if isinstance(change, Trap) else {}
+    return {"step": change.step, "drawn": change.drawn} if isinstance(change, Trap | Trend) else {}
 
 
 @contextmanager

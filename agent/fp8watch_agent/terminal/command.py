@@ -75,6 +75,8 @@ def incidents_main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fp8watch incidents", description="List incidents, the newest first.")
     parser.add_argument("--run", help="only of this run (default: all)")
     parser.add_argument("--status", choices=("open", "acknowledged", "resolved"), help="only those")
+    states = ("asks", "open", "acknowledged", "unseen", "seen", "fixed", "false-alarm")
+    parser.add_argument("--state", choices=states, help="only those; asks: open, or over and not seen yet")
     parser.add_argument("--severity", choices=("info", "warning", "critical"), help="only those")
     parser.add_argument("--mode", help="only of this failure mode")
     parser.add_argument("-n", "--number", type=int, default=20, help="at most so many (default: %(default)s)")
@@ -83,7 +85,7 @@ def incidents_main(argv: list[str]) -> int:
 
     def ask(asking: Asking) -> int:
         path = f"/api/v1/runs/{segment(args.run)}/incidents" if args.run else "/api/v1/incidents"
-        query = {"status": args.status, "severity": args.severity, "mode": args.mode}
+        query = {"status": args.status, "state": args.state, "severity": args.severity, "mode": args.mode}
         found = asking.listed(path, query, at_most=max(1, args.number))
         if args.json:
             as_json(found)

@@ -1,4 +1,4 @@
-"""`fp8watch top`: runs and open incidents, live in the terminal.
+"""`fp8watch top`: runs, and the incidents that ask for somebody, live in the terminal.
 
 Thread:     main
 
@@ -36,19 +36,21 @@ class Look:
 
 
 def look(asking: Asking) -> Look:
-    """Running runs first, the newest of each; open incidents."""
+    """Running runs first, those that need somebody before the newest; incidents that are open or that nobody has seen yet."""
     runs = asking.listed("/api/v1/runs", at_most=100)
     order = {"running": 0, "stalled": 1}
-    runs = sorted(runs, key=lambda run: (order.get(run["status"], 2), -run["last_seen_at"]))[:NUM_RUNS]
+    runs = sorted(runs, key=lambda run: (order.get(run["status"], 2), not text.needs(run), -run["last_seen_at"]))[
+        :NUM_RUNS
+    ]
     loss = {}
     for run in runs:
         if run["last_step"] is not None:
             query = {"name": "loss", "points": POINTS, "from": max(0, run["last_step"] - 4096)}
             loss[run["id"]] = asking.json(f"/api/v1/runs/{segment(run['id'])}/scalars", query)
-    return Look(runs, asking.listed("/api/v1/incidents", {"status": "open"}, at_most=NUM_INCIDENTS), loss)
+    return Look(runs, asking.listed("/api/v1/incidents", {"state": "asks"}, at_most=NUM_INCIDENTS), loss)
 
 
-HEADS = ("RUN", "STATUS", "STEP", "LOSS", "OVER STEPS", "OPEN", "RECIPE", "RANKS", "SEEN")
+HEADS = ("RUN", "NEEDS", "STATUS", "STEP", "LOSS", "OVER STEPS", "RECIPE", "RANKS", "SEEN")
 
 
 def rows(seen: Look) -> list[tuple[object, ...]]:
@@ -57,16 +59,15 @@ def rows(seen: Look) -> list[tuple[object, ...]]:
     for run in seen.runs:
         series = seen.loss.get(run["id"])
         loss, trend = (text.latest(series), text.spark(series)) if series else (text.ABSENT, "")
-        step, num_open = run["last_step"], run["num_open_incidents"]
-        name = run["name"] or run["id"]
-        out.append((name, run["status"], step, loss, trend, num_open, run["recipe"], run["world_size"], text.ago(run["last_seen_at"])))  # fmt: skip
+        step, name = run["last_step"], run["name"] or run["id"]
+        out.append((name, text.needs(run), run["status"], step, loss, trend, run["recipe"], run["world_size"], text.ago(run["last_seen_at"])))  # fmt: skip
     return out
 
 
 def _plain(seen: Look) -> None:
     say(text.table(HEADS, rows(seen)) if seen.runs else ["no runs"])
     incidents = [text.incident_row(i) for i in seen.incidents]
-    say(["", *(text.table(text.INCIDENT_HEADS, incidents) if incidents else ["no open incidents"])])
+    say(["", *(text.table(text.INCIDENT_HEADS, incidents) if incidents else ["no incident asks for you"])])
 
 
 def drawn(seen: Look, url: str, problem: str = "") -> Any:
@@ -83,7 +84,7 @@ def drawn(seen: Look, url: str, problem: str = "") -> Any:
             out.add_row(*(Text(text.cut(text.plain(value), 40)) for value in line), style=style)
         return out
 
-    styles = ["red" if run["num_open_incidents"] else "" if run["status"] == "running" else "dim" for run in seen.runs]
+    styles = ["red" if text.needs(run) else "" if run["status"] == "running" else "dim" for run in seen.runs]
     head = Text(f"{url}   {time.strftime('%H:%M:%S')}   Ctrl-C ends", style="bold")
     if problem:
         head = Text(problem, style="bold yellow")
@@ -91,14 +92,16 @@ def drawn(seen: Look, url: str, problem: str = "") -> Any:
     below = (
         grid(text.INCIDENT_HEADS, [text.incident_row(i) for i in seen.incidents], severity)
         if seen.incidents
-        else Text("no open incidents", style="dim")
+        else Text("no incident asks for you", style="dim")
     )
     return Group(head, Text(), grid(HEADS, rows(seen), styles), Text(), below)
 
 
 def top_main(argv: list[str]) -> int:
     """Entry point of `fp8watch top`."""
-    parser = argparse.ArgumentParser(prog="fp8watch top", description="Show runs and open incidents, live.")
+    parser = argparse.ArgumentParser(
+        prog="fp8watch top", description="Show runs, and the incidents that ask for you, live."
+    )
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (default: %(default)s)"
     )

@@ -48,6 +48,11 @@ def ago(at: float | None, now: float | None = None) -> str:
     return f"{int(seconds)} s ago"
 
 
+def counted(n: int, word: str) -> str:
+    """A number with its word in the right form."""
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
 def place(of: Mapping[str, Any]) -> str:
     """Module, operand and tile of an incident."""
     parts = [of.get("module") or "whole run", of.get("operand")]
@@ -79,13 +84,19 @@ def spark(series: Mapping[str, Any], width: int = 24) -> str:
     return "".join("✕" if (v := values[i]) is None else BLOCKS[round((v - low) * scale)] for i in kept)
 
 
-RUN_HEADS = ("RUN", "NAME", "STATUS", "STEP", "SITES", "OPEN", "RECIPE", "RANKS", "SEEN")
+def needs(run: Mapping[str, Any]) -> str:
+    """What of a run asks for somebody: incidents that are open, and such as were over before anybody had seen them."""
+    of = ((run["num_open_incidents"], "open"), (run.get("num_unseen_incidents"), "not seen yet"))
+    return ", ".join(f"{n} {words}" for n, words in of if n)
+
+
+RUN_HEADS = ("RUN", "NAME", "NEEDS", "STATUS", "STEP", "SITES", "RECIPE", "RANKS", "SEEN")
 
 
 def run_row(run: Mapping[str, Any], now: float | None = None) -> tuple[object, ...]:
     """A run as a line of `fp8watch runs`."""
     return (
-        run["id"], run["name"], run["status"], run["last_step"], run["num_sites"], run["num_open_incidents"], run["recipe"],
+        run["id"], run["name"], needs(run), run["status"], run["last_step"], run["num_sites"], run["recipe"],
         run["world_size"], ago(run["last_seen_at"], now),
     )  # fmt: skip
 
@@ -112,7 +123,7 @@ def run_lines(run: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]], ur
     """One run."""
     yield f"{plain(run['name'] or run['id'])} ({plain(run['id'])})"
     yield f"  {run['status']}, step {plain(run['last_step'])}, last seen {ago(run['last_seen_at'])}"
-    yield f"  recipe {plain(run['recipe'])}, backend {plain(run['backend'])}, {run['world_size']} ranks, {run['num_sites']} sites, attempt {run['attempt']}"
+    yield f"  recipe {plain(run['recipe'])}, backend {plain(run['backend'])}, {counted(run['world_size'], 'rank')}, {run['num_sites']} sites, attempt {run['attempt']}"
     if run.get("tags"):
         yield f"  tags {plain(', '.join(run['tags']))}"
     if run.get("note"):
@@ -138,7 +149,7 @@ def incident_lines(incident: Mapping[str, Any], url: str) -> Iterator[str]:
         yield f"why: {plain(incident['cause'])}"
     for evidence in incident.get("evidence") or []:
         baseline = f", before {plain(evidence['baseline'])}" if evidence.get("baseline") is not None else ""
-        unit = f" {evidence['unit']}" if evidence.get("unit") else ""
-        yield f"  {plain(evidence['field'])} = {plain(evidence['value'])}{plain(unit)}{baseline}"
+        unit = f" {plain(evidence['unit'])}" if evidence.get("unit") else ""
+        yield f"  {plain(evidence['field'])} = {plain(evidence['value'])}{unit}{baseline}"
     for n, fix in enumerate(incident.get("fix") or [], 1):
         yield f"fix {n} ({plain(fix['kind'])}): {plain(fix['text'])}"

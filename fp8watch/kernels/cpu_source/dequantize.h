@@ -48,6 +48,21 @@ INLINE void dequantize_run(const uint8_t *codes, const float *scale_inv, int eac
     memcpy(out + i, values, (size_t)(n - i) * sizeof *out);
 }
 
+#define HELD_COLUMNS 1024
+
+/* What a GEMM reads, values or codes, and the operand: see held.h. */
+struct held {
+    const void *x;          /* [M, K], rows ld elements apart */
+    int64_t ld, M, K, first, step; /* each step-th row from the first on */
+    const float *values;    /* [M, K] contiguous, or NULL */
+    const uint8_t *codes;   /* [M, K] contiguous, or NULL */
+    const float *scale_inv; /* of codes: [Mt, Kt] */
+    int64_t bm, bk;
+    struct code_layout layout;
+    float limit, half, floor;
+    int32_t least;          /* bits of the smallest magnitude of a row that is judged */
+};
+
 struct dequantize {
     const uint8_t *codes; /* [M, K] contiguous */
     const float *scale_inv;

@@ -246,6 +246,17 @@ void fp8watch_dequantize(const uint8_t *codes, const float *scale_inv, float *ou
     leave(mode);
 }
 
+/* Whether what a GEMM reads of rows of an operand, values or codes, lost no more than rounding takes: see held.h. */
+int fp8watch_rows_hold(const void *x, int64_t ld, int32_t dtype, int64_t M, int64_t K, int64_t first, int64_t step,
+                       const float *values, const uint8_t *codes, const float *scale_inv, int64_t bm, int64_t bk,
+                       int32_t format, float limit, float half, float floor, float smallest) {
+    struct mode mode = enter();
+    const struct held h = {x, ld, M, K, first, step, values, codes, scale_inv, bm, bk, code_layout_of(format), limit, half, floor, bits_of(smallest)};
+    const int holds = dtype == FLOAT32 ? rows_hold_f32(&h) : dtype == BFLOAT16 ? rows_hold_bf16(&h) : rows_hold_f16(&h);
+    leave(mode);
+    return holds;
+}
+
 int64_t fp8watch_abi(int what) {
     return what == 0 ? (int64_t)sizeof(struct job) : what == 1 ? (int64_t)sizeof(struct row) : VB;
 }

@@ -21,6 +21,7 @@ RUN: dict[str, Any] = {
     "world_size": 8,
     "num_sites": 160,
     "num_open_incidents": 1,
+    "num_unseen_incidents": 0,
 }
 SESSION: dict[str, Any] = {
     "session": "5f0c1d2e3b4a59687786a5b4c3d2e1f0",

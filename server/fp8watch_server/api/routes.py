@@ -46,6 +46,8 @@ Cursor = Annotated[str | None, Query(max_length=2048)]
 Choice = Annotated[str | None, Query(max_length=100)]
 # A misspelt value must not read as "no incidents"; an empty one means all.
 Status = Literal["", "open", "acknowledged", "resolved"] | None
+State = Literal["", "asks", "open", "acknowledged", "unseen", "seen", "fixed", "false-alarm"] | None
+"""As people use them; "asks": open and not taken by anybody, or over and not seen."""
 Severity = Literal["", "info", "warning", "critical"] | None
 
 MAX_SITE_ID = (1 << 53) - 1
@@ -159,6 +161,7 @@ def get_runs(request: Request, cursor: Cursor = None, limit: Limit = 100) -> Res
 def get_all_incidents(
     request: Request,
     status: Status = None,
+    state: State = None,
     severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
@@ -168,7 +171,7 @@ def get_all_incidents(
 
     def of_one(conn: Connection) -> Page[IncidentRow]:
         wanted = (None, status or None, severity or None, mode or None)
-        return queries.incidents_page(conn, *wanted, cursor=cursor, limit=limit)
+        return queries.incidents_page(conn, *wanted, state=state or None, cursor=cursor, limit=limit)
 
     with connect_everywhere(request) as everywhere:
         return listed(*merged_page(everywhere.conns, of_one, "opened_at", limit), away=everywhere.away)
@@ -355,6 +358,7 @@ def get_incidents(
     conn: Conn,
     run_id: str,
     status: Status = None,
+    state: State = None,
     severity: Severity = None,
     mode: Choice = None,
     cursor: Cursor = None,
@@ -363,7 +367,7 @@ def get_incidents(
     """Incidents of a run, the newest first."""
     require_run(conn, run_id)
     page = queries.incidents_page(
-        conn, run_id, status or None, severity or None, mode or None, cursor=cursor, limit=limit
+        conn, run_id, status or None, severity or None, mode or None, state=state or None, cursor=cursor, limit=limit
     )
     return listed(*page)
 

@@ -95,7 +95,7 @@ def compare(
     facts = fact_differences.differences(*said)
     for name in ("lr", "loss_scale"):
         facts += fact_differences.of_scalar(name, scalars[0][name], scalars[1][name])
-    facts += of_data + fact_differences.of_sites(common, twins)
+    facts = fact_differences.chosen_first(facts + of_data) + fact_differences.of_sites(common, twins)
     return {
         "a": shown[0],
         "b": shown[1],

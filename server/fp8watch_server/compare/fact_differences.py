@@ -19,6 +19,7 @@ from fp8watch_server.db import schema as t
 OF_SESSION = ("recipe", "fingerprint", "backend", "world_size", "attempt")
 NOT_COMPARED = frozenset({"restart_count", "no_step_ended"})
 OF_SITE = ("format", "recipe", "backend", "tile", "power_2_scale", "eps", "shape")
+CHOSEN = ("recipe", "left_out", "backend", "world_size")
 MAX_HOSTS = 6
 
 
@@ -42,6 +43,17 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dic
     """Facts that differ, by name."""
     names = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n) and n not in NOT_COMPARED]
     return [{"fact": name, "a": _said(before.get(name)), "b": _said(after.get(name))} for name in names]
+
+
+def chosen_first(facts: Sequence[dict[str, str | None]]) -> list[dict[str, str | None]]:
+    """What somebody chose before what follows from it; a fingerprint only repeats the others."""
+
+    def rank(fact: str) -> int:
+        if fact in CHOSEN:
+            return CHOSEN.index(fact)
+        return len(CHOSEN) + (0 if ", from step " in fact else 2 if fact == "fingerprint" else 1)
+
+    return sorted(facts, key=lambda f: rank(str(f["fact"])))
 
 
 def _said(value: object) -> str | None:

@@ -27,7 +27,7 @@ from fp8watch_server.detect.modes.limit_ahead.quantities import (
     flushes,
 )
 from fp8watch_server.detect.thresholds import DEFAULTS
-from fp8watch_server.detect.trend import WINDOW_STEPS, forecast
+from fp8watch_server.detect.trend import WINDOW_STEPS, Forecast, forecast
 from fp8watch_server.pages.formatting import capitalised, field_label, number
 from fp8watch_server.store import queries
 from fp8watch_server.store.rows import RunRow, SiteRow
@@ -69,10 +69,15 @@ def of_scalar(name: str, series: Mapping[str, Any], window: int) -> str:
     return sentence(series, OF_LOGITS, name, window)
 
 
+def ahead(series: Mapping[str, Any], limit: Limit, window: int = WINDOW_STEPS) -> Forecast | None:
+    """What the last steps of one series lead to; None without a lasting trend."""
+    values = np.array([math.nan if v is None or v <= 0 else math.log2(v) for v in series["values"]])
+    return forecast(np.array(series["steps"]), values, math.log2(limit.value), window)
+
+
 def sentence(series: Mapping[str, Any], limit: Limit, label: str, window: int = WINDOW_STEPS) -> str:
     """Of one series; empty without a lasting trend."""
-    values = np.array([math.nan if v is None or v <= 0 else math.log2(v) for v in series["values"]])
-    found = forecast(np.array(series["steps"]), values, math.log2(limit.value), window)
+    found = ahead(series, limit, window)
     if found is None:
         return ""
     pace = f"at the pace of steps {found.first_step}–{found.last_step}"

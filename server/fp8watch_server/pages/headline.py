@@ -194,6 +194,8 @@ def need_of(run: ListedRun, now: float | None = None) -> tuple[str, str, str] | 
     if not run["need"]:
         return None
     tone, reason = NEEDS[run["need"]]
+    if run["need"] == 6 and run["status"] == "ended":
+        reason = "ended broken"
     if run["need"] == 2:
         seconds = max(0.0, (time.time() if now is None else now) - run["last_seen_at"])
         return tone, reason, f"nothing came for {seconds / 60:.0f} min, and the process did not say that it ended"

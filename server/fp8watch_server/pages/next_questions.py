@@ -80,7 +80,15 @@ def questions(
             f"{run_url(run['id'])}#coverage",
             "what attach saw",
         ),
+        Question(
+            "Would collectives do with fewer bits?", f"fp8watch diagnose collectives {TARGET} --ranks {_ranks(run)}"
+        ),
     ]
+
+
+def _ranks(run: RunRow) -> int:
+    """As many as the run has; of one alone, a number to try."""
+    return run["world_size"] if run["world_size"] > 1 else 8
 
 
 def _beside(run: RunRow, before: tuple[str, str] | None) -> Question:

@@ -129,15 +129,15 @@ def _newest(conn: Connection, run: RunRow, fields: tuple[str, ...], ids: set[int
 WORST_FIELDS = ("tile_sqnr_db", "num_nonfinite", "underflow_ratio", "amax_max")
 
 
-def worst_sites(conn: Connection, run: RunRow, sites: list[SiteRow], open_incidents: list[IncidentRow]) -> list[Dict]:
+def worst_sites(conn: Connection, run: RunRow, sites: list[SiteRow], pressing: list[IncidentRow]) -> list[Dict]:
     """Sites by damage where each was measured last.
 
-    Those that open incidents name come first, then non-finite elements, then what is farthest outside of its own band,
+    Those that open incidents name, or such as nobody has seen yet, come first, then non-finite elements, then what is farthest outside of its own band,
     then the lowest tile SQNR against the format.
     """
     unusual = health.unusual_now(conn, run)
     named: dict[int, IncidentRow] = {}
-    for incident in open_incidents[:NUM_WORST]:
+    for incident in pressing[:NUM_WORST]:
         if (of := lookup.site_of(incident, sites)) is not None:
             named.setdefault(of["id"], incident)
     now = _newest(conn, run, WORST_FIELDS, {int(s["id"]) for s in sites})

@@ -202,6 +202,7 @@ def run_page(request: Request, run_id: str) -> Response:
         before = run_list.run_before(conn, run)
         over = ("step", "time", "tokens") if training_axis.token_name(conn, run["id"]) else ("step", "time")
         open_incidents = [i for i in incidents if i["status"] != "resolved"]
+        pressing = [i for i in incidents if i["status"] != "resolved" or i["state"] == UNSEEN]
         asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
         safe = safe_to_resume.of_run(conn, run["id"], asking)
     agents = coverage.agents(run)
@@ -211,7 +212,7 @@ def run_page(request: Request, run_id: str) -> Response:
         with _connect(request) as conn:
             sites = queries.sites(conn, run["id"])
             return {
-                "worst": page_queries.worst_sites(conn, run, sites, open_incidents),
+                "worst": page_queries.worst_sites(conn, run, sites, pressing),
                 "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
                 "has_probes": any(s["operand"] == health.PROBE for s in sites),
                 "costs": layer_costs.layer_costs(conn, run, sites),

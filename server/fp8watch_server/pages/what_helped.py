@@ -39,29 +39,34 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
         .order_by(r.created_at.desc())
         .limit(MAX_TIMES)
     ).all()
-    for k, last in enumerate(hits):
-        clean = _next_without(conn, incident, last, hits[k - 1].created_at if k else None)
-        if clean is not None:
-            return {**_differences(conn, last.run_id, clean, incident["run_id"]), "again": k > 0}
+    if not hits:
+        return None
+    # The newest run that proves something says after which of them it was gone: one question, however often it came.
+    between = (r.created_at > hits[-1].created_at, r.run_id.not_in([row.run_id for row in hits]))
+    newest = conn.execute(sa.select(sa.func.max(r.created_at)).where(*_proves(incident), *between)).scalar()
+    for k, last in enumerate(hits if newest is not None else ()):
+        if last.created_at < newest:
+            clean = _next_without(conn, incident, last, hits[k - 1].created_at if k else None)
+            return clean and {**_differences(conn, last.run_id, clean, incident["run_id"]), "again": k > 0}
     return None
 
 
-def _next_without(conn: Connection, incident: IncidentRow, last: Any, until: float | None) -> Any:
-    """The run that proves something: it began after the last one with the cause, and before the next one with it."""
+def _proves(incident: IncidentRow) -> list[sa.ColumnElement[bool]]:
+    """Runs that came as far, and in which that place was looked at."""
     r, s = t.run.c, t.site.c
     place = incident["place"]
     looked = [s.run_id == r.run_id, s.tenant == r.tenant]
     looked += [s[name] == place[name] for name in ("module", "operand") if place.get(name)]
+    return [r.tenant == t.DEFAULT_TENANT, r.last_step >= incident["first_step"], sa.exists().where(*looked)]
+
+
+def _next_without(conn: Connection, incident: IncidentRow, last: Any, until: float | None) -> Any:
+    """The run that proves something: it began after the last one with the cause, and before the next one with it."""
+    r = t.run.c
     where = [] if until is None else [r.created_at < until]
     return conn.execute(
         sa.select(t.run)
-        .where(
-            r.tenant == t.DEFAULT_TENANT,
-            r.created_at > last.created_at,
-            r.last_step >= incident["first_step"],
-            sa.exists().where(*looked),
-            *where,
-        )
+        .where(r.created_at > last.created_at, *_proves(incident), *where)
         .order_by(sa.case((r.name == last.name, 0), else_=1), r.created_at)
         .limit(1)
     ).first()

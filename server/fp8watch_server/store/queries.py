@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.store import incident_states
 from fp8watch_server.store.charts import heatmap, top
 from fp8watch_server.store.fields import SERIES_FIELDS, FieldError
 from fp8watch_server.store.hot_batches import MAX_STEP
@@ -183,6 +184,7 @@ def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[
 
     num_sites = count(t.site)
     num_open = count(t.incident, t.incident.c.status != "resolved")
+    num_unseen = count(t.incident, incident_states.unseen())
     alive = _runs_with_a_living_session(conn, ids)
     sessions = count(t.session)
     tags = tags_of(conn, ids)
@@ -206,6 +208,7 @@ def as_runs(conn: Connection, rows: list[Any] | Any, now: float | None) -> list[
                 "world_size": row.world_size,
                 "num_sites": num_sites.get(row.run_id, 0),
                 "num_open_incidents": num_open.get(row.run_id, 0),
+                "num_unseen_incidents": num_unseen.get(row.run_id, 0),
                 "tags": tags.get(row.run_id, []),
                 "note": row.note,
                 "archived_at": row.archived_at,
@@ -287,10 +290,14 @@ def incidents_page(
     severity: str | None = None,
     mode: str | None = None,
     *,
+    state: str | None = None,
     cursor: str | None = None,
     limit: int = DEFAULT_LIMIT,
 ) -> tuple[list[IncidentRow], str | None]:
     """A page of incidents, the newest first, and the cursor of the page after it.
+
+    Args:
+        state: one of incident_states.STATES, or "asks": those that ask for somebody.
 
     Raises:
         CursorError: a cursor that this collector has not made.
@@ -300,6 +307,8 @@ def incidents_page(
     for column, value in ((c.run_id, run_id), (c.status, status), (c.severity, severity), (c.mode, mode)):
         if value is not None:
             query = query.where(column == value)
+    if state is not None:
+        query = query.where(incident_states.asks() if state == "asks" else incident_states.is_in(state))
     rows, following = _page(conn, query, c.opened_at, c.id, cursor, limit)
     return [as_incident(row) for row in rows], following
 

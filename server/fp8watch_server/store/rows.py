@@ -28,6 +28,8 @@ class RunRow(TypedDict):
     world_size: int
     num_sites: int
     num_open_incidents: int
+    num_unseen_incidents: int
+    """Critical ones and warnings that were over before anybody had seen them."""
     tags: list[str]
     note: str
     archived_at: float | None

@@ -21,6 +21,7 @@ from fp8watch_server.detect.thresholds import TABLE
 LEVELS = ("mild", "medium", "severe")
 BEGIN, END = "<!-- proving ground -->", "<!-- end of proving ground -->"
 NOT_PROVED = "## Proving ground: faults in real trainings\n\nNot run yet as a whole: `make prove`."
+TRACES = "## Test of the engine on traces"
 LONG_RUNS = Path(__file__).with_name("long_runs.py")
 
 
@@ -52,9 +53,9 @@ class Point:
 
 
 def kept(page: str) -> str:
-    """The part of a page that `make prove` writes, markers and all."""
+    """What stands before this part: what `make prove` and `make prove-forecasts` write, markers and all, and the words between."""
     _, begin, rest = page.partition(BEGIN)
-    return begin + rest.partition(END)[0] + END if begin else f"{BEGIN}\n{NOT_PROVED}\n{END}"
+    return (begin + rest.partition(TRACES)[0]).rstrip() if begin else f"{BEGIN}\n{NOT_PROVED}\n{END}"
 
 
 def write_page(
@@ -88,12 +89,12 @@ def write_page(
 def _intro(every: int, split: str, num_seeds: int, where: str, took_s: float, proved: str, command: str) -> str:
     return f"""# Detection: how well failures are found
 
-Two measurements: faults put into real trainings of sixteen families (`make prove`), and a test of the engine alone on traces
-(`make bench-detect`). Both at attach's defaults; another setting stands in a second column, and says so.
+Three measurements: faults put into real trainings of sixteen families (`make prove`), slow trends in real trainings of six
+(`make prove-forecasts`), and a test of the engine alone on traces (`make bench-detect`). All at attach's defaults; another setting stands in a second column, and says so.
 
 {proved}
 
-## Test of the engine on traces
+{TRACES}
 
 Made by `{command}` ({where}; {took_s:.0f} s of one core). Two sources:
 

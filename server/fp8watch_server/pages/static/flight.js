@@ -1,10 +1,13 @@
 // The flight recorder: layers × steps around a failure, with a playhead that runs through each step in the order of execution.
 import { api, colour, number } from "./basics.js";
+import { film } from "./flight_gif.js";
 import { fitted } from "./flight_rows.js";
 import { cellAt, geometry, legend, paintFilm, paintFrame, paintPanes } from "./flight_paint.js";
 
 const MOST_PX = { alone: 620, beside: 280 };
 const STEP_MS = 150, SLOW = 4, SLOW_AROUND = [-1, 3]; // around the failure the film runs slower
+
+const slow = (apart) => (apart >= SLOW_AROUND[0] && apart <= SLOW_AROUND[1] ? SLOW : 1);
 
 class Flight {
   constructor(panel) {
@@ -31,6 +34,7 @@ class Flight {
     this.find("play").addEventListener("click", () => this.toggle());
     this.find("back").addEventListener("click", () => this.move(-1));
     this.find("on").addEventListener("click", () => this.move(1));
+    this.find("gif").addEventListener("click", () => this.gif());
     this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
     canvas.addEventListener("pointermove", (event) => this.hover(event));
     canvas.addEventListener("pointerleave", () => { this.hovered = null; this.tooltip.hidden = true; this.paint(); });
@@ -228,8 +232,7 @@ class Flight {
 
   // So many milliseconds of film further.
   advance(ms) {
-    const apart = this.step - this.at, slow = apart >= SLOW_AROUND[0] && apart <= SLOW_AROUND[1] ? SLOW : 1;
-    this.part += ms / (STEP_MS * slow);
+    this.part += ms / (STEP_MS * slow(this.step - this.at));
     if (this.part < 1) return this.paint();
     if (this.column === this.data.steps.length - 1) { this.stop(); this.remember(); return this.paint(); }
     this.part -= 1;
@@ -242,6 +245,19 @@ class Flight {
     this.part = 1;
     this.button("▶", "Play the flight recorder", false);
     this.paint();
+  }
+
+  // The film as a file, for a message: it takes a second or two, in which the button says so.
+  async gif() {
+    const button = this.find("gif"), { title } = this.panel.dataset;
+    if (!this.data?.rows.length || !this.data.steps.length) return;
+    Object.assign(button, { disabled: true, textContent: "Making …" });
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    const bytes = film(this.data, { title, most: this.most, step_ms: STEP_MS, slow });
+    const url = URL.createObjectURL(new Blob([bytes], { type: "image/gif" }));
+    Object.assign(document.createElement("a"), { href: url, download: `flight-step-${this.at}.gif` }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 60_000);
+    Object.assign(button, { disabled: false, textContent: "GIF" });
   }
 
   button(glyph, words, pressed) {
