@@ -22,9 +22,16 @@ from torch.overrides import TorchFunctionMode
 from fp8watch.layers.custom_ops import is_eager, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
+from fp8watch.layers.probe_ops import look_at_probe
 
 _INSIDE = "multi_head_attention_forward"
 """A function written in Python whose products are made inside, where a mode does not look."""
+_LOOKUP = "embedding"
+FIRST_STEPS, HEADS_EVERY = 16, 8
+"""Heads that are no Linears are looked at in each of the first steps, then in one of so many: the mode sees all that the
+whole forward calls, for the sake of one product in it."""
+FORWARDS_IN_VAIN = 4
+"""Forwards in which a head must have been seen, or it is looked for no longer."""
 _GATHERS = frozenset({"__getitem__", "index_select"})
 _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "contiguous"})
 _X_FIRST = ("input", "self", "mat1", "tensor", "batch1", "mat_a"), ("weight", "other", "mat2", "batch2", "mat_b")
@@ -46,19 +53,45 @@ _PRODUCTS: Mapping[str, _Product] = {
 }
 
 
+class HeadSite(NamedTuple):
+    """A head that is no Linear."""
+
+    fqn: str
+    site: Tensor  # of its output
+
+
 @dataclass(eq=False)
 class OwnGemms:
     """The parameters of one module whose products are looked at.
 
     Args:
         sites: path of a parameter from the module, such as "down_proj" -> its site.
+        heads: path of an embedding's weight -> the head that it is: the output of products with it is looked at.
     """
 
     sites: Mapping[str, Tensor]
+    heads: Mapping[str, HeadSite] = field(default_factory=dict)
     called: bool = False  # in eager code, in training
     seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
     read_by: dict[str, str] = field(default_factory=dict)  # others -> the first function that read them
     forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
+    _tries: int = FORWARDS_IN_VAIN
+
+    @property
+    def any_site(self) -> Tensor:
+        """One of them."""
+        return next(iter((*self.sites.values(), *(head.site for head in self.heads.values()))))
+
+    def due(self) -> bool:
+        """Whether this forward is looked into; products with own parameters are in each."""
+        if self.sites:
+            return True
+        if not self.seen:
+            self._tries -= 1
+        plan = plan_of(self.any_site)
+        if plan is None or self._tries < 0:
+            return False
+        return plan.step.num_begun <= FIRST_STEPS or plan.step.num_begun % HEADS_EVERY == 0
 
 
 class _Known(NamedTuple):
@@ -82,7 +115,7 @@ class GemmMode(TorchFunctionMode):
         self._known: list[_Known] = []
         self._parameters: dict[str, Tensor] = {}
         self._grad = torch.is_grad_enabled()
-        for path in gemms.sites:
+        for path in (*gemms.sites, *gemms.heads):
             parameter = _get(module, path)
             if isinstance(parameter, Tensor) and is_eager(parameter):
                 self._parameters[path] = parameter
@@ -112,7 +145,7 @@ class GemmMode(TorchFunctionMode):
         try:
             look(*args)
         except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
-            plan = plan_of(next(iter(self._gemms.sites.values())))
+            plan = plan_of(self._gemms.any_site)
             if plan is not None:
                 plan.guard.swallow("own gemm", error)
 
@@ -158,6 +191,9 @@ class GemmMode(TorchFunctionMode):
         found = second_is or first_is
         if found is None or (second_is is not None and self._find(first) is not None):
             return  # neither of them, or both: a weight that is computed
+        if found[0].path in self._gemms.heads:
+            self._head(found[0].path, first if second_is is not None else second, out)
+            return
         if found[0].gathered is not None:
             gemm = self._token_by_token(first, second, out, found[0], product)
         elif second_is is not None:
@@ -174,6 +210,12 @@ class GemmMode(TorchFunctionMode):
         if hidden and gemm.parameter.requires_grad:
             self._gemms.forward_only.add(path)
         observe_gemm(gemm, self._gemms.sites[path], hidden=hidden)
+
+    def _head(self, path: str, x: Tensor, y: Tensor) -> None:
+        """The product of a head that is no Linear: its output, and what came into it."""
+        self._gemms.seen.add(path)
+        fqn, site = self._gemms.heads[path]
+        look_at_probe(y, int(site), (fqn, x))
 
     def _gemm(
         self, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor, w: Tensor, y: Tensor,
@@ -250,7 +292,7 @@ class GemmMode(TorchFunctionMode):
         """Remember what else reads a parameter, to be told where no product does."""
         for arg in args:
             for part in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if isinstance(part, Tensor) and name not in ("__get__", "__getitem__", "data_ptr"):
+                if isinstance(part, Tensor) and name not in ("__get__", "__getitem__", "data_ptr", _LOOKUP):
                     for path, parameter in self._parameters.items():
                         if part is parameter:
                             self._gemms.read_by.setdefault(path, name)
