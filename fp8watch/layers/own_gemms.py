@@ -11,7 +11,7 @@ matrices of experts gathered token by token. The mode is entered inside forward,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8watch.layers.custom_ops import is_eager, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups
+from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
 from fp8watch.layers.probe_ops import look_at_probe
 
@@ -116,7 +117,10 @@ class GemmMode(TorchFunctionMode):
         self._parameters: dict[str, Tensor] = {}
         self._grad = torch.is_grad_enabled()
         for path in (*gemms.sites, *gemms.heads):
-            parameter = _get(module, path)
+            held = _get(module, path)
+            parameter = local_part(held)
+            if parameter is not held:
+                parameter = parameter.detach().requires_grad_(held.requires_grad)
             if isinstance(parameter, Tensor) and is_eager(parameter):
                 self._parameters[path] = parameter
                 self._add(parameter, path, None)
@@ -170,9 +174,11 @@ class GemmMode(TorchFunctionMode):
     def _see(
         self, name: str, product: _Product | None, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        if not isinstance(out, Tensor) or not is_eager(out):
+        part = local_part(out)
+        if not isinstance(part, Tensor) or not is_eager(part):
             return
         if product is None:
+            args, out = [local_part(x) for x in args[:1]], part
             found = self._find(args[0]) if args else None
             if found is not None and out.data_ptr() != args[0].data_ptr() and out.shape == args[0].shape:
                 known, expert = found
@@ -185,6 +191,8 @@ class GemmMode(TorchFunctionMode):
         )
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return
+        dgrad, of_ranks = first.requires_grad, out if part is not out else None
+        first, second = local_part(first), local_part(second)
         second_is, first_is = self._find(second), None
         if second_is is None and name != "linear" and not product.is_grouped:
             first_is = self._find(first)
@@ -192,15 +200,17 @@ class GemmMode(TorchFunctionMode):
         if found is None or (second_is is not None and self._find(first) is not None):
             return  # neither of them, or both: a weight that is computed
         if found[0].path in self._gemms.heads:
-            self._head(found[0].path, first if second_is is not None else second, out)
+            self._head(found[0].path, first if second_is is not None else second, part)
             return
         if found[0].gathered is not None:
-            gemm = self._token_by_token(first, second, out, found[0], product)
+            gemm = self._token_by_token(first, second, part, found[0], product)
         elif second_is is not None:
-            gemm = self._gemm(product, args, kwargs, first, second, out, *found)
+            gemm = self._gemm(product, args, kwargs, first, second, part, *found)
         else:
-            gemm = self._turned(first, second, out, *found)
+            gemm = self._turned(first, second, part, *found)
         path = found[0].path
+        if gemm is not None and of_ranks is not None:
+            gemm = replace(gemm, dgrad=dgrad, of_ranks=of_ranks) if _one_product(first, second, part, product) else None
         if gemm is None or not is_eager(gemm.x):
             self._gemms.read_by.setdefault(path, f"{name} of shapes that are not known")
             return
@@ -296,6 +306,14 @@ class GemmMode(TorchFunctionMode):
                     for path, parameter in self._parameters.items():
                         if part is parameter:
                             self._gemms.read_by.setdefault(path, name)
+
+
+def _one_product(x: Tensor, w: Tensor, y: Tensor, product: _Product) -> bool:
+    """Whether a rank's parts are what its product read, as far as shapes tell: ranks may have sent each other more first."""
+    if w.dim() != 2 or x.dim() < 1:
+        return False
+    contracted, kept = w.shape[product.contracts], w.shape[-3 - product.contracts]
+    return x.shape[-1] == contracted and y.shape == (*x.shape[:-1], kept)
 
 
 def _get(module: nn.Module, path: str) -> Any:

@@ -9,11 +9,16 @@ _V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
 _W = "tests/attach/test_wrapped_forward.py::"
 _H = "tests/attach/test_tied_heads.py::"
+_RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
 _HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
 OWN_BUGS = [
     Bug("what is announced and silent is on the page", "server/fp8watch_server/pages/coverage.py",
         '"silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],', '"silent": [],',
         "tests/integration/test_whole_way.py::test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page"),
+    Bug("a rank's part of a weight is observed", "own_parameters:select_own", "(OWN_FORWARD, TENSOR_PARALLEL)", "(OWN_FORWARD,)", _RANKS),
+    Bug("a rank's part of a gradient is observed", "observe_gemm:_hook_on", "grad = local_part(grad)", "pass", _RANKS),
+    Bug("a weight of ranks that is trained has a wgrad", "own_gemms:GemmMode.__init__", "requires_grad_(held.requires_grad)",
+        "requires_grad_(False)", _RANKS),
     Bug("a head without a Linear is found", "tied_heads:find_tied_heads", "if head is not None:", "if False:", _HEAD_SEEN),
     Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(", "(lambda *_: None)(", _HEAD_SEEN),
     Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",
