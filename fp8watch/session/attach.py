@@ -21,7 +21,7 @@ from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
-from fp8watch.observer.probes import ATTENTION_LOGITS
+from fp8watch.observer.probes import ATTENTION_LOGITS, HIGH_PRECISION
 from fp8watch.observer.probes import DEFAULT as DEFAULT_PROBES
 from fp8watch.observer.probes import select as select_probes
 from fp8watch.recipe import resolve_recipe
@@ -163,7 +163,7 @@ def attach(
     # loss, steps and probes are recorded of every model, but not twice of one
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
-    watched = Watched(linears, te=te)
+    watched, heads = Watched(linears, te=te), list[TiedHead]()
     if observe:
         elsewhere = {id(part) for m in te for part in m.module.modules()} | {id(module) for _, module in linears}
         on, converts = (device if linears else None), not chosen.observe_only
@@ -172,14 +172,15 @@ def attach(
         )
         device = watched.device(device)
         tied: list[TiedHead] = guard.call("heads", lambda: find_tied_heads(named, elsewhere), [])
-        watched.heads = [head for head in tied if head.reason is None]
+        heads = [head for head in tied if head.reason is None]
         left_out += [LeftOut(head.fqn, head.reason or TIED) for head in tied]
+        watched.heads = heads if HIGH_PRECISION in (DEFAULT_PROBES if probes is None else probes) else []
     chosen_backend = resolve(backend, device)
     watched.probed = select_probes(named, probes, _observed_as_operands(watched, named, left_out))
     plan, table = make_plan(watched, chosen, chosen_backend, guard, observe=observe, model=model)
     plan.sites.unobserved = unobserved_rows(table, sites)
     seen = [module for _, module in linears] + [m.module for m in te]
-    covered = guard.call("coverage", lambda: coverage(named, seen, watched.own, watched.heads), Coverage())
+    covered = guard.call("coverage", lambda: coverage(named, seen, watched.own, heads), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
     told |= watched.expert_facts()
     recorder = None
@@ -245,9 +246,7 @@ def attach(
             [],
         )
     url = None if recorder is None else run_url(settings, identity)
-    attachment = Attachment(
-        model, plan, table, recorder, handles, observer, own_gemms, watched.own, watched.heads, covered
-    )
+    attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, heads, covered)
     try:
         return Watch(attachment, Session(chosen, identity, session, guard, say, url, settings.collector), cadence)
     except BaseException:

@@ -19,6 +19,8 @@ OWN_BUGS = [
     Bug("a rank's part of a gradient is observed", "observe_gemm:_hook_on", "grad = local_part(grad)", "pass", _RANKS),
     Bug("a weight of ranks that is trained has a wgrad", "own_gemms:GemmMode.__init__", "requires_grad_(held.requires_grad)",
         "requires_grad_(False)", _RANKS),
+    Bug("a router with a weight of its own is looked at", "observer.probes:_keeps_precision", "weight.dim() == 2", "weight.dim() == 3",
+        "tests/attach/test_probes.py::test_a_router_with_a_weight_of_its_own_is_looked_at_too"),
     Bug("a head without a Linear is found", "tied_heads:find_tied_heads", "if head is not None:", "if False:", _HEAD_SEEN),
     Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(", "(lambda *_: None)(", _HEAD_SEEN),
     Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",

@@ -89,6 +89,14 @@ def test_a_product_with_the_embedding_is_looked_at_and_changes_nothing(attach, t
     assert not any("_fp8watch" in name for m in model.modules() for name in m.__dict__)
 
 
+def test_layers_in_high_precision_can_be_left_alone_and_are_named_all_the_same(attach, train):
+    watch = attach(seeded(Tied), recipe="observe", probes=["norms"])
+    train(watch._model, steps=1)
+    assert {module for module, *_ in watch._recorder.step(0)[1]} == {"body.q"}
+    assert watch._recorder.session.facts["left_out"] == "body.wte.tied_head (weight tied to an embedding)"
+    assert watch._recorder.session.facts["gemm_flops_observed"] == pytest.approx(K / (K + VOCAB), abs=1e-4)
+
+
 def test_it_is_told_whether_what_is_not_finite_came_in(attach):
     model = seeded(Tied)
     watch = attach(model, recipe="observe")
