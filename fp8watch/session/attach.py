@@ -104,8 +104,8 @@ def attach(
             "blockwise"), or an error says why it cannot. "emulated" multiplies dequantised operands in float32, on any
             device. "auto": on a GPU "scaled_mm", and where that cannot be had the GEMMs stay as they are and are observed,
             because emulation would make training slower; elsewhere "emulated".
-        probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and Linears that stay in
-            high precision), "attention_logits" (largest logits, sampled, of fused attention too), names and shell patterns;
+        probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and heads and routers
+            that stay in high precision), "attention_logits" (largest logits, sampled, of fused attention too), names and shell patterns;
             None: these four.
         sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
             such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
