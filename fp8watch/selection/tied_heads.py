@@ -15,6 +15,7 @@ import inspect
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -28,6 +29,7 @@ TIED_HEAD = "tied_head"
 """Last part of the name of such a head, behind that of the embedding."""
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner"})
+_WEIGHT, _FACTS = "weight", frozenset({"dtype", "device", "shape", "ndim", "requires_grad", "size", "dim"})
 _ASKS = "get_input_embeddings"
 
 
@@ -54,7 +56,7 @@ def find_tied_heads(named: Sequence[tuple[str, nn.Module]], taken: Container[int
         named: its modules under the names that sites have.
         taken: ids of modules whose class is swapped for something else.
     """
-    read_as_linear = Counter(id(m.weight) for _, m in named if isinstance(m, nn.Linear))
+    read_as_linear = Counter(id(m._parameters.get("weight")) for _, m in named if isinstance(m, nn.Linear))
     outer = [
         (module, dict(module.named_modules()))
         for _, module in named
@@ -62,13 +64,13 @@ def find_tied_heads(named: Sequence[tuple[str, nn.Module]], taken: Container[int
     ]
     found: dict[int, TiedHead] = {}
     for fqn, embedding in named:
-        if not isinstance(embedding, nn.Embedding) or id(embedding.weight) in found:
+        weight = embedding._parameters.get("weight") if isinstance(embedding, nn.Embedding) else None
+        if weight is None or id(weight) in found or read_as_linear[id(weight)] or id(embedding) in taken:
             continue
-        if read_as_linear[id(embedding.weight)] or id(embedding) in taken:
-            continue
+        assert isinstance(embedding, nn.Embedding)
         head = next(_readers(fqn, embedding, outer, taken), None)
         if head is not None:
-            found[id(embedding.weight)] = head
+            found[id(weight)] = head
     return list(found.values())
 
 
@@ -85,7 +87,7 @@ def _readers(
     for _, path, module in sorted(around, key=lambda of: of[0]):
         names, multiplies = _read_names(own_class(module))
         parts = {part for part in path.split(".") if not part.isdigit()}
-        if "weight" not in names or not (parts <= names or _ASKS in names):
+        if _WEIGHT not in names or not (parts <= names or _ASKS in names):
             continue
         made = TiedHead(f"{fqn}.{TIED_HEAD}".lstrip("."), f"{path}.weight", module, embedding)
         if not multiplies:
@@ -125,7 +127,7 @@ def _read_names(cls: type[nn.Module]) -> tuple[set[str], bool]:
             continue
         done.add(name)
         for part in _codes(cls, name):
-            names.update(part.co_names)
+            names.update(n for n in part.co_names if n != _WEIGHT or _reads_weight(part))
             names.update(c for c in part.co_consts if isinstance(c, str))
             multiplies = multiplies or any(_is_matmul(i) for i in dis.get_instructions(part))
         todo += names - done
@@ -149,6 +151,12 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _parts(constant)
+
+
+def _reads_weight(code: CodeType) -> bool:
+    """Whether more of a weight is read than what kind of tensor it is."""
+    found = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    return any(i.argval == _WEIGHT and after.argval not in _FACTS for i, after in pairwise(found))
 
 
 def _is_matmul(instruction: dis.Instruction) -> bool:
