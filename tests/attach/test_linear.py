@@ -62,6 +62,7 @@ def test_sizes_that_are_no_multiples_of_anything_are_observed_and_computed(attac
     watch = attach(seeded(), recipe=getattr(recipes, kind)(observe_only=True))
     assert train(watch._model, lr=1e-3) == alone
     assert watch._recorder.session.facts["gemm_flops_observed"] == 1.0
+    watch.detach()
     in_fp8 = attach(seeded(), recipe=kind)
     losses = train(in_fp8._model, lr=1e-3)
     assert losses != alone
