@@ -101,6 +101,13 @@ def num_compiled(cache: Path) -> int:
     return len((cache / "calls").read_text().split()) if (cache / "calls").exists() else 0
 
 
+@pytest.mark.parametrize("source", ["trial.c", "quantize.c"])
+def test_each_source_compiles_by_itself(source: str, tmp_path: Path) -> None:
+    """The product goes on without the trial, with a width that nobody measured: it says so to nobody."""
+    flags = ("-std=gnu11", "-O0", "-fPIC", "-shared", "-pthread", "-w")
+    assert cpu_compiler.compile_library(cpu_compiler.find_compiler(), flags, tmp_path, source).exists()
+
+
 @pytest.mark.heavy(4, "fp8watch/kernels", first=True)
 @pytest.mark.parametrize(
     "damage",

@@ -4,6 +4,7 @@
  */
 #include <time.h>
 
+#include "dequantize.h"
 #include "slow.h"
 
 #define SUFFIX f32
