@@ -17,7 +17,7 @@ LINEAR = "linear"
 ROLES_FACT = "roles"
 MAX_FACT_CHARS = 4000
 
-_HEAD = re.compile(r"(?:^|[._])(?:lm_head|output_head|unembed\w*)(?:\.|$)")
+_HEAD = re.compile(r"(?:^|[._])(?:lm_head|output_head|tied_head|unembed\w*)(?:\.|$)")
 _OUTER_HEAD = re.compile(r"(?:^|\.)(?:output_layer|embed_out)(?:\.|$)")
 """Heads at any depth outside of numbered blocks; inside of one they are a part of the block."""
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")

@@ -224,7 +224,7 @@ def _refused(path: str, recipe: Recipe, shape: Shape, device: torch.device, dtyp
     if reason is not None:
         return reason
     of_input, of_weight, of_grad = (spec.format for _, spec in recipe.quantised)
-    return scaled_mm.refuses(shape.k, shape.n, of_input, of_weight, of_grad, dtype)
+    return scaled_mm.refuses(of_input, of_weight, of_grad, dtype)
 
 
 def _factors(gemm: str, made: dict[tuple[str, str], Any]) -> tuple[Factor, Factor]:

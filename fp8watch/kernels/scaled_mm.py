@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 NAME = "scaled_mm"
 BLOCK = 128
-MULTIPLE = 16  # rows and columns of the product, and the contraction
+MULTIPLE = 16  # rows and columns of the product, and the contraction: padded with zeros
 _BLOCKS_AT_ONCE = 4  # 128×128 scales lie in lines of 16 bytes
 _CUBLASLT = 120900
 _OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -66,12 +66,8 @@ def probe(device: torch.device) -> str | None:
     return None
 
 
-def refuses(
-    in_features: int, out_features: int, input_format: str, weight_format: str, grad_format: str, dtype: torch.dtype
-) -> str | None:
+def refuses(input_format: str, weight_format: str, grad_format: str, dtype: torch.dtype) -> str | None:
     """Return why a Linear cannot be computed here, or None: to be asked once, when it is taken over."""
-    if in_features % MULTIPLE or out_features % MULTIPLE:
-        return f"{in_features}×{out_features}: not multiples of {MULTIPLE}"
     pairs = {
         "fprop": (input_format, weight_format),
         "dgrad": (grad_format, weight_format),
@@ -126,7 +122,7 @@ def _mm(a: Codes, b: Codes, *, block_b: bool, dtype: torch.dtype) -> torch.Tenso
 
     Raises:
         TypeError: a scale_inv is not float32, or a result dtype that the product does not have.
-        ValueError: shapes that do not fit, or N is not a multiple of 16.
+        ValueError: shapes that do not fit.
     """
     _check(a, b, block_b, dtype)
     rows, length = a.data.shape
@@ -135,11 +131,12 @@ def _mm(a: Codes, b: Codes, *, block_b: bool, dtype: torch.dtype) -> torch.Tenso
         return torch.empty((0, columns), dtype=dtype, device=a.data.device)
     step = BLOCK * (_BLOCKS_AT_ONCE if block_b else 1)
     padded = -(-length // step) * step
-    pad_rows = -rows % MULTIPLE
-    data_a, data_b = _padded(a.data, pad_rows, padded - length), _padded(b.data, 0, padded - length)
+    pad_rows, pad_columns = -rows % MULTIPLE, -columns % MULTIPLE
+    data_a, data_b = _padded(a.data, pad_rows, padded - length), _padded(b.data, pad_columns, padded - length)
     blocks = padded // BLOCK
     scale_a = _ones_around(a.scale_inv, pad_rows, blocks - a.scale_inv.shape[1])
-    scale_b = _ones_around(b.scale_inv, 0, blocks - b.scale_inv.shape[1])
+    # a block has room for the padding of its rows
+    scale_b = _ones_around(b.scale_inv, 0 if block_b else pad_columns, blocks - b.scale_inv.shape[1])
     if scale_a.stride(0) != 1 or scale_a.stride(1) != scale_a.shape[0]:
         scale_a = scale_a.t().contiguous().t()
     if block_b:
@@ -149,7 +146,8 @@ def _mm(a: Codes, b: Codes, *, block_b: bool, dtype: torch.dtype) -> torch.Tenso
     out = torch._scaled_mm(
         data_a, data_b.t(), scale_a=scale_a, scale_b=scale_b, bias=None, out_dtype=dtype, use_fast_accum=False
     )
-    return out[:rows] if pad_rows else out
+    out = out[:rows] if pad_rows else out
+    return out[:, :columns].contiguous() if pad_columns else out
 
 
 def _check(a: Codes, b: Codes, block_b: bool, dtype: torch.dtype) -> None:
@@ -158,8 +156,6 @@ def _check(a: Codes, b: Codes, block_b: bool, dtype: torch.dtype) -> None:
     (rows, length), (columns, other) = a.data.shape, b.data.shape
     if length != other:
         raise ValueError(f"contraction of {length} by {other} elements: must be equal")
-    if columns % MULTIPLE:
-        raise ValueError(f"product [{rows}, {columns}]: its columns must be a multiple of {MULTIPLE}")
     blocks = -(-length // BLOCK)
     expected_b = (-(-columns // BLOCK) if block_b else columns, blocks)
     for codes, expected in ((a, (rows, blocks)), (b, expected_b)):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8watch.layers.custom_ops import asked_rows, is_eager, note_gemm_output, pass_number, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups, Frame
+from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_linear import _add_light, _mark, _set_grad_enabled
 from fp8watch.observer.expert_layout import Even, Layout, Sorted, Whole
 from fp8watch.observer.observation_plan import ObservationPlan
@@ -47,6 +48,7 @@ class Gemm:
     weight: bool
     dgrad: bool  # x requires a gradient
     order: Tensor | None = None  # of the rows of y that those of x have: sorted by expert
+    of_ranks: Tensor | None = None  # the DTensor of which y is this rank's part, with autograd's history
 
 
 def observe_gemm(gemm: Gemm, site: Tensor, *, hidden: bool = False) -> None:
@@ -96,8 +98,10 @@ def _observe(plan: ObservationPlan, first: int, gemm: Gemm, site: Tensor) -> Non
         finally:
             _set_grad_enabled(grad)
         began = _mark(plan)
-    if gemm.y.requires_grad:
-        _hook_on(gemm.y, site, replace(gemm, x=gemm.y[:0].detach(), y=gemm.y[:0].detach()), wgrad=wgrad)
+    y = gemm.y if gemm.of_ranks is None else gemm.of_ranks
+    if y.requires_grad:
+        nothing = gemm.y[:0].detach()
+        _hook_on(y, site, replace(gemm, x=nothing, y=nothing, of_ranks=None), wgrad=wgrad)
     if not idle:
         _add_light(plan, began)
 
@@ -107,6 +111,7 @@ def _hook_on(y: Tensor, site: Tensor, gemm: Gemm, *, wgrad: bool) -> None:
 
     def see(grad: Tensor | None) -> None:
         plan, first = plan_of(site), int(site) & 0xFFFFFFFF
+        grad = local_part(grad)
         if plan is None or grad is None or not is_eager(grad):
             return
         if plan.idle(first):

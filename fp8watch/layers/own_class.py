@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.fp8_linear import GEMMS_KEY, KEYS, SITE_KEY
-from fp8watch.layers.own_gemms import GemmMode, OwnGemms
+from fp8watch.layers.own_gemms import GemmMode, HeadSite, OwnGemms
 from fp8watch.layers.wrapped_forward import lead_to_class, replaces_forward
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -54,6 +54,8 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
         if gemms is None or not self.training or torch._C._get_tracing_state() is not None:
             return original(self, *args, **kwargs)
         gemms.called = True
+        if not gemms.due():
+            return original(self, *args, **kwargs)
         with GemmMode(gemms, self):
             return original(self, *args, **kwargs)
 
@@ -75,18 +77,23 @@ def watched_class(base: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def look_at(module: nn.Module, sites: Mapping[str, Tensor]) -> OwnGemms:
+def look_at(module: nn.Module, sites: Mapping[str, Tensor], heads: Mapping[str, HeadSite] | None = None) -> OwnGemms:
     """Look at the products of a module with its own parameters, in place.
+
+    Args:
+        module: it.
+        sites: path of a parameter -> its site.
+        heads: path of an embedding's weight -> the head that it is.
 
     Raises:
         TypeError: its class does not let itself be swapped.
     """
-    gemms = OwnGemms(sites)
+    gemms = OwnGemms(sites, heads or {})
     if (
         "_fp8watch_base" not in type(module).__dict__
     ):  # it is there after a detach under FSDP2, which put its class on top
         module.__class__ = watched_class(type(module))
     lead_to_class(module)
-    module.__dict__[SITE_KEY] = next(iter(sites.values()))
+    module.__dict__[SITE_KEY] = gemms.any_site
     module.__dict__[GEMMS_KEY] = gemms
     return gemms

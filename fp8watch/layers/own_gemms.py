@@ -11,7 +11,7 @@ matrices of experts gathered token by token. The mode is entered inside forward,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,10 +21,18 @@ from torch.overrides import TorchFunctionMode
 
 from fp8watch.layers.custom_ops import is_eager, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups
+from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
+from fp8watch.layers.probe_ops import look_at_probe
 
 _INSIDE = "multi_head_attention_forward"
 """A function written in Python whose products are made inside, where a mode does not look."""
+_LOOKUP = "embedding"
+FIRST_STEPS, HEADS_EVERY = 16, 8
+"""Heads that are no Linears are looked at in each of the first steps, then in one of so many: the mode sees all that the
+whole forward calls, for the sake of one product in it."""
+FORWARDS_IN_VAIN = 4
+"""Forwards in which a head must have been seen, or it is looked for no longer."""
 _GATHERS = frozenset({"__getitem__", "index_select"})
 _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "contiguous"})
 _X_FIRST = ("input", "self", "mat1", "tensor", "batch1", "mat_a"), ("weight", "other", "mat2", "batch2", "mat_b")
@@ -46,19 +54,45 @@ _PRODUCTS: Mapping[str, _Product] = {
 }
 
 
+class HeadSite(NamedTuple):
+    """A head that is no Linear."""
+
+    fqn: str
+    site: Tensor  # of its output
+
+
 @dataclass(eq=False)
 class OwnGemms:
     """The parameters of one module whose products are looked at.
 
     Args:
         sites: path of a parameter from the module, such as "down_proj" -> its site.
+        heads: path of an embedding's weight -> the head that it is: the output of products with it is looked at.
     """
 
     sites: Mapping[str, Tensor]
+    heads: Mapping[str, HeadSite] = field(default_factory=dict)
     called: bool = False  # in eager code, in training
     seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
     read_by: dict[str, str] = field(default_factory=dict)  # others -> the first function that read them
     forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
+    _tries: int = FORWARDS_IN_VAIN
+
+    @property
+    def any_site(self) -> Tensor:
+        """One of them."""
+        return next(iter((*self.sites.values(), *(head.site for head in self.heads.values()))))
+
+    def due(self) -> bool:
+        """Whether this forward is looked into; products with own parameters are in each."""
+        if self.sites:
+            return True
+        if not self.seen:
+            self._tries -= 1
+        plan = plan_of(self.any_site)
+        if plan is None or self._tries < 0:
+            return False
+        return plan.step.num_begun <= FIRST_STEPS or plan.step.num_begun % HEADS_EVERY == 0
 
 
 class _Known(NamedTuple):
@@ -82,8 +116,11 @@ class GemmMode(TorchFunctionMode):
         self._known: list[_Known] = []
         self._parameters: dict[str, Tensor] = {}
         self._grad = torch.is_grad_enabled()
-        for path in gemms.sites:
-            parameter = _get(module, path)
+        for path in (*gemms.sites, *gemms.heads):
+            held = _get(module, path)
+            parameter = local_part(held)
+            if parameter is not held:
+                parameter = parameter.detach().requires_grad_(held.requires_grad)
             if isinstance(parameter, Tensor) and is_eager(parameter):
                 self._parameters[path] = parameter
                 self._add(parameter, path, None)
@@ -112,7 +149,7 @@ class GemmMode(TorchFunctionMode):
         try:
             look(*args)
         except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
-            plan = plan_of(next(iter(self._gemms.sites.values())))
+            plan = plan_of(self._gemms.any_site)
             if plan is not None:
                 plan.guard.swallow("own gemm", error)
 
@@ -137,9 +174,11 @@ class GemmMode(TorchFunctionMode):
     def _see(
         self, name: str, product: _Product | None, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        if not isinstance(out, Tensor) or not is_eager(out):
+        part = local_part(out)
+        if not isinstance(part, Tensor) or not is_eager(part):
             return
         if product is None:
+            args, out = [local_part(x) for x in args[:1]], part
             found = self._find(args[0]) if args else None
             if found is not None and out.data_ptr() != args[0].data_ptr() and out.shape == args[0].shape:
                 known, expert = found
@@ -152,19 +191,26 @@ class GemmMode(TorchFunctionMode):
         )
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return
+        dgrad, of_ranks = first.requires_grad, out if part is not out else None
+        first, second = local_part(first), local_part(second)
         second_is, first_is = self._find(second), None
         if second_is is None and name != "linear" and not product.is_grouped:
             first_is = self._find(first)
         found = second_is or first_is
         if found is None or (second_is is not None and self._find(first) is not None):
             return  # neither of them, or both: a weight that is computed
+        if found[0].path in self._gemms.heads:
+            self._head(found[0].path, first if second_is is not None else second, part)
+            return
         if found[0].gathered is not None:
-            gemm = self._token_by_token(first, second, out, found[0], product)
+            gemm = self._token_by_token(first, second, part, found[0], product)
         elif second_is is not None:
-            gemm = self._gemm(product, args, kwargs, first, second, out, *found)
+            gemm = self._gemm(product, args, kwargs, first, second, part, *found)
         else:
-            gemm = self._turned(first, second, out, *found)
+            gemm = self._turned(first, second, part, *found)
         path = found[0].path
+        if gemm is not None and of_ranks is not None:
+            gemm = replace(gemm, dgrad=dgrad, of_ranks=of_ranks) if _one_product(first, second, part, product) else None
         if gemm is None or not is_eager(gemm.x):
             self._gemms.read_by.setdefault(path, f"{name} of shapes that are not known")
             return
@@ -174,6 +220,12 @@ class GemmMode(TorchFunctionMode):
         if hidden and gemm.parameter.requires_grad:
             self._gemms.forward_only.add(path)
         observe_gemm(gemm, self._gemms.sites[path], hidden=hidden)
+
+    def _head(self, path: str, x: Tensor, y: Tensor) -> None:
+        """The product of a head that is no Linear: its output, and what came into it."""
+        self._gemms.seen.add(path)
+        fqn, site = self._gemms.heads[path]
+        look_at_probe(y, int(site), (fqn, x))
 
     def _gemm(
         self, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor, w: Tensor, y: Tensor,
@@ -250,10 +302,18 @@ class GemmMode(TorchFunctionMode):
         """Remember what else reads a parameter, to be told where no product does."""
         for arg in args:
             for part in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if isinstance(part, Tensor) and name not in ("__get__", "__getitem__", "data_ptr"):
+                if isinstance(part, Tensor) and name not in ("__get__", "__getitem__", "data_ptr", _LOOKUP):
                     for path, parameter in self._parameters.items():
                         if part is parameter:
                             self._gemms.read_by.setdefault(path, name)
+
+
+def _one_product(x: Tensor, w: Tensor, y: Tensor, product: _Product) -> bool:
+    """Whether a rank's parts are what its product read, as far as shapes tell: ranks may have sent each other more first."""
+    if w.dim() != 2 or x.dim() < 1:
+        return False
+    contracted, kept = w.shape[product.contracts], w.shape[-3 - product.contracts]
+    return x.shape[-1] == contracted and y.shape == (*x.shape[:-1], kept)
 
 
 def _get(module: nn.Module, path: str) -> Any:

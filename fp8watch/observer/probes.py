@@ -24,6 +24,7 @@ from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.numerics.tile_stats import Heavy, Invariant, PerTile, TileStats
 from fp8watch.quantize.output_checks import ProbeNumbers
 from fp8watch_agent.record import Measured
+from fp8watch_agent.roles import ROUTER, role_of
 
 NORMS, ATTENTION, HIGH_PRECISION = "norms", "attention", "high_precision"
 ATTENTION_LOGITS = "attention_logits"
@@ -65,6 +66,18 @@ def shows_logits(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Softmax) for m in module.modules())
 
 
+def _keeps_precision(fqn: str, module: nn.Module) -> bool:
+    """Embeddings, Linears, and routers that multiply with a weight of their own, as those of transformers do."""
+    if isinstance(module, _WEIGHTED):
+        return True
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and weight.dim() == 2
+        and (role_of(fqn) == ROUTER or "router" in type(module).__name__.lower())
+    )
+
+
 def select(
     modules: Iterable[tuple[str, nn.Module]], wanted: Sequence[str] | None, quantised: Container[int] = ()
 ) -> list[Probe]:
@@ -72,7 +85,7 @@ def select(
 
     Args:
         modules: fully qualified names and modules.
-        wanted: "norms", "attention", "high_precision" (embeddings, and Linears that are not quantised: heads, routers),
+        wanted: "norms", "attention", "high_precision" (embeddings, and what is not quantised: heads, routers),
             "attention_logits", and names or shell patterns of modules; None for these four.
         quantised: ids of the modules whose own operands are observed.
 
@@ -94,7 +107,7 @@ def select(
         by_kind = (
             (NORMS in names and is_norm(module))
             or ((ATTENTION in names or ATTENTION_LOGITS in names) and is_attention(module))
-            or (HIGH_PRECISION in names and id(module) not in quantised and isinstance(module, _WEIGHTED))
+            or (HIGH_PRECISION in names and id(module) not in quantised and _keeps_precision(fqn, module))
         )
         if hits or by_kind:
             found.setdefault(id(module), Probe(fqn, module))

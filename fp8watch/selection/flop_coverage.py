@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.observer.probes import is_norm
 from fp8watch.selection.own_parameters import NO_GEMM, OwnModule
+from fp8watch.selection.tied_heads import TiedHead
 from fp8watch_agent.roles import ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
@@ -111,7 +112,10 @@ class _Weight:
 
 
 def coverage(
-    named: Sequence[tuple[str, nn.Module]], taken: Iterable[nn.Module], own: Sequence[OwnModule] = ()
+    named: Sequence[tuple[str, nn.Module]],
+    taken: Iterable[nn.Module],
+    own: Sequence[OwnModule] = (),
+    heads: Sequence[TiedHead] = (),
 ) -> Coverage:
     """Observed part of a model.
 
@@ -119,6 +123,7 @@ def coverage(
         named: its modules under the names that sites have.
         taken: Linears that were taken over, and modules that are observed as they are.
         own: modules whose products with their own parameters are observed.
+        heads: that are no modules: like Linears in high precision they count, and not as observed.
     """
     modules: dict[str, list[nn.Module]] = {}
     for fqn, module in named:  # a wrapper has the name of the wrapped module
@@ -127,7 +132,7 @@ def coverage(
     seen: set[int] = set()
     names = {id(o.tensor(p)): p.fqn for o in own for p in o.parameters}
     observed: dict[str, float] = {}
-    left = 0.0
+    left = sum(2.0 * _numel(head.embedding.weight) for head in heads)
     others: list[_Weight] = []
     passed_over: list[_Weight] = []
     for fqn, module in named:

@@ -22,8 +22,10 @@ from fp8watch_agent.roles import pattern
 FilterFn = Callable[[nn.Module, str], "bool | None"]
 """(module, fully qualified name) -> True: FP8, False: not, None: as the precision map says."""
 
-MULTIPLE = 16
+NARROWEST = 16
+"""Features on either side of a GEMM that is worth FP8; sizes between multiples of that are padded where a product asks for it."""
 WATCHED = "watched already by another attach"
+TENSOR_PARALLEL = "DTensor weight (tensor parallel): computes as before"
 KEPT = "the recipe leaves it in high precision"
 
 
@@ -79,7 +81,7 @@ def select_linears(
         elif isinstance(module.weight, nn.parameter.UninitializedParameter):
             reason = "lazy: run one batch first"
         elif type(module.weight.data).__name__ == "DTensor" and id(module.weight) not in gathered:
-            reason = "DTensor weight (tensor parallel): not taken over by this version"
+            reason = TENSOR_PARALLEL
         elif not module.weight.is_floating_point() or module.weight.element_size() not in (2, 4):
             reason = f"weight is {str(module.weight.dtype).removeprefix('torch.')}: float32, bfloat16 or float16 needed"
         elif not observe_only and id(module) not in in_fp8 and any(fnmatchcase(fqn, p) for p in kept):
@@ -92,12 +94,8 @@ def select_linears(
             reason = None if id(module) in in_fp8 else role_of.get(id(module))
         elif reason is None and not wanted:
             reason = "filter_fn"
-        if (
-            reason is None
-            and id(module) not in in_fp8
-            and (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
-        ):
-            reason = f"{module.in_features}×{module.out_features}: not multiples of {MULTIPLE}"
+        if reason is None and id(module) not in in_fp8 and min(module.in_features, module.out_features) < NARROWEST:
+            reason = f"{module.in_features}×{module.out_features}: narrower than {NARROWEST}"
         if reason is None:
             taken.append((fqn, module))
         else:

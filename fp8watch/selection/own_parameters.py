@@ -20,9 +20,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.layers.local_part import is_dtensor, local_part
 from fp8watch.layers.own_class import refuses, watched_class
 from fp8watch.observer.probes import is_norm
-from fp8watch.selection.module_filter import LeftOut, gathered_by_fsdp
+from fp8watch.selection.module_filter import TENSOR_PARALLEL, LeftOut, gathered_by_fsdp
 from fp8watch.selection.own_forward import FP8_NAME
 from fp8watch_agent.roles import role_of
 
@@ -91,7 +92,7 @@ def select_own(
         device: of the other operands; None: any, the first one's is taken.
         converts: Linears are put on the FP8 path: those that are not stay in `left_out`, although they are observed.
     """
-    own_forward = {m.fqn for m in left_out if m.reason.startswith(OWN_FORWARD)}
+    own_forward = {m.fqn for m in left_out if m.reason.startswith((OWN_FORWARD, TENSOR_PARALLEL))}
     gathered = gathered_by_fsdp(model)
     found: list[OwnModule] = []
     done: set[int] = set()
@@ -153,10 +154,10 @@ def _parameters(fqn: str, module: nn.Module) -> Iterator[OwnParameter]:
 
 def _reason(tensor: Any, device: torch.device, gathered: Container[int]) -> str | None:
     """Why a parameter is not observed, or None."""
-    if type(tensor.data).__name__ == "DTensor" and id(tensor) not in gathered:
-        return "DTensor"
-    if type(tensor.data) is not torch.Tensor and id(tensor) not in gathered:
+    if type(local_part(tensor.data)) is not torch.Tensor and id(tensor) not in gathered:
         return f"weight is {type(tensor.data).__name__}"
+    if is_dtensor(tensor.data) and tensor.dim() > 2 and id(tensor) not in gathered:
+        return "experts in a DTensor"
     if tensor.element_size() not in (2, 4):
         return f"weight is {tensor.dtype}"
     return None if tensor.device == device else f"on {tensor.device}"

@@ -21,7 +21,7 @@ from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
-from fp8watch.observer.probes import ATTENTION_LOGITS
+from fp8watch.observer.probes import ATTENTION_LOGITS, HIGH_PRECISION
 from fp8watch.observer.probes import DEFAULT as DEFAULT_PROBES
 from fp8watch.observer.probes import select as select_probes
 from fp8watch.recipe import resolve_recipe
@@ -31,6 +31,7 @@ from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, select_
 from fp8watch.selection.module_roles import role_facts
 from fp8watch.selection.own_forward import foreign_linears, recipe_of
 from fp8watch.selection.own_parameters import select_own
+from fp8watch.selection.tied_heads import TiedHead, find_tied_heads
 from fp8watch.selection.wrappers import is_lightning_module, named_modules
 from fp8watch.session import rerun_cell as run_again
 from fp8watch.session.arguments import check_arguments, check_tags, check_url
@@ -46,6 +47,7 @@ from fp8watch.session.start import start_recorder
 from fp8watch.session.step_optimizer import torch_optimizers
 from fp8watch.session.watch import Watch
 from fp8watch_agent.guard import Guard
+from fp8watch_agent.roles import TIED
 from fp8watch_agent.settings import AgentSettings
 
 
@@ -102,8 +104,8 @@ def attach(
             "blockwise"), or an error says why it cannot. "emulated" multiplies dequantised operands in float32, on any
             device. "auto": on a GPU "scaled_mm", and where that cannot be had the GEMMs stay as they are and are observed,
             because emulation would make training slower; elsewhere "emulated".
-        probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and Linears that stay in
-            high precision), "attention_logits" (largest logits, sampled, of fused attention too), names and shell patterns;
+        probes: whose outputs are looked at: "norms", "attention", "high_precision" (embeddings, and heads and routers
+            that stay in high precision), "attention_logits" (largest logits, sampled, of fused attention too), names and shell patterns;
             None: these four.
         sites: which sites are observed, as shell patterns of "module", "module.operand" or "module.operand.direction",
             such as "layers.0.*" or "*.grad_output.*"; None: all. The others compute as they would, unobserved.
@@ -161,7 +163,7 @@ def attach(
     # loss, steps and probes are recorded of every model, but not twice of one
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
-    watched = Watched(linears, te=te)
+    watched, heads = Watched(linears, te=te), list[TiedHead]()
     if observe:
         elsewhere = {id(part) for m in te for part in m.module.modules()} | {id(module) for _, module in linears}
         on, converts = (device if linears else None), not chosen.observe_only
@@ -169,12 +171,16 @@ def attach(
             "own", lambda: select_own(named, model, elsewhere, left_out, on, converts=converts), []
         )
         device = watched.device(device)
+        tied: list[TiedHead] = guard.call("heads", lambda: find_tied_heads(named, elsewhere), [])
+        heads = [head for head in tied if head.reason is None]
+        left_out += [LeftOut(head.fqn, head.reason or TIED) for head in tied]
+        watched.heads = heads if HIGH_PRECISION in (DEFAULT_PROBES if probes is None else probes) else []
     chosen_backend = resolve(backend, device)
     watched.probed = select_probes(named, probes, _observed_as_operands(watched, named, left_out))
     plan, table = make_plan(watched, chosen, chosen_backend, guard, observe=observe, model=model)
     plan.sites.unobserved = unobserved_rows(table, sites)
     seen = [module for _, module in linears] + [m.module for m in te]
-    covered = guard.call("coverage", lambda: coverage(named, seen, watched.own), Coverage())
+    covered = guard.call("coverage", lambda: coverage(named, seen, watched.own, heads), Coverage())
     told: dict[str, str] = guard.call("roles", lambda: role_facts(named, linears), {})
     told |= watched.expert_facts()
     recorder = None
@@ -202,7 +208,7 @@ def attach(
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     num_foreign = put_on_sites(plan, linears, in_fp8, formats)
-    own_gemms = look_at_own(plan, watched) if plan.slab is not None else {}
+    own_gemms = look_at_own(plan, watched, table) if plan.slab is not None else {}
     plan.step.warming = start_step < chosen.warmup_steps
     plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
     told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
@@ -240,7 +246,7 @@ def attach(
             [],
         )
     url = None if recorder is None else run_url(settings, identity)
-    attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, covered)
+    attachment = Attachment(model, plan, table, recorder, handles, observer, own_gemms, watched.own, heads, covered)
     try:
         return Watch(attachment, Session(chosen, identity, session, guard, say, url, settings.collector), cadence)
     except BaseException:

@@ -20,6 +20,7 @@ from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.recipe import Recipe
 from fp8watch.selection.flop_coverage import Coverage
 from fp8watch.selection.own_parameters import OwnModule
+from fp8watch.selection.tied_heads import TiedHead
 from fp8watch.session.identity import Identity
 from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.sites import SlabSite
@@ -47,6 +48,7 @@ class Attachment:
     own: Mapping[str, tuple[OwnGemms, str]] = field(default_factory=dict)
     """Products with own parameters, by the name of their sites: what is seen of the module, path of the parameter."""
     own_modules: Sequence[OwnModule] = ()
+    heads: Sequence[TiedHead] = ()
     coverage: Coverage = field(default_factory=Coverage)
 
     def undo(self) -> None:

@@ -77,7 +77,7 @@ def scaled_formats(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut]
     move to `left_out`."""
     a, b, c = (spec.format for _, spec in recipe.quantised)
     for fqn, module in list(linears):
-        refused = scaled_mm.refuses(module.in_features, module.out_features, a, b, c, module.weight.dtype)
+        refused = scaled_mm.refuses(a, b, c, module.weight.dtype)
         if refused is not None:
             linears.remove((fqn, module))
             left_out.append(LeftOut(fqn, refused))

@@ -20,7 +20,7 @@ from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.custom_ops import site_tensor
 from fp8watch.layers.module_hooks import ProbeHook
 from fp8watch.layers.own_class import look_at
-from fp8watch.layers.own_gemms import OwnGemms
+from fp8watch.layers.own_gemms import HeadSite, OwnGemms
 from fp8watch.observer.expert_rows import ExpertRows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import Probe, is_attention, shows_logits
@@ -30,6 +30,7 @@ from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import Recipe
 from fp8watch.selection.own_parameters import OwnModule
+from fp8watch.selection.tied_heads import TiedHead
 from fp8watch.session.sites import OUTPUT, SlabSite
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.experts import EXPERTS_FACT, encode_experts
@@ -47,6 +48,7 @@ class Watched:
     linears: list[tuple[str, nn.Linear]]
     own: list[OwnModule] = field(default_factory=list)
     te: list[TeModule] = field(default_factory=list)
+    heads: Sequence[TiedHead] = ()  # those that are looked at
     probed: Sequence[Probe] = ()
 
     def operands(self) -> Iterator[tuple[str, nn.Module, str, Tensor, int, int]]:
@@ -100,6 +102,8 @@ def make_plan(
     for site in (site for found in watched.te for site in found.sites):
         identity = site_id(site.fqn, site.operand, site.direction)
         table.append(SlabSite(site.fqn, site.operand, site.direction, site.gemm, identity))
+    for head in watched.heads:
+        table.append(SlabSite(head.fqn, OUTPUT, "rowwise", "fprop", site_id(head.fqn, OUTPUT, "rowwise")))
     for p in watched.probed:
         table.append(SlabSite(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
     slab = None
@@ -112,19 +116,34 @@ def make_plan(
     return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found), table
 
 
-def look_at_own(plan: ObservationPlan, watched: Watched) -> dict[str, tuple[OwnGemms, str]]:
-    """Look at products with own parameters: their names -> what is seen of the module, and the parameter's path there."""
+def look_at_own(plan: ObservationPlan, watched: Watched, table: Sequence[SlabSite]) -> dict[str, tuple[OwnGemms, str]]:
+    """Look at products with own parameters, and with weights of embeddings: their names -> what is seen of the module, and
+    the parameter's path there."""
     each = len(plan.sites.rows)
     row = len(watched.linears) * each
     seen: dict[str, tuple[OwnGemms, str]] = {}
+    heads: dict[int, dict[str, HeadSite]] = {}  # of each module, by path
+    looked_at: dict[int, OwnGemms] = {}
+    of_heads = len(table) - len(watched.probed) - len(watched.heads)
+    for at, head in enumerate(watched.heads, of_heads):
+        if at not in plan.sites.unobserved:
+            heads.setdefault(id(head.module), {})[head.path] = HeadSite(head.fqn, site_tensor(plan, at))
     for own in watched.own:
         sites = {p.path: site_tensor(plan, row + i * each) for i, p in enumerate(own.parameters)}
         rows, row = range(row, row + len(sites) * each), row + len(sites) * each
         if plan.sites.unobserved.issuperset(rows):
             continue
-        gemms = look_at(own.module, sites)
+        gemms = look_at(own.module, sites, heads.get(id(own.module)))
         plan.modules.add(own.module)
         seen.update((p.fqn, (gemms, p.path)) for p in own.parameters)
+        looked_at[id(own.module)] = gemms
+    for head in watched.heads:
+        paths = heads.get(id(head.module), {})
+        if head.path in paths:
+            if id(head.module) not in looked_at:
+                looked_at[id(head.module)] = look_at(head.module, {}, paths)
+                plan.modules.add(head.module)
+            seen[head.fqn] = looked_at[id(head.module)], head.path
     return seen
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fp8watch.layers.fp8_linear import SITE_KEY
+from fp8watch.layers.fp8_linear import GEMMS_KEY, SITE_KEY
 from fp8watch.selection.flop_coverage import coverage
 from fp8watch.selection.module_filter import LeftOut
 from fp8watch.selection.own_forward import foreign_linears, own_class
@@ -79,10 +79,10 @@ class ReplacedModules:
             say(f"no longer observed: {names}{more}; call attach after converting")
         if recorder is None:
             return
-        seen = [m for _, m in named if SITE_KEY in m.__dict__]
+        seen = [m for _, m in named if SITE_KEY in m.__dict__ and GEMMS_KEY not in m.__dict__]
         te = self.attachment.te
         seen += [m.module for m in te.modules] if te is not None else []
-        self.attachment.coverage = coverage(named, seen, self.attachment.own_modules)
+        self.attachment.coverage = coverage(named, seen, self.attachment.own_modules, self.attachment.heads)
         facts = self.attachment.coverage.facts()
         facts["replaced"] = "; ".join(
             [*(f"{num} by {kind}, observed" for kind, num in again.items()), *(f"{m.fqn} ({m.reason})" for m in left)]

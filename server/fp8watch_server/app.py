@@ -9,10 +9,13 @@ application's lifespan, so that what is only looked at (tests, OpenAPI) starts n
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio._backends._asyncio  # noqa: F401  what is imported by the first request fails where no file can be opened
 import numpy.ma  # noqa: F401  of np.unique
@@ -36,36 +39,23 @@ from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_to
 from fp8watch_server.db import migrations
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish
 from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.directory import open_directory
+from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import errors
 from fp8watch_server.http.db_timeout import DbTimeoutMiddleware
 from fp8watch_server.http.logs import RequestLog
+from fp8watch_server.incidents.silences import copy_silences
 from fp8watch_server.ingest import routes as ingest
 from fp8watch_server.ingest.fast_path import IngestFastPath
+from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.observability import metrics
-from fp8watch_server.pipeline.detect_worker import Detection, DetectWorker
+from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
-from fp8watch_server.store.compactor import Compactor
+from fp8watch_server.station import Dispatching, Station
 from fp8watch_server.store.fields import FieldError
 from fp8watch_server.store.queries import CursorError
-from fp8watch_server.store.retention import policy_of
 
 __all__ = ["Dispatching", "create_app"]
-
-
-class Dispatching(Protocol):
-    """What sends messages: a thread over the outbox."""
-
-    def start(self) -> None:
-        """Start the thread."""
-        ...
-
-    def wake(self) -> None:
-        """The outbox has something new."""
-        ...
-
-    def stop(self) -> None:
-        """End it; what is not sent stays in the outbox."""
-        ...
 
 
 def _detection(settings: Settings) -> Detection:
@@ -121,44 +111,58 @@ def create_app(
         pages: whether to serve HTML.
 
     Raises:
-        DatabaseUrlError, UnknownRevision, Exposed: each says what to do.
+        DatabaseUrlError, UnknownRevision, Exposed, ShardMixedUp: each says what to do.
         sqlalchemy.exc.OperationalError: the database cannot be opened.
     """
     engine = make_engine(settings.database_url)
     migrations.upgrade(engine)
+    shards = open_shards(engine, settings.shard_urls, open_directory(engine, settings.shard_urls))
     publish(engine, PUBLIC_URL, settings.public_url.rstrip("/"))
     install_token(engine, settings)
     check_exposure(engine, settings)
-    detection = detection or _detection(settings)
-    sender = dispatcher(engine, settings)
-    on_change = sender.wake if sender is not None else _nothing
-    compactor = Compactor(engine, policy_of(settings))
-    worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=on_change)
+    detection, stats = detection or _detection(settings), IngestStats()
+    home = Station(engine, settings, detection, dispatcher, stats)
+    stations = {
+        name: Station(shard.engine, replace(settings, queue=""), detection, dispatcher, stats)
+        for name, shard in shards.others.items()
+    }
+
+    def on_change() -> None:
+        for station in (home, *stations.values()):
+            station.wake_sender()
+
+    def there(shard: Engine, station: Station) -> None:
+        publish(shard, PUBLIC_URL, settings.public_url.rstrip("/"))
+        copy_silences(engine, shard, time.time())
+        station.start()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
-        compactor.start()
-        if sender is not None:
-            sender.start()
+        home.start()
+        for name, shard in shards.others.items():
+            shard.on_answer = partial(there, shard.engine, stations[name])
+            shard.start()
         try:
             yield
         finally:
-            await to_thread.run_sync(app.state.ingest.stop)
-            await to_thread.run_sync(worker.stop)
-            await to_thread.run_sync(compactor.stop)
-            if sender is not None:
-                await to_thread.run_sync(sender.stop)
-            app.state.engine.dispose()
+            for shard in shards.others.values():
+                await to_thread.run_sync(shard.stop)
+            for station in (home, *stations.values()):
+                await to_thread.run_sync(station.stop)
+            for database in (engine, *(shard.engine for shard in shards.others.values())):
+                database.dispose()
 
     app = FastAPI(title="fp8watch collector", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = engine
+    app.state.shards = shards
     app.state.settings = settings
     app.state.detection = detection
-    app.state.worker = worker
+    app.state.worker = home.worker
     app.state.on_change = on_change
-    app.state.ingest = ingest.Ingest(app, worker.wake, worker.wake_for)
-    app.state.metrics = metrics.MetricsPage(engine, app.state.ingest.stats)
+    app.state.ingest = home.ingest
+    app.state.stations = stations
+    app.state.ingests = {name: station.ingest for name, station in stations.items()}
+    app.state.metrics = metrics.MetricsPage(shards, stats)
     errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
     app.add_exception_handler(CursorError, _on_asked_wrongly)
@@ -175,16 +179,12 @@ def create_app(
     app.include_router(api.health_router)
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["operations"])
     app.add_middleware(IngestFastPath)
-    app.add_middleware(DbTimeoutMiddleware, engine=engine)
+    app.add_middleware(DbTimeoutMiddleware, shards=shards)
     app.add_middleware(Auth, tokens=Tokens(engine), settings=settings)
     app.add_middleware(RequestLog)
     if pages:
         _install_pages(app)  # last, and so outermost: refusals carry the security headers too
     return app
-
-
-def _nothing() -> None:
-    """Nobody waits for changes."""
 
 
 def _metrics(request: Request) -> Response:

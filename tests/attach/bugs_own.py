@@ -8,10 +8,35 @@ _T = "tests/attach/test_own_gemms.py::"
 _V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
 _W = "tests/attach/test_wrapped_forward.py::"
+_H = "tests/attach/test_tied_heads.py::"
+_RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
+_HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
 OWN_BUGS = [
     Bug("what is announced and silent is on the page", "server/fp8watch_server/pages/coverage.py",
         '"silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],', '"silent": [],',
         "tests/integration/test_whole_way.py::test_a_class_that_cannot_be_read_and_a_module_never_called_are_on_the_page"),
+    Bug("a rank's part of a weight is observed", "own_parameters:select_own", "(OWN_FORWARD, TENSOR_PARALLEL)", "(OWN_FORWARD,)", _RANKS),
+    Bug("a rank's part of a gradient is observed", "observe_gemm:_hook_on", "grad = local_part(grad)", "pass", _RANKS),
+    Bug("a weight of ranks that is trained has a wgrad", "own_gemms:GemmMode.__init__", "requires_grad_(held.requires_grad)",
+        "requires_grad_(False)", _RANKS),
+    Bug("a router with a weight of its own is looked at", "observer.probes:_keeps_precision", "weight.dim() == 2", "weight.dim() == 3",
+        "tests/attach/test_probes.py::test_a_router_with_a_weight_of_its_own_is_looked_at_too"),
+    Bug("a head without a Linear is found", "tied_heads:find_tied_heads", "if head is not None:", "if False:", _HEAD_SEEN),
+    Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(", "(lambda *_: None)(", _HEAD_SEEN),
+    Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",
+        "sum(2.0 * _numel(head.embedding.weight) for head in heads)", "0.0", _HEAD_SEEN),
+    Bug("a method that a subclass hands on to is read", "tied_heads:_codes", "for base in cls.__mro__:", "for base in cls.__mro__[:1]:",
+        _HEAD_SEEN),
+    Bug("what came into a head is what it multiplies", "own_gemms:GemmMode._see", "first if second_is is not None else second",
+        "out", f"{_H}test_it_is_told_whether_what_is_not_finite_came_in"),
+    Bug("a weight that is handed on is named", "tied_heads:_readers", "yield from only_read", "pass",
+        f"{_H}test_a_weight_that_is_handed_on_is_named"),
+    Bug("a lookup is no product", "own_gemms:GemmMode._read", ', _LOOKUP)', ")",
+        f"{_H}test_a_product_that_is_not_known_is_named_with_what_reads_the_weight"),
+    Bug("a head has turns", "own_gemms:OwnGemms.due", " or plan.step.num_begun % HEADS_EVERY == 0", " or True",
+        f"{_H}test_after_the_first_steps_it_has_turns"),
+    Bug("a head is not looked for in vain for ever", "own_gemms:OwnGemms.due", "self._tries -= 1", "pass",
+        f"{_H}test_what_is_announced_and_never_multiplied_is_looked_for_a_few_times_and_told"),
     Bug("a forward on the module calls the class that it has now", "wrapped_forward:lead_to_class",
         "cell.cell_contents = ", "", f"{_W}test_what_the_forward_on_a_module_calls_is_observed_and_nothing_changes"),
     Bug("a forward that stands in for the class is left alone", "wrapped_forward:replaces_forward",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import fp8watch
 import fp8watch.session.start as start_module
+from fp8watch.session import step_boundary
 from fp8watch_agent.health import Health
 from fp8watch_agent.record import StepPresent
 
@@ -73,22 +76,27 @@ class Kept:
 
 @pytest.fixture
 def attach(monkeypatch, tmp_path):
-    """`fp8watch.attach` with a kept recorder; every watch is detached at the end."""
+    """`fp8watch.attach` with a kept recorder; every watch is detached at the end, the dropped ones too: what the last one
+    leaves wrapped would be there in the next test."""
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
     monkeypatch.setattr(start_module, "Recorder", Kept)
-    made = []
+    made, dropped = [], weakref.WeakSet()
 
     def run(model, *, keep=True, **kwargs):
         kwargs.setdefault("overhead_budget", None)
         watch = fp8watch.attach(model, **kwargs)
         if not keep:
+            dropped.add(watch)
             return watch._recorder
         made.append(watch)
         return watch
 
     yield run
-    for watch in made:
+    for watch in (*made, *dropped):
         watch.detach()
+    if not step_boundary._watches:
+        while step_boundary._undo:
+            step_boundary._undo.pop()()
 
 
 class Mlp(nn.Module):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8watch import recipe as recipes
 from fp8watch.kernels import reference
 from fp8watch.numerics.formats import E4M3
 from fp8watch.numerics.quantize_job import QuantizeJob
@@ -39,6 +40,35 @@ def test_three_gemms_are_those_of_the_specification(attach, bias, shape):
     assert torch.equal(model[0].weight.grad, qdq(g2, (128, 1)).t() @ qdq(x2, (128, 1)))
     if bias:
         assert torch.allclose(model[0].bias.grad, g2.sum(0))
+
+
+class Odd(nn.Sequential):
+    """Sizes that are no multiples of 16; returns a 0-d loss."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 423), nn.ReLU(), nn.Linear(423, 97), nn.Linear(97, 17))
+
+    def forward(self, x):
+        return super().forward(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", ["blockwise", "current", "delayed", "mxfp8", "rowwise"])
+def test_sizes_that_are_no_multiples_of_anything_are_observed_and_computed(attach, train, kind):
+    def seeded():
+        torch.manual_seed(0)
+        return Odd()
+
+    alone = train(seeded(), lr=1e-3)
+    watch = attach(seeded(), recipe=getattr(recipes, kind)(observe_only=True))
+    assert train(watch._model, lr=1e-3) == alone
+    assert watch._recorder.session.facts["gemm_flops_observed"] == 1.0
+    watch.detach()
+    in_fp8 = attach(seeded(), recipe=kind)
+    losses = train(in_fp8._model, lr=1e-3)
+    assert losses != alone
+    assert losses == pytest.approx(alone, rel=0.05)
+    assert {m for m, operand, _ in in_fp8._recorder.step(0)[1] if operand != "output"} == {"0", "2", "3"}
+    assert watch.summary()["internal_errors"] == in_fp8.summary()["internal_errors"] == {}
 
 
 def test_an_empty_batch_is_as_empty_as_before(attach):

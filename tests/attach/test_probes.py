@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -304,6 +305,29 @@ def test_what_stays_in_high_precision_is_looked_at_by_default(attach, recipe):
     watch.step()
     (found,) = [r for (m, o, _), r in watch._recorder.step(1)[1].items() if (m, o) == ("lm_head", "output")]
     assert (found["num_inf"], tuple(found["first_nonfinite"][:2])) == (16, (0, 3))
+
+
+class TopKRouter(nn.Module):
+    """Chooses among experts with a weight of its own; returns logits and choices, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32) * 0.1)
+
+    def forward(self, x):
+        logits = F.linear(x, self.weight)
+        return logits, logits.topk(2).indices
+
+
+def test_a_router_with_a_weight_of_its_own_is_looked_at_too(attach):
+    model = nn.ModuleDict({"up": nn.Linear(32, 32), "choice": TopKRouter()})
+    watch = attach(model, recipe="observe")
+    x = model["up"](torch.randn(16, 32))
+    logits, _ = model["choice"](x)
+    logits.square().mean().backward()
+    watch.step()
+    row = watch._recorder.step(0)[1]["choice", "output", "rowwise"]
+    assert (int(row["num_elements"]), float(row["amax_max"])) == (64, float(logits.detach().abs().max()))
 
 
 def test_layers_in_high_precision_can_be_left_alone(attach):

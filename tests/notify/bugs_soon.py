@@ -32,9 +32,9 @@ SOON = [
     ),
     Bug(
         "an incident wakes the dispatcher",
-        "app:create_app",
-        "    on_change = sender.wake if sender is not None else _nothing\n",
-        "    on_change = _nothing\n",
+        "station:Station.wake_sender",
+        "            self._sender.wake()\n",
+        "            pass\n",
         f"{N}/test_woken.py::test_a_non_finite_batch_wakes_everyone_on_its_way",
     ),
     Bug(

@@ -137,5 +137,6 @@ FAMILIES = [
            "decoder.block.1.layer.2.DenseReluDense.wo.weight", (5, 7), _next_token),
     Family("DiT", _dit, "transformer_blocks.1.ff.net.2.weight", (5, 7), _denoise),
     Family("fused QKV as a Parameter", _own("Fused"), "wqkv", (5, 7), _of_activations),
+    Family("a head without a Linear", _own("EmbeddingHead"), "up.weight", (5, 7), _of_activations),
     Family("nn.MultiheadAttention", _own("Attention"), "attention.in_proj_weight", (5, 7), _of_activations),
 ]  # fmt: skip

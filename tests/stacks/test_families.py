@@ -20,6 +20,7 @@ def test_every_gemm_of_a_family_is_observed_and_no_number_changes(name: str) -> 
     assert row.identical
     assert row.steps == STEPS
     assert row.meant == pytest.approx(1.0, abs=1e-6)
+    assert row.looked_at == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fused QKV as a Parameter", "nn.MultiheadAttention"])
@@ -27,3 +28,10 @@ def test_every_gemm_of_plain_torch_is_observed_against_what_its_dispatcher_count
     row = measure(BY_NAME[name])
     assert (row.identical, row.steps) == (True, STEPS)
     assert row.observed == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_head_without_a_linear_is_looked_at_against_what_the_dispatcher_counts() -> None:
+    row = measure(BY_NAME["a head without a Linear"])
+    assert (row.identical, row.steps) == (True, STEPS)
+    assert row.observed == pytest.approx(0.4, abs=1e-6)
+    assert row.meant == row.looked_at == pytest.approx(1.0, abs=1e-6)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from fp8watch_server.api.examples import answers
-from fp8watch_server.api.routes import Conn, listed
+from fp8watch_server.api.routes import listed
+from fp8watch_server.http.databases import connect_everywhere
 from fp8watch_server.notify.log import MAX_LIMIT, delivery_log
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
@@ -45,11 +46,16 @@ EXAMPLE = {
 
 @router.get("/notifications", responses=answers(EXAMPLE))
 def get_notifications(
-    conn: Conn,
+    request: Request,
     state: State | None = None,
     channel: Name = None,
     run: Name = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LIMIT)] = 100,
 ) -> Response:
     """Messages and what became of them, the newest first; `state=dead` for dead letters."""
-    return listed(delivery_log(conn, state=state, channel=channel, run_id=run, limit=limit))
+    with connect_everywhere(request) as everywhere:
+        found = [
+            e for c in everywhere.conns for e in delivery_log(c, state=state, channel=channel, run_id=run, limit=limit)
+        ]
+    found.sort(key=lambda entry: (-entry["created_at"], entry["id"]))
+    return listed(found[:limit], away=everywhere.away)

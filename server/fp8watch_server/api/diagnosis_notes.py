@@ -21,6 +21,7 @@ from fp8watch_server.api.routes import not_found
 from fp8watch_server.auth import grant
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.http.databases import engine_for
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.store import queries
 
@@ -54,16 +55,16 @@ async def decoded(request: Request, of: type[T], what: str, made_by: str) -> T:
 async def note(request: Request, incident_id: str, kind: str, detail: Any, verdict: str | None) -> Response:
     """Keep it as an event of the incident; answers with the incident. An unknown verdict becomes `verdict`, if there is one."""
     granted = grant.of(request.scope)
-    answer = await run_in_threadpool(_store, request.app.state.engine, incident_id, kind, detail, verdict, granted)
+    answer = await run_in_threadpool(_store, request, incident_id, kind, detail, verdict, granted)
     request.app.state.on_change()
     return answer
 
 
 def _store(
-    engine: sa.Engine, incident_id: str, kind: str, detail: Any, verdict: str | None, granted: grant.Grant
+    request: Request, incident_id: str, kind: str, detail: Any, verdict: str | None, granted: grant.Grant
 ) -> Response:
     c, e, now = t.incident.c, t.incident_event.c, time.time()
-    with writing(engine) as conn:
+    with writing(engine_for(request)) as conn:
         mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
         row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
         if row is None:

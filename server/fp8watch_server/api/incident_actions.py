@@ -20,9 +20,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from fp8watch_server.api import bodies
-from fp8watch_server.api.routes import Conn, listed, not_found
+from fp8watch_server.api.routes import listed, not_found
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.http.databases import away_header, connect_everywhere, engine_for, shards_of
 from fp8watch_server.http.errors import JsonResponse
 from fp8watch_server.incidents import triage
 from fp8watch_server.store import queries
@@ -126,7 +127,7 @@ def _act(request: Request, incident_id: str, action: str) -> Response:
 
 def _change(request: Request, incident_id: str, change: Change) -> Response:
     c = t.incident.c
-    with writing(request.app.state.engine) as conn:
+    with writing(engine_for(request)) as conn:
         mine = (c.id == incident_id, c.tenant == t.DEFAULT_TENANT)
         row = conn.execute(sa.select(t.incident).where(*mine).with_for_update()).first()
         if row is None:
@@ -138,19 +139,28 @@ def _change(request: Request, incident_id: str, change: Change) -> Response:
 
 
 def _change_all(request: Request, cause_id: str, change: Change, *, every: bool = False) -> Response:
+    shards = shards_of(request.app)
+    away = shards.away
+    done = [_change_in(request, engine, cause_id, change, every) for engine in shards.answering()]
+    num_incidents, num_changed = (sum(counts) for counts in zip(*done, strict=True))
+    if not num_incidents:
+        raise not_found("incident of the cause", cause_id)
+    request.app.state.on_change()
+    answer = {"cause_id": cause_id, "num_incidents": num_incidents, "num_changed": num_changed}
+    return JsonResponse(answer, headers=away_header(away))
+
+
+def _change_in(request: Request, engine: sa.Engine, cause_id: str, change: Change, every: bool) -> tuple[int, int]:
+    """The same to the incidents of a cause in one database; how many it has, and how many were changed."""
     c = t.incident.c
-    with writing(request.app.state.engine) as conn:
+    with writing(engine) as conn:
         of_cause = (c.tenant == t.DEFAULT_TENANT, c.cause_id == cause_id)
         query = sa.select(t.incident).where(*of_cause).order_by(c.opened_at.desc(), c.id).with_for_update()
         rows = list(conn.execute(query).mappings())
-        if not rows:
-            raise not_found("incident of the cause", cause_id)
         # the newest in any case: a cause is fixed, or never was one, after everything of it was seen, too
         asking = [r for i, r in enumerate(rows) if every or i == 0 or r["status"] != "resolved" or r["seen_at"] is None]
         now = time.time()
-        done = [_apply(request, conn, dict(row), change, now) for row in asking]
-    request.app.state.on_change()
-    return JsonResponse({"cause_id": cause_id, "num_incidents": len(rows), "num_changed": sum(done)})
+        return len(rows), sum([_apply(request, conn, dict(row), change, now) for row in asking])
 
 
 def _apply(request: Request, conn: sa.Connection, row: Row, change: Change, now: float) -> bool:
@@ -172,9 +182,11 @@ class SilenceBody(msgspec.Struct):
 
 
 @router.get("/silences")
-def get_silences(conn: Conn) -> Response:
+def get_silences(request: Request) -> Response:
     """Silences that have not run out."""
-    return listed(queries.silences(conn))
+    with connect_everywhere(request) as everywhere:
+        found = {silence["id"]: silence for conn in everywhere.conns for silence in queries.silences(conn)}
+    return listed(sorted(found.values(), key=lambda silence: silence["expires_at"]), away=everywhere.away)
 
 
 @router.post("/silences")
@@ -187,8 +199,10 @@ async def post_silence(request: Request) -> Response:
     stored["expires_at"] = now + got.duration_s
 
     def store() -> None:
-        with writing(request.app.state.engine) as conn:
-            conn.execute(sa.insert(t.silence), [stored])
+        # in each database, because a run may be a pattern; a shard that is away is given it later
+        for engine in shards_of(request.app).answering():
+            with writing(engine) as conn:
+                conn.execute(sa.insert(t.silence), [stored])
 
     await run_in_threadpool(store)
     return JsonResponse({k: v for k, v in stored.items() if k != "tenant"}, 201)
@@ -198,8 +212,11 @@ async def post_silence(request: Request) -> Response:
 def delete_silence(request: Request, silence_id: str) -> Response:
     """End a silence."""
     c = t.silence.c
-    with writing(request.app.state.engine) as conn:
-        gone = conn.execute(sa.delete(t.silence).where(c.id == silence_id, c.tenant == t.DEFAULT_TENANT))
-    if gone.rowcount == 0:
+    num_gone = 0
+    for engine in shards_of(request.app).engines():
+        with writing(engine) as conn:
+            gone = conn.execute(sa.delete(t.silence).where(c.id == silence_id, c.tenant == t.DEFAULT_TENANT))
+        num_gone += gone.rowcount
+    if not num_gone:
         raise not_found("silence", silence_id)
     return Response(status_code=204)

@@ -11,7 +11,7 @@ format=csv, and carry an ETag that changes with the data they are made from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,8 +24,11 @@ from fp8watch_server.api import csv_answers
 from fp8watch_server.api import examples as examples
 from fp8watch_server.api.examples import answers
 from fp8watch_server.db import schema as t
+from fp8watch_server.http.databases import away_header, connect_everywhere, connect_for, shards_of
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.store import checkpoints, etag, queries
+from fp8watch_server.store.over_databases import Page, merged_page
+from fp8watch_server.store.rows import IncidentRow, RunRow
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
 health_router = APIRouter(tags=["operations"])
@@ -51,7 +54,7 @@ MAX_SITE_ID = (1 << 53) - 1
 
 
 def _connection(request: Request) -> Iterator[Connection]:
-    with request.app.state.engine.connect() as conn:
+    with connect_for(request) as conn:
         yield conn
 
 
@@ -110,9 +113,9 @@ def _chart(
     return JsonResponse(data, headers=headers)
 
 
-def listed(items: list[Any], following: str | None = None) -> Response:
-    """The JSON form of a list."""
-    return JsonResponse({"items": items, "next": following})
+def listed(items: list[Any], following: str | None = None, *, away: Sequence[str] = ()) -> Response:
+    """The JSON form of a list; a header names the shards that are away, whose items it lacks."""
+    return JsonResponse({"items": items, "next": following}, headers=away_header(away))
 
 
 def not_found(what: str, id_: Any) -> Problem:
@@ -144,14 +147,19 @@ def _require_site(conn: Connection, run_id: str, site: int) -> None:
 
 
 @router.get("/runs", responses=answers(examples.listed(examples.RUN)))
-def get_runs(conn: Conn, cursor: Cursor = None, limit: Limit = 100) -> Response:
+def get_runs(request: Request, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """Runs, the newest first."""
-    return listed(*queries.runs_page(conn, cursor=cursor, limit=limit))
+
+    def of_one(conn: Connection) -> Page[RunRow]:
+        return queries.runs_page(conn, cursor=cursor, limit=limit)
+
+    with connect_everywhere(request) as everywhere:
+        return listed(*merged_page(everywhere.conns, of_one, "created_at", limit), away=everywhere.away)
 
 
 @router.get("/incidents", responses=answers(examples.listed(examples.INCIDENT)))
 def get_all_incidents(
-    conn: Conn,
+    request: Request,
     status: Status = None,
     state: State = None,
     severity: Severity = None,
@@ -160,10 +168,13 @@ def get_all_incidents(
     limit: Limit = 100,
 ) -> Response:
     """Incidents of all runs, the newest first."""
-    page = queries.incidents_page(
-        conn, None, status or None, severity or None, mode or None, state=state or None, cursor=cursor, limit=limit
-    )
-    return listed(*page)
+
+    def of_one(conn: Connection) -> Page[IncidentRow]:
+        wanted = (None, status or None, severity or None, mode or None)
+        return queries.incidents_page(conn, *wanted, state=state or None, cursor=cursor, limit=limit)
+
+    with connect_everywhere(request) as everywhere:
+        return listed(*merged_page(everywhere.conns, of_one, "opened_at", limit), away=everywhere.away)
 
 
 @router.get("/incidents/{incident_id}", responses=answers(examples.INCIDENT))
@@ -382,6 +393,6 @@ def readyz(request: Request) -> Response:
     queue_ready = request.app.state.ingest.committer.queue_ready
     if queue_ready is not None:  # batches are taken while the database is away
         return JsonResponse({"status": "ready" if queue_ready else "the queue is away"}, 200 if queue_ready else 503)
-    with request.app.state.engine.connect() as conn:
+    with connect_for(request) as conn:
         conn.execute(sa.select(t.run.c.run_id).limit(1)).first()
-    return JsonResponse({"status": "ready"})
+    return JsonResponse({"status": "ready"}, headers=away_header(shards_of(request.app).away))

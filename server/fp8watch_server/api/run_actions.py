@@ -19,6 +19,7 @@ from fp8watch_server.api import bodies
 from fp8watch_server.api.routes import not_found
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.http.databases import engine_for
 from fp8watch_server.http.errors import JsonResponse
 from fp8watch_server.store import queries
 from fp8watch_server.store.registrations import MAX_TAG_CHARS, MAX_TAGS, set_tags
@@ -54,7 +55,7 @@ def _change(request: Request, run_id: str, body: RunChange) -> Response:
         values["note"] = body.note
     if body.archived is not None:
         values["archived_at"] = now if body.archived else None
-    with writing(request.app.state.engine) as conn:
+    with writing(engine_for(request)) as conn:
         if conn.execute(sa.update(t.run).where(*mine).values(**values)).rowcount == 0:
             raise not_found("run", run_id)
         if body.tags is not None:
@@ -66,7 +67,7 @@ def _change(request: Request, run_id: str, body: RunChange) -> Response:
 def delete_run(request: Request, run_id: str) -> Response:
     """Delete a run with everything that belongs to it. One that still sends registers again, and begins anew."""
     c = t.run.c
-    with writing(request.app.state.engine) as conn:
+    with writing(engine_for(request)) as conn:
         gone = conn.execute(sa.delete(t.run).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT))
     if gone.rowcount == 0:
         raise not_found("run", run_id)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from fp8watch_server.api import examples
 from fp8watch_server.api.examples import answers
-from fp8watch_server.api.routes import Conn, FromStep, Rank, ToStep, require_run
+from fp8watch_server.api.routes import FromStep, Rank, ToStep, require_run
 from fp8watch_server.compare.answer import MAP_COLUMNS, compare
 from fp8watch_server.compare.sides import Side
+from fp8watch_server.http.databases import connect_to_run
 from fp8watch_server.http.errors import JsonResponse
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
@@ -56,7 +57,7 @@ EXAMPLE: dict[str, Any] = {
 
 @router.get("/compare", responses=answers(EXAMPLE))
 def get_comparison(
-    conn: Conn,
+    request: Request,
     a: RunId,
     b: RunId,
     rank_a: Rank = None,
@@ -66,6 +67,7 @@ def get_comparison(
     points: Annotated[int, Query(ge=1, le=1000)] = MAP_COLUMNS,
 ) -> Response:
     """Where two runs part, in one sentence, and how they differ; ranks of one run are compared alike."""
-    for run_id in (a, b):
-        require_run(conn, run_id)
-    return JsonResponse(compare(conn, Side(a, rank_a), Side(b, rank_b), from_, to, points))
+    with connect_to_run(request, a) as of_a, connect_to_run(request, b) as of_b:
+        require_run(of_a, a)
+        require_run(of_b, b)
+        return JsonResponse(compare(of_a, Side(a, rank_a), Side(b, rank_b), from_, to, points, conn_b=of_b))

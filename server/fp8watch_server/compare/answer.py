@@ -40,34 +40,39 @@ def compare(
     from_step: int | None = None,
     to_step: int | None = None,
     points: int = MAP_COLUMNS,
+    *,
+    conn_b: Connection | None = None,
 ) -> Dict:
     """Two sides, of runs that there are.
 
     Args:
+        conn: the database of the first run.
+        conn_b: that of the second; None: the same.
         a, b: runs, or ranks of them.
         from_step, to_step: steps that are looked at; None: all that both have.
         points: columns of the map at most.
     """
-    scalars = [scalars_of(conn, side, SCALARS, from_step, to_step) for side in (a, b)]
+    sides = ((conn, a), (conn_b or conn, b))
+    scalars = [scalars_of(of, side, SCALARS, from_step, to_step) for of, side in sides]
     of_loss = [s["loss"] for s in scalars]
     steps, i, j = np.intersect1d(of_loss[0].steps, of_loss[1].steps, assume_unique=True, return_indices=True)
     steps, i, j = steps[:MAX_STEPS], i[:MAX_STEPS], j[:MAX_STEPS]
-    both_sites = [queries.sites(conn, side.run_id) for side in (a, b)]
+    both_sites = [queries.sites(of, side.run_id) for of, side in sides]
     common, twins = _common_sites(*both_sites)
     num_fine = max(1, MAX_CELLS // max(1, len(common)))
     fine = steps[:num_fine]
     ids = [int(site["id"]) for site in common]
-    amax = amax_of(conn, a, ids, fine), amax_of(conn, b, ids, fine)
+    amax = amax_of(*sides[0], ids, fine), amax_of(*sides[1], ids, fine)
     loss = of_loss[0].values[i], of_loss[1].values[j]
     logged = of_loss[0].present[i] & of_loss[1].present[j]
     seen = np.where(logged, loss[0], 0.0), np.where(logged, loss[1], 0.0)
     from_the_start = bool(len(steps)) and steps[0] == of_loss[0].steps[0] == of_loss[1].steps[0] and not from_step
-    data = [batch_ids(conn, side, from_step, to_step) for side in (a, b)]
+    data = [batch_ids(of, side, from_step, to_step) for of, side in sides]
     of_data, num_named = fact_differences.of_data(*data)
     same_data = bool(len(steps)) and num_named == len(steps) and not of_data
     found = _find(steps, fine, seen, amax, [str(s["operand"]) for s in common], from_the_start, same_data)
     names = [words.site_name(s["module"], s["operand"]) for s in common]
-    shown = [_side(conn, side) for side in (a, b)]
+    shown = [_side(of, side) for of, side in sides]
     both = amax[0].measured & amax[1].measured
     finite = logged & np.isfinite(loss[0]) & np.isfinite(loss[1])
     looked = words.Compared(
@@ -86,7 +91,7 @@ def compare(
         cut_at=int(fine[-1]) if len(fine) < len(steps) else None,
         largest_gap=_largest_gap(loss[0][finite], loss[1][finite]),
     )
-    said = [fact_differences.session_facts(conn, side) for side in (a, b)]
+    said = [fact_differences.session_facts(of, side) for of, side in sides]
     facts = fact_differences.differences(*said)
     for name in ("lr", "loss_scale"):
         facts += fact_differences.of_scalar(name, scalars[0][name], scalars[1][name])

@@ -379,3 +379,11 @@ fact = sa.Table(  # facts of the collector for SQL, such as `public_url`
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("value", sa.Text, nullable=False),
 )
+
+shard_of_run = sa.Table(  # in the home database: the database that a run lies in
+    "shard_of_run",
+    metadata,
+    *run_key(),
+    sa.Column("shard", sa.Text, nullable=False),  # its name in FP8WATCH_SHARDS; '' = the home database itself
+    sa.Column("placed_at", sa.Double, nullable=False),
+)

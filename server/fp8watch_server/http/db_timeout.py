@@ -19,10 +19,11 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 from anyio import CapacityLimiter, to_thread
-from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fp8watch_server.db.directory import HOME
+from fp8watch_server.db.shards import Shards
 from fp8watch_server.http.away_page import asked_by_a_person, away_page
 from fp8watch_server.http.errors import Problem
 
@@ -124,10 +125,10 @@ class DbTimeoutMiddleware:
     The blocked work is left to end by itself: a thread cannot be stopped from outside.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+    def __init__(self, app: ASGIApp, shards: Shards) -> None:
         self._app = app
-        self._engine = engine
-        self._probe: asyncio.Task[None] | None = None
+        self._shards = shards
+        self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or send 503."""
@@ -144,7 +145,7 @@ class DbTimeoutMiddleware:
         task = asyncio.ensure_future(self._app(scope, receive, guarded))
         try:
             while not (await asyncio.wait({task}, timeout=PROBE_AFTER_S))[0]:
-                if not state["started"] and not await self._answers() and not state["started"]:
+                if not state["started"] and not await self._answers(scope) and not state["started"]:
                     break
         except asyncio.CancelledError:
             task.cancel()
@@ -158,12 +159,21 @@ class DbTimeoutMiddleware:
         else:
             await unavailable("the database does not answer").response()(scope, receive, send)
 
-    async def _answers(self) -> bool:
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(to_thread.run_sync(self._ask, limiter=CapacityLimiter(1)))
-        await asyncio.wait({self._probe}, timeout=PROBE_S)
-        return self._probe.done() and not self._probe.cancelled() and self._probe.exception() is None
+    async def _answers(self, scope: Scope) -> bool:
+        """Whether home answers, and the shard of the run that is asked for."""
+        run_id = (scope.get("path_params") or {}).get("run_id")  # once the router has read the path
+        names = {HOME, HOME if run_id is None else self._shards.directory.known(run_id) or HOME}
+        probes = [self._probe(name) for name in names]
+        await asyncio.wait(probes, timeout=PROBE_S)
+        return all(p.done() and not p.cancelled() and p.exception() is None for p in probes)
 
-    def _ask(self) -> None:
-        with self._engine.connect() as conn:
+    def _probe(self, name: str) -> asyncio.Task[None]:
+        probe = self._probes.get(name)
+        if probe is None or probe.done():
+            probe = asyncio.ensure_future(to_thread.run_sync(self._ask, name, limiter=CapacityLimiter(1)))
+            self._probes[name] = probe
+        return probe
+
+    def _ask(self, name: str) -> None:
+        with self._shards.named(name).connect() as conn:
             conn.execute(sa.text("SELECT 1"))

@@ -19,6 +19,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fp8watch_server.db.shards import ShardAway
+
 log = logging.getLogger("fp8watch.collector")
 
 RETRY_AFTER_S = 1
@@ -107,7 +109,7 @@ def _on_database(request: Request, e: Exception) -> Response:
     log.warning("%s %s: database: %s", request.method, request.url.path, str(e).splitlines()[0])
     return Problem(
         503,
-        "the database cannot be used at the moment",
+        str(e.orig) if isinstance(e, ShardAway) else "the database cannot be used at the moment",
         rule="an answer of 200 means committed",
         remedy="send the same again later; the collector recovers by itself",
         headers={"Retry-After": str(RETRY_AFTER_S)},

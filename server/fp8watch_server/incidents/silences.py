@@ -15,6 +15,7 @@ from typing import cast
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store.rows import SilenceRow
 
 
@@ -31,3 +32,13 @@ def silences_of(conn: sa.Connection, tenant: str, run_id: str, mode: str, module
 def covers(pattern: str, value: str) -> bool:
     """Whether a field of a silence matches a value."""
     return pattern in ("", value) or fnmatch.fnmatchcase(value, pattern)
+
+
+def copy_silences(home: sa.Engine, shard: sa.Engine, now: float) -> None:
+    """Give a shard the silences that have not run out: it may have been added, or away, since they were made."""
+    t = schema.silence
+    with home.connect() as conn:
+        rows = [dict(row) for row in conn.execute(sa.select(t).where(t.c.expires_at > now)).mappings()]
+    if rows:
+        with writing(shard) as conn:
+            upsert(conn, t, rows, update=())

@@ -1,6 +1,6 @@
 """Group commit: bodies that wait are decoded, checked and written together, and each is answered after the commit.
 
-Upstream:   fp8watch_server.ingest.routes, fp8watch_server.worker.loop
+Upstream:   fp8watch_server.ingest.intake, fp8watch_server.worker.loop
 Downstream: fp8watch_server.store.commit, fp8watch_server.pipeline.priority, fp8watch_server.ingest.queue_front
 Shapes:     one body -> Committed, or the exception that says why not
 Thread:     a few decoders, one committer; futures are settled on the event loop

@@ -21,14 +21,16 @@ from starlette.responses import Response
 from fp8watch_agent.joined import JOINED_CONTENT_TYPE, MAX_JOINED, MAX_JOINED_BYTES, split_bodies
 from fp8watch_agent.wire import WireError
 from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
+from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.ingest.of_run import ingest_of, intake_of_body
 from fp8watch_server.ingest.request_sender import RequestSender, sender_of
-from fp8watch_server.ingest.routes import UNSTORED, Ingest, ingest_of, read_body, router, unstored
+from fp8watch_server.ingest.routes import UNSTORED, read_body, router, run_of_body, unstored
 
 
 @router.post("/batches/joined")
 async def post_joined(request: Request) -> Response:
     """Take several batches; the answer has what each of them would have got alone."""
-    ingest, sender = ingest_of(request), sender_of(request)
+    stats, sender = ingest_of(request).stats, sender_of(request)
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != JOINED_CONTENT_TYPE:
         raise Problem(
@@ -37,7 +39,7 @@ async def post_joined(request: Request) -> Response:
             rule=f"Content-Type is {JOINED_CONTENT_TYPE}",
             remedy="send it with that type",
         )
-    with ingest.stats.inflight() as held:
+    with stats.inflight() as held:
         raw = await read_body(request, MAX_JOINED_BYTES, held)
         try:
             bodies = split_bodies(raw)
@@ -48,20 +50,21 @@ async def post_joined(request: Request) -> Response:
                 rule=f"a msgpack array of 1 to {MAX_JOINED} pairs of session key and body",
                 remedy="correct it",
             ) from e
-        answers = await asyncio.gather(*(_one(request, ingest, sender, key, body) for key, body in bodies))
-    ingest.wake()
+        answers = await asyncio.gather(*(_one(request, stats, sender, key, body) for key, body in bodies))
     return JsonResponse({"answers": answers})
 
 
-async def _one(request: Request, ingest: Ingest, sender: RequestSender, key: str, body: bytes) -> dict[str, Any]:
+async def _one(request: Request, stats: IngestStats, sender: RequestSender, key: str, body: bytes) -> dict[str, Any]:
     who = replace(sender, key_sha256=hashlib.sha256(key.encode()).hexdigest() if key else "")
     try:
-        with ingest.stats.one_body() as outcome:
+        with stats.one_body() as outcome:
             try:
+                ingest = await intake_of_body(request, body, run_of_body)
                 taken = await ingest.commit(body, who)
             except UNSTORED as e:
                 raise unstored(e) from e
             outcome.accepted(len(body))
+        ingest.wake()
     except Problem as e:
         return {"status": e.status, "error": str(e.extra.get("error", "refused"))}
     except Exception as e:  # noqa: BLE001  the answer to this batch alone

@@ -1,7 +1,7 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
 Upstream:   fp8watch_agent.transport (HTTP), fp8watch_server.ingest.joined
-Downstream: fp8watch_server.ingest.group_commit
+Downstream: fp8watch_server.ingest.intake
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
 
@@ -16,9 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import anyio
-from anyio import to_thread
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -34,23 +32,16 @@ from fp8watch_agent.wire import (
     decompress,
 )
 from fp8watch_server.db.dialect import writing
-from fp8watch_server.http.db_timeout import ProgressTimeout, WorkClock, unavailable
 from fp8watch_server.http.errors import JsonResponse, Problem
-from fp8watch_server.ingest.committer_of import committer_of
-from fp8watch_server.ingest.group_commit import Closed
-from fp8watch_server.ingest.ingest_stats import Held, IngestStats
+from fp8watch_server.ingest.ingest_stats import Held
+from fp8watch_server.ingest.intake import Ingest
+from fp8watch_server.ingest.of_run import ingest_of, intake_of_body, intake_of_run
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
-from fp8watch_server.ingest.request_sender import KEY_HEADER, RequestSender, sender_of
-from fp8watch_server.ingest.sites import SiteRegistry
+from fp8watch_server.ingest.request_sender import KEY_HEADER, sender_of
 from fp8watch_server.store import registrations, tile_maps
-from fp8watch_server.store.commit import Committed
 
 MAX_JSON_BYTES = 4 << 20
 MAX_INFLIGHT_BYTES = 128 << 20
-MAX_WRITERS = 4
-"""Registrations and bodies of tile maps that are worked on at once."""
-MAX_WORKING = 64
-"""Those that have begun, with the ones whose senders were told to come back: a database that hangs holds their threads."""
 ENCODINGS = ("zstd", "gzip")
 PRUNE_TILE_MAPS_EVERY = 64
 MAX_RANK = (1 << 31) - 1
@@ -58,53 +49,6 @@ MAX_RANK = (1 << 31) - 1
 T = TypeVar("T")
 
 router = APIRouter(prefix="/v1", include_in_schema=True, tags=["ingest"])
-
-
-class Ingest:
-    """What the routes share. One per app."""
-
-    def __init__(self, app: FastAPI, wake: Callable[[], None], hurry: Callable[[str, str], None]) -> None:
-        self.engine = app.state.engine
-        self.wake = wake
-        self.stats = IngestStats()
-        self.limiter = anyio.CapacityLimiter(MAX_WRITERS)
-        self.db_timeout = ProgressTimeout()
-        self.sites = SiteRegistry(self.engine, self.db_timeout.progress)
-        self._working: set[object] = set()
-        self.committer = committer_of(app.state.settings, self.engine, _batch, self._committed, hurry)
-        self.num_tile_map_bodies = 0
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run blocking work in the pool of the ingest, and wait for it as long as it or the database gets anything done."""
-        if len(self._working) >= MAX_WORKING:
-            raise unavailable(f"{MAX_WORKING} registrations wait for the database")
-        clock = WorkClock()
-
-        def timed() -> T:
-            self._working.add(clock)
-            clock.start()
-            try:
-                return work()
-            finally:
-                self._working.discard(clock)
-
-        waiting = to_thread.run_sync(timed, limiter=self.limiter, abandon_on_cancel=True)
-        return await self.db_timeout.wait(waiting, clock.read_s)
-
-    async def commit(self, body: bytes, sender: RequestSender) -> Committed:
-        """Hand a body to the committer, and wait likewise."""
-        try:
-            return await self.db_timeout.wait(*self.committer.commit(body, sender))
-        except Closed:
-            raise unavailable("the collector is stopping") from None
-
-    def _committed(self, seconds: float) -> None:
-        self.db_timeout.progress()
-        self.stats.commit_seconds.observe(seconds)
-
-    def stop(self) -> None:
-        """Finish what came in, and end."""
-        self.committer.stop()
 
 
 async def read_body(request: Request, limit: int, held: Held) -> bytes:
@@ -141,12 +85,6 @@ def _too_large(size: int, limit: int) -> Problem:
     return Problem(
         413, f"a body of {size} bytes or more", rule=f"at most {limit} bytes", remedy="split it, and send the halves"
     )
-
-
-def ingest_of(request: Request) -> Ingest:
-    found = request.app.state.ingest
-    assert isinstance(found, Ingest)
-    return found
 
 
 def _require_type(request: Request, content_type: str) -> None:
@@ -230,16 +168,19 @@ UNSTORED = (
 )
 
 
-async def _register(request: Request, run_id: str, store: Callable[[bytes], dict[str, Any]]) -> Response:
-    ingest = ingest_of(request)
+async def _register(
+    request: Request, run_id: str, store: Callable[[Ingest, bytes], dict[str, Any]], *, new: bool = False
+) -> Response:
+    """Store a registration in the database of its run; one of a run that is `new` may choose it."""
     sender_of(request).grant.require(run_id)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
-    with ingest.stats.inflight() as held:
+    with ingest_of(request).stats.inflight() as held:
         body = await read_body(request, MAX_JSON_BYTES, held)
+        ingest = await intake_of_run(request, run_id, new=new)
         try:
-            return JsonResponse(await ingest.run(lambda: store(body)))
+            return JsonResponse(await ingest.run(lambda: store(ingest, body)))
         except UNSTORED as e:
             raise unstored(e) from e
 
@@ -247,11 +188,11 @@ async def _register(request: Request, run_id: str, store: Callable[[bytes], dict
 @router.put("/runs/{run_id:path}/sessions/{session}")
 async def put_session(request: Request, run_id: str, session: str) -> Response:
     """Register one attach of one process; answers with its attempt."""
-    engine, key_sha256 = ingest_of(request).engine, sender_of(request).key_sha256
+    key_sha256 = sender_of(request).key_sha256
 
-    def store(body: bytes) -> dict[str, Any]:
+    def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
         facts = decode(body, SessionBody).as_facts(check_name("session", session))
-        with writing(engine) as conn:
+        with writing(ingest.engine) as conn:
             of_run, now = check_name("run", run_id), time.time()
             attempt = registrations.register_session(conn, of_run, facts, now=now, key_sha256=key_sha256)
         return {"run": run_id, "session": session, "attempt": attempt}
@@ -262,10 +203,10 @@ async def put_session(request: Request, run_id: str, session: str) -> Response:
 @router.put("/runs/{run_id:path}/sites")
 async def put_sites(request: Request, run_id: str) -> Response:
     """Register sites, or renew their static facts."""
-    sites, key_sha256 = ingest_of(request).sites, sender_of(request).key_sha256
+    key_sha256 = sender_of(request).key_sha256
 
-    def store(body: bytes) -> dict[str, Any]:
-        return {"run": run_id, "num_sites": sites.register(run_id, body, key_sha256)}
+    def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
+        return {"run": run_id, "num_sites": ingest.sites.register(run_id, body, key_sha256)}
 
     return await _register(request, run_id, store)
 
@@ -273,12 +214,11 @@ async def put_sites(request: Request, run_id: str) -> Response:
 @router.put("/runs/{run_id:path}")
 async def put_run(request: Request, run_id: str) -> Response:
     """Register a run, or renew what is said of it."""
-    engine = ingest_of(request).engine
 
-    def store(body: bytes) -> dict[str, Any]:
+    def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
         got = decode(body, RunBody)
         check_name("run", run_id)
-        with writing(engine) as conn:
+        with writing(ingest.engine) as conn:
             registrations.register_run(
                 conn,
                 run_id,
@@ -291,17 +231,20 @@ async def put_run(request: Request, run_id: str) -> Response:
             )
         return {"run": run_id}
 
-    return await _register(request, run_id, store)
+    return await _register(request, run_id, store, new=True)
 
 
-async def _post(request: Request, content_type: str, store: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
-    ingest = ingest_of(request)
-    with ingest.stats.one_body() as outcome:
+async def _post(
+    request: Request, content_type: str, store: Callable[[Ingest, bytes], Awaitable[dict[str, Any]]]
+) -> Response:
+    stats = ingest_of(request).stats
+    with stats.one_body() as outcome:
         _require_type(request, content_type)
-        with ingest.stats.inflight() as held:
+        with stats.inflight() as held:
             body = await read_body(request, MAX_WIRE_BYTES, held)
             try:
-                answer = await store(body)
+                ingest = await intake_of_body(request, body, run_of_body)
+                answer = await store(ingest, body)
             except UNSTORED as e:
                 raise unstored(e) from e
         outcome.accepted(len(body))
@@ -309,7 +252,7 @@ async def _post(request: Request, content_type: str, store: Callable[[bytes], Aw
     return JsonResponse(answer)
 
 
-def _batch(body: bytes) -> Batch:
+def decode_checked(body: bytes) -> Batch:
     """Decode and check.
 
     Raises:
@@ -320,12 +263,24 @@ def _batch(body: bytes) -> Batch:
     return batch
 
 
+def run_of_body(body: bytes) -> str:
+    """The run of a batch, or of tile maps.
+
+    Raises:
+        Problem: it is neither.
+    """
+    plain = _wire(lambda: decompress(body))
+    try:
+        return decode_batch(plain, compressed=False).header.run
+    except WireError:
+        return _wire(lambda: decode_tile_maps(plain, compressed=False)).run
+
+
 @router.post("/batches")
 async def post_batch(request: Request) -> Response:
     """Take a batch. 200 after commit, also when the very same batch had come before."""
-    ingest = ingest_of(request)
 
-    async def store(body: bytes) -> dict[str, Any]:
+    async def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
         taken = await ingest.commit(body, sender_of(request))
         return {"acked": taken.seq, "captures": taken.captures}
 
@@ -335,9 +290,9 @@ async def post_batch(request: Request) -> Response:
 @router.post("/tile-maps")
 async def post_tile_maps(request: Request) -> Response:
     """Take full tile maps. 200 after commit."""
-    ingest, sender = ingest_of(request), sender_of(request)
+    sender = sender_of(request)
 
-    def write_maps(body: bytes) -> dict[str, Any]:
+    def write_maps(ingest: Ingest, body: bytes) -> dict[str, Any]:
         maps = _wire(lambda: decode_tile_maps(decompress(body), compressed=False))
         _check_header(maps.run, maps.session, maps.rank)
         sender.grant.require(maps.run)
@@ -349,7 +304,10 @@ async def post_tile_maps(request: Request) -> Response:
                 tile_maps.prune(conn, maps.run)
         return {"acked": maps.seq}
 
-    return await _post(request, TILE_MAPS_CONTENT_TYPE, lambda body: ingest.run(lambda: write_maps(body)))
+    async def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
+        return await ingest.run(lambda: write_maps(ingest, body))
+
+    return await _post(request, TILE_MAPS_CONTENT_TYPE, store)
 
 
 def _check_header(run_id: str, session: str, rank: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -27,9 +27,10 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.store.fields import SERIES_FIELDS
 from fp8watch_server.store.incident_states import FALSE_ALARM
@@ -73,8 +74,8 @@ class _Budget:
 class FleetCollector(Collector):
     """prometheus_client collector that reads the database at most every CACHE_S seconds."""
 
-    def __init__(self, engine: Engine, stats: IngestStats, clock: Callable[[], float] = time.time) -> None:
-        self._engine = engine
+    def __init__(self, shards: Shards, stats: IngestStats, clock: Callable[[], float] = time.time) -> None:
+        self._shards = shards
         self._stats = stats
         self._clock = clock
         self._num_dropped = 0  # since this process started: a counter must not decrease
@@ -86,9 +87,10 @@ class FleetCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All metric families."""
         budget = _Budget(MAX_SERIES - 100)  # the rest is reserved for the collector's own metrics
-        with self._engine.connect() as conn:
-            yield from self._runs(conn, budget)
-            yield from _notifications(conn)
+        with self._shards.connections() as everywhere:
+            yield from _merged(metric for conn in everywhere.conns for metric in self._runs(conn, budget))
+            yield from _merged(metric for conn in everywhere.conns for metric in _notifications(conn))
+        yield _shards_up(self._shards, everywhere.away)
         yield from self._own()
         dropped = CounterMetricFamily("fp8watch_series_dropped", "Series above the budget, left out of answers")
         self._num_dropped += budget.dropped
@@ -285,14 +287,40 @@ def _notifications(conn: Connection) -> Iterable[Metric]:
     yield family
 
 
+def _shards_up(shards: Shards, away: Sequence[str]) -> Metric:
+    up = GaugeMetricFamily(
+        "fp8watch_shard_up", "Whether a shard answers; runs on one that does not are missing here", labels=["shard"]
+    )
+    for name in shards.others:
+        up.add_metric([name], float(name not in away))
+    return up
+
+
+def _merged(found: Iterable[Metric]) -> Iterable[Metric]:
+    """Families of several databases as one each; what two of them count of the same is added."""
+    families: dict[str, Metric] = {}
+    for metric in found:
+        known = families.setdefault(metric.name, metric)
+        if known is metric:
+            continue
+        at = {(s.name, tuple(sorted(s.labels.items()))): i for i, s in enumerate(known.samples)}
+        for sample in metric.samples:
+            i = at.get((sample.name, tuple(sorted(sample.labels.items()))))
+            if i is None:
+                known.samples.append(sample)
+            else:
+                known.samples[i] = sample._replace(value=known.samples[i].value + sample.value)
+    return families.values()
+
+
 class MetricsPage:
     """Rendered text of /metrics, cached for CACHE_S."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, engine: Engine, stats: IngestStats) -> None:
+    def __init__(self, shards: Shards, stats: IngestStats) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(FleetCollector(engine, stats))
+        self._registry.register(FleetCollector(shards, stats))
         self._lock = threading.Lock()
         self._made_at = -CACHE_S
         self._text = b""

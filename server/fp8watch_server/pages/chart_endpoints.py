@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from fp8watch_server.http.databases import connect_for
 from fp8watch_server.http.errors import JsonResponse, Problem
 from fp8watch_server.pages import (
     formatting,
@@ -31,7 +32,7 @@ router = APIRouter(include_in_schema=False)
 
 
 def _connect(request: Request) -> Any:
-    return request.app.state.engine.connect()
+    return connect_for(request)
 
 
 def _span(request: Request, back: Link, points: int) -> tuple[int | None, int | None, int]:

@@ -7,6 +7,7 @@ Thread:     worker threads of the server: one database connection a request
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from fastapi.responses import HTMLResponse
 
 from fp8watch_server.compare.answer import compare
 from fp8watch_server.compare.sides import Side
+from fp8watch_server.http.databases import connect_everywhere, connect_to_run
 from fp8watch_server.pages import formatting, health, lookup
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import page
@@ -35,13 +37,15 @@ def compare_page(request: Request) -> HTMLResponse:
     q = query.get("q", "")[:200].replace("\0", "")
     ranks = [lookup.integer("rank", query.get(name), back) for name in ("rank_a", "rank_b")]
     low, high = lookup.shown_steps(query)
-    with request.app.state.engine.connect() as conn:
-        sides = [lookup.find_run(conn, run_id) if run_id else None for run_id in ids]
-        newest, num_found = run_list.newest(conn, q, NUM_OFFERED)
+    with ExitStack() as stack:
+        conns = [stack.enter_context(connect_to_run(request, run_id)) for run_id in ids]
+        sides = [lookup.find_run(of, run_id) if run_id else None for of, run_id in zip(conns, ids, strict=True)]
+        everywhere = stack.enter_context(connect_everywhere(request))
+        newest, num_found = run_list.newest_over(everywhere.conns, q, NUM_OFFERED)
         found = None
         if sides[0] is not None and sides[1] is not None:
             a, b = (Side(run["id"], rank) for run, rank in zip(sides, ranks, strict=True) if run is not None)
-            found = compare(conn, a, b, low, high)
+            found = compare(conns[0], a, b, low, high, conn_b=conns[1])
     return page(
         request,
         "compare.html",

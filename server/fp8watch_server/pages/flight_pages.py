@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import Connection
 
+from fp8watch_server.http.databases import connect_for
 from fp8watch_server.pages import flight_still, live, lookup
 from fp8watch_server.pages.error_pages import Link
 from fp8watch_server.pages.templating import THEMES, page
@@ -23,7 +24,7 @@ router = APIRouter(include_in_schema=False)
 
 
 def _connect(request: Request) -> Any:
-    return request.app.state.engine.connect()
+    return connect_for(request)
 
 
 def _span(request: Request, back: Link) -> int:

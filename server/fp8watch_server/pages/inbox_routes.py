@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 from sqlalchemy import Connection
 
+from fp8watch_server.http.databases import connect_everywhere, connect_for, shards_of
 from fp8watch_server.incidents.causes import pattern_of
 from fp8watch_server.pages import collector_health, live, lookup, runbooks
 from fp8watch_server.pages.templating import page
@@ -20,13 +21,14 @@ from fp8watch_server.pages.thumbnail import thumbnail
 from fp8watch_server.pages.what_helped import what_helped
 from fp8watch_server.store import cause_list, queries
 from fp8watch_server.store.cause_list import Wanted
+from fp8watch_server.store.over_databases import merged_choices
 from fp8watch_server.store.rows import CauseRow, IncidentRow
 
 router = APIRouter(include_in_schema=False)
 
 
 def _connect(request: Request) -> Any:
-    return request.app.state.engine.connect()
+    return connect_for(request)
 
 
 def _url(wanted: Wanted, **changes: Any) -> str:
@@ -40,12 +42,12 @@ def _url(wanted: Wanted, **changes: Any) -> str:
 def inbox_page(request: Request) -> HTMLResponse:
     """Incidents of all runs, one row a cause: what asks for somebody first."""
     wanted = cause_list.wanted_of(request.query_params)
-    with _connect(request) as conn:
-        topic = live.Topic()
-        watch = {"url": topic.url, "version": live.version(conn, topic)}
-        found = cause_list.find(conn, wanted)
-        choices = cause_list.choices(conn)
-        rows = [_row(conn, cause) for cause in found.causes]
+    with connect_everywhere(request) as everywhere:
+        conns = everywhere.conns
+        watch = {"url": live.Topic().url, "version": live.version_of_all(conns)}
+        found, lies_in = cause_list.find_over(conns, wanted)
+        choices = merged_choices((cause_list.choices(conn) for conn in conns), 100)
+        rows = [_row(lies_in[cause["cause_id"]], cause) for cause in found.causes]
     offered = {"severity": ["critical", "warning", "info"], **choices}
     selects = [
         {"name": name, "value": getattr(wanted, name), "offered": offered[name]}
@@ -58,7 +60,7 @@ def inbox_page(request: Request) -> HTMLResponse:
     pages |= {"after": _url(wanted, page=found.page + 1) if found.page < found.num_pages else None}
     return page(
         request, "incidents.html", watch=watch, rows=rows, found=found, wanted=wanted, selects=selects,
-        states=[("", "all", _url(wanted, state="")), *states], pager=pages,
+        states=[("", "all", _url(wanted, state="")), *states], pager=pages, away=everywhere.away,
     )  # fmt: skip
 
 
@@ -107,12 +109,15 @@ def runbooks_page(request: Request) -> HTMLResponse:
 @router.get("/silences")
 def silences_page(request: Request) -> HTMLResponse:
     """What no messages are sent about, and until when."""
-    with _connect(request) as conn:
-        return page(request, "silences.html", silences=queries.silences(conn))
+    with connect_everywhere(request) as everywhere:  # one of all runs lies in each of them
+        found = {silence["id"]: silence for conn in everywhere.conns for silence in queries.silences(conn)}
+    return page(request, "silences.html", silences=list(found.values()))
 
 
 @router.get("/collector")
 def collector_page(request: Request) -> HTMLResponse:
     """The collector's own health."""
-    with _connect(request) as conn:
-        return page(request, "collector.html", **collector_health.health(conn, request.app.state.ingest.stats))
+    with connect_everywhere(request) as everywhere:
+        stats = request.app.state.ingest.stats
+        shown = collector_health.health(everywhere.conns, stats, away=everywhere.away)
+        return page(request, "collector.html", shards=collector_health.of_shards(shards_of(request.app)), **shown)

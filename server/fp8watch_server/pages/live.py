@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ import sqlalchemy as sa
 from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import StreamingResponse
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.shards import Shards
+from fp8watch_server.http.databases import shards_of
 from fp8watch_server.pages.formatting import segment
 from fp8watch_server.store.queries import STALLED_AFTER_S
 
@@ -78,6 +80,12 @@ def version(conn: Connection, topic: Topic, now: float | None = None) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
+def version_of_all(conns: Sequence[Connection]) -> str:
+    """The same of the list of runs, over several databases; it changes when one of them goes or comes."""
+    found = [version(conn, Topic()) for conn in conns]
+    return found[0] if len(found) == 1 else hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest()
+
+
 def _of_all(now: float) -> Any:
     """What changes whenever any run does: sums, because there may be ten thousand."""
     r = t.run.c
@@ -89,8 +97,8 @@ def _of_all(now: float) -> Any:
 class Live:
     """Subscriptions of open pages. One query per topic and half second, however many pages are open."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         self._known: dict[Topic, tuple[float, asyncio.Future[str]]] = {}
         self.closed = False
 
@@ -110,8 +118,13 @@ class Live:
         return await asyncio.shield(found[1])
 
     def _ask(self, topic: Topic) -> str:
-        with self._engine.connect() as conn:
-            return version(conn, topic)
+        if topic.run or topic.incident:
+            shards = self._shards
+            engine = shards.of_run(topic.run) if topic.run else shards.of_incident(topic.incident)
+            with engine.connect() as conn:
+                return version(conn, topic)
+        with self._shards.connections() as everywhere:
+            return version_of_all(everywhere.conns)
 
     async def events(self, topic: Topic) -> AsyncIterator[str]:
         """Event stream of one page."""
@@ -141,5 +154,5 @@ async def live_stream(request: Request, run: str = "", incident: str = "") -> St
 
 def install(app: FastAPI) -> None:
     """Add the stream. Whoever runs the server calls `app.state.live.close()` before it waits for open answers."""
-    app.state.live = Live(app.state.engine)
+    app.state.live = Live(shards_of(app))
     app.include_router(router)

@@ -6,6 +6,8 @@ Thread:     any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import Connection
 
 from fp8watch_agent.record import TileFlag
@@ -58,16 +60,16 @@ def seen_here(conn: Connection, run_id: str, site: SiteRow) -> list[Dict]:
     return [{**i, "tile": i["place"]["tile"] if lookup.site_of(i, [site]) is site else None} for i in found]
 
 
-def runs(conn: Connection, wanted: run_list.Wanted) -> Dict:
+def runs(conns: Sequence[Connection], wanted: run_list.Wanted) -> Dict:
     """One page of runs, each with its loss as a small line, its incidents, and why it needs somebody."""
-    found = run_list.find(conn, wanted)
-    ids = [run["id"] for run in found.runs]
-    of_runs: dict[str, list[IncidentRow]] = {run_id: [] for run_id in ids}
-    for incident in queries.incidents_of(conn, ids):
-        of_runs[incident["run_id"]].append(lookup.complete(incident))
+    found, lies_in = run_list.find_over(conns, wanted)
+    of_runs: dict[str, list[IncidentRow]] = {run["id"]: [] for run in found.runs}
+    for conn in conns:
+        for incident in queries.incidents_of(conn, [run_id for run_id, of in lies_in.items() if of is conn]):
+            of_runs[incident["run_id"]].append(lookup.complete(incident))
     rows = []
     for run in found.runs:
-        loss = queries.scalars(conn, run["id"], "loss", to_step=run["last_step"], points=SPARK_POINTS)
+        loss = queries.scalars(lies_in[run["id"]], run["id"], "loss", to_step=run["last_step"], points=SPARK_POINTS)
         step, value = formatting.latest(loss)
         mine = sorted(of_runs[run["id"]], key=_by_state)
         over = [i for i in mine if i["state"] not in (OPEN, ACKNOWLEDGED, UNSEEN)]

@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
 from fp8watch_agent.version import __version__
+from fp8watch_server.http.databases import connect_for
 from fp8watch_server.pages import assets, lookup
 from fp8watch_server.pages.report_sections import SECTIONS, subject_of
 from fp8watch_server.pages.templating import environment
@@ -26,7 +27,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/incidents/{incident_id}/report.html")
 def report(request: Request, incident_id: str, redact: str = "") -> HTMLResponse:
     """The incident as a file. `?redact=1`: with other names of runs, modules, hosts and people."""
-    with request.app.state.engine.connect() as conn:
+    with connect_for(request) as conn:
         incident = lookup.find_incident(conn, incident_id)
         of = subject_of(conn, incident, redact=redact not in ("", "0"))
         sections = [section for make in SECTIONS if (section := make(of)) is not None]

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
+from fp8watch_server.http.databases import connect_everywhere, connect_for
 from fp8watch_server.http.security_headers import SecurityHeaders
 from fp8watch_server.incidents.fix_files import TARGETS
 from fp8watch_server.incidents.silences import silences_of
@@ -52,6 +53,7 @@ from fp8watch_server.pages.templating import page, page_in_parts, problem_page
 from fp8watch_server.pages.what_helped import what_helped
 from fp8watch_server.store import cause_list, checkpoints, queries, run_list
 from fp8watch_server.store.incident_states import OPEN, UNSEEN
+from fp8watch_server.store.over_databases import merged_choices
 
 FIRST_POINTS = 600
 """Points per curve of the first chart: its width has no room for more."""
@@ -60,7 +62,7 @@ router = APIRouter(include_in_schema=False)
 
 
 def _connect(request: Request) -> Any:
-    return request.app.state.engine.connect()
+    return connect_for(request)
 
 
 def _own_url(request: Request) -> str:
@@ -77,10 +79,14 @@ def _watch(conn: Connection, topic: live.Topic) -> dict[str, str]:
 def runs_page(request: Request) -> HTMLResponse:
     """Runs, those that need somebody first: searched, filtered, a page at a time."""
     wanted = run_list.wanted_of(request.query_params)
-    with _connect(request) as conn:
-        watch = _watch(conn, live.Topic())  # read before the data, so that a change in between is notified, not lost
-        shown = page_queries.runs(conn, wanted)
-        selects = run_filters.selects(wanted, run_list.choices(conn))
+    with connect_everywhere(request) as everywhere:
+        conns = (
+            everywhere.conns
+        )  # the version is read before the data, so that a change in between is notified, not lost
+        watch = {"url": live.Topic().url, "version": live.version_of_all(conns)}
+        shown = page_queries.runs(conns, wanted)
+        offered = merged_choices((run_list.choices(conn) for conn in conns), run_list.MAX_CHOICES)
+        selects = run_filters.selects(wanted, offered)
     return page(
         request,
         "runs.html",
@@ -90,6 +96,7 @@ def runs_page(request: Request) -> HTMLResponse:
         selects=selects,
         pager=run_filters.pager(wanted, shown["found"]),
         own_url=_own_url(request),
+        away=everywhere.away,
         **shown,
     )
 

@@ -180,6 +180,16 @@ class Settings:
         ),
     ] = 4 << 30
 
+    shards: Annotated[
+        v.Shards,
+        Setting(
+            "FP8WATCH_SHARDS",
+            "further databases that new runs are spread over, as name=URL separated by spaces; none: all runs lie in "
+            "FP8WATCH_DATABASE_URL",
+            secret=True,
+        ),
+    ] = ""
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
         """Read the environment; `overrides` (the command line) win, None standing for "not given".
@@ -208,16 +218,26 @@ class Settings:
                 "FP8WATCH_QUEUE is set with an SQLite database; workers and collectors share a PostgreSQL: set "
                 "FP8WATCH_DATABASE_URL to one, or unset FP8WATCH_QUEUE"
             )
+        if values["queue"] and values["shards"]:
+            raise SettingError(
+                "FP8WATCH_QUEUE and FP8WATCH_SHARDS are both set; fp8watch worker commits to one database: keep one of them"
+            )
         if bool(values["tls_cert"]) != bool(values["tls_key"]):
             given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"
             raise SettingError(f"{given} is set alone; https needs the certificate and its key: set both, or neither")
         return cls(**values)
 
     @property
+    def shard_urls(self) -> dict[str, str]:
+        """Name -> URL of each shard."""
+        return {name: url for name, _, url in (word.partition("=") for word in self.shards.split())}
+
+    @property
     def secrets(self) -> tuple[str, ...]:
         """What must never be shown."""
         password = parse_url(self.database_url).password
         found = [getattr(self, s.name) for s in SETTINGS if s.secret] + [str(password or "")]
+        found += [str(parse_url(url).password or "") for url in self.shard_urls.values()]
         for server in self.queue.split(","):
             parts = urlsplit(server)
             found += [parts.password or "", "" if parts.password else parts.username or ""]  # a user alone is a token

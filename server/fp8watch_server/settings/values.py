@@ -5,6 +5,7 @@ Shapes:     text of the environment or the command line -> value
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -76,6 +77,20 @@ def _queue_url(text: str) -> str:
     return ",".join(servers)
 
 
+def _shards(text: str) -> str:
+    found: dict[str, str] = {}
+    for word in text.split():
+        name, equals, url = word.partition("=")
+        if not equals or not _SHARD_NAME.fullmatch(name) or name in found:
+            raise msgspec.ValidationError
+        parse_url(url)
+        found[name] = url
+    return " ".join(f"{name}={url}" for name, url in found.items())
+
+
+_SHARD_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
 def _file(text: str) -> str:
     if text and not Path(text).expanduser().is_file():
         raise msgspec.ValidationError
@@ -103,6 +118,14 @@ File = Annotated[str, Rule("must be a file that is there", _file)]
 QueueUrl = Annotated[
     str,
     Rule("must be nats://host:4222 or tls://host:4222 of one or more servers, separated by commas", _queue_url),
+]
+Shards = Annotated[
+    str,
+    Rule(
+        "must be name=URL of one or more databases, separated by spaces; a name is of small letters, digits and -, and "
+        "stands once",
+        _shards,
+    ),
 ]
 Replicas = Annotated[Literal[1, 3, 5], Rule("must be 1, 3 or 5", digits)]
 QueueBytes = Annotated[int, Meta(ge=1 << 20), Rule("must be a whole number of 1048576 or more", digits)]

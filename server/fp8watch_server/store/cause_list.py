@@ -6,6 +6,7 @@ Thread:     query pool
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,61 @@ def _key() -> sa.ColumnElement[str]:
 
 def find(conn: Connection, wanted: Wanted) -> Found:
     """One page of the causes that match. A page after the last is the last."""
+    return find_over([conn], wanted)[0]
+
+
+def find_over(conns: Sequence[Connection], wanted: Wanted) -> tuple[Found, dict[str, Connection]]:
+    """The same over several databases; and id of a cause -> the connection to the one that has its incident."""
+    groups = _groups(wanted)
+    g = groups.c
+    if len(conns) == 1:
+        totals = sa.select(sa.func.count(), sa.func.sum(sa.case((g.need > 1, 1), else_=0))).select_from(groups)
+        num_causes, num_asking = (int(num or 0) for num in conns[0].execute(totals).one())
+    else:  # a cause may have incidents in each of them
+        merged = _merged(row for conn in conns for row in conn.execute(sa.select(groups)).mappings())
+        num_causes, num_asking = len(merged), sum(row["need"] > 1 for row in merged)
+    page = min(max(1, wanted.page), max(1, -(-num_causes // PAGE_CAUSES)))
+    rows: Sequence[Mapping[Any, Any]]
+    if len(conns) == 1:
+        query = sa.select(groups).order_by(g.need.desc(), g.last_seen.desc(), g.key)
+        rows = conns[0].execute(query.limit(PAGE_CAUSES).offset((page - 1) * PAGE_CAUSES)).mappings().all()
+    else:
+        rows = merged[(page - 1) * PAGE_CAUSES : page * PAGE_CAUSES]
+    newest = _newest(conns, [row["key"] for row in rows])
+    causes: list[CauseRow] = [
+        {
+            "cause_id": row["key"],
+            "state": _state(newest[row["key"]][0]),
+            "need": row["need"],
+            "num_incidents": row["num_incidents"],
+            "num_runs": row["num_runs"],
+            "first_seen": row["first_seen"],
+            "last_seen": row["last_seen"],
+            "incident": newest[row["key"]][0],
+        }
+        for row in rows
+        if row["key"] in newest
+    ]
+    return Found(causes, num_causes, num_asking, page), {key: conn for key, (_, conn) in newest.items()}
+
+
+def _merged(rows: Iterable[Mapping[Any, Any]]) -> list[dict[str, Any]]:
+    """Causes of several databases as one list, in the order of a page."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        one = found.setdefault(row["key"], dict(row))
+        if one == dict(row):
+            continue
+        for name in ("num_incidents", "num_runs"):  # a run lies in one database
+            one[name] += row[name]
+        one["need"] = max(one["need"], row["need"])
+        one["first_seen"] = min(one["first_seen"], row["first_seen"])
+        one["last_seen"] = max(one["last_seen"], row["last_seen"])
+    return sorted(found.values(), key=lambda one: (-one["need"], -one["last_seen"], one["key"]))
+
+
+def _groups(wanted: Wanted) -> sa.Subquery:
+    """Causes of one database."""
     c, key = t.incident.c, _key()
 
     def some(*where: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
@@ -86,7 +142,7 @@ def find(conn: Connection, wanted: Wanted) -> Found:
         (some(c.status == ACKNOWLEDGED) == 1, 1),
         else_=0,
     ).label("need")
-    groups = (
+    return (
         sa.select(
             key.label("key"),
             need,
@@ -99,43 +155,23 @@ def find(conn: Connection, wanted: Wanted) -> Found:
         .group_by(key)
         .subquery("causes")
     )
-    g = groups.c
-    totals = sa.select(sa.func.count(), sa.func.sum(sa.case((g.need > 1, 1), else_=0))).select_from(groups)
-    num_causes, num_asking = conn.execute(totals).one()
-    page = min(max(1, wanted.page), max(1, -(-num_causes // PAGE_CAUSES)))
-    query = sa.select(groups).order_by(g.need.desc(), g.last_seen.desc(), g.key)
-    rows = conn.execute(query.limit(PAGE_CAUSES).offset((page - 1) * PAGE_CAUSES)).mappings().all()
-    newest = _newest(conn, [row["key"] for row in rows])
-    causes: list[CauseRow] = [
-        {
-            "cause_id": row["key"],
-            "state": _state(newest[row["key"]]),
-            "need": row["need"],
-            "num_incidents": row["num_incidents"],
-            "num_runs": row["num_runs"],
-            "first_seen": row["first_seen"],
-            "last_seen": row["last_seen"],
-            "incident": newest[row["key"]],
-        }
-        for row in rows
-        if row["key"] in newest
-    ]
-    return Found(causes, int(num_causes), int(num_asking or 0), page)
 
 
 def _state(incident: IncidentRow) -> str:
     return REGRESSED if incident["regression_of"] and incident["state"] == OPEN else incident["state"]
 
 
-def _newest(conn: Connection, keys: list[str]) -> dict[str, IncidentRow]:
-    """Key -> the incident to look at: the newest of those that ask for somebody, else the newest."""
+def _newest(conns: Sequence[Connection], keys: list[str]) -> dict[str, tuple[IncidentRow, Connection]]:
+    """Key -> the incident to look at, and where it lies: the newest of those that ask for somebody, else the newest."""
     c, key = t.incident.c, _key()
     asking = sa.case((asks(), 0), (c.status != "resolved", 1), else_=2)
     place = sa.func.row_number().over(partition_by=key, order_by=(asking, c.opened_at.desc(), c.id)).label("place")
     of_keys = (c.tenant == t.DEFAULT_TENANT, sa.or_(c.cause_id.in_(keys), sa.and_(c.cause_id == "", c.id.in_(keys))))
-    first = sa.select(c.id, key.label("key"), place).where(*of_keys).subquery("first")
-    query = sa.select(first.c.key, t.incident).join(t.incident, c.id == first.c.id).where(first.c.place == 1)
-    return {row.key: as_incident(row) for row in conn.execute(query)}
+    first = sa.select(c.id, key.label("key"), asking.label("asking"), place).where(*of_keys).subquery("first")
+    query = sa.select(first.c.key, first.c.asking, t.incident).join(t.incident, c.id == first.c.id)
+    rows = [(row, conn) for conn in conns for row in conn.execute(query.where(first.c.place == 1))]
+    rows.sort(key=lambda found: (found[0].asking, -found[0].opened_at, found[0].id), reverse=True)
+    return {row.key: (as_incident(row), conn) for row, conn in rows}  # the first of the order is written last
 
 
 def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:

@@ -46,6 +46,7 @@ __all__ = [
     "FieldError",
     "as_incident",
     "as_runs",
+    "encode_cursor",
     "heatmap",
     "histogram",
     "incident",
@@ -79,7 +80,8 @@ class CursorError(ValueError):
     """A cursor that this collector did not issue."""
 
 
-def _encode_cursor(at: float, id_: str) -> str:
+def encode_cursor(at: float, id_: str) -> str:
+    """The cursor of the page after this place."""
     return base64.urlsafe_b64encode(msgspec.msgpack.encode([at, id_])).decode().rstrip("=")
 
 
@@ -103,7 +105,7 @@ def _page(
     if len(rows) <= limit:
         return rows, None
     end = rows[limit - 1]._mapping
-    return rows[:limit], _encode_cursor(float(end[at]), str(end[id_]))
+    return rows[:limit], encode_cursor(float(end[at]), str(end[id_]))
 
 
 def runs(conn: Connection, *, now: float | None = None) -> list[RunRow]:

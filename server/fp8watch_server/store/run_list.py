@@ -10,6 +10,7 @@ those are sets of ids; a page is cut from the result before anything else is rea
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,13 @@ class Found:
 
 def find(conn: Connection, wanted: Wanted, *, now: float | None = None) -> Found:
     """One page of the runs that match. A page after the last is the last."""
+    return find_over([conn], wanted, now=now)[0]
+
+
+def find_over(
+    conns: Sequence[Connection], wanted: Wanted, *, now: float | None = None
+) -> tuple[Found, dict[str, Connection]]:
+    """The same over several databases; and run id -> the connection to the one that it lies in."""
     now = time.time() if now is None else now
     r, status = t.run.c, _status(now)
     need = _need(status)
@@ -78,16 +86,27 @@ def find(conn: Connection, wanted: Wanted, *, now: float | None = None) -> Found
     if wanted.status in STATUSES:
         where.append(status == wanted.status)
     totals = sa.select(sa.func.count(), sa.func.sum(sa.case((need > NOTHING, 1), else_=0))).select_from(t.run)
-    num_runs, num_need = conn.execute(totals.where(*where)).one()
+    counted = [conn.execute(totals.where(*where)).one() for conn in conns]
+    num_runs, num_need = (sum(int(counts[i] or 0) for counts in counted) for i in (0, 1))
     page = min(max(1, wanted.page), max(1, -(-num_runs // PAGE_RUNS)))
-    query = sa.select(t.run, need.label("need")).where(*where).order_by(*_order(wanted, need, status))
-    rows = conn.execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS)).all()
-    reasons = _reasons(conn, [row.run_id for row in rows if row.need == NOT_WATCHING])
-    runs: list[ListedRun] = [
-        {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
-        for run, row in zip(as_runs(conn, rows, now), rows, strict=True)
-    ]
-    return Found(runs, int(num_runs), int(num_need or 0), page)
+    first, descending = _sorting(wanted, need, status)
+    order = (first.desc() if descending else first.asc(), r.last_seen_at.desc(), r.run_id)
+    query = sa.select(t.run, need.label("need"), first.label("sorted_by")).where(*where).order_by(*order)
+    if len(conns) == 1:
+        rows = [(row, conns[0]) for row in conns[0].execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS))]
+    else:  # what comes first anywhere may all lie in one database
+        rows = [(row, conn) for conn in conns for row in conn.execute(query.limit(page * PAGE_RUNS))]
+        rows.sort(key=lambda found: (-found[0].last_seen_at, found[0].run_id))
+        rows.sort(key=lambda found: found[0].sorted_by, reverse=descending)
+        rows = rows[(page - 1) * PAGE_RUNS : page * PAGE_RUNS]
+    runs: dict[str, ListedRun] = {}
+    for conn in conns:
+        here = [row for row, of in rows if of is conn]
+        reasons = _reasons(conn, [row.run_id for row in here if row.need == NOT_WATCHING])
+        for run, row in zip(as_runs(conn, here, now), here, strict=True):
+            runs[row.run_id] = {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
+    shown = [runs[row.run_id] for row, _ in rows]
+    return Found(shown, num_runs, num_need, page), {row.run_id: conn for row, conn in rows}
 
 
 def _status(now: float) -> sa.ColumnElement[str]:
@@ -178,7 +197,8 @@ def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
     return [*out, _some(t.incident, *of_incident)] if of_incident else out
 
 
-def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
+def _sorting(wanted: Wanted, need: Any, status: Any) -> tuple[Any, bool]:
+    """What runs are sorted by first, and whether the largest comes first."""
     r = t.run.c
     by: dict[str, Any] = {
         "need": need,
@@ -191,17 +211,24 @@ def _order(wanted: Wanted, need: Any, status: Any) -> list[Any]:
         "created": r.created_at,
     }
     name = wanted.sort if wanted.sort in by else "need"
-    first = by[name].desc() if (name in _DESCENDING) != wanted.reverse else by[name].asc()
-    return [first, r.last_seen_at.desc(), r.run_id]
+    return by[name], (name in _DESCENDING) != wanted.reverse
 
 
 def newest(conn: Connection, q: str, limit: int) -> tuple[list[tuple[str, str]], int]:
     """(id, name) of the newest runs in which all words of `q` stand, archived ones too; and how many there are."""
+    return newest_over([conn], q, limit)
+
+
+def newest_over(conns: Sequence[Connection], q: str, limit: int) -> tuple[list[tuple[str, str]], int]:
+    """The same over several databases."""
     r = t.run.c
     where = [r.tenant == t.DEFAULT_TENANT, *_words(q)]
-    num = conn.execute(sa.select(sa.func.count()).select_from(t.run).where(*where)).scalar_one()
-    query = sa.select(r.run_id, r.name).where(*where).order_by(r.created_at.desc(), r.run_id).limit(limit)
-    return [(run_id, name or run_id) for run_id, name in conn.execute(query)], int(num)
+    count = sa.select(sa.func.count()).select_from(t.run).where(*where)
+    query = sa.select(r.run_id, r.name, r.created_at).where(*where).order_by(r.created_at.desc(), r.run_id)
+    rows = [row for conn in conns for row in conn.execute(query.limit(limit))]
+    rows.sort(key=lambda row: (-row.created_at, row.run_id))
+    num = sum(int(conn.execute(count).scalar_one()) for conn in conns)
+    return [(row.run_id, row.name or row.run_id) for row in rows[:limit]], num
 
 
 def run_before(conn: Connection, run: RunRow) -> tuple[str, str] | None:

@@ -1,0 +1,170 @@
+"""What is broken on purpose in shards, and the test that sees it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+S = "tests/cluster/test_shards.py"
+LISTED = f"{S}::test_each_run_lies_on_one_shard_and_all_are_listed"
+BEFORE = f"{S}::test_runs_from_before_stay_at_home_and_a_further_shard_moves_none"
+JOINED = f"{S}::test_batches_that_a_relay_joins_and_tile_maps_go_to_the_shards_of_their_runs"
+APART = f"{S}::test_databases_that_do_not_belong_together_are_refused"
+ALL = f"{S}::test_what_is_said_of_all_runs_reaches_each_shard"
+AWAY = "tests/cluster/test_shard_away.py::test_a_shard_that_is_away_refuses_its_own_runs_and_nobody_elses"
+
+SHARDS = [
+    Bug(
+        "of two collectors that place a run the first counts",
+        "db.directory:Directory.place",
+        "upsert(conn, t.shard_of_run, [row], update=())",
+        'upsert(conn, t.shard_of_run, [row], update=["shard"])',
+        f"{S}::test_collectors_that_place_a_run_at_once_agree",
+    ),
+    Bug(
+        "runs from before there were shards stay at home",
+        "db.directory:Directory.look_up",
+        "found = HOME if here is not None else None",
+        "found = None",
+        BEFORE,
+    ),
+    Bug(
+        "a further shard moves no run",
+        "db.directory:Directory.look_up",
+        "found = conn.execute(sa.select(d.shard).where(d.run_id == run_id, d.tenant == tenant)).scalar()",
+        "found = None",
+        BEFORE,
+    ),
+    Bug(
+        "a further shard draws from all others",
+        "db.directory:order_of",
+        'f"{name}\\0{run_id}".encode()',
+        'f"{name}\\0{run_id}\\0{len(tuple(names))}".encode()',
+        BEFORE,
+    ),
+    Bug(
+        "a database that is another shard is refused",
+        "db.directory:claim_shard",
+        "if found != mine:",
+        "if False:",
+        APART,
+    ),
+    Bug(
+        "runs on shards that nobody names are not forgotten",
+        "db.directory:open_directory",
+        "if missing:",
+        "if False:",
+        APART,
+    ),
+    Bug(
+        "a batch goes to the shard of its run",
+        "of_run:intake_of_body",
+        "return await intake_of_run(request, run_id)",
+        "return home",
+        JOINED,
+    ),
+    Bug(
+        "a body that does not begin with its run is read as a whole",
+        "of_run:intake_of_body",
+        "if run_id is None:",
+        "if False:",
+        JOINED,
+    ),
+    Bug(
+        "a list is of all databases",
+        "over_databases:merged_page",
+        "pages = [page_of(conn) for conn in conns]",
+        "pages = [page_of(conn) for conn in conns[:2]]",
+        LISTED,
+    ),
+    Bug(
+        "a merged list goes on where its page ended",
+        "over_databases:merged_page",
+        'return found[:limit], encode_cursor(float(last[at]), str(last["id"]))',
+        "return found[:limit], max(following for _, following in pages if following)",
+        LISTED,
+    ),
+    Bug(
+        "a cause on two shards is one",
+        "cause_list:_merged",
+        "one[name] += row[name]",
+        "one[name] = row[name]",
+        LISTED,
+    ),
+    Bug(
+        "a run is asked for where it lies",
+        "http.databases:_engine",
+        'return shards.of_run(named["run_id"])',
+        "return shards.home",
+        LISTED,
+    ),
+    Bug(
+        "families of /metrics stand once",
+        "metrics:_merged",
+        "families.setdefault(metric.name, metric)",
+        "families.setdefault(str(id(metric)), metric)",
+        LISTED,
+    ),
+    Bug(
+        "the health of the collector is that of all its databases",
+        "inbox_routes:collector_page",
+        "collector_health.health(everywhere.conns, stats",
+        "collector_health.health(everywhere.conns[:1], stats",
+        LISTED,
+    ),
+    Bug(
+        "a silence reaches each shard",
+        "incident_actions:post_silence",
+        "for engine in shards_of(request.app).answering():",
+        "for engine in [shards_of(request.app).home]:",
+        ALL,
+    ),
+    Bug(
+        "what is done to a cause is done in each database",
+        "incident_actions:_change_all",
+        "for engine in shards.answering()]",
+        "for engine in shards.answering()[:2]]",
+        ALL,
+    ),
+    Bug(
+        "each shard has a compactor with the limits of the collector",
+        "station:Station.__init__",
+        "Compactor(engine, policy_of(settings))",
+        "Compactor(engine)",
+        f"{S}::test_each_shard_is_compacted_and_pruned",
+    ),
+    Bug(
+        "passwords of shards are secrets",
+        "fp8watch_server.settings:Settings.secrets",
+        "for url in self.shard_urls.values()]",
+        "for url in ()]",
+        f"{S}::test_a_password_of_a_shard_is_a_secret",
+    ),
+    Bug(
+        "a shard that hangs is given up",
+        "db.shards:Shards.named",
+        "if shard is None or not shard.ready:",
+        "if shard is None:",
+        f"{AWAY}[freeze]",
+    ),
+    Bug(
+        "new runs go where one answers",
+        "db.shards:Shards.name_of_run",
+        "key=lambda name: not self.others[name].ready",
+        "key=order.index",
+        f"{AWAY}[stop]",
+    ),
+    Bug(
+        "what is not found may lie on a shard that is away",
+        "db.shards:Shards.of_incident",
+        "        if away:\n            raise ShardAway(away[0])\n",
+        "",
+        f"{AWAY}[stop]",
+    ),
+    Bug(
+        "a shard that is there again is given the silences",
+        "incidents.silences:copy_silences",
+        "    if rows:\n",
+        "    if False:\n",
+        f"{AWAY}[stop]",
+    ),
+]
