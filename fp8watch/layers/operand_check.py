@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.kernels import reference
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import OperandRows
 from fp8watch.observer.stopwatch import SAMPLING
-from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows, rows_hold
+from fp8watch.quantize.rounding_bound import check_rounding, part_of_rows, rows_equal, rows_hold
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
-from fp8watch.quantize.site_quantizer import DelayedQuantizer
+from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer
+from fp8watch.sketch.slab import Slab
 
 
 def capturing(x: Tensor) -> bool:
@@ -42,14 +44,10 @@ def hold_against_operand(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor
     for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
         if row in plan.sites.unobserved or not canary.takes(row, "operand"):
             continue
-        data, scale_inv = out if isinstance(out, tuple) else (out, None)
-        if isinstance(scale_inv, tuple):
-            data, scale_inv = scale_inv
-        reads = Reads(data, scale_inv, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1]))))
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
         near = slab.tile_to_look_at(row)
-        found = check_quantiser(x_MK, reads, quantizer.spec, scale, near, canary.phase)
-        slab.accumulate_quantiser(row, found)
+        for reads in _copies(out, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1])))):
+            slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, near, canary.phase))
     canary.spent_s += perf_counter() - began
 
 
@@ -67,21 +65,72 @@ def hold_rows(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Seq
         if row in plan.sites.unobserved or not plan.step.holds(row, "operand"):
             continue
         shape = int(x_MK.shape[0]), int(x_MK.shape[1])
-        tile = quantizer.tile_for(shape)
-        data, scale_inv = out if isinstance(out, tuple) else (out, None)
-        if isinstance(scale_inv, tuple):
-            data, scale_inv = scale_inv
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
-        phase = plan.step.num_begun
-        rows, reads = part_of_rows(shape[0], phase), Reads(data, scale_inv, tile)
-        if x_MK.is_cpu and rows_hold(x_MK, reads, rows, quantizer.spec, slab.amax_on_host(row), scale):
-            continue
-        values = data if scale_inv is None else quantizer.backend.dequantize(data, scale_inv, tile)
-        found = check_rounding(x_MK, values, rows, quantizer.spec, tile, slab.amax_if_finite(row), scale)
-        if found is None:
-            continue
-        slab.accumulate_quantiser(row, found)
-        if x_MK.is_cpu:  # what is wrong with it: elsewhere that is for the module's turn
-            slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, found.fault_tile, phase))
+        for reads in _copies(out, quantizer.tile_for(shape)):
+            _hold_copy(plan, slab, row, quantizer, x_MK, reads, scale)
     if stopwatch is not None:
         stopwatch.add(SAMPLING, began, stopwatch.mark())
+
+
+def hold_kept(plan: ObservationPlan, row: int, quantizer: SiteQuantizer, kept: Reads, values: Tensor) -> None:
+    """Hold rows of what a GEMM of backward is handed against the codes that forward had kept for it, in some calls of a
+    step that takes full statistics of the operand. On the CPU: elsewhere GEMMs read the codes, or are held as a whole in
+    their module's turn.
+
+    Args:
+        plan: whose slab it goes to.
+        row: of the columnwise copy.
+        quantizer: its own.
+        kept: codes [M, K] and scale_inv.
+        values: float32 [M, K], what the GEMM reads.
+    """
+    slab, stopwatch = plan.slab, plan.stopwatch
+    if slab is None or not values.is_cpu or not plan.observing or row in plan.sites.unobserved:
+        return
+    if kept.scale_inv is None or not values.numel() or not plan.step.holds(row, "kept"):
+        return
+    began = stopwatch.mark() if stopwatch is not None else None
+    rows = part_of_rows(values.shape[0], plan.step.num_begun)
+    if not rows_equal(values, kept, rows):
+        right = reference.dequantize(kept.data, kept.scale_inv, kept.tile)
+        scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
+        found = check_rounding(right, values, rows, quantizer.spec, kept.tile, slab.amax_if_finite(row), scale)
+        if found is not None:
+            slab.accumulate_quantiser(row, found)
+    if stopwatch is not None:
+        stopwatch.add(SAMPLING, began, stopwatch.mark())
+
+
+def _copies(out: Any, tile: tuple[int, int]) -> list[Reads]:
+    """What is read of one result: values by the GEMM that runs now, codes by one in backward, or both."""
+    if not isinstance(out, tuple):
+        return [Reads(out, None, tile)]
+    first, second = out
+    return (
+        [Reads(first, None, tile), Reads(second[0], second[1], tile)]
+        if isinstance(second, tuple)
+        else [Reads(first, second, tile)]
+    )
+
+
+def _hold_copy(
+    plan: ObservationPlan,
+    slab: Slab,
+    row: int,
+    quantizer: SiteQuantizer,
+    x_MK: Tensor,
+    reads: Reads,
+    scale: Tensor | None,
+) -> None:
+    phase = plan.step.num_begun
+    rows = part_of_rows(x_MK.shape[0], phase)
+    if x_MK.is_cpu and rows_hold(x_MK, reads, rows, quantizer.spec, slab.amax_on_host(row), scale):
+        return
+    data, scale_inv, tile = reads
+    values = data if scale_inv is None else quantizer.backend.dequantize(data, scale_inv, tile)
+    found = check_rounding(x_MK, values, rows, quantizer.spec, tile, slab.amax_if_finite(row), scale)
+    if found is None:
+        return
+    slab.accumulate_quantiser(row, found)
+    if x_MK.is_cpu:  # what is wrong with it: elsewhere that is for the module's turn
+        slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, found.fault_tile, phase))

@@ -126,6 +126,21 @@ def rows_hold(
     return cpu.rows_hold(x.detach(), reads.data.detach(), reads.scale_inv, reads.tile, rows, bound)
 
 
+def rows_equal(values: Tensor, kept: Reads, rows: slice) -> bool:
+    """Whether rows of values are what codes stand for, to the bit, asked of the C library, on the CPU.
+
+    Args:
+        values: [M, K] float32.
+        kept: codes and scale_inv of the same rows × columns.
+        rows: those to read, see `part_of_rows`.
+
+    Returns:
+        False: they are not, or the library cannot tell. Rows of values that are not finite are not judged.
+    """
+    exactly = math.inf, 0.0, 0.0, _LEAST
+    return cpu.rows_hold(values.detach(), kept.data.detach(), kept.scale_inv, kept.tile, rows, exactly)
+
+
 def check_codes(x: Tensor, reads: Reads, spec: OperandRecipe, phase: int) -> QuantiserCheck | None:
     """Hold every eighth row of codes against the operand that they stand for, in a module's turn.
 

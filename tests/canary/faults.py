@@ -72,6 +72,27 @@ def break_site(watch, fqn, operand, columnwise, fault, *, dequantised=None):
     plan.sites.replace(row, made)
 
 
+def break_dequantisation(watch, fqn, operand, columnwise, fault, *, backward=True):
+    """Codes and scales of one site are right in memory; what is made of them for the emulated GEMM is not: of all, or of
+    that in forward alone."""
+    plan = watch._plan
+    first = next(i for i, s in enumerate(watch._table) if s.fqn == fqn)
+    row = plan.sites.row(first, OPERANDS[operand], columnwise)
+    old = plan.sites.quantizers[row]
+
+    class Broken:
+        NAME = old.backend.NAME
+        probe, quantize = staticmethod(old.backend.probe), staticmethod(old.backend.quantize)
+        quantize_dequantize = staticmethod(old.backend.quantize_dequantize)
+
+        @staticmethod
+        def dequantize(data, scale_inv, tile):
+            right = old.backend.dequantize(data, scale_inv, tile)
+            return fault(right, None)[0] if backward or torch._C._current_graph_task_id() == -1 else right
+
+    plan.sites.replace(row, type(old)(old.spec, old.columnwise, Broken()))
+
+
 def by_codes(fault, dtype=torch.float8_e4m3fn):
     """What a fault of codes and scales makes of dequantised values: quantise, break, dequantise."""
 

@@ -40,6 +40,25 @@ def test_a_broken_quantiser_is_named_at_its_site(train, case, gemm) -> None:
     assert not any(others)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "operand", "columnwise", "backward"),
+    [("blockwise", "input", True, True), ("blockwise", "weight", False, True), ("current", "input", False, False)],
+)
+def test_values_that_are_not_what_their_codes_stand_for_are_named_at_their_site(
+    train, recipe, operand, columnwise, backward
+) -> None:
+    """What a forward keeps for backward are codes; another kernel makes values of them, there or at once for both."""
+    line, _ = train(
+        3,
+        recipe=recipe,
+        before=lambda watch: faults.break_dequantisation(
+            watch, "b", operand, columnwise, faults.elsewhere, backward=backward
+        ),
+    )
+    said = line.said()[0]
+    assert said[:5] == ("quantiser-fault", "critical", 0, "b", operand)
+
+
 def only_turns(watch) -> None:
     watch._plan.canary.reads_rows = False
 

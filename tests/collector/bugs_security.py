@@ -97,6 +97,27 @@ SECURITY = [
         f"{C}/test_auth.py::test_a_page_of_somebody_else_cannot_write",
     ),
     Bug(
+        "a browser that cannot say whose page it is may not write",
+        "tokens:Auth._of_another_site",
+        'return headers.get("user-agent", "").startswith("Mozilla/")',
+        "return False",
+        f"{C}/test_auth.py::test_a_page_of_somebody_else_cannot_write",
+    ),
+    Bug(
+        "names do not turn text around",
+        "bidi:visible",
+        "if not isinstance(value, str) or not _TURNING.search(value):",
+        "if value is not None:",
+        f"{C}/test_auth.py::test_names_from_outside_do_not_turn_text_around",
+    ),
+    Bug(
+        "nor in what Slack shows",
+        "slack:escape",
+        "return visible(str(text)).replace(",
+        "return str(text).replace(",
+        "tests/notify/test_messages.py::test_names_do_not_turn_the_text_of_a_message_around",
+    ),
+    Bug(
         "a token is kept as its hash",
         "tokens:install_token",
         '{"token_sha256": token_sha256(settings.token), "tenant"',

@@ -248,6 +248,9 @@ def test_a_page_of_somebody_else_cannot_write(client: httpx.Client) -> None:
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 404), ("none", 404)):
         answer = client.post("/api/v1/incidents/x/ack", headers={**headers, "Sec-Fetch-Site": site})
         assert answer.status_code == status, site
+    for program, status in (("Mozilla/5.0 (X11; Linux x86_64) Safari/604.1", 403), ("curl/8.5.0", 404)):
+        answer = client.post("/api/v1/incidents/x/ack", headers={**headers, "User-Agent": program})
+        assert answer.status_code == status, program
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,11 @@ class Auth:
         )
 
     def _of_another_site(self, headers: Headers) -> bool:
-        """Whether a browser sends this on behalf of another site's page (CSRF)."""
-        origin = headers.get("origin")
+        """Whether a browser sends this on behalf of another site's page, or may (CSRF): one that is too old to say so
+        can have been made to by any page, and our own pages need a newer one."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is None and site is None:
+            return headers.get("user-agent", "").startswith("Mozilla/")
         if origin is None:
-            return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+            return site not in ("none", "same-origin")
         return urlsplit(origin).netloc not in (headers.get("host", ""), self._own_origin or None)

@@ -48,7 +48,11 @@ class Operand:
 
     def spread(self, per_tile: Tensor) -> Tensor:
         """One number a tile as one an element."""
-        return per_tile.repeat_interleave(self.job.tile[0], 0).repeat_interleave(self.job.tile[1], 1)
+        return per_element(per_tile, self.job.tile)
+
+
+def per_element(per_tile: Tensor, tile: tuple[int, int]) -> Tensor:
+    return per_tile.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
 
 
 Spoil = Callable[[Operand], Tensor]
@@ -87,12 +91,14 @@ class WrongKernel(Wrapped):
 
     def quantize(self, x: Tensor, job: QuantizeJob, scale: Tensor | None = None) -> Quantized:
         codes, scale_inv, stats = self.base.quantize(x, job, scale)
+        wrong = self.quantize_dequantize(x, replace(job, stats=False, heavy=False), scale)[0]
+        spread = per_element(scale_inv, job.tile)[: x.shape[0], : x.shape[1]]
+        as_codes = (wrong / spread).to(codes.dtype)
+        if torch.equal((as_codes.float() * spread).nan_to_num(-1.0), wrong.nan_to_num(-1.0)):
+            return as_codes, scale_inv, stats  # codes in memory that stand for it
         if len(self._kept) >= 64:  # micro-batches between forward and backward
             del self._kept[next(iter(self._kept))]
-        self._kept[codes.data_ptr()] = (
-            codes,
-            self.quantize_dequantize(x, replace(job, stats=False, heavy=False), scale)[0],
-        )
+        self._kept[codes.data_ptr()] = codes, wrong
         return codes, scale_inv, stats
 
     def dequantize(self, data: Tensor, scale_inv: Tensor, tile_shape: tuple[int, int]) -> Tensor:
