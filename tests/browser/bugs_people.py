@@ -116,6 +116,13 @@ BUGS = [
         f"{T}/test_run_list.py::test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest",
     ),
     Bug(
+        "a headline says when its run broke first",
+        "pages.headline:_asking",
+        "if before < first else told",
+        "if False else told",
+        f"{T}/test_headline.py::test_a_run_that_broke_before_what_is_said_says_when_it_broke_first",
+    ),
+    Bug(
         "what was critical comes before what is open",
         "pages.page_queries:_by_state",
         "return (0 if asks else 1 + state), severity, state,",
