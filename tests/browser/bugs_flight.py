@@ -38,6 +38,27 @@ BUGS = [
         f"{T}::test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure",
     ),
     Bug(
+        "who leaps with the first is named",
+        "store.flight_words:_then",
+        'return f", then {others}" if others else ""',
+        'return ""',
+        f"{T}::test_places_are_named_once_in_the_order_of_execution_and_four_of_them",
+    ),
+    Bug(
+        "a cross is met from a finger's breadth around it",
+        f"{STATIC}/flight_paint.js",
+        "finger ? [20, 20] : [5, 6]",
+        "[5, 6]",
+        "tests/browser/test_narrow_windows.py::test_a_finger_beside_a_cross_of_the_recorder_opens_its_tiles",
+    ),
+    Bug(
+        "a report's recorder is not made small to fit",
+        f"{STATIC}/fp8watch.css",
+        "width: 100%; min-width: 1100px; height: auto;",
+        "width: 100%; max-height: 420px;",
+        "tests/browser/test_narrow_windows.py::test_the_recorder_in_a_report_can_be_read",
+    ),
+    Bug(
         "a cell without a record is not calm",
         "store.flight:_worst",
         "np.where(looked, -1.0, -2.0)",

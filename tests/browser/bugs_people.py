@@ -76,9 +76,30 @@ BUGS = [
     Bug(
         "a run in which the place was not looked at proves nothing",
         "pages.what_helped:_proves",
-        ", sa.exists().where(*looked)]",
-        "]",
+        "sa.exists().where(*looked)",
+        "sa.true()",
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",
+    ),
+    Bug(
+        "a run that kept the layer out of FP8 counts",
+        "pages.what_helped:_leaves_fp8",
+        'bool(incident["place"].get("module"))',
+        "False",
+        f"{T}/test_inbox.py::test_a_later_run_that_kept_the_layer_out_of_fp8_is_what_helped_unless_fp8_was_not_the_cause",
+    ),
+    Bug(
+        "a run that kept the layer out of FP8 says nothing of what BF16 would do too",
+        "pages.what_helped:_leaves_fp8",
+        ' and incident["verdict"] != "shared"',
+        "",
+        f"{T}/test_inbox.py::test_a_later_run_that_kept_the_layer_out_of_fp8_is_what_helped_unless_fp8_was_not_the_cause",
+    ),
+    Bug(
+        "runs without an owner stand behind those with one, in either order",
+        "store.run_list:find_over",
+        "order = (nothing, ",
+        "order = (",
+        f"{T}/test_run_list.py::test_columns_sort_both_ways",
     ),
     Bug(
         "where no checkpoint was seen, the last step before the failure is said",
@@ -93,6 +114,13 @@ BUGS = [
         'r.created_at < run["created_at"],',
         "",
         f"{T}/test_run_list.py::test_a_run_is_held_against_the_newest_before_it_of_its_name_else_the_newest",
+    ),
+    Bug(
+        "a headline says when its run broke first",
+        "pages.headline:_asking",
+        "if before < first else told",
+        "if False else told",
+        f"{T}/test_headline.py::test_a_run_that_broke_before_what_is_said_says_when_it_broke_first",
     ),
     Bug(
         "what was critical comes before what is open",

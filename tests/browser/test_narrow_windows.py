@@ -8,7 +8,7 @@ import pytest
 from browser.kit import Collector, drawn, until
 from pages import synthetic
 from pages.synthetic import FAULT_SITE, FAULT_STEP, INCIDENT_ID
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 pytestmark = pytest.mark.browser
 
@@ -122,3 +122,62 @@ def test_evidence_fits_into_its_column_with_its_longest_words(page: Page, collec
     assert panel.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
     baselines = [cell.inner_text() for cell in panel.locator("td:nth-child(3)").all()]
     assert baselines == ["in (0.5, 1]", "0 of 12288 tiles", "28 dB or more", "987\u2009654 elements"]
+
+
+MARKS = """() => {
+  const f = document.querySelector("[data-flight]").flight, at = f.geometry, box = f.canvas.getBoundingClientRect();
+  return f.data.marks.map(([i, j, site]) => [box.left + at.x[f.painted.paneOf[i]] + (j + 0.5) * at.cell, box.top + at.rows[i].top + at.rows[i].height / 2, site]);
+}"""
+
+
+def test_a_finger_beside_a_cross_of_the_recorder_opens_its_tiles(browser: Browser, collector: Collector) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(collector.url(f"/incidents/{INCIDENT_ID}/flight"))
+    until(page, "document.querySelector('[data-flight]').dataset.loaded !== undefined")
+    wide, least = page.evaluate(CROSS)
+    assert least >= 11, f"the cross is {wide} × {least} pixels"
+    page.evaluate("(y) => scrollBy(0, y - innerHeight / 2)", page.evaluate(MARKS)[0][1])
+    x, y, site = max(page.evaluate(MARKS), key=lambda mark: mark[1])  # below the last one is no other
+    page.touchscreen.tap(x + 9, y + 9)
+    page.wait_for_url(f"**/sites/{site}/tile-map?step={FAULT_STEP}")
+    context.close()
+
+
+CROSS = """() => {
+  const f = document.querySelector("[data-flight]").flight, [i] = f.data.marks[0], pane = f.painted.panes[f.painted.paneOf[i]];
+  const { data } = pane.getContext("2d").getImageData(0, 0, pane.width, pane.height), probe = document.createElement("canvas").getContext("2d");
+  probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--critical");
+  probe.fillRect(0, 0, 1, 1);
+  const red = [...probe.getImageData(0, 0, 1, 1).data].join();
+  const xs = [], ys = [];
+  for (let k = 0; k < data.length; k += 4) if (data.slice(k, k + 4).join() === red) { xs.push((k / 4) % pane.width); ys.push(Math.floor(k / 4 / pane.width)); }
+  const span = (v) => (Math.max(...v) - Math.min(...v) + 1) / f.ratio;
+  return [span(xs), span(ys)].sort((a, b) => b - a);
+}"""
+
+
+def test_what_a_finger_presses_on_the_recorder_is_as_broad_as_a_finger(narrow: Page, collector: Collector) -> None:
+    for path in (f"/incidents/{INCIDENT_ID}/flight", f"/incidents/{INCIDENT_ID}"):
+        narrow.goto(collector.url(path))
+        until(narrow, "document.querySelector('[data-flight]').dataset.loaded !== undefined")
+        for control in narrow.locator("#flight .head").locator("button, a, input").all():
+            box = control.bounding_box()
+            assert box is not None
+            assert min(box["width"], box["height"]) >= 40, (path, control.evaluate("e => e.outerHTML"), box)
+        assert narrow.evaluate(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_the_recorder_in_a_report_can_be_read(page: Page, collector: Collector, width: int) -> None:
+    html = collector.client.get(f"/incidents/{INCIDENT_ID}/report.html").text
+    page.set_viewport_size({"width": width, "height": 900})
+    page.set_content(html)
+    sizes = page.locator(".recorderpicture svg").evaluate(
+        "e => [...e.querySelectorAll('text')].map((t) => parseFloat(getComputedStyle(t).fontSize) * e.getScreenCTM().a)"
+    )
+    fits = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert len(sizes) > 10
+    assert min(sizes) >= 11
+    assert fits

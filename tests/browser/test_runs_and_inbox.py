@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -66,6 +67,39 @@ def test_runs_are_searched_walked_through_tagged_archived_and_deleted(
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#runs")).to_contain_text("Nothing is in the archive")
     assert collector.client.get("/api/v1/runs/zebra%2F1").status_code == 404
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440, 1920])
+def test_owner_and_tags_are_columns_that_sort_and_filter_and_fit(
+    page: Page, collector: Collector, own: synthetic.Run, width: int, theme: str
+) -> None:
+    collector.client.post(f"/api/v1/incidents/{ID}/assign", json={"owner": "ann-katrin.of.numerics"})
+    collector.client.patch("/api/v1/runs/zebra%2F1", json={"tags": ["a-tag", "nightly-sweep-of-h100s", "x", "y"]})
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(collector.url(f"/?theme={theme}"))
+    heads = page.locator("#runs thead")
+    for name in ("Owner", "Tags"):
+        heads.get_by_role("link", name=name).click()
+        page.wait_for_url("**sort=*")
+        expect(heads.locator("[aria-sort]")).to_have_text(re.compile(name))
+        expect(page.locator("#runs tbody tr").first).to_contain_text("a zebra run")  # others have none
+        heads.get_by_role("link", name=name).click()
+        page.wait_for_url("**reverse=1")
+        expect(page.locator("#runs tbody tr").first).to_contain_text("a zebra run")
+    cells = page.locator("#runs tbody tr").first
+    expect(cells).to_contain_text("+1")
+    panel = page.locator("#runs").evaluate(
+        "e => [e.scrollWidth - e.clientWidth, innerWidth - document.body.scrollWidth]"
+    )
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert panel[1] >= 0, "the page is wider than the window"
+    assert panel[0] <= 0 or width == 390, "the table scrolls where there is room"
+    cells.get_by_role("link", name="nightly-sweep-of-h100s").click()
+    page.wait_for_url("**/?tag=nightly-sweep-of-h100s")
+    page.locator("#runs tbody").get_by_role("link", name="ann-katrin.of.numerics").click()
+    page.wait_for_url("**/?owner=ann-katrin.of.numerics")
+    expect(page.locator("#runs tbody tr")).to_have_count(1)
 
 
 def test_a_cause_is_seen_by_key_and_an_incident_is_assigned_commented_and_marked(

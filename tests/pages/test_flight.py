@@ -174,7 +174,7 @@ def test_a_drift_over_the_edge_is_no_leap() -> None:
         "At step 2, 2 of 3 sites measured stand out, 1 of them at a leap; the first of these in the order of execution "
         "is m input, rowwise: amax at 5 × its band."
     )
-    assert words[1] == "In the steps after, up to 4, 1 more leaps out of its band, from step 3 on."
+    assert words[1] == "In the steps after, up to 4, 1 more leaps out of its band, from step 3 on: m x."
     assert words[2] == "From step 4 on none of them stands out, as far as they were measured."
 
 
@@ -186,10 +186,28 @@ def test_a_failure_that_sites_show_only_after_its_step_is_followed_from_there() 
     found = flight.Flight(3, 5, np.arange(8), sites, far, none.astype(int), none == 0, none, none > 0, none)
     assert said(found) == [
         "At step 3 none of 3 sites measured stands out.",
-        "At step 4 2 sites leap out of their band; the first in the order of execution is b weight, rowwise: amax at 9 × its band.",
-        "In the steps after, up to 7, 1 more leaps out of its band, from step 5 on.",
+        "At step 4 2 sites leap out of their band; the first in the order of execution is b weight, rowwise: amax at 9 × its band, then c weight.",
+        "In the steps after, up to 7, 1 more leaps out of its band, from step 5 on: a weight.",
         "From step 6 on none of them stands out, as far as they were measured.",
     ]
+
+
+def test_places_are_named_once_in_the_order_of_execution_and_four_of_them() -> None:
+    far = np.full((14, 4), 0.2)
+    far[:, 2] = 9.0
+    far[12:] = 0.2
+    far[12, 3] = 9.0
+    names = [f"{name} {direction}" for name in "gfedcba" for direction in ("rowwise", "columnwise")]
+    sites = [
+        {"gemm": "fprop", "operand": "input", "module": name.split()[0], "direction": name.split()[1]} for name in names
+    ]
+    none = np.zeros(far.shape)
+    found = flight.Flight(2, 1, np.arange(4), sites, far, none.astype(int), none == 0, none, none > 0, none)
+    words = said(found)
+    assert words[0].endswith(
+        "is g input, rowwise: amax at 9 × its band, then f input, e input, d input, c input and 1 more."
+    )
+    assert words[1] == "In the steps after, up to 3, 1 more leaps out of its band, from step 3 on: a input."
 
 
 def test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure() -> None:
@@ -200,7 +218,7 @@ def test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure() -> N
     none = np.zeros(far.shape)
     found = flight.Flight(2, 22, np.arange(24), sites, far, none.astype(int), none == 0, none, none > 0, none)
     assert said(found)[1:] == [
-        "In the steps after, up to 11, 1 more leaps out of its band, from step 3 on.",
+        "In the steps after, up to 11, 1 more leaps out of its band, from step 3 on: b input.",
         "From step 4 on none of them stands out, as far as they were measured.",
         "From step 20 on 1 site leaps out of its band, after 16 steps of calm: that may be something else.",
     ]

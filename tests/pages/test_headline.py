@@ -23,7 +23,7 @@ EACH = Watched(0, 299, 89, 1.0)
 def incident(**values: Any) -> dict[str, Any]:
     """As page_queries.incidents gives them."""
     base = {"state": "open", "severity": "critical", "first_step": 90, "last_step": 94, "title": "It broke"}
-    return {**base, "regression_of": None, "owner": "", "status": "open", **values}
+    return {**base, "attempt": 1, "regression_of": None, "owner": "", "status": "open", **values}
 
 
 def says(
@@ -50,6 +50,18 @@ def test_what_was_critical_and_nobody_saw_comes_before_a_warning_that_is_open() 
     found = sorted(of_run, key=_by_state)
     assert [i["state"] for i in found] == ["open", "unseen", "open", "acknowledged", "seen"]
     assert says(over, warning) == ("critical", "Over, and not seen yet (steps 2–94): over.")
+
+
+def test_a_run_that_broke_before_what_is_said_says_when_it_broke_first() -> None:
+    def more(*incidents: dict[str, Any]) -> str:
+        return headline({**RUN, "sessions": []}, incidents, None, {}, EACH).more  # type: ignore[arg-type]
+
+    back = incident(regression_of="x", first_step=200)
+    over = [incident(state="unseen", status="resolved", first_step=step) for step in (150, 175)]
+    assert more(back, *over) == "2 more not seen yet, the first at step 150"
+    assert more(incident(), incident(first_step=91)) == "1 more open"
+    assert more(back, {**over[0], "attempt": 2}) == "1 more not seen yet"  # steps of another attempt
+    assert more(back) == ""
 
 
 def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> None:

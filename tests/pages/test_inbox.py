@@ -145,6 +145,40 @@ def test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here
     assert "helped last time, perhaps: amax_epsilon – → 1e-12, in" in inbox
 
 
+@pytest.mark.parametrize(("verdict", "run_id"), [("fp8", "blind"), ("unknown", "blind"), ("shared", "clean")])
+def test_a_later_run_that_kept_the_layer_out_of_fp8_is_what_helped_unless_fp8_was_not_the_cause(
+    app: FastAPI, verdict: str, run_id: str
+) -> None:
+    others = f"lm_head (output head); x.{synthetic.FAULT_MODULE} (filter_fn); "
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.incident).where(t.incident.c.id == INCIDENT_ID).values(verdict=verdict))
+        for of, facts in (
+            ("blind", {"left_out": f"{others}{synthetic.FAULT_MODULE} (filter_fn)", "lr": 1}),
+            ("clean", {"left_out": others}),
+        ):
+            conn.execute(sa.update(t.session).where(t.session.c.run_id == of).values(facts=facts))
+    with serving(app) as client:
+        html = client.get(f"/incidents/{INCIDENT_ID}").text
+        inbox = client.get("/incidents").text
+    fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
+    assert fix is not None
+    assert f'href="/runs/{run_id}"' in fix[1]
+    words = re.sub(r"<[^>]+>", "", fix[1])
+    told = "the next run that came as far: the layer left FP8 there (filter_fn); lr was –, and is 1 there. "
+    assert (told in words) == (run_id == "blind"), words
+    assert ("perhaps: the layer left FP8 (filter_fn), and more, in" in inbox) == (run_id == "blind")
+    assert ("The layer left FP8 there (filter_fn), so that it could not." in html) == (run_id == "blind")
+
+
+def test_a_layer_whose_reason_was_cut_off_left_fp8_all_the_same(app: FastAPI) -> None:
+    cut = f"lm_head (output head); {synthetic.FAULT_MODULE} (own forw"
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.session).where(t.session.c.run_id == "blind").values(facts={"left_out": cut}))
+    with serving(app) as client:
+        html = client.get(f"/incidents/{INCIDENT_ID}").text
+    assert "the layer left FP8 there (for a reason that was cut off). " in html
+
+
 def test_false_alarms_are_kept_counted_and_listed(
     app: FastAPI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,8 @@ from pages.collector import make_app, serving
 from pages.many_runs import cpu_of, fill
 from support.database import fresh_database
 
-from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db import schema as t
+from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.store import run_list
 from fp8watch_server.store.run_list import Wanted
 
@@ -107,6 +108,29 @@ def test_columns_sort_both_ways(many: sa.Engine) -> None:
     assert ids(many, sort="step", reverse=True)[0] == "run-00000"
     assert ids(many, sort="name")[0] == "run-00000"
     assert ids(many, sort="status")[0] in {f"run-{i:05d}" for i in range(200) if i % 10}
+    owned = {run["id"] for run in find(many, owner="ann").runs}
+    for reverse in (False, True):  # what has none stands last
+        assert set(ids(many, sort="owner", reverse=reverse)[: len(owned)]) == owned
+    assert [find(many, sort="owner").runs[i]["owners"] for i in (0, -1)] == [["ann"], []]
+    assert find(many, sort="tags").runs[0]["tags"] == ["sweep-0"]
+    assert find(many, sort="tags", reverse=True).runs[0]["tags"] == ["sweep-9"]
+
+
+def test_owners_of_two_databases_are_sorted_as_one(many: sa.Engine) -> None:
+    with fresh_database(many.dialect.name) as url:
+        other = make_engine(url)
+        row = {"tenant": "default", "created_at": NOW, "last_seen_at": NOW}
+        with writing(other) as conn:
+            conn.execute(sa.insert(t.run), [{**row, "run_id": i, "name": i} for i in ("zed's", "nobody's")])
+        synthetic.add_incident(other, "zed's", "f" * 32, owner="Zed")
+        with many.connect() as one, other.connect() as two:
+            for reverse in (False, True):
+                runs = run_list.find_over([one, two], Wanted(sort="owner", reverse=reverse), now=NOW)[0].runs
+                owners = [owner for run in runs for owner in run["owners"]]
+                assert owners == sorted(owners, reverse=reverse, key=str.lower)
+                assert {*owners} == {"ann", "Zed"}
+                assert [bool(run["owners"]) for run in runs] == [True] * len(owners) + [False] * (50 - len(owners))
+        other.dispose()
 
 
 def test_tags_note_archive_and_delete(client: httpx.Client) -> None:
@@ -164,7 +188,14 @@ def test_ten_thousand_runs_and_five_thousand_incidents_are_quick(kind: str, tmp_
     with fresh_database(kind) as url:
         app = make_app(tmp_path, url)
         fill(app.state.engine, NUM_RUNS, NUM_INCIDENTS, time.time())
-        pages = ("/", "/?q=seed-00017+node", "/?mode=mode-3&severity=info", "/?sort=name&page=150")
+        pages = (
+            "/",
+            "/?q=seed-00017+node",
+            "/?mode=mode-3&severity=info",
+            "/?sort=name&page=150",
+            "/?sort=owner",
+            "/?sort=tags&page=9",
+        )
         pages += ("/incidents", "/incidents?state=unseen&q=mode-1", "/incidents?page=4")
         pages += ("/compare", "/compare?q=seed-00017")
         spent = cpu_of(app, pages)

@@ -110,8 +110,8 @@ def drawn(data: Mapping[str, Any], sentences: list[str], key: str, theme: str) -
             for k, i in enumerate(group[p]):
                 places[i] = (y + k * whole / len(group[p]), whole / len(group[p]))
         middle = y + whole / 2
-        if middle - 5 >= free:
-            free = middle + 6
+        if middle - 5.5 >= free:
+            free = middle + 6.5
             parts.append(f'<text class="m" x="{LEFT - 6}" y="{middle + 3.5:.1f}">{_text(_end(label))}</text>')
         y += whole + between
     fills: dict[str, list[str]] = {}
@@ -157,7 +157,7 @@ def drawn(data: Mapping[str, Any], sentences: list[str], key: str, theme: str) -
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" width="{WIDTH}" height="{total:.0f}" '
         f'role="img" aria-label="{_text(title)}: {_text(" ".join(sentences))}" class="{key}"><style>'
-        f".{key} text{{font:11px system-ui,sans-serif;fill:{of['muted']}}}.{key} .m{{font:10px ui-monospace,monospace;fill:{of['text']};"
+        f".{key} text{{font:11px system-ui,sans-serif;fill:{of['muted']}}}.{key} .m{{font:11px ui-monospace,monospace;fill:{of['text']};"
         f"text-anchor:end}}.{key} .h{{font-weight:600;font-size:12px;fill:{of['text']}}}.{key} .t{{font-size:12.5px;fill:{of['text']}}}"
         f".{key} .b{{fill:{of['critical']}}}.{key} .x{{stroke:{of['panel']};fill:none;stroke-width:1.2}}"
         f".{key} .s{{stroke:{of['critical']};fill:none;stroke-dasharray:2 3}}</style><defs>"
@@ -190,7 +190,7 @@ def _text(text: str) -> str:
     return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", visible(text)))
 
 
-def _end(label: str, most: int = 31) -> str:
+def _end(label: str, most: int = 28) -> str:
     return label if len(label) <= most else f"…{label[1 - most :]}"
 
 

@@ -144,7 +144,9 @@ def _asking(asking: Sequence[IncidentRow]) -> Headline:
     rest = asking[1:]
     num_open = sum(i["state"] == OPEN for i in rest)
     counts = [f"{num_open} more open" if num_open else "", f"{len(rest) - num_open} more not seen yet"]
-    more = ", ".join(text for text in (counts if len(rest) > num_open else counts[:1]) if text)
+    told = [text for text in (counts if len(rest) > num_open else counts[:1]) if text]
+    before = min((i["first_step"] for i in rest if i["attempt"] == worst["attempt"]), default=first)
+    more = ", ".join([*told, f"the first at step {before}"] if before < first else told)
     return Headline(worst["severity"], sentence, worst, more)
 
 

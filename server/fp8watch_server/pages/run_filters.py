@@ -32,11 +32,13 @@ COLUMNS = (
     Column("Run", "name"),
     Column("Needs", "need"),
     Column("Incidents"),
+    Column("Owner", "owner"),
     Column("Status", "status"),
     Column("Step", "step", number=True),
     Column("Loss", number=True),
     Column("Loss over steps", kind="trend"),
     Column("Recipe", "recipe"),
+    Column("Tags", "tags"),
     Column("Ranks", "ranks", number=True),
     Column("Last seen", "seen"),
 )

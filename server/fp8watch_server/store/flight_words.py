@@ -8,7 +8,7 @@ Each sentence counts what was measured, and names its step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,10 @@ from fp8watch_server.store.flight import NAMES, OF, Flight, broken_words
 
 MAX_CALM_STEPS = 8
 """Once the sites of a failure were calm for so many measured steps, it is over: what leaves its band later need not be of it."""
+
+
+MAX_NAMED = 4
+"""Places named behind the first."""
 
 
 def site_words(site: Mapping[str, Any]) -> str:
@@ -57,9 +61,23 @@ def said(found: Flight) -> list[str]:
     new = "" if len(leapt) == len(here) else f", {len(leapt)} of them at a leap"
     out = [
         f"{stand}{new}; the first of these in the order of execution is {site_words(found.sites[first])}: "
-        f"{cell_words(found, first, at)}."
+        f"{cell_words(found, first, at)}{_then(found, leapt, first)}."
     ]
     return out + _spread(found, at, leapt, leaps)
+
+
+def _then(found: Flight, leapt: Any, first: int) -> str:
+    """Who else leapt in the step, in the order of execution."""
+    others = _places(found, sorted(leapt.tolist(), key=lambda i: int(found.turn[i])), but=first)
+    return f", then {others}" if others else ""
+
+
+def _places(found: Flight, which: Sequence[int], but: int = -1) -> str:
+    """`layers.1.mlp.up_proj grad_output, lm_head input and 2 more`: each module and operand once; but that of a site."""
+    names = [f"{site['module']} {site['operand']}" for site in (found.sites[i] for i in (but, *which))]
+    told = list(dict.fromkeys(name for name in names[1:] if but < 0 or name != names[0]))
+    more = f" and {len(told) - MAX_NAMED} more" if len(told) > MAX_NAMED else ""
+    return ", ".join(told[:MAX_NAMED]) + more
 
 
 def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
@@ -73,12 +91,14 @@ def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
     last, upto, joined_at, later_at = at, at, -1, -1
     calm: list[int] = []
     later = np.zeros(len(ours), dtype=bool)
+    joined: list[int] = []
     for j in range(at + 1, len(steps)):
         new = leaps[:, j] & ~ours
         if len(calm) < MAX_CALM_STEPS:
             upto = j
             if new.any() and joined_at < 0:
                 joined_at = j
+            joined += sorted(np.flatnonzero(new).tolist(), key=lambda i: int(found.turn[i]))
             ours |= new
             if found.outside[ours, j].any():
                 last, calm = j, []
@@ -94,7 +114,7 @@ def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
     if num:
         out.append(
             f"In the steps after, up to {int(steps[upto])}, {num} more leap{'s' if num == 1 else ''} "
-            f"out of {'its' if num == 1 else 'their'} band, from step {int(steps[joined_at])} on."
+            f"out of {'its' if num == 1 else 'their'} band, from step {int(steps[joined_at])} on: {_places(found, joined)}."
         )
     if calm:
         out.append(f"From step {int(steps[calm[0]])} on none of them stands out, as far as they were measured.")
@@ -120,7 +140,10 @@ def _later(found: Flight, at: int, leaps: Any) -> list[str]:
     of = f"{len(leapt)} site{' leaps out of its' if len(leapt) == 1 else 's leap out of their'} band"
     said_first = f"{site_words(found.sites[first])}: {cell_words(found, first, j)}"
     which = "it is" if len(leapt) == 1 else "the first in the order of execution is"
-    return [f"At step {int(found.steps[j])} {of}; {which} {said_first}.", *_spread(found, j, leapt, leaps)]
+    return [
+        f"At step {int(found.steps[j])} {of}; {which} {said_first}{_then(found, leapt, first)}.",
+        *_spread(found, j, leapt, leaps),
+    ]
 
 
 def _most(found: Flight) -> list[str]:

@@ -72,6 +72,8 @@ class ListedRun(RunRow):
     """What it needs: `fp8watch_server.store.run_list.CRITICAL_OPEN` …"""
     not_watching: str
     """Why no step of it ends; "" where steps end."""
+    owners: list[str]
+    """Who its incidents are assigned to, in alphabetical order."""
 
 
 class SiteRow(TypedDict):

@@ -29,7 +29,7 @@ MAX_CHOICES = 100
 STATUSES = ("running", "stalled", "ended")
 CRITICAL_OPEN, CRITICAL_UNSEEN, NOT_WATCHING, WARNING_OPEN, SILENT, WARNING_UNSEEN, NOTHING = 6, 5, 4, 3, 2, 1, 0
 """What a run needs, the most pressing first. What somebody looks after (acknowledged) needs nobody else."""
-SORTS = ("need", "name", "status", "step", "recipe", "ranks", "seen", "created")
+SORTS = ("need", "name", "owner", "status", "step", "recipe", "tags", "ranks", "seen", "created")
 _DESCENDING = ("need", "step", "ranks", "seen", "created")
 _TEXT = {"recipe": 4096, "mode": 100, "tag": 100, "host": 512, "owner": 100}
 
@@ -90,21 +90,25 @@ def find_over(
     num_runs, num_need = (sum(int(counts[i] or 0) for counts in counted) for i in (0, 1))
     page = min(max(1, wanted.page), max(1, -(-num_runs // PAGE_RUNS)))
     first, descending = _sorting(wanted, need, status)
-    order = (first.desc() if descending else first.asc(), r.last_seen_at.desc(), r.run_id)
+    nothing = sa.case((first.is_(None), 1), else_=0)  # what has none stands behind what has, in either order
+    order = (nothing, first.desc() if descending else first.asc(), r.last_seen_at.desc(), r.run_id)
     query = sa.select(t.run, need.label("need"), first.label("sorted_by")).where(*where).order_by(*order)
     if len(conns) == 1:
         rows = [(row, conns[0]) for row in conns[0].execute(query.limit(PAGE_RUNS).offset((page - 1) * PAGE_RUNS))]
     else:  # what comes first anywhere may all lie in one database
         rows = [(row, conn) for conn in conns for row in conn.execute(query.limit(page * PAGE_RUNS))]
         rows.sort(key=lambda found: (-found[0].last_seen_at, found[0].run_id))
-        rows.sort(key=lambda found: found[0].sorted_by, reverse=descending)
+        rows.sort(key=lambda found: "" if found[0].sorted_by is None else found[0].sorted_by, reverse=descending)
+        rows.sort(key=lambda found: found[0].sorted_by is None)
         rows = rows[(page - 1) * PAGE_RUNS : page * PAGE_RUNS]
     runs: dict[str, ListedRun] = {}
     for conn in conns:
         here = [row for row, of in rows if of is conn]
         reasons = _reasons(conn, [row.run_id for row in here if row.need == NOT_WATCHING])
+        owners = _owners(conn, [row.run_id for row in here])
         for run, row in zip(as_runs(conn, here, now), here, strict=True):
-            runs[row.run_id] = {**run, "need": row.need, "not_watching": reasons.get(row.run_id, "")}
+            reason, of = reasons.get(row.run_id, ""), owners.get(row.run_id, [])
+            runs[row.run_id] = {**run, "need": row.need, "not_watching": reason, "owners": of}
     shown = [runs[row.run_id] for row, _ in rows]
     return Found(shown, num_runs, num_need, page), {row.run_id: conn for row, conn in rows}
 
@@ -160,6 +164,16 @@ def _reasons(conn: Connection, run_ids: list[str]) -> dict[str, str]:
     return {run_id: reason or "" for run_id, reason in rows}
 
 
+def _owners(conn: Connection, run_ids: list[str]) -> dict[str, list[str]]:
+    """Run -> who its incidents are assigned to, in alphabetical order."""
+    i = t.incident.c
+    query = sa.select(i.run_id, i.owner).where(i.run_id.in_(run_ids), i.tenant == t.DEFAULT_TENANT, i.owner != "")
+    out: dict[str, list[str]] = {}
+    for run_id, owner in conn.execute(query.distinct().order_by(i.owner)):
+        out.setdefault(run_id, []).append(owner)
+    return out
+
+
 def _like(column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
     return sa.func.lower(column).contains(text, autoescape=True)
 
@@ -199,19 +213,28 @@ def _conditions(wanted: Wanted) -> list[sa.ColumnElement[bool]]:
 
 def _sorting(wanted: Wanted, need: Any, status: Any) -> tuple[Any, bool]:
     """What runs are sorted by first, and whether the largest comes first."""
-    r = t.run.c
+    r, i, g = t.run.c, t.incident.c, t.run_tag.c
     by: dict[str, Any] = {
         "need": need,
         "name": sa.func.lower(r.name),
+        "owner": _first_of(i.owner, i.owner != ""),
         "status": status,
         "step": sa.func.coalesce(r.last_step, -1),
         "recipe": r.recipe,
+        "tags": _first_of(g.tag),
         "ranks": r.world_size,
         "seen": r.last_seen_at,
         "created": r.created_at,
     }
     name = wanted.sort if wanted.sort in by else "need"
     return by[name], (name in _DESCENDING) != wanted.reverse
+
+
+def _first_of(column: sa.Column[str], *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[str]:
+    """The first in alphabetical order of what a run has several of; NULL where it has none."""
+    r, c = t.run.c, column.table.c
+    of_run = (c.run_id == r.run_id, c.tenant == r.tenant)
+    return sa.select(sa.func.min(sa.func.lower(column))).where(*of_run, *where).correlate(t.run).scalar_subquery()
 
 
 def newest(conn: Connection, q: str, limit: int) -> tuple[list[tuple[str, str]], int]:

@@ -158,7 +158,7 @@ class Flight {
   cell(event) {
     if (!this.geometry || !this.data) return null;
     const box = this.canvas.getBoundingClientRect();
-    return cellAt(this.data, this.geometry, event.clientX - box.left, event.clientY - box.top);
+    return cellAt(this.data, this.geometry, event.clientX - box.left, event.clientY - box.top, event.pointerType === "touch");
   }
 
   hover(event) {

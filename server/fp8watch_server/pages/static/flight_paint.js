@@ -6,6 +6,7 @@ const GAP = 16, TOP = 22, BOTTOM = 20, RIGHT = 6;
 const MOST = 32, SHADES = 64; // times the band at which the colours end
 const ROW = { most: 9, least: 2 };
 const PANES = ["fprop", "backward"];
+const NARROW = 170, MARK = 5, MARK_NARROW = 11; // a pane of a telephone; the least size of ✕ in pixels
 const AHEAD = 0.22; // what the playhead has not reached yet, while it plays
 
 const rgb = (css) => {
@@ -117,10 +118,12 @@ export function paintPanes(data, at, ratio) {
       pen.putImageData(pixels, 0, 0);
       g.drawImage(line, 0, 0, Math.max(1, n), 1, 0, top, canvas.width, height);
     });
+    const least = at.pane < NARROW ? MARK_NARROW : MARK;
     for (const [i, j] of data.marks) {
       if (data.rows[i].pane !== name) continue;
-      const { top, height } = at.rows[i], w = Math.max(5, at.cell) * ratio, h = Math.max(5, height - 1) * ratio;
-      const x = (j + 0.5) * at.cell * ratio - w / 2, y = (top - at.top + height / 2) * ratio - h / 2;
+      const { top, height } = at.rows[i], w = Math.max(least, at.cell) * ratio, h = Math.max(least, height - 1) * ratio;
+      const inside = (v, size, whole) => Math.max(0, Math.min(whole - size, v - size / 2)); // none is cut at an edge of its pane
+      const x = inside((j + 0.5) * at.cell * ratio, w, canvas.width), y = inside((top - at.top + height / 2) * ratio, h, canvas.height);
       g.fillStyle = alarm;
       g.fillRect(x, y, w, h);
       const s = Math.min(w, h) / 2 - 0.8 * ratio, cx = x + w / 2, cy = y + h / 2;
@@ -156,7 +159,7 @@ export function paintFrame(data, at, ratio) {
   g.font = "600 12px system-ui, sans-serif";
   g.textAlign = "left";
   g.textBaseline = "alphabetic";
-  const narrow = at.pane < 170;
+  const narrow = at.pane < NARROW;
   [narrow ? "fprop ↓" : "fprop, read down ↓", narrow ? "backward ↑" : "backward, read up ↑"].forEach((words, k) => g.fillText(words, at.x[k], 14));
   g.font = "11px system-ui, sans-serif";
   g.fillStyle = colour("muted");
@@ -215,15 +218,21 @@ export function paintFilm(g, painted, at, { column, part, playing, chosen, hover
   }
 }
 
-// The row and column under a point of the page; null beside the panes.
-export function cellAt(data, at, px, py) {
+// The row and column under a point of the page; null beside the panes. A mark is larger than its cell: it is met from
+// some pixels around its middle, a finger's breadth where a finger points.
+export function cellAt(data, at, px, py, finger = false) {
+  const [across, along] = finger ? [20, 20] : [5, 6];
+  let near = null;
+  for (const [i, j] of data.marks) {
+    const dx = Math.abs(at.x[PANES.indexOf(data.rows[i].pane)] + (j + 0.5) * at.cell - px), dy = Math.abs(at.rows[i].top + at.rows[i].height / 2 - py);
+    if (dx <= across && dy <= along && dx + dy < (near?.apart ?? Infinity)) near = { apart: dx + dy, cell: [i, j] };
+  }
+  if (near) return near.cell;
   const k = px >= at.x[1] ? 1 : 0, j = Math.floor((px - at.x[k]) / at.cell);
   if (px < at.x[k] || j < 0 || j >= at.columns) return null;
   const group = at.groups.find((g) => py >= g.top && py < g.top + g.height + 2);
   const i = group?.[PANES[k]].find((r) => py < at.rows[r].top + at.rows[r].height + 2);
-  if (i === undefined) return null;
-  const near = data.marks.filter(([r, c]) => data.rows[r].pane === PANES[k] && Math.abs(c - j) * at.cell <= 5 && Math.abs(at.rows[r].top + at.rows[r].height / 2 - py) <= 6);
-  return near.length ? [near[0][0], near[0][1]] : [i, j]; // a mark is larger than its cell
+  return i === undefined ? null : [i, j];
 }
 
 export function legend(strip) {
