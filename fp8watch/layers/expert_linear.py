@@ -61,7 +61,7 @@ class _ExpertLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor | None, ...]:
         xc, xc_scale, w_data, w_scale, site = ctx.saved_tensors
         plan, first = lookup(site)
         x_dtype, w_dtype = ctx.dtypes

@@ -11,6 +11,7 @@ FP8 or not. Rows of nobody are not quantised.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ def quantise_rows(
     """
     numbers = _numbers(plan, first, operand, x_SK, count=count, columnwise=columnwise)
     starts = [0, *of.ends.tolist()] if isinstance(of, ExpertGroups) else [0, x_SK.shape[0]]
-    groups = list(zip(starts, starts[1:], strict=False))
+    groups = list(itertools.pairwise(starts))
     if not starts[-1]:
         nothing = x_SK.new_zeros((0, x_SK.shape[1]), dtype=torch.float32)
         return Quantised(nothing, nothing, groups, groups)
@@ -190,8 +191,6 @@ def quantise_weights(
             lies = torch.cat((lies, lies.new_zeros((experts, more, columns))), dim=1)
         pitch = lies.shape[1]
         frame = Frame(lies.reshape(-1, columns), torch.zeros(1), experts * (pitch - rows), 0)
-        out = _quantise(
-            plan, first, WEIGHT, frame, Even(pitch), number=number, column=column, wanted=Wanted.CODES
-        )
+        out = _quantise(plan, first, WEIGHT, frame, Even(pitch), number=number, column=column, wanted=Wanted.CODES)
         found.append(Weights(_kept(out), rows, pitch, transposed and not turns))
     return found[0], found[-1]

@@ -134,6 +134,6 @@ def look_at(
     if computes:
         global _outside_of_graphs
         if _outside_of_graphs is _compute:
-            _outside_of_graphs = torch.compiler.disable(_compute, reason=_BREAK)
+            _outside_of_graphs = torch.compiler.disable(_compute, reason=_BREAK)  # type: ignore[no-untyped-call]
         module.__dict__[COMPUTES_KEY] = True
     return gemms

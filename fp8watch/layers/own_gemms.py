@@ -161,9 +161,7 @@ class GemmMode(TorchFunctionMode):
             if plan is not None:
                 plan.guard.swallow("own gemm", error)
 
-    def _in_fp8(
-        self, name: str, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Tensor | None:
+    def _in_fp8(self, name: str, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """The product in FP8, where it is one with experts that compute so."""
         first, second = _factors(product, args, kwargs)
         known = self._weight_among(name, product, first, second)
@@ -200,9 +198,7 @@ class GemmMode(TorchFunctionMode):
             gemm, x, w, self._gemms.sites[path], contracts=contracts, bias=bias, count=self._counts, autocast=autocast
         )
 
-    def _weight_among(
-        self, name: str, product: _Product, first: Any, second: Any
-    ) -> tuple[_Known, int | None] | None:
+    def _weight_among(self, name: str, product: _Product, first: Any, second: Any) -> tuple[_Known, int | None] | None:
         """Which of the factors is a weight; None: neither of them, or both: a weight that is computed."""
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
