@@ -1,4 +1,4 @@
-"""Find the Linears of a model, put them on the FP8 path, and return a Watch.
+"""Find the Linears of a model, and its experts, put them on the FP8 path, and return a Watch.
 
 Downstream: fp8watch.session.site_placement
 Thread:     training, once
@@ -88,7 +88,7 @@ def attach(
             one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, the
             path of a recipe file, as `fp8watch calibrate` writes it, or a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
-            and weights tied to an embedding.
+            and weights tied to an embedding. Experts in one parameter are asked for by the name of that, "mlp.experts.down_proj".
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
             first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.

@@ -204,6 +204,7 @@ def test_training_in_fp8_holds(attach, train, way, capsys):
     assert np.mean(losses[-10:]) == pytest.approx(np.mean(high[-10:]), rel=0.0025)
     said = capsys.readouterr().err
     assert "2 Linears now compute in FP8" in said
+    assert "no longer observed" not in said
     assert "2 parameters of experts now compute in FP8" in said
     assert watch._recorder.facts.get("not_in_fp8", "") == ""
 
