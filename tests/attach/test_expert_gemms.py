@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from fp8watch import recipe as recipes
+from fp8watch.diagnose.model_copies import make_copies
 from fp8watch.layers.expert_groups import ExpertGroups
 
 GATHERED = ("gathered", "gathered_turned")
@@ -459,3 +460,16 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed(attach, frozen):
     torch.optim.SGD([experts.up, experts.down], lr=0.0).step()
     seen = {d for m, operand, d in watch._recorder.step(0)[1] if (m, operand) == ("experts.up", "grad_output")}
     assert seen == ({"columnwise"} if frozen == "input" else {"rowwise"})
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_copies_for_a_comparison_have_their_experts_in_fp8(attach, attached):
+    model, x = seeded(Moe), torch.randn(40, K)
+    high = model(x)
+    watch = attach(model, recipe="blockwise")
+    in_fp8 = model(x)
+    if not attached:
+        watch.detach()
+    fp8, plain = make_copies(model, None, watch._recipe, None, None)
+    assert torch.equal(fp8.model(x), in_fp8)
+    assert torch.equal(plain.model(x), high)
