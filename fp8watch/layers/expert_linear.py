@@ -1,7 +1,5 @@
 """y = x·W of each expert in FP8: one product with the weights of all experts, or with that of one, and both of its GEMMs behind.
 
-Upstream:   fp8watch.layers.own_gemms
-Downstream: fp8watch.layers.expert_operands, fp8watch.kernels.emulated_grouped
 Shapes:     x [S, K] by expert, w [E, N, K] or [N, K] -> y [S, N] in the dtype of x
 Thread:     training, and autograd's; eager only
 

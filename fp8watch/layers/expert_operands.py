@@ -1,7 +1,5 @@
 """Operands of experts, quantised for their GEMMs: each expert in tiles of its own, measured in the same pass.
 
-Upstream:   fp8watch.layers.expert_linear
-Downstream: fp8watch.observer.observation_plan
 Shapes:     rows [S, K] by expert, parameter [E, N, K] or [E, K, N] -> values, or codes and scale_inv
 Thread:     training, and autograd's
 

@@ -105,6 +105,20 @@ def test_under_autocast_weights_are_quantised_from_their_own_precision(attach, d
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(experts.up.grad, loop.grads("up", False))
 
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(experts.up.detach().clone())
+
+        def forward(self, x):
+            return F.linear(x, self.up[1].to(x.dtype))
+
+    model = nn.ModuleDict({"experts": Cast()})
+    attach(model, recipe="blockwise")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = loop.up[1](x)
+    assert torch.equal(model["experts"](x.bfloat16()), expected)
+
 
 def test_rows_of_nobody_are_neither_read_nor_computed(attach):
     experts, alone = (seeded(lambda tail=tail: Experts(tail=tail)) for tail in (5, 0))
@@ -208,6 +222,8 @@ def test_training_in_fp8_holds(attach, train, way, capsys):
     assert "no longer observed" not in said
     assert "2 parameters of experts now compute in FP8" in said
     assert watch._recorder.facts.get("not_in_fp8", "") == ""
+    cached = "inputs of 2 Linears and 2 parameters of experts as FP8 codes with their scales"
+    assert watch._recorder.facts["precision.cached for backward"] == cached
 
 
 def test_detach_gives_the_model_back(attach, train):
@@ -458,8 +474,9 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed(attach, frozen):
     assert (x.grad is None) == (frozen == "input")
     assert (experts.up.grad is None) == (frozen == "weight")
     torch.optim.SGD([experts.up, experts.down], lr=0.0).step()
-    seen = {d for m, operand, d in watch._recorder.step(0)[1] if (m, operand) == ("experts.up", "grad_output")}
-    assert seen == ({"columnwise"} if frozen == "input" else {"rowwise"})
+    seen = {(operand, d) for m, operand, d in watch._recorder.step(0)[1] if m == "experts.up" and operand != "weight"}
+    forward, columnwise = ("input", "rowwise"), {("input", "columnwise"), ("grad_output", "columnwise")}
+    assert seen == {forward} | (columnwise if frozen == "input" else {("grad_output", "rowwise")})
 
 
 @pytest.mark.parametrize("attached", [False, True])
