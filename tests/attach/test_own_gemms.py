@@ -264,21 +264,13 @@ def test_a_copy_and_a_pickle_are_plain(attach, train):
 
 
 def test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_observed(attach, train, capsys):
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.small = nn.Linear(K, K), Small()
-
-        def forward(self, x):
-            return self.small(self.first(x))
-
-    watch = attach(seeded(Mixed), recipe="blockwise")
+    watch = attach(seeded(lambda: nn.Sequential(nn.Linear(K, K), Small())), recipe="blockwise")
     train(watch._model, steps=2)
     said = capsys.readouterr().err
     assert "1 Linear now compute in FP8" in said
     assert "2 parameters observed where their modules multiply with them" in said
     recipes = {s.module: s.recipe for s in watch._recorder.sites if s.operand != "output"}
-    assert recipes == {"first": "blockwise", "small.up": "observe", "small.down": "observe"}
+    assert recipes == {"0": "blockwise", "1.up": "observe", "1.down": "observe"}
 
 
 @pytest.mark.parametrize("kind", ["current", "delayed", "mxfp8"])
