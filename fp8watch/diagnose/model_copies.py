@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
-from fp8watch.layers.fp8_linear import SCALED_KEY, SITE_KEY, WatchedLinear, layout, take_over
+from fp8watch.layers.fp8_linear import GEMMS_KEY, SCALED_KEY, SITE_KEY, WatchedLinear, layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.shadow_gemm import sampled_rows
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe, resolve_recipe
+from fp8watch.selection.expert_precision import computing_experts, refused
 from fp8watch.selection.module_filter import FilterFn, select_linears
+from fp8watch.selection.own_parameters import select_own
+from fp8watch.selection.wrappers import named_modules
 from fp8watch.session import attach, plan_rows
 from fp8watch_agent.guard import Guard
 
@@ -140,8 +143,10 @@ def make_copies(
     )
     if attached and plan is not None:
         _copy_states(model, fp8, plan)
-    made, _ = plan_rows.make_plan(plan_rows.Watched(linears), recipe, used, Guard(), observe=False)
+    watched = _with_experts(model, fp8, linears, recipe, None if attached else filter_fn, attached=attached)
+    made, table = plan_rows.make_plan(watched, recipe, used, Guard(), observe=False)
     custom_ops.add_plan(made)
+    plan_rows.look_at_own(made, watched, table)
     made.modules.update(module for _, module in linears)
     originals = dict(model.named_modules())
     for i, (name, module) in enumerate(linears):
@@ -168,6 +173,25 @@ def make_copies(
     for copied in copies:
         copied.watch_outputs()
     return copies
+
+
+def _with_experts(
+    model: nn.Module, copied: nn.Module, linears: list[tuple[str, nn.Linear]], recipe: Recipe, filter_fn: FilterFn | None,
+    *, attached: bool,
+) -> plan_rows.Watched:  # fmt: skip
+    """The Linears of a copy, and its experts that compute in FP8: those of an attached model, else those that attach would
+    take."""
+    device = linears[0][1].weight.device
+    own = select_own(list(named_modules(copied)), copied, {id(m) for _, m in linears}, [], device, converts=True)
+    watched = plan_rows.Watched(linears, own=own)
+    if attached:
+        of = {id(c): m.__dict__.get(GEMMS_KEY) for m, c in zip(model.modules(), copied.modules(), strict=True)}
+        gemms = [(p, of[id(o.module)]) for o in own for p in o.parameters]
+        watched.computing = frozenset(p.fqn for p, g in gemms if g is not None and p.path in g.computes)
+    else:
+        watched.computing = computing_experts(own, recipe, filter_fn, refused(recipe), [])
+    watched.own = watched.only_computing()
+    return watched
 
 
 def _copy_states(model: nn.Module, copied: nn.Module, plan: ObservationPlan) -> None:

@@ -32,6 +32,8 @@ BLOCK = 128
 MULTIPLE = 16  # rows and columns of the product, and the contraction: padded with zeros
 _BLOCKS_AT_ONCE = 4  # 128×128 scales lie in lines of 16 bytes
 _CUBLASLT = 120900
+NO_GROUPS = "torch's scaled_grouped_mm has no 1×128 by 128×128 scales up to 2.13, and is not used from there on"
+"""Why experts are not multiplied as codes: what it has are one scale a row (Hopper) and tiles of 32 and 16 (Blackwell)."""
 _OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 

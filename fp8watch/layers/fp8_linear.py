@@ -50,8 +50,9 @@ OBSERVE_KEY = "_fp8watch_observe"
 LAYOUT_KEY = "_fp8watch_layout"
 SCALED_KEY = "_fp8watch_scaled"
 GEMMS_KEY = "_fp8watch_gemms"
+COMPUTES_KEY = "_fp8watch_computes"
 NUMBER_KEY = "_fp8watch_number"
-KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY)
+KEYS = (SITE_KEY, NUMBER_KEY, OBSERVE_KEY, LAYOUT_KEY, SCALED_KEY, GEMMS_KEY, COMPUTES_KEY)
 
 Three = tuple[bool, bool, bool]
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8watch.layers.custom_ops import is_eager, plan_of
 from fp8watch.layers.expert_groups import ExpertGroups
+from fp8watch.layers.expert_products import bias_of, can_multiply, multiply, unusual
 from fp8watch.layers.local_part import local_part
 from fp8watch.layers.observe_gemm import Gemm, observe_gemm
 from fp8watch.layers.probe_ops import look_at_probe
@@ -68,14 +69,17 @@ class OwnGemms:
     Args:
         sites: path of a parameter from the module, such as "down_proj" -> its site.
         heads: path of an embedding's weight -> the head that it is: the output of products with it is looked at.
+        computes: paths of parameters of experts whose products are computed in FP8.
     """
 
     sites: Mapping[str, Tensor]
     heads: Mapping[str, HeadSite] = field(default_factory=dict)
+    computes: frozenset[str] = frozenset()
     called: bool = False  # in eager code, in training
     seen: set[str] = field(default_factory=set)  # parameters of which a product was recognised
     read_by: dict[str, str] = field(default_factory=dict)  # others -> the first function that read them
     forward_only: set[str] = field(default_factory=set)  # of those seen: multiplied where autograd does not look
+    kept_high: dict[str, str] = field(default_factory=dict)  # of those that compute in FP8: what did not, and why
     _tries: int = FORWARDS_IN_VAIN
 
     @property
@@ -111,7 +115,7 @@ class GemmMode(TorchFunctionMode):
 
     def __init__(self, gemms: OwnGemms, module: nn.Module) -> None:
         super().__init__()
-        self._gemms = gemms
+        self._gemms, self._counts = gemms, module.training
         self._measured: set[str] = set()
         self._known: list[_Known] = []
         self._parameters: dict[str, Tensor] = {}
@@ -135,8 +139,12 @@ class GemmMode(TorchFunctionMode):
         if name == _INSIDE and isinstance(func, FunctionType):
             with self:
                 return _looking_inside(func)(*args, **kwargs)
-        out = func(*args, **kwargs)
         product = _PRODUCTS.get(name)
+        if product is not None and self._gemms.computes:
+            in_fp8 = self._in_fp8(name, product, args, kwargs)
+            if in_fp8 is not None:
+                return in_fp8
+        out = func(*args, **kwargs)
         if product is not None or name in _CASTS:
             self._guarded(self._see, name, product, args, kwargs, out)
         elif name in _GATHERS:
@@ -152,6 +160,52 @@ class GemmMode(TorchFunctionMode):
             plan = plan_of(self._gemms.any_site)
             if plan is not None:
                 plan.guard.swallow("own gemm", error)
+
+    def _in_fp8(self, name: str, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The product in FP8, where it is one with experts that compute so."""
+        first, second = _factors(product, args, kwargs)
+        known = self._weight_among(name, product, first, second)
+        if known is None or known[0].path not in self._gemms.computes:
+            return None
+        (parameter, expert), path = known, known[0].path
+        plan, right = plan_of(self._gemms.sites[path]), self._find(second) is not None
+        if plan is not None and plan.step.warming:
+            return None
+        x, w = (first, second) if right else (second, first)
+        autocast = not product.is_grouped and torch.is_autocast_enabled(x.device.type)
+        if not can_multiply(x, w, autocast=autocast):
+            return None
+        odd = unusual(name, args, kwargs)
+        if self._grad and not torch.is_grad_enabled():
+            odd = "inside a function whose backward is its own"
+        elif not is_eager(x):
+            odd = f"{name} with a {type(x).__name__}"
+        gemm = None
+        if odd is None and parameter.gathered is not None:
+            gemm = self._token_by_token(first, second, x, parameter, product)
+        elif odd is None and right:
+            gemm = self._gemm(product, args, kwargs, x, w, x, parameter, expert)
+        elif odd is None:
+            gemm = self._turned(w, x, x, parameter, expert)
+        if gemm is None or gemm.of is None:
+            self._gemms.kept_high.setdefault(path, odd or f"{name} of shapes that are not known")
+            return None
+        if self._counts:
+            self._measured.add(path)
+            self._gemms.seen.add(path)
+        contracts, bias = product.contracts if right else -1, bias_of(name, args, kwargs)
+        return multiply(
+            gemm, x, w, self._gemms.sites[path], contracts=contracts, bias=bias, count=self._counts, autocast=autocast
+        )
+
+    def _weight_among(self, name: str, product: _Product, first: Any, second: Any) -> tuple[_Known, int | None] | None:
+        """Which of the factors is a weight; None: neither of them, or both: a weight that is computed."""
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+            return None
+        of_second = self._find(second)
+        if of_second is None:
+            return self._find(first) if name != "linear" and not product.is_grouped else None
+        return of_second if self._find(first) is None else None
 
     def _gather(self, args: Sequence[Any], out: Any) -> None:
         """A matrix for each token out of a parameter of experts: `parameter[experts]`."""
@@ -185,20 +239,15 @@ class GemmMode(TorchFunctionMode):
                 whole = args[0].shape == known.tensor.shape
                 self._add(out, known.path, known.expert if whole and expert is None else expert)
             return
-        first, second = (
-            args[at] if len(args) > at else next((kwargs[n] for n in names if n in kwargs), None)
-            for at, names in zip((product.at, product.at + 1), _X_FIRST, strict=True)
-        )
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        first, second = _factors(product, args, kwargs)
+        if not self._counts or not isinstance(first, Tensor):
             return
         dgrad, of_ranks = first.requires_grad, out if part is not out else None
         first, second = local_part(first), local_part(second)
-        second_is, first_is = self._find(second), None
-        if second_is is None and name != "linear" and not product.is_grouped:
-            first_is = self._find(first)
-        found = second_is or first_is
-        if found is None or (second_is is not None and self._find(first) is not None):
-            return  # neither of them, or both: a weight that is computed
+        found = self._weight_among(name, product, first, second)
+        if found is None:
+            return
+        second_is = self._find(second)
         if found[0].path in self._gemms.heads:
             self._head(found[0].path, first if second_is is not None else second, part)
             return
@@ -306,6 +355,14 @@ class GemmMode(TorchFunctionMode):
                     for path, parameter in self._parameters.items():
                         if part is parameter:
                             self._gemms.read_by.setdefault(path, name)
+
+
+def _factors(product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    first, second = (
+        args[at] if len(args) > at else next((kwargs[n] for n in names if n in kwargs), None)
+        for at, names in zip((product.at, product.at + 1), _X_FIRST, strict=True)
+    )
+    return first, second
 
 
 def _one_product(x: Tensor, w: Tensor, y: Tensor, product: _Product) -> bool:

@@ -3,8 +3,8 @@
 Thread:     training, once
 
 Experts in one 3-D tensor, Conv1D, a fused projection as a Parameter, nn.MultiheadAttention, Linears with a forward of
-their own. Their GEMMs compute as before under every recipe. Routers, heads and embeddings stay out as those of Linears
-do, and so do convolutions and recurrent layers, whose products are no calls that can be seen.
+their own. Their GEMMs compute as before, but for those of experts (`expert_precision`). Routers, heads and embeddings stay
+out as those of Linears do, and so do convolutions and recurrent layers, whose products are no calls that can be seen.
 """
 
 from __future__ import annotations

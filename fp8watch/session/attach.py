@@ -1,4 +1,4 @@
-"""Find the Linears of a model, put them on the FP8 path, and return a Watch.
+"""Find the Linears of a model, and its experts, put them on the FP8 path, and return a Watch.
 
 Downstream: fp8watch.session.site_placement
 Thread:     training, once
@@ -25,6 +25,7 @@ from fp8watch.observer.probes import ATTENTION_LOGITS, HIGH_PRECISION
 from fp8watch.observer.probes import DEFAULT as DEFAULT_PROBES
 from fp8watch.observer.probes import select as select_probes
 from fp8watch.recipe import resolve_recipe
+from fp8watch.selection.expert_precision import computing_experts
 from fp8watch.selection.flop_coverage import Coverage, coverage
 from fp8watch.selection.foreign_fp8 import foreign_fp8, leave_wrapped, left_as_it_is
 from fp8watch.selection.module_filter import WATCHED, FilterFn, LeftOut, select_linears
@@ -37,7 +38,7 @@ from fp8watch.session import rerun_cell as run_again
 from fp8watch.session.arguments import check_arguments, check_tags, check_url
 from fp8watch.session.attach_line import attach_line, run_url, untested_versions
 from fp8watch.session.attachment import Attachment, Cadence, Removable, Session
-from fp8watch.session.gemm_choice import choose_gemm, scaled_formats
+from fp8watch.session.gemm_choice import choose_gemm, experts_refused, scaled_formats
 from fp8watch.session.identity import Identity, identify
 from fp8watch.session.plan_rows import Watched, look_at_own, make_plan, place_probes
 from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS, Schedule, Window
@@ -87,7 +88,7 @@ def attach(
             one of `fp8watch.recipe.RECIPES` such as "delayed" or "observe" (leave the GEMMs as they are), a Recipe, the
             path of a recipe file, as `fp8watch calibrate` writes it, or a recipe object of Transformer Engine.
         filter_fn: (module, fully qualified name) -> True, False, or None for the default: all but output head, router
-            and weights tied to an embedding.
+            and weights tied to an embedding. Experts in one parameter are asked for by the name of that, "mlp.experts.down_proj".
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
             first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
@@ -164,13 +165,19 @@ def attach(
     again = not linears and not te and any(m.reason == WATCHED for m in left_out)
     observe = settings.disabled != "stats" and not again
     watched, heads = Watched(linears, te=te), list[TiedHead]()
-    if observe:
-        elsewhere = {id(part) for m in te for part in m.module.modules()} | {id(module) for _, module in linears}
-        on, converts = (device if linears else None), not chosen.observe_only
+    elsewhere = {id(part) for m in te for part in m.module.modules()} | {id(module) for _, module in linears}
+    converts = not chosen.observe_only and not again
+    if observe or converts:
+        on = device if linears else None
         watched.own = guard.call(
             "own", lambda: select_own(named, model, elsewhere, left_out, on, converts=converts), []
         )
         device = watched.device(device)
+    if converts:
+        refused = experts_refused(gemm, by, device)
+        watched.computing = computing_experts(watched.own, chosen, filter_fn, refused, left_out)
+        watched.own = watched.own if observe else watched.only_computing()
+    if observe:
         tied: list[TiedHead] = guard.call("heads", lambda: find_tied_heads(named, elsewhere), [])
         heads = [head for head in tied if head.reason is None]
         left_out += [LeftOut(head.fqn, head.reason or TIED) for head in tied]
@@ -208,7 +215,7 @@ def attach(
     custom_ops.add_plan(plan)
     plan.modules.update(module for _, module in linears)
     num_foreign = put_on_sites(plan, linears, in_fp8, formats)
-    own_gemms = look_at_own(plan, watched, table) if plan.slab is not None else {}
+    own_gemms = look_at_own(plan, watched, table) if plan.slab is not None or watched.computing else {}
     plan.step.warming = start_step < chosen.warmup_steps
     plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
     told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))

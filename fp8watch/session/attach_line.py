@@ -50,11 +50,11 @@ def attach_line(
     by: GemmChoice,
 ) -> str:
     """The one line that attach prints."""
-    linears, own = watched.linears, own_words(watched.own)
+    linears, own = watched.linears, own_words(watched)
     n = f"{len(linears)} Linear{'s' if len(linears) != 1 else ''}"
     if foreign is not None:
         parts = [foreign]
-    elif not linears and (te is not None or own is not None):
+    elif not linears and (te is not None or own):
         parts = []
     elif not linears:
         parts = ["no Linear taken over" + (", loss and steps are recorded" if recorder is not None else "")]
@@ -72,8 +72,7 @@ def attach_line(
     if te is not None:
         s = "s" if len(te.modules) != 1 else ""
         parts.append(f"{len(te.modules)} Transformer Engine module{s} observed, computing as before")
-    if own is not None:
-        parts.append(own)
+    parts += own
     if settings.disabled != "stats" and (text := covered.line()) is not None:
         parts.append(text)
     if left_out:

@@ -19,6 +19,7 @@ from fp8watch.layers.scaled_linear import Formats
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.recipe import Recipe
 from fp8watch.recipe.build import observe
+from fp8watch.selection.expert_precision import refused
 from fp8watch.selection.module_filter import LeftOut
 
 GEMMS = ("auto", "emulated", "scaled_mm")
@@ -70,6 +71,21 @@ def _refused(recipe: Recipe) -> str | None:
     if recipe.warmup_steps:
         return "a warm-up in high precision is not part of it; set warmup_steps=0"
     return None
+
+
+def experts_refused(asked: str, by: GemmChoice, device: torch.device) -> str | None:
+    """Why experts stay in high precision where Linears compute in FP8, or None.
+
+    Args:
+        asked: as for `choose_gemm`.
+        by: what it chose.
+        device: of the experts.
+    """
+    if by.how == "scaled_mm":
+        return scaled_mm.NO_GROUPS
+    if asked == "auto" and device.type != "cpu":
+        return "float32 products are slower on a GPU; gemm='emulated' computes them"
+    return refused(by.recipe)
 
 
 def scaled_formats(linears: list[tuple[str, nn.Linear]], left_out: list[LeftOut], recipe: Recipe) -> Formats:

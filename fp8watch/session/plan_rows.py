@@ -7,8 +7,8 @@ Thread:     training, once
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Watched:
 
     linears: list[tuple[str, nn.Linear]]
     own: list[OwnModule] = field(default_factory=list)
+    computing: frozenset[str] = frozenset()  # of these, names of parameters of experts that compute in FP8
     te: list[TeModule] = field(default_factory=list)
     heads: Sequence[TiedHead] = ()  # those that are looked at
     probed: Sequence[Probe] = ()
@@ -59,6 +60,11 @@ class Watched:
         for own in self.own:
             for p in own.parameters:
                 yield p.fqn, own.module, f"{p.path}.", own.tensor(p), 0, p.num_experts
+
+    def only_computing(self) -> list[OwnModule]:
+        """Modules with experts that compute in FP8, and no other parameter of them."""
+        kept = [replace(o, parameters=[p for p in o.parameters if p.fqn in self.computing]) for o in self.own]
+        return [own for own in kept if own.parameters]
 
     def device(self, otherwise: torch.device) -> torch.device:
         """Where the operands are."""
@@ -94,7 +100,8 @@ def make_plan(
             if num_experts:
                 experts[len(table)] = num_experts
             identity = site_id(fqn, operand, direction)
-            table.append(SlabSite(fqn, operand, direction, gemm, identity, width, is_own))
+            stays = is_own and fqn not in watched.computing
+            table.append(SlabSite(fqn, operand, direction, gemm, identity, width, stays, is_own))
             made = site_quantizer(recipe, place, backend, weight.device, states.get(prefix + operand))
             quantizers.append(made)
             if isinstance(made, DelayedQuantizer):
@@ -131,9 +138,10 @@ def look_at_own(plan: ObservationPlan, watched: Watched, table: Sequence[SlabSit
     for own in watched.own:
         sites = {p.path: site_tensor(plan, row + i * each) for i, p in enumerate(own.parameters)}
         rows, row = range(row, row + len(sites) * each), row + len(sites) * each
-        if plan.sites.unobserved.issuperset(rows):
+        computes = frozenset(p.path for p in own.parameters if p.fqn in watched.computing)
+        if plan.sites.unobserved.issuperset(rows) and not computes:
             continue
-        gemms = look_at(own.module, sites, heads.get(id(own.module)))
+        gemms = look_at(own.module, sites, heads.get(id(own.module)), computes)
         plan.modules.add(own.module)
         seen.update((p.fqn, (gemms, p.path)) for p in own.parameters)
         looked_at[id(own.module)] = gemms
@@ -162,12 +170,20 @@ def place_probes(
     return handles + look_at_attention(plan, attention)
 
 
-def own_words(own: Iterable[OwnModule]) -> str | None:
-    """What the line of attach says of them; None where there are none."""
-    parameters = [p for module in own for p in module.parameters]
-    if not parameters:
-        return None
-    experts = sum(1 for p in parameters if p.num_experts)
-    s, them = ("s", "their modules") if len(parameters) != 1 else ("", "its module")
-    of = f" ({experts} of experts)" if experts else ""
-    return f"{len(parameters)} parameter{s}{of} observed where {them} multipl{'y' if s else 'ies'} with {'them' if s else 'it'}"
+def own_words(watched: Watched) -> list[str]:
+    """What the line of attach says of parameters that their modules multiply with."""
+    parameters = [p for module in watched.own for p in module.parameters]
+    computing = sum(p.fqn in watched.computing for p in parameters)
+    said: list[str] = []
+    if computing:
+        s = "s" if computing != 1 else ""
+        said.append(f"{computing} parameter{s} of experts now comput{'e' if s else 'es'} in FP8")
+    rest = [p for p in parameters if p.fqn not in watched.computing]
+    if rest:
+        experts = sum(1 for p in rest if p.num_experts)
+        s, them = ("s", "their modules") if len(rest) != 1 else ("", "its module")
+        of = f" ({experts} of experts)" if experts else ""
+        said.append(
+            f"{len(rest)} parameter{s}{of} observed where {them} multipl{'y' if s else 'ies'} with {'them' if s else 'it'}"
+        )
+    return said

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.layers.attention_calls import logits_unseen
-from fp8watch.layers.fp8_linear import LAYOUT_KEY, OBSERVE_KEY, WatchedLinear
+from fp8watch.layers.fp8_linear import COMPUTES_KEY, GEMMS_KEY, LAYOUT_KEY, OBSERVE_KEY, WatchedLinear
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.probes import is_norm
 from fp8watch.session.step_optimizer import StepOwner
@@ -139,9 +139,10 @@ def _communication(model: nn.Module) -> Iterator[str]:
 
 
 def _cached(model: nn.Module) -> str:
-    """Of Linears on our path, which keep codes of what backward reads in FP8."""
+    """Of Linears and experts on our path, which keep codes of what backward reads in FP8."""
     linears = [m for m in model.modules() if isinstance(m, WatchedLinear) and OBSERVE_KEY in m.__dict__]
     codes = sum(not m.__dict__[OBSERVE_KEY] and m.__dict__[LAYOUT_KEY].gemms[2] for m in linears)
-    if not codes:
-        return ""
-    return f"inputs of {codes} Linear{'s' if codes > 1 else ''} as FP8 codes with their scales"
+    experts = sum(len(m.__dict__[GEMMS_KEY].computes) for m in model.modules() if COMPUTES_KEY in m.__dict__)
+    whose = [f"{codes} Linear{'s' if codes > 1 else ''}"] if codes else []
+    whose += [f"{experts} parameter{'s' if experts > 1 else ''} of experts"] if experts else []
+    return f"inputs of {' and '.join(whose)} as FP8 codes with their scales" if whose else ""

@@ -42,7 +42,7 @@ class ReplacedModules:
         sites = (m.__dict__.get(SITE_KEY) for m in model.modules())
         there = {int(s) & 0xFFFFFFFF for s in sites if s is not None and int(s) >> 32 == plan.handle}
         each, table = len(plan.sites.rows), self.attachment.table
-        linears = [row for row in range(0, len(plan.sites.quantizers), each) if not table[row].as_it_is]
+        linears = [row for row in range(0, len(plan.sites.quantizers), each) if not table[row].is_own]
         gone = [row for row in linears if row not in there and row not in self._told]
         if not gone:
             return

@@ -38,7 +38,7 @@ class Silence:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._told: dict[str, str | float] = {
-            "not_called": "", "silent": "", "silent_share": "", "blind": "",
+            "not_called": "", "silent": "", "silent_share": "", "blind": "", "not_in_fp8": "",
             "gemm_flops_observed": round(attachment.coverage.observed or 0.0, 4),
         }  # fmt: skip
 
@@ -54,6 +54,7 @@ class Silence:
         reasons = self._reasons(silent)
         idle = layers_of(name for name in silent if name not in reasons)
         unseen = [f"{name} ({reason})" for name, reason in _by_layers(reasons | self._forward_only())]
+        high = [f"{name} ({reason})" for name, reason in _by_layers(self._kept_high())]
         covered, loud = self._attachment.coverage, ""
         share, announced = covered.silent(silent), covered.observed or 0.0
         if share > ALARM_SHARE * announced:
@@ -61,17 +62,26 @@ class Silence:
         for_good = num_steps >= ALARM_AFTER_STEPS or covered.silent(reasons) > ALARM_SHARE * announced
         facts: dict[str, str | float] = {
             "not_called": _joined(idle), "silent": _joined(unseen), "silent_share": loud,
-            "blind": _blind(loud, unseen, idle) if loud and for_good else "",
+            "blind": _blind(loud, unseen, idle) if loud and for_good else "", "not_in_fp8": _joined(high),
             "gemm_flops_observed": round(max(0.0, announced - share), 4),
         }  # fmt: skip
         changed = {name: value for name, value in facts.items() if value != self._told[name]}
         self._told = facts
-        said = [(f"not called in the first step: {_some(idle)}", idle), (f"not observed: {_some(unseen)}", unseen)]
+        said = [
+            (f"not called in the first step: {_some(idle)}", idle),
+            (f"not observed: {_some(unseen)}", unseen),
+            (f"in high precision, against what was announced: {_some(high)}", high),
+        ]
         return "; ".join([text for text, names in said if names] + ([loud] if loud else [])), changed
 
     def _forward_only(self) -> dict[str, str]:
         own = self._attachment.own
         return {fqn: NO_BACKWARD for fqn, (gemms, path) in own.items() if path in gemms.forward_only}
+
+    def _kept_high(self) -> dict[str, str]:
+        """Experts that were to compute in FP8, of which a product does not."""
+        own = self._attachment.own
+        return {fqn: gemms.kept_high[path] for fqn, (gemms, path) in own.items() if path in gemms.kept_high}
 
     def _reasons(self, silent: Sequence[str]) -> dict[str, str]:
         """Of modules that were called, or may have been: why nothing of them is seen."""

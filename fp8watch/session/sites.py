@@ -31,6 +31,7 @@ class SlabSite:
     site_id: int
     width: int = 0  # in_features of its Linear
     as_it_is: bool = False  # its GEMM computes as before, whatever the recipe is
+    is_own: bool = False  # of a parameter that its module multiplies with itself
 
 
 def operand_name(table: Sequence[SlabSite], row: int) -> str:

@@ -84,7 +84,7 @@ OWN_BUGS = [
     Bug("copies of what is watched are plain", "own_class:watched_class", "if k not in KEYS", "if k",
         f"{_T}test_a_copy_and_a_pickle_are_plain"),
     Bug("a GEMM that is only observed says so", "session.sites:describe", ", observe=s.as_it_is", "",
-        f"{_T}test_where_linears_compute_in_fp8_experts_stay_as_they_are_and_are_observed"),
+        f"{_T}test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_observed"),
     Bug("a Linear off the FP8 path is named although it is observed", "own_parameters:select_own",
         " or (converts and m.fqn in own_forward)", "",
         "tests/attach/test_refusals.py::test_what_is_left_out_is_said_with_the_reason"),

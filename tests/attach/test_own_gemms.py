@@ -96,11 +96,12 @@ class Kept(Experts):
         return y
 
 
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
 @pytest.mark.parametrize(("transposed", "tail"), [(False, 0), (True, 0), (False, 5)])
-def test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere(attach, transposed, tail):
+def test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere(attach, transposed, tail, recipe):
     model = Moe(transposed=transposed)
     model.experts = Kept(transposed=transposed, tail=tail)
-    watch = attach(model, recipe="observe")
+    watch = attach(model, recipe=recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.tensor([0] * 131 + [2] * 7 + [1] * 60)
     model(torch.randn(len(ids), K), ids).backward()
@@ -142,10 +143,11 @@ def test_where_nothing_may_be_read_back_the_counts_are_the_same(attach, train, m
             assert np.array_equal(here[key][name], there[key][name]), (key, name)
 
 
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
 @pytest.mark.parametrize("way", ["grouped", "loop", "gathered", "dense"])
-def test_an_inf_in_an_expert_is_named_with_the_expert_and_its_element(attach, way):
+def test_an_inf_in_an_expert_is_named_with_the_expert_and_its_element(attach, way, recipe):
     model = Moe(way=way)
-    watch = attach(model, recipe="observe")
+    watch = attach(model, recipe=recipe)
     with torch.no_grad():
         model.experts.down[2, 5, 7] = float("inf")
     model(torch.randn(40, K)).backward()
@@ -158,10 +160,11 @@ def test_an_inf_in_an_expert_is_named_with_the_expert_and_its_element(attach, wa
     assert watch._recorder.session.facts["experts"] == "experts.up (4); experts.down (4)"
 
 
+@pytest.mark.parametrize("recipe", ["observe", "blockwise"])
 @pytest.mark.parametrize("way", ["grouped", "loop", "gathered"])
-def test_a_nan_that_an_expert_reads_is_named_with_the_expert_and_its_token(attach, way):
+def test_a_nan_that_an_expert_reads_is_named_with_the_expert_and_its_token(attach, way, recipe):
     model = Moe(way=way)
-    watch = attach(model, recipe="observe")
+    watch = attach(model, recipe=recipe)
     ids = torch.tensor([0, 0, 3, 1, 1, 1])
     x = torch.randn(6, K)
     x[3] = float("nan")
@@ -260,12 +263,14 @@ def test_a_copy_and_a_pickle_are_plain(attach, train):
     assert watch.summary()["num_steps"] == 0
 
 
-def test_where_linears_compute_in_fp8_experts_stay_as_they_are_and_are_observed(attach, train, capsys):
-    watch = attach(seeded(Moe), recipe="blockwise")
+def test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_observed(attach, train, capsys):
+    watch = attach(seeded(lambda: nn.Sequential(nn.Linear(K, K), Small())), recipe="blockwise")
     train(watch._model, steps=2)
-    assert "2 Linears now compute in FP8" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 Linear now compute in FP8" in said
+    assert "2 parameters observed where their modules multiply with them" in said
     recipes = {s.module: s.recipe for s in watch._recorder.sites if s.operand != "output"}
-    assert recipes == {"first": "blockwise", "last": "blockwise", "experts.up": "observe", "experts.down": "observe"}
+    assert recipes == {"0": "blockwise", "1.up": "observe", "1.down": "observe"}
 
 
 @pytest.mark.parametrize("kind", ["current", "delayed", "mxfp8"])

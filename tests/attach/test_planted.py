@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from attach import bugs_trainers
 from attach.bugs_checkpoints import CHECKPOINT_BUGS
+from attach.bugs_experts import EXPERT_BUGS
 from attach.bugs_own import OWN_BUGS
 from support.planted import Bug, all_fit, seen_to_fail
 
@@ -12,6 +13,7 @@ A = "tests/attach"
 BUGS = [
     *bugs_trainers.BUGS,
     *OWN_BUGS,
+    *EXPERT_BUGS,
     *CHECKPOINT_BUGS,
     Bug("a step on its way is not read before it arrived", "step_flush:StepFlush.drain",
         "if not wait and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",

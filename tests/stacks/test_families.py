@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
-from stacks.families import STEPS, measure
+from stacks.families import STEPS, Arrived, made, measure, train
 from stacks.family_models import FAMILIES
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -35,3 +36,34 @@ def test_a_head_without_a_linear_is_looked_at_against_what_the_dispatcher_counts
     assert (row.identical, row.steps) == (True, STEPS)
     assert row.observed == pytest.approx(0.4, abs=1e-6)
     assert row.meant == row.looked_at == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["Mixtral", "Mixtral, experts one by one", "Mixtral, experts gathered", "gpt-oss", "Llama 4"]
+)
+def test_experts_of_a_family_compute_in_fp8_and_the_loss_stays_with_that_of_high_precision(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed; make families has it")
+    import fp8watch
+    import fp8watch.session.start as start
+
+    monkeypatch.setattr(start, "Recorder", Arrived)
+    family = BY_NAME[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        high = train(family, made(family), steps=4)
+        model = made(family)
+        watch = fp8watch.attach(model, recipe="blockwise", overhead_budget=None)
+        losses = train(family, model, steps=4)
+    kept: Any = watch._recorder
+    watch.detach()
+    assert watch.summary()["internal_errors"] == {}
+    assert losses != high
+    assert losses == pytest.approx(high, rel=0.0025)
+    recipes = {s.recipe for s in kept.sites.values() if ".experts." in s.module and s.operand != "output"}
+    assert recipes == {"blockwise"}
+    assert {s.direction for s in kept.sites.values() if s.module.endswith("experts.down_proj")} == {
+        "rowwise",
+        "columnwise",
+    }
