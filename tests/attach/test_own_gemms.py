@@ -266,9 +266,7 @@ def test_a_copy_and_a_pickle_are_plain(attach, train):
 def test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_observed(attach, train, capsys):
     watch = attach(seeded(lambda: nn.Sequential(nn.Linear(K, K), Small())), recipe="blockwise")
     train(watch._model, steps=2)
-    said = capsys.readouterr().err
-    assert "1 Linear now compute in FP8" in said
-    assert "2 parameters observed where their modules multiply with them" in said
+    assert "2 parameters observed where their modules multiply with them" in capsys.readouterr().err
     recipes = {s.module: s.recipe for s in watch._recorder.sites if s.operand != "output"}
     assert recipes == {"0": "blockwise", "1.up": "observe", "1.down": "observe"}
 
