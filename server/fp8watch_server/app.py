@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ def create_app(
     detection, stats = detection or _detection(settings), IngestStats()
     home = Station(engine, settings, detection, dispatcher, stats)
     stations = {
-        name: Station(shard.engine, replace(settings, queue=""), detection, dispatcher, stats)
+        name: Station(shard.engine, settings, detection, dispatcher, stats, name)
         for name, shard in shards.others.items()
     }
 

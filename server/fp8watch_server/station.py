@@ -45,6 +45,7 @@ class Station:
         detection: detectors and incidents.
         dispatcher: makes the sender of messages, or None.
         stats: counters of the whole collector.
+        shard: name of the database; "": home.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Station:
         detection: Detection,
         dispatcher: Callable[[Engine, Settings], Dispatching | None],
         stats: IngestStats,
+        shard: str = "",
     ) -> None:
         self._sender = dispatcher(engine, settings)
         self.worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=self.wake_sender)
         self.compactor = Compactor(engine, policy_of(settings))
-        self.ingest = Ingest(engine, settings, decode_checked, stats, self.worker.wake, self.worker.wake_for)
+        wake, hurry = self.worker.wake, self.worker.wake_for
+        self.ingest = Ingest(engine, settings, decode_checked, stats, wake, hurry, shard)
         self._started = False
 
     def wake_sender(self) -> None:

@@ -10,6 +10,7 @@ BEFORE = f"{S}::test_runs_from_before_stay_at_home_and_a_further_shard_moves_non
 JOINED = f"{S}::test_batches_that_a_relay_joins_and_tile_maps_go_to_the_shards_of_their_runs"
 APART = f"{S}::test_databases_that_do_not_belong_together_are_refused"
 ALL = f"{S}::test_what_is_said_of_all_runs_reaches_each_shard"
+QUEUED = "tests/cluster/test_queue_shards.py"
 AWAY = "tests/cluster/test_shard_away.py::test_a_shard_that_is_away_refuses_its_own_runs_and_nobody_elses"
 
 SHARDS = [
@@ -58,7 +59,7 @@ SHARDS = [
     Bug(
         "a batch goes to the shard of its run",
         "of_run:intake_of_body",
-        "return await intake_of_run(request, run_id)",
+        "return await intake_of_run(request, run_id, queued=queued)",
         "return home",
         JOINED,
     ),
@@ -166,5 +167,26 @@ SHARDS = [
         "    if rows:\n",
         "    if False:\n",
         f"{AWAY}[stop]",
+    ),
+    Bug(
+        "what a queue takes waits for its shard",
+        "of_run:intake_of_run",
+        "if found is None or not queued or found.committer.queue_ready is None:",
+        "if True:",
+        f"{QUEUED}::test_a_shard_that_is_away_holds_back_its_own_runs",
+    ),
+    Bug(
+        "a worker leaves a shard alone that is away",
+        "worker.crew:Crew.__init__",
+        "return Worker(engine, queue, name, partial(shards.named, name))",
+        "return Worker(engine, queue, name)",
+        f"{QUEUED}::test_a_shard_that_is_away_holds_back_its_own_runs",
+    ),
+    Bug(
+        "a shard has lanes of its own",
+        "queue.subjects:lane_subject",
+        "f'{shard}.' if shard else ''",
+        "'*.' if shard else ''",
+        f"{QUEUED}::test_lanes_of_shards_are_their_own",
     ),
 ]

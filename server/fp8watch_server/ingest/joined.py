@@ -59,7 +59,7 @@ async def _one(request: Request, stats: IngestStats, sender: RequestSender, key:
     try:
         with stats.one_body() as outcome:
             try:
-                ingest = await intake_of_body(request, body, run_of_body)
+                ingest = await intake_of_body(request, body, run_of_body, queued=True)
                 taken = await ingest.commit(body, who)
             except UNSTORED as e:
                 raise unstored(e) from e

@@ -243,7 +243,7 @@ async def _post(
         with stats.inflight() as held:
             body = await read_body(request, MAX_WIRE_BYTES, held)
             try:
-                ingest = await intake_of_body(request, body, run_of_body)
+                ingest = await intake_of_body(request, body, run_of_body, queued=content_type == BATCH_CONTENT_TYPE)
                 answer = await store(ingest, body)
             except UNSTORED as e:
                 raise unstored(e) from e

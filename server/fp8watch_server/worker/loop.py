@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,16 @@ from fp8watch_server.db.lease import BEAT_S
 from fp8watch_server.ingest.group_commit import AWAY, Committer
 from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
-from fp8watch_server.queue.subjects import ID_HEADER, KEY_HEADER, REFUSED, URGENT, WHY_HEADER, WORK, Stream
+from fp8watch_server.queue.subjects import (
+    ID_HEADER,
+    KEY_HEADER,
+    REFUSED,
+    URGENT,
+    WHY_HEADER,
+    WORK,
+    Stream,
+    num_lanes_of,
+)
 from fp8watch_server.store.commit import Committed
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey
 from fp8watch_server.worker.lanes import Lanes
@@ -64,21 +73,27 @@ class _Hand:
 
 
 class Worker:
-    """One per process.
+    """One per process and database: one that is away, or hangs, holds up no other.
 
     Args:
         engine: the database.
         queue: a connection of its own.
+        shard: name of the database; "": home.
+        require: raises ShardAway where the database must not be used now.
     """
 
-    def __init__(self, engine: Engine, queue: JetStream) -> None:
+    def __init__(
+        self, engine: Engine, queue: JetStream, shard: str = "", require: Callable[[], object] = lambda: None
+    ) -> None:
         self._engine = engine
         self._queue = queue
-        self._lanes = Lanes(engine)
+        self._shard, self._require = shard, require
+        self._lanes = Lanes(engine, num_lanes_of(shard))
         self._committer = Committer(engine, _decoded)
         self._mine: set[int] = set()
         self._hand = _Hand()
         self._stopping = asyncio.Event()
+        self._said = ""
         self.counts = Counts()
 
     def stop(self) -> None:
@@ -96,7 +111,7 @@ class Worker:
                     log.warning("the worker begins again: %s", e)
                     await self._queue.close()  # another node may have a quorum
                 except SQLAlchemyError as e:
-                    log.warning("the worker waits for the database: %s", str(e).splitlines()[0])
+                    self._say(str(e).splitlines()[0])
                 except Exception:
                     log.exception("the worker failed; it begins again")
                 await self._let_go()
@@ -108,6 +123,12 @@ class Worker:
             await self._let_go()
             await asyncio.to_thread(self._committer.stop)
             await self._queue.close()
+
+    def _say(self, why: str) -> None:
+        """Why it waits, once."""
+        if why != self._said:
+            log.warning("the worker waits for the database%s: %s", f" of {self._shard!r}" if self._shard else "", why)
+        self._said = why
 
     async def _beat(self) -> None:
         while True:
@@ -131,6 +152,7 @@ class Worker:
         Raises:
             QueueError, SQLAlchemyError: something is away; begin again.
         """
+        self._require()
         if not self._queue.ready:
             await self._queue.open()
         shared_at = -SHARE_EVERY_S
@@ -150,11 +172,12 @@ class Worker:
         for lane in before - held:
             await self._drop(lane)
         if held - before:
-            await self._queue.begin_lanes(held - before)
+            await self._queue.begin_lanes(held - before, self._shard)
         for lane in held - before:
             for stream in WORK:
-                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane)
+                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane, self._shard)
         self._mine = held
+        self._said = ""
 
     async def _drop(self, lane: int) -> None:
         for place in [place for place in self._hand.ready if place[1] == lane]:
