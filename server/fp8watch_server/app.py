@@ -141,9 +141,12 @@ def create_app(
         for name, shard in shards.others.items():
             shard.on_answer = partial(there, shard.engine, stations[name])
             shard.start()
+        if shards.others:
+            shards.directory.start()
         try:
             yield
         finally:
+            await to_thread.run_sync(shards.directory.stop)
             for shard in shards.others.values():
                 await to_thread.run_sync(shard.stop)
             for station in (home, *stations.values()):

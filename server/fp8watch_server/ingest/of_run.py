@@ -13,6 +13,7 @@ from fastapi import Request
 from fp8watch_agent.peek import run_of
 from fp8watch_server.db.directory import HOME
 from fp8watch_server.http.databases import shards_of
+from fp8watch_server.http.db_timeout import unavailable
 from fp8watch_server.ingest.intake import Ingest
 from fp8watch_server.ingest.registration import check_name
 
@@ -32,7 +33,7 @@ async def intake_of_run(request: Request, run_id: str, *, new: bool = False, que
 
     Raises:
         ShardAway: its shard does not answer.
-        Problem: no such name, or the home database does not answer.
+        Problem: no such name, the run is being moved, or the home database does not answer.
     """
     home, shards = ingest_of(request), shards_of(request.app)
     if not shards.others:
@@ -41,6 +42,8 @@ async def intake_of_run(request: Request, run_id: str, *, new: bool = False, que
     if name is None:
         check_name("run", run_id)
         name = await home.run(lambda: shards.name_of_run(run_id, new=new))
+    if shards.directory.refuses(run_id):
+        raise unavailable("the run is being moved to another shard")
     if name == HOME:
         return home
     found = request.app.state.ingests.get(name)

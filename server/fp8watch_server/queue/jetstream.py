@@ -214,6 +214,21 @@ class JetStream:
             raise QueueError(self.why)
         return Reader(nc, await nc.subscribe(nc.new_inbox()), stream, consumer_of(lane, shard))
 
+    async def num_waiting(self, stream: Stream, prefix: str) -> int:
+        """How many messages of the lanes under a prefix are not acknowledged by their reader.
+
+        Raises:
+            QueueError: the queue cannot be asked.
+        """
+        js = self._js
+        if js is None:
+            raise QueueError(self.why)
+        try:
+            state = (await js.stream_info(stream.name, subjects_filter=f"{prefix}*")).state
+        except (nats.errors.Error, OSError, asyncio.TimeoutError) as e:
+            raise QueueError(f"the queue does not answer ({type(e).__name__})") from e
+        return sum((state.subjects or {}).values())
+
     async def acknowledge(self, messages: Sequence[Msg]) -> None:
         """They are committed. The last one is confirmed; the server takes acknowledgements in order."""
         if not messages:

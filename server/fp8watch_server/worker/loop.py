@@ -25,7 +25,9 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
+from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.lease import BEAT_S
+from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.ingest.group_commit import AWAY, Committer
 from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
@@ -38,6 +40,7 @@ from fp8watch_server.queue.subjects import (
     WORK,
     Stream,
     num_lanes_of,
+    subject_of,
 )
 from fp8watch_server.store.commit import Committed
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey
@@ -49,7 +52,18 @@ WAIT_S = 5.0
 """How long an idle pull waits at the server."""
 SHARE_EVERY_S = 1.0
 RETRY_S = 0.5
-REFUSALS = (KeyReused, RankMismatch, Unknown, WrongKey, WireError, ValueError, TypeError, OverflowError, RecursionError)
+REFUSALS = (
+    KeyReused,
+    RankMismatch,
+    RunHasMoved,
+    Unknown,
+    WrongKey,
+    WireError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)
 
 Place = tuple[Stream, int]
 
@@ -60,6 +74,7 @@ class Counts:
 
     committed: int = 0
     refused: int = 0
+    passed_on: int = 0
     restarts: int = 0
 
 
@@ -231,8 +246,23 @@ class Worker:
         await self._put_aside(refused)
         await asyncio.gather(*(self._queue.acknowledge(of_place) for of_place in places))
 
+    async def _pass_on(self, msg: Msg, shard: str) -> None:
+        """Publish a batch whose run has moved for the database that has it now; a collector accepted it too late."""
+        header = _decoded(msg.data).header
+        stream = next(s for s in WORK if msg.subject.startswith(f"{s.prefix}."))
+        subject = subject_of(stream, DEFAULT_TENANT, header.run, header.rank, shard)
+        kept = {k: v for k, v in (msg.headers or {}).items() if k in (ID_HEADER, KEY_HEADER)}
+        kept[ID_HEADER] = f"{kept.get(ID_HEADER, '')}.{shard or 'home'}"  # under its own it would be known, and dropped
+        (failed,) = await self._queue.publish([Message(stream, subject, msg.data, kept)])
+        if failed is not None:
+            raise QueueError(f"a batch cannot be passed on ({failed})") from failed
+        self.counts.passed_on += 1
+
     async def _put_aside(self, refused: Sequence[tuple[Msg, BaseException]]) -> None:
         for msg, why in refused:
+            if isinstance(why, RunHasMoved):
+                await self._pass_on(msg, why.to)
+                continue
             said = f"{type(why).__name__}: {why}"
             log.error("a batch (%s) cannot be committed and goes to %s: %s", msg.subject, REFUSED.name, said)
             headers = {**(msg.headers or {}), WHY_HEADER: said[:200].replace("\n", " ").replace("\r", " ")}
@@ -246,6 +276,8 @@ class Worker:
 
 def _is_refusal(outcome: BaseException) -> bool:
     """Whether a batch can never be committed; what the database refuses of one batch while it is there counts, too."""
+    if is_fenced(outcome):  # its run is being moved
+        return False
     if isinstance(outcome, DBAPIError):
         return not isinstance(outcome, AWAY) and not outcome.connection_invalidated
     return isinstance(outcome, REFUSALS)
