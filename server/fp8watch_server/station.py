@@ -11,6 +11,8 @@ from typing import Protocol
 
 from sqlalchemy.engine import Engine
 
+from fp8watch_server.db.bell import Bell
+from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.ingest.intake import Ingest
 from fp8watch_server.ingest.routes import decode_checked
@@ -60,6 +62,7 @@ class Station:
         self._sender = dispatcher(engine, settings)
         self.worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=self.wake_sender)
         self.compactor = Compactor(engine, policy_of(settings))
+        self._bell = Bell(engine, self._heard)
         wake, hurry = self.worker.wake, self.worker.wake_for
         self.ingest = Ingest(engine, settings, decode_checked, stats, wake, hurry, shard)
         self._started = False
@@ -69,11 +72,16 @@ class Station:
         if self._sender is not None:
             self._sender.wake()
 
+    def _heard(self, run_id: str) -> None:
+        """Somebody has committed what cannot wait."""
+        self.worker.wake_for(run_id, DEFAULT_TENANT)
+
     def start(self) -> None:
         """Start the threads, once: of a database that is at this collector's revision."""
         if self._started:
             return
         self._started = True
+        self._bell.start()
         self.worker.start()
         self.compactor.start()
         if self._sender is not None:
@@ -84,6 +92,7 @@ class Station:
         self.ingest.stop()
         if not self._started:
             return
+        self._bell.stop()
         self.worker.stop()
         self.compactor.stop()
         if self._sender is not None:

@@ -247,4 +247,11 @@ SHARDS = [
         "if True:",
         f"{M}::test_a_move_that_fails_leaves_the_run_where_it_is",
     ),
+    Bug(
+        "whoever detects hears of what another process committed",
+        "group_commit:Committer._write_once",
+        "            ring(conn, urgent)\n",
+        "",
+        "tests/cluster/test_bell.py::test_a_broken_batch_is_heard_and_a_healthy_one_is_not",
+    ),
 ]

@@ -190,6 +190,15 @@ class Settings:
         ),
     ] = ""
 
+    quotas: Annotated[
+        v.Quotas,
+        Setting(
+            "FP8WATCH_QUOTAS",
+            "what the tokens of a tenant may bring in: tenant=records:N,runs:N,bytes:N separated by spaces (records a second and "
+            "collector, runs, bytes stored); * is each other tenant; none: no limits",
+        ),
+    ] = ""
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
         """Read the environment; `overrides` (the command line) win, None standing for "not given".
