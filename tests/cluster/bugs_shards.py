@@ -217,7 +217,7 @@ SHARDS = [
         "store.registrations:register_run",
         "if to is not None:",
         "if False:",
-        f"{ENDED}[cleaned]",
+        f"{M}::test_what_changes_while_it_is_copied_goes_too",
     ),
     Bug(
         "a move that arrived goes forward",
@@ -253,5 +253,12 @@ SHARDS = [
         "            ring(conn, urgent)\n",
         "",
         "tests/cluster/test_bell.py::test_a_broken_batch_is_heard_and_a_healthy_one_is_not",
+    ),
+    Bug(
+        "what was accepted for the old place of a run is not put aside",
+        "worker.loop:Worker._put_aside",
+        "if isinstance(why, RunHasMoved):",
+        "if False:",
+        f"{QUEUED}::test_what_was_accepted_for_the_old_place_is_passed_on",
     ),
 ]

@@ -177,6 +177,9 @@ def test_what_changes_while_it_is_copied_goes_too(app: Any, client: httpx.Client
     before: dict[str, list[str]] = {}
     mover(app, "b", crash).run()
     assert rows_of(urls["b"], OF_A) == before
+    agent.patient = False  # before this collector has heard of the move
+    assert agent.register_run().status_code == agent.post(agent.body(SITES, [999])).status_code == 503
+    assert rows_of(urls["a"], OF_A) == {}
 
 
 def test_a_move_that_fails_leaves_the_run_where_it_is(app: Any, client: httpx.Client, urls: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from fp8watch_server.app import create_app
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.directory import order_of
 from fp8watch_server.db.shards import Shard
+from fp8watch_server.moving.move import Move
 from fp8watch_server.queue import subjects
 from fp8watch_server.settings import Settings
 
@@ -47,8 +49,13 @@ def away(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.fixture
-def front(settings: Settings) -> Iterator[httpx.Client]:
-    app = create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None, pages=False)
+def front_app(settings: Settings) -> Any:
+    return create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None, pages=False)
+
+
+@pytest.fixture
+def front(front_app: Any) -> Iterator[httpx.Client]:
+    app = front_app
     ingests = [app.state.ingest, *app.state.ingests.values()]
     with served(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
         eventually(lambda: all(ingest.committer.queue_ready for ingest in ingests))
@@ -105,3 +112,23 @@ def test_lanes_of_shards_are_their_own() -> None:
         for rank in range(0, 4096, 64):
             subject = subjects.subject_of(subjects.HEALTHY, "default", "x.y", rank, shard).split(".")
             assert sum(matches(of, subject) for of in filters) == 1
+
+
+def test_what_was_accepted_for_the_old_place_is_passed_on(
+    front: httpx.Client, settings: Settings, urls: dict[str, str], front_app: Any
+) -> None:
+    """A run moves while a batch of it waits in the queue, as where a collector has not heard of the move."""
+    agent = Agent(front, run=OF_A).register(SITES)
+    agent.send(SITES, [1])
+    Move(front_app.state.shards, OF_A, "b").run()
+    broken = agent.body(SITES, [2], fields={"num_inf": 1})
+    assert agent.post(broken).status_code == 200  # this one has not heard of it either
+    with crewing(settings) as crew:
+        eventually(lambda: len(stored(urls["b"])) == 2, said=lambda: crew.workers["a"].counts)
+        front_app.state.shards.directory.refresh()
+        agent.send(SITES, [3])
+        assert agent.post(broken).status_code == 200
+        eventually(lambda: len(stored(urls["b"])) == 3)
+        assert (crew.workers["a"].counts.passed_on, crew.num_refused) == (2, 0)
+    assert stored(urls["a"]) == []
+    assert len(set(stored(urls["b"]))) == 3

@@ -149,17 +149,20 @@ def test_kills_over_all_parts_lose_and_repeat_nothing(tmp_path: Path, database_u
             fleet.goes_on(num_ranks, 900)  # all are registered
             for _ in range(10):  # while nobody is killed
                 failures.inject()
-            num_calm = len(failures.at)
+            num_calm, after = len(failures.at), dict[str, str]()
             place = {run: order_of(run, "ab")[0] for run in fleet.runs}
             for number in range(num_kills):
                 if number % MOVE_EVERY == MOVE_EVERY - 1:
                     run = rng.choice(fleet.runs)
                     place[run] = "ba"["ab".index(place[run])]
+                    kind = "mover"
                     whole.move(run, place[run])
                 else:
-                    whole.kill(KINDS[number % len(KINDS)])
+                    kind = KINDS[number % len(KINDS)]
+                    whole.kill(kind)
                 if number % FAILURE_EVERY == 0:
                     failures.inject()
+                    after[f"broken-{len(failures.at) - 1}"] = kind
                 fleet.goes_on(10)
         eventually(lambda: whole.relay_waits() == 0, 300, whole.relay_waits)
         acked = {**fleet.acked, **failures.acked}
@@ -189,6 +192,10 @@ def test_kills_over_all_parts_lose_and_repeat_nothing(tmp_path: Path, database_u
         "p50_s": round(quantile(late, 0.5), 2),
         "p99_s": round(quantile(late, 0.99), 2),
         "worst_s": round(max(late), 2),
+        "worst_after_s": {
+            kind: round(max(opened[run] - failures.at[run] for run, of in after.items() if of == kind), 2)
+            for kind in sorted(set(after.values()))
+        },
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
     print(json.dumps(report))

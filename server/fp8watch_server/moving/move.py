@@ -1,6 +1,5 @@
 """A run moved from one database to another while it trains.
 
-Upstream:   fp8watch_server.moving.command
 Shapes:     run id, name of a shard -> the run lies there
 Thread:     main
 
