@@ -18,7 +18,7 @@ QUOTAS = [
     ),
     Bug(
         "a tenant in debt does not come in by a relay",
-        "joined:post_joined",
+        "ingest.joined:post_joined",
         "    quotas_of(request).admit(sender.grant)\n",
         "",
         REFUSED,

@@ -60,7 +60,7 @@ class Bell:
         while not self._stop.is_set():
             try:
                 with self._own.connect() as conn:
-                    conn.exec_driver_sql(f"LISTEN {CHANNEL}")
+                    conn.exec_driver_sql("LISTEN fp8watch_urgent")  # CHANNEL
                     session: Any = conn.connection.driver_connection
                     while not self._stop.is_set():
                         for told in session.notifies(timeout=HEAR_S):

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
@@ -27,8 +28,6 @@ FENCED = "ZF801"
 LOCK_MS = 300
 """How long others wait behind a trigger that waits for its table."""
 PATIENCE_S = 60.0
-MOVER = "SELECT set_config('fp8watch.mover', 'on', true)"
-"""Lets its own transaction through."""
 
 _FUNCTION = f"""
 CREATE OR REPLACE FUNCTION fp8watch_run_moves() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -104,7 +103,10 @@ def _names(run_id: str) -> tuple[str, str]:
 
 
 def _guard(table: sa.Table, run_id: str, conn: Connection) -> None:
-    quoted = "'" + run_id.replace("'", "''").replace("%", "%%") + "'"
+    from psycopg import sql  # fences stand on PostgreSQL only
+
+    session: Any = conn.connection.driver_connection
+    quoted = sql.Literal(run_id).as_string(session).replace("%", "%%")
     for name, of, row in zip(_names(run_id), ("INSERT OR UPDATE", "DELETE"), ("NEW", "OLD"), strict=True):
         conn.exec_driver_sql(
             f'CREATE OR REPLACE TRIGGER {name} BEFORE {of} ON "{table.name}" FOR EACH ROW '
