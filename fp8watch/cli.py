@@ -13,6 +13,7 @@ HELP = {
     "diagnose": "why a run fails, and what to change: loss impact, what-if, bisect",
     "serve": "run the collector",
     "worker": "commit the batches that collectors have accepted into a queue",
+    "shards": "show where runs lie, and move them between databases",
     "sync": "send the local spool to a collector",
     "relay": "take the batches of a host's ranks, and send them on together",
     "notify": "try the notification channels",

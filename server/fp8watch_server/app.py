@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from fp8watch_server.api import (
     two_runs,
 )
 from fp8watch_server.api import routes as api
+from fp8watch_server.auth.quota import Quotas
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish
@@ -48,9 +48,11 @@ from fp8watch_server.incidents.silences import copy_silences
 from fp8watch_server.ingest import routes as ingest
 from fp8watch_server.ingest.fast_path import IngestFastPath
 from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.ingest.usage import UsageCounter
 from fp8watch_server.observability import metrics
 from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
+from fp8watch_server.settings.quotas import parse_quotas
 from fp8watch_server.station import Dispatching, Station
 from fp8watch_server.store.fields import FieldError
 from fp8watch_server.store.queries import CursorError
@@ -123,7 +125,7 @@ def create_app(
     detection, stats = detection or _detection(settings), IngestStats()
     home = Station(engine, settings, detection, dispatcher, stats)
     stations = {
-        name: Station(shard.engine, replace(settings, queue=""), detection, dispatcher, stats)
+        name: Station(shard.engine, settings, detection, dispatcher, stats, name)
         for name, shard in shards.others.items()
     }
 
@@ -142,9 +144,15 @@ def create_app(
         for name, shard in shards.others.items():
             shard.on_answer = partial(there, shard.engine, stations[name])
             shard.start()
+        if shards.others:
+            shards.directory.start()
+        if settings.quotas:
+            usage.start()
         try:
             yield
         finally:
+            await to_thread.run_sync(usage.stop)
+            await to_thread.run_sync(shards.directory.stop)
             for shard in shards.others.values():
                 await to_thread.run_sync(shard.stop)
             for station in (home, *stations.values()):
@@ -156,6 +164,9 @@ def create_app(
     app.state.engine = engine
     app.state.shards = shards
     app.state.settings = settings
+    app.state.quotas = quotas = Quotas(parse_quotas(settings.quotas))
+    usage = UsageCounter(shards, quotas)
+    app.state.usage = usage
     app.state.detection = detection
     app.state.worker = home.worker
     app.state.on_change = on_change

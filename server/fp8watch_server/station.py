@@ -11,6 +11,8 @@ from typing import Protocol
 
 from sqlalchemy.engine import Engine
 
+from fp8watch_server.db.bell import Bell
+from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.ingest.intake import Ingest
 from fp8watch_server.ingest.routes import decode_checked
@@ -45,6 +47,7 @@ class Station:
         detection: detectors and incidents.
         dispatcher: makes the sender of messages, or None.
         stats: counters of the whole collector.
+        shard: name of the database; "": home.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class Station:
         detection: Detection,
         dispatcher: Callable[[Engine, Settings], Dispatching | None],
         stats: IngestStats,
+        shard: str = "",
     ) -> None:
         self._sender = dispatcher(engine, settings)
         self.worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=self.wake_sender)
         self.compactor = Compactor(engine, policy_of(settings))
-        self.ingest = Ingest(engine, settings, decode_checked, stats, self.worker.wake, self.worker.wake_for)
+        self._bell = Bell(engine, self._heard)
+        wake, hurry = self.worker.wake, self.worker.wake_for
+        self.ingest = Ingest(engine, settings, decode_checked, stats, wake, hurry, shard)
         self._started = False
 
     def wake_sender(self) -> None:
@@ -66,11 +72,16 @@ class Station:
         if self._sender is not None:
             self._sender.wake()
 
+    def _heard(self, run_id: str) -> None:
+        """Somebody has committed what cannot wait."""
+        self.worker.wake_for(run_id, DEFAULT_TENANT)
+
     def start(self) -> None:
         """Start the threads, once: of a database that is at this collector's revision."""
         if self._started:
             return
         self._started = True
+        self._bell.start()
         self.worker.start()
         self.compactor.start()
         if self._sender is not None:
@@ -81,6 +92,7 @@ class Station:
         self.ingest.stop()
         if not self._started:
             return
+        self._bell.stop()
         self.worker.stop()
         self.compactor.stop()
         if self._sender is not None:

@@ -69,8 +69,8 @@ BUGS = [
     Bug(
         "lanes are shared evenly",
         "worker.lanes:Lanes._hold",
-        "share = -(-NUM_LANES // num_workers)",
-        "share = NUM_LANES",
+        "share = -(-self._num_lanes // num_workers)",
+        "share = self._num_lanes",
         f"{Q}::test_workers_share_the_lanes_and_take_over_those_of_one_that_hangs",
     ),
     Bug(

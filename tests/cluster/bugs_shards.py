@@ -10,6 +10,9 @@ BEFORE = f"{S}::test_runs_from_before_stay_at_home_and_a_further_shard_moves_non
 JOINED = f"{S}::test_batches_that_a_relay_joins_and_tile_maps_go_to_the_shards_of_their_runs"
 APART = f"{S}::test_databases_that_do_not_belong_together_are_refused"
 ALL = f"{S}::test_what_is_said_of_all_runs_reaches_each_shard"
+M = "tests/cluster/test_move.py"
+ENDED = f"{M}::test_ended_at_any_point_it_is_finished_by_the_same_command"
+QUEUED = "tests/cluster/test_queue_shards.py"
 AWAY = "tests/cluster/test_shard_away.py::test_a_shard_that_is_away_refuses_its_own_runs_and_nobody_elses"
 
 SHARDS = [
@@ -22,16 +25,16 @@ SHARDS = [
     ),
     Bug(
         "runs from before there were shards stay at home",
-        "db.directory:Directory.look_up",
+        "db.directory:Directory.read",
         "found = HOME if here is not None else None",
         "found = None",
         BEFORE,
     ),
     Bug(
         "a further shard moves no run",
-        "db.directory:Directory.look_up",
-        "found = conn.execute(sa.select(d.shard).where(d.run_id == run_id, d.tenant == tenant)).scalar()",
-        "found = None",
+        "db.directory:Directory.read",
+        "found: str | None = conn.execute(sa.select(d.shard).where(d.run_id == run_id, d.tenant == tenant)).scalar()",
+        "found: str | None = None",
         BEFORE,
     ),
     Bug(
@@ -58,7 +61,7 @@ SHARDS = [
     Bug(
         "a batch goes to the shard of its run",
         "of_run:intake_of_body",
-        "return await intake_of_run(request, run_id)",
+        "return await intake_of_run(request, run_id, queued=queued)",
         "return home",
         JOINED,
     ),
@@ -166,5 +169,96 @@ SHARDS = [
         "    if rows:\n",
         "    if False:\n",
         f"{AWAY}[stop]",
+    ),
+    Bug(
+        "what a queue takes waits for its shard",
+        "of_run:intake_of_run",
+        "if found is None or not queued or found.committer.queue_ready is None:",
+        "if True:",
+        f"{QUEUED}::test_a_shard_that_is_away_holds_back_its_own_runs",
+    ),
+    Bug(
+        "a worker leaves a shard alone that is away",
+        "worker.crew:Crew.__init__",
+        "return Worker(engine, queue, name, partial(shards.named, name))",
+        "return Worker(engine, queue, name)",
+        f"{QUEUED}::test_a_shard_that_is_away_holds_back_its_own_runs",
+    ),
+    Bug(
+        "a shard has lanes of its own",
+        "queue.subjects:lane_subject",
+        "f'{shard}.' if shard else ''",
+        "'*.' if shard else ''",
+        f"{QUEUED}::test_lanes_of_shards_are_their_own",
+    ),
+    Bug(
+        "nobody changes a run that is being moved",
+        "moving.move:Move._copy",
+        "        raise_fence(source, self._run_id)\n",
+        "",
+        f"{ENDED}[fenced]",
+    ),
+    Bug(
+        "rows that were deleted while a run was copied are not copied",
+        "moving.copying:StagedCopy._without_deleted",
+        "if wanted != target",
+        "if False and wanted != target",
+        f"{M}::test_what_changes_while_it_is_copied_goes_too",
+    ),
+    Bug(
+        "rows that changed while a run was copied are copied again",
+        "moving.copying:StagedCopy._changed",
+        "then = f",
+        'then = "NOTHING" or f',
+        f"{M}::test_what_changes_while_it_is_copied_goes_too",
+    ),
+    Bug(
+        "a run that has moved is not made anew where it was",
+        "store.registrations:register_run",
+        "if to is not None:",
+        "if False:",
+        f"{M}::test_what_changes_while_it_is_copied_goes_too",
+    ),
+    Bug(
+        "a move that arrived goes forward",
+        "moving.move:Move._move",
+        "elif self._lies_in(target):",
+        "elif False:",
+        f"{ENDED}[whole]",
+    ),
+    Bug(
+        "the copy that was left is deleted by the next try",
+        "moving.move:Move._move",
+        "if row.moved_from is not None:",
+        "if False:",
+        f"{ENDED}[switched]",
+    ),
+    Bug(
+        "a move that fails opens the fence",
+        "moving.move:Move._move",
+        "                take_down(source, self._run_id)\n",
+        "",
+        f"{M}::test_a_move_that_fails_leaves_the_run_where_it_is",
+    ),
+    Bug(
+        "detectors pass over a run that is being moved",
+        "detect_worker:DetectWorker._take",
+        "if not is_fenced(e):",
+        "if True:",
+        f"{M}::test_a_move_that_fails_leaves_the_run_where_it_is",
+    ),
+    Bug(
+        "whoever detects hears of what another process committed",
+        "group_commit:Committer._write_once",
+        "            ring(conn, urgent)\n",
+        "",
+        "tests/cluster/test_bell.py::test_a_broken_batch_is_heard_and_a_healthy_one_is_not",
+    ),
+    Bug(
+        "what was accepted for the old place of a run is not put aside",
+        "worker.loop:Worker._put_aside",
+        "if isinstance(why, RunHasMoved):",
+        "if False:",
+        f"{QUEUED}::test_what_was_accepted_for_the_old_place_is_passed_on",
     ),
 ]

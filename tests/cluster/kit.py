@@ -16,6 +16,9 @@ from collector.kit import Serving
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.directory import open_directory
+from fp8watch_server.db.shards import open_shards
+from fp8watch_server.settings import Settings
 
 QUEUE_BYTES = 64 << 20
 
@@ -35,11 +38,34 @@ def working(database_url: str, queue: str, replicas: int = 1, max_bytes: int = Q
     from fp8watch_server.queue.jetstream import JetStream
     from fp8watch_server.worker.loop import Worker
 
-    engine, ready = make_engine(database_url), threading.Event()
+    engine = make_engine(database_url)
+    with _in_thread(
+        lambda: Worker(engine, JetStream(queue, replicas=replicas, max_bytes=max_bytes, client="test"))
+    ) as worker:
+        yield worker
+    engine.dispose()
+
+
+@contextmanager
+def crewing(settings: Settings) -> Iterator[Any]:
+    """The workers of home and all shards, in a thread; ended with SIGTERM's way."""
+    from fp8watch_server.worker.crew import Crew
+
+    home = make_engine(settings.database_url)
+    shards = open_shards(home, settings.shard_urls, open_directory(home, settings.shard_urls))
+    with _in_thread(lambda: Crew(shards, settings)) as crew:
+        yield crew
+    for engine in (home, *(shard.engine for shard in shards.others.values())):
+        engine.dispose()
+
+
+@contextmanager
+def _in_thread(make: Callable[[], Any]) -> Iterator[Any]:
+    ready = threading.Event()
     made: list[Any] = []
 
     async def work() -> None:
-        worker = Worker(engine, JetStream(queue, replicas=replicas, max_bytes=max_bytes, client="test"))
+        worker = make()
         made.extend([worker, asyncio.get_running_loop()])
         ready.set()
         await worker.run()
@@ -52,7 +78,6 @@ def working(database_url: str, queue: str, replicas: int = 1, max_bytes: int = Q
     finally:
         made[1].call_soon_threadsafe(made[0].stop)
         thread.join(20)
-        engine.dispose()
         assert not thread.is_alive()
 
 

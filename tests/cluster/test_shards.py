@@ -312,11 +312,11 @@ def series_of(run: str) -> str:
         ({"FP8WATCH_SHARDS": "a=mysql://x/y"}, "sqlite and postgresql are known"),
         (
             {
-                "FP8WATCH_SHARDS": "a=postgresql://u:secret-word@h/a",
+                "FP8WATCH_SHARDS": "a=postgresql://u:secret-word@h/a b=sqlite:////tmp/b.db",
                 "FP8WATCH_QUEUE": "nats://n:4222",
                 "FP8WATCH_DATABASE_URL": "postgresql://h/x",
             },
-            "keep one of them",
+            "shards b of FP8WATCH_SHARDS are SQLite",
         ),
     ],
 )

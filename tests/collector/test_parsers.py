@@ -10,8 +10,16 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("server/fp8watch_server", "agent/fp8watch_agent")
 EXECUTES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "pyarrow", "torch", "numexpr"}
 RAW_SQL = {"text", "exec_driver_sql", "literal_column", "TextClause"}
-PUT_TOGETHER = {"db/embedded.py", "db/sql_views.py", "db/sql_chart_views.py", "db/sql_gain_view.py", "db/dialect.py"}
-"""Definitions of schemas, roles and settings: names of our own, or quoted by the dialect; no value and nobody's input."""
+PUT_TOGETHER = {
+    "db/fence.py",
+    "moving/copying.py",
+    "db/embedded.py",
+    "db/sql_views.py",
+    "db/sql_chart_views.py",
+    "db/sql_gain_view.py",
+    "db/dialect.py",
+}
+"""Definitions of schemas, roles and settings: names of our own, or quoted by the dialect or the driver; no value and nobody's input."""
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:

@@ -31,6 +31,8 @@ class Grant:
     """Shell patterns of run ids: `*`, `?` and `[...]`, case-sensitive."""
     expires_at: float | None = None
     """Seconds since 1970; None: never."""
+    tenant: str = "default"
+    """Whose token it is, for quotas."""
 
     @property
     def expired(self) -> bool:

@@ -69,9 +69,11 @@ def read_tokens(engine: Engine) -> Known:
     """Read all tokens."""
     c = t.token.c
     with engine.connect() as conn:
-        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.runs, c.expires_at, c.revoked_at)).all()
+        rows = conn.execute(sa.select(c.token_sha256, c.scopes, c.runs, c.expires_at, c.revoked_at, c.tenant)).all()
     grants = {
-        row.token_sha256: Grant(frozenset(row.scopes.split(",")), tuple(row.runs.split(",")), row.expires_at)
+        row.token_sha256: Grant(
+            frozenset(row.scopes.split(",")), tuple(row.runs.split(",")), row.expires_at, row.tenant
+        )
         for row in rows
         if row.revoked_at is None
     }

@@ -5,12 +5,14 @@ Thread:     any
 
 A new run goes to the shard that comes first for it: each name is hashed with the run id, and the order of the hashes is
 the order of choice (rendezvous hashing), so a shard that is added draws its share of new runs from all others. What was
-chosen is written down, and the directory alone counts from then on. A run stays where it is, so an answer never changes.
+chosen is written down, and the directory alone counts from then on. A run stays where it is until it is moved: of those that have
+ever been, each collector asks again every second. Whoever has not heard of a move yet finds the old place closed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 import uuid
@@ -19,11 +21,16 @@ from collections.abc import Iterable, Sequence
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 
+log = logging.getLogger("fp8watch.shards")
+
 HOME = ""
+REFRESH_EVERY_S = 1.0
+"""How soon a collector notices that a run is being moved, or was."""
 MAX_KNOWN_RUNS = 1 << 16
 DIRECTORY, SHARD = "directory", "shard"
 """Facts: the id of a directory, in its home database; whose shard a database is, in each."""
@@ -49,6 +56,49 @@ class Directory:
         self._home = home
         self._lock = threading.Lock()
         self._known: OrderedDict[str, str] = OrderedDict()
+        self._refusing: frozenset[str] = frozenset()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Notice moves."""
+        self._thread = threading.Thread(target=self._watch, name="fp8watch-directory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(REFRESH_EVERY_S)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(REFRESH_EVERY_S):
+            try:
+                self.refresh()
+            except SQLAlchemyError as e:
+                log.debug("the directory cannot be asked: %s", str(e).splitlines()[0])
+            except Exception:
+                log.exception("the directory cannot be read")
+
+    def refresh(self) -> None:
+        """Ask again where the runs lie that were ever moved, and which are refused now.
+
+        Raises:
+            SQLAlchemyError: the home database cannot be asked.
+        """
+        d = t.shard_of_run.c
+        moves = sa.or_(d.num_moves > 0, d.moving_to.is_not(None))
+        with self._home.connect() as conn:
+            rows = conn.execute(sa.select(d.run_id, d.shard, d.refuses).where(moves)).all()
+        with self._lock:
+            for run_id, shard, _ in rows:
+                if run_id in self._known:
+                    self._known[run_id] = shard
+            self._refusing = frozenset(run_id for run_id, _, refuses in rows if refuses)
+
+    def refuses(self, run_id: str) -> bool:
+        """Whether a run takes nothing now, because it is being moved."""
+        return run_id in self._refusing
 
     def known(self, run_id: str) -> str | None:
         """Where a run lies, if that was asked before."""
@@ -63,13 +113,22 @@ class Directory:
         found = self._known.get(run_id)
         if found is not None:
             return found
+        found = self.read(run_id)
+        return None if found is None else self._remember(run_id, found)
+
+    def read(self, run_id: str) -> str | None:
+        """Where a run lies, asked now.
+
+        Raises:
+            SQLAlchemyError: the home database cannot be asked.
+        """
         d, r, tenant = t.shard_of_run.c, t.run.c, t.DEFAULT_TENANT
         with self._home.connect() as conn:
-            found = conn.execute(sa.select(d.shard).where(d.run_id == run_id, d.tenant == tenant)).scalar()
+            found: str | None = conn.execute(sa.select(d.shard).where(d.run_id == run_id, d.tenant == tenant)).scalar()
             if found is None:  # from before there were shards
                 here = conn.execute(sa.select(r.run_id).where(r.run_id == run_id, r.tenant == tenant)).first()
                 found = HOME if here is not None else None
-        return None if found is None else self._remember(run_id, found)
+        return found
 
     def place(self, run_id: str, choices: Sequence[str]) -> str:
         """Where a run lies; one that lies nowhere is placed on the first of `choices`.

@@ -36,6 +36,7 @@ from fp8watch_server.db.block_tables import (
     sheet,
 )
 from fp8watch_server.db.dialect import Json
+from fp8watch_server.db.directory_tables import moved_run, shard_of_run
 from fp8watch_server.db.metadata import DEFAULT_TENANT, metadata, of_run, of_session, run_key
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "incident_event",
     "logged",
     "metadata",
+    "moved_run",
     "outbox",
     "retention",
     "run",
@@ -67,6 +69,7 @@ __all__ = [
     "scalar",
     "scalar_block",
     "session",
+    "shard_of_run",
     "sheet",
     "silence",
     "site",
@@ -378,12 +381,4 @@ fact = sa.Table(  # facts of the collector for SQL, such as `public_url`
     metadata,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("value", sa.Text, nullable=False),
-)
-
-shard_of_run = sa.Table(  # in the home database: the database that a run lies in
-    "shard_of_run",
-    metadata,
-    *run_key(),
-    sa.Column("shard", sa.Text, nullable=False),  # its name in FP8WATCH_SHARDS; '' = the home database itself
-    sa.Column("placed_at", sa.Double, nullable=False),
 )

@@ -19,6 +19,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.shards import ShardAway
 
 log = logging.getLogger("fp8watch.collector")
@@ -109,11 +110,19 @@ def _on_database(request: Request, e: Exception) -> Response:
     log.warning("%s %s: database: %s", request.method, request.url.path, str(e).splitlines()[0])
     return Problem(
         503,
-        str(e.orig) if isinstance(e, ShardAway) else "the database cannot be used at the moment",
+        _why_not(e),
         rule="an answer of 200 means committed",
         remedy="send the same again later; the collector recovers by itself",
         headers={"Retry-After": str(RETRY_AFTER_S)},
     ).response()
+
+
+def _why_not(e: Exception) -> str:
+    if isinstance(e, ShardAway):
+        return str(e.orig)
+    if isinstance(e, RunHasMoved):
+        return str(e)
+    return "the run is being moved to another shard" if is_fenced(e) else "the database cannot be used at the moment"
 
 
 def _on_too_many_files(request: Request, e: OSError) -> Response:
@@ -130,7 +139,7 @@ def _on_too_many_files(request: Request, e: OSError) -> Response:
 def _on_database_error(request: Request, e: Exception) -> Response:
     """A DBAPIError that is not about the connection is a bug, unless the connection broke underneath."""
     assert isinstance(e, DBAPIError)
-    return _on_database(request, e) if e.connection_invalidated else _on_bug(request, e)
+    return _on_database(request, e) if e.connection_invalidated or is_fenced(e) else _on_bug(request, e)
 
 
 def _on_bug(request: Request, e: Exception) -> Response:
@@ -152,7 +161,7 @@ def answer_of(request: Request, e: Exception) -> Response:
     """Response for an exception."""
     if isinstance(e, Problem):
         return e.response()
-    if isinstance(e, OperationalError | InterfaceError | PoolTimeoutError):
+    if isinstance(e, OperationalError | InterfaceError | PoolTimeoutError | RunHasMoved):
         return _on_database(request, e)
     return _on_database_error(request, e) if isinstance(e, DBAPIError) else _on_bug(request, e)
 
@@ -165,5 +174,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(OperationalError, _on_database)
     app.add_exception_handler(InterfaceError, _on_database)
     app.add_exception_handler(PoolTimeoutError, _on_database)
+    app.add_exception_handler(RunHasMoved, _on_database)
     app.add_exception_handler(DBAPIError, _on_database_error)
     app.add_exception_handler(Exception, _on_bug)

@@ -23,8 +23,12 @@ def committer_of(
     decode: Callable[[bytes], Batch],
     observe_commit: Callable[[float], None],
     hurry: Callable[[str, str], None],
+    shard: str = "",
 ) -> Committer:
-    """The committer of a collector; arguments are those of `Committer`.
+    """The committer of a collector for one of its databases; other arguments are those of `Committer`.
+
+    Args:
+        shard: name of the database; "": home.
 
     Raises:
         SettingError: a queue is configured, and its client is not installed.
@@ -35,4 +39,4 @@ def committer_of(
         from fp8watch_server.ingest.queue_front import QueueFront
     except ModuleNotFoundError as e:
         raise SettingError(f"FP8WATCH_QUEUE needs a package ({e}); pip install 'fp8watch[nats]'") from e
-    return QueueFront(engine, decode, settings, observe_commit=observe_commit)
+    return QueueFront(engine, decode, settings, observe_commit=observe_commit, shard=shard)

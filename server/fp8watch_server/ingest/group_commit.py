@@ -31,6 +31,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, Operation
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch
+from fp8watch_server.db.bell import ring
 from fp8watch_server.db.dialect import WriterBusy, writing
 from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.db.schema import DEFAULT_TENANT
@@ -228,6 +229,7 @@ class Committer:
         try:
             batch = self._decode(waiting.body)
             waiting.sender.grant.require(batch.header.run)
+            waiting.sender.charge(waiting.sender.grant, batch.header.num_records)
         except BaseException as e:  # noqa: BLE001  it is the answer to whoever sent this
             self._answer([(waiting, e)])
             return False
@@ -330,13 +332,16 @@ class Committer:
             return self._write_once(items, replays=True)
 
     def _write_once(self, items: list[Incoming], *, replays: bool) -> list[Outcome]:
-        now = self._clock()
+        now, urgent = self._clock(), set[str]()
         with writing(self._engine) as conn:
             lease_transaction(conn)
             outcomes = commit_group(conn, items, self._known, now=now, replays=replays)
             for item, outcome in zip(items, outcomes, strict=True):
                 if isinstance(outcome, Committed) and outcome.stored:
                     hot_batches.remember(conn, item.batch, now)
+                    if is_urgent(item.batch):
+                        urgent.add(item.batch.header.run)
+            ring(conn, urgent)
         return outcomes
 
     def _answer(self, answers: list[tuple[_Waiting, Any]]) -> None:

@@ -44,6 +44,7 @@ class Ingest:
         stats: IngestStats,
         wake: Callable[[], None],
         hurry: Callable[[str, str], None],
+        shard: str = "",
     ) -> None:
         self.engine = engine
         self.wake = wake
@@ -52,7 +53,7 @@ class Ingest:
         self.db_timeout = ProgressTimeout()
         self.sites = SiteRegistry(self.engine, self.db_timeout.progress)
         self._working: set[object] = set()
-        self.committer = committer_of(settings, engine, decode, self._committed, hurry)
+        self.committer = committer_of(settings, engine, decode, self._committed, hurry, shard)
         self.num_tile_map_bodies = 0
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ from fp8watch_agent.wire import WireError
 from fp8watch_server.http.errors import JsonResponse, Problem, answer_of
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.ingest.of_run import ingest_of, intake_of_body
-from fp8watch_server.ingest.request_sender import RequestSender, sender_of
+from fp8watch_server.ingest.request_sender import RequestSender, quotas_of, sender_of
 from fp8watch_server.ingest.routes import UNSTORED, read_body, router, run_of_body, unstored
 
 
@@ -39,6 +39,7 @@ async def post_joined(request: Request) -> Response:
             rule=f"Content-Type is {JOINED_CONTENT_TYPE}",
             remedy="send it with that type",
         )
+    quotas_of(request).admit(sender.grant)
     with stats.inflight() as held:
         raw = await read_body(request, MAX_JOINED_BYTES, held)
         try:
@@ -59,7 +60,7 @@ async def _one(request: Request, stats: IngestStats, sender: RequestSender, key:
     try:
         with stats.one_body() as outcome:
             try:
-                ingest = await intake_of_body(request, body, run_of_body)
+                ingest = await intake_of_body(request, body, run_of_body, queued=True)
                 taken = await ingest.commit(body, who)
             except UNSTORED as e:
                 raise unstored(e) from e

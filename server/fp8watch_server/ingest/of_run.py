@@ -13,6 +13,7 @@ from fastapi import Request
 from fp8watch_agent.peek import run_of
 from fp8watch_server.db.directory import HOME
 from fp8watch_server.http.databases import shards_of
+from fp8watch_server.http.db_timeout import unavailable
 from fp8watch_server.ingest.intake import Ingest
 from fp8watch_server.ingest.registration import check_name
 
@@ -24,12 +25,15 @@ def ingest_of(request: Request) -> Ingest:
     return found
 
 
-async def intake_of_run(request: Request, run_id: str, *, new: bool = False) -> Ingest:
+async def intake_of_run(request: Request, run_id: str, *, new: bool = False, queued: bool = False) -> Ingest:
     """That of a run; one that is `new` is placed, where it lies nowhere.
+
+    Args:
+        queued: what a queue takes may wait there for a shard that is away.
 
     Raises:
         ShardAway: its shard does not answer.
-        Problem: no such name, or the home database does not answer.
+        Problem: no such name, the run is being moved, or the home database does not answer.
     """
     home, shards = ingest_of(request), shards_of(request.app)
     if not shards.others:
@@ -38,18 +42,24 @@ async def intake_of_run(request: Request, run_id: str, *, new: bool = False) -> 
     if name is None:
         check_name("run", run_id)
         name = await home.run(lambda: shards.name_of_run(run_id, new=new))
+    if shards.directory.refuses(run_id):
+        raise unavailable("the run is being moved to another shard")
     if name == HOME:
         return home
-    shards.named(name)
-    found = request.app.state.ingests[name]
+    found = request.app.state.ingests.get(name)
+    if found is None or not queued or found.committer.queue_ready is None:
+        shards.named(name)
     assert isinstance(found, Ingest)
     return found
 
 
-async def intake_of_body(request: Request, body: bytes, decode: Callable[[bytes], str]) -> Ingest:
+async def intake_of_body(
+    request: Request, body: bytes, decode: Callable[[bytes], str], *, queued: bool = False
+) -> Ingest:
     """That of the run that a body names.
 
     Args:
+        queued: as of a run.
         decode: gives the run of a body that does not begin with it.
 
     Raises:
@@ -61,4 +71,4 @@ async def intake_of_body(request: Request, body: bytes, decode: Callable[[bytes]
     run_id = run_of(body)
     if run_id is None:
         run_id = await home.run(lambda: decode(body))
-    return await intake_of_run(request, run_id)
+    return await intake_of_run(request, run_id, queued=queued)

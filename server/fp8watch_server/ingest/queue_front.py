@@ -49,6 +49,7 @@ class QueueFront(Committer):
         decode: as of Committer.
         settings: where the queue is.
         observe_commit: is told the seconds of each publishing, once for every batch in it.
+        shard: whose database it is; "": home.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class QueueFront(Committer):
         settings: Settings,
         *,
         observe_commit: Callable[[float], None] = lambda seconds: None,
+        shard: str = "",
     ) -> None:
         super().__init__(engine, decode, observe_commit=observe_commit)
+        self._shard = shard
         self._registered = Registered(engine)
         self._keys: OrderedDict[tuple[str, str, int, int], bytes] = OrderedDict()
         self._queue = JetStream(
@@ -139,7 +142,7 @@ class QueueFront(Committer):
         if not items:
             return []
         work: Future[list[Exception | None]] = asyncio.run_coroutine_threadsafe(
-            self._queue.publish([_message(item) for item in items]), self._loop
+            self._queue.publish([_message(item, self._shard) for item in items]), self._loop
         )
         try:
             done: Sequence[Exception | None] = work.result(2 * PUBLISH_S)
@@ -151,10 +154,10 @@ class QueueFront(Committer):
         return done
 
 
-def _message(item: Incoming) -> Message:
+def _message(item: Incoming, shard: str) -> Message:
     h = item.batch.header
     stream = URGENT if is_urgent(item.batch) else HEALTHY
     headers = {ID_HEADER: message_id(h.run, h.session, h.rank, h.seq, item.sha256)}
     if item.key_sha256:
         headers[KEY_HEADER] = item.key_sha256
-    return Message(stream, subject_of(stream, DEFAULT_TENANT, h.run, h.rank), item.body, headers)
+    return Message(stream, subject_of(stream, DEFAULT_TENANT, h.run, h.rank, shard), item.body, headers)

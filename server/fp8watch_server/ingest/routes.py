@@ -37,7 +37,7 @@ from fp8watch_server.ingest.ingest_stats import Held
 from fp8watch_server.ingest.intake import Ingest
 from fp8watch_server.ingest.of_run import ingest_of, intake_of_body, intake_of_run
 from fp8watch_server.ingest.registration import RunBody, SessionBody, check_name, decode
-from fp8watch_server.ingest.request_sender import KEY_HEADER, sender_of
+from fp8watch_server.ingest.request_sender import KEY_HEADER, quotas_of, sender_of
 from fp8watch_server.store import registrations, tile_maps
 
 MAX_JSON_BYTES = 4 << 20
@@ -173,6 +173,8 @@ async def _register(
 ) -> Response:
     """Store a registration in the database of its run; one of a run that is `new` may choose it."""
     sender_of(request).grant.require(run_id)
+    if new:
+        quotas_of(request).admit_run(sender_of(request).grant, run_id)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise Problem(415, f"Content-Encoding {encoding[:100]!r}", rule="plain JSON", remedy="send it uncompressed")
@@ -240,10 +242,11 @@ async def _post(
     stats = ingest_of(request).stats
     with stats.one_body() as outcome:
         _require_type(request, content_type)
+        quotas_of(request).admit(sender_of(request).grant)
         with stats.inflight() as held:
             body = await read_body(request, MAX_WIRE_BYTES, held)
             try:
-                ingest = await intake_of_body(request, body, run_of_body)
+                ingest = await intake_of_body(request, body, run_of_body, queued=content_type == BATCH_CONTENT_TYPE)
                 answer = await store(ingest, body)
             except UNSTORED as e:
                 raise unstored(e) from e

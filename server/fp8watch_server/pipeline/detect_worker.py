@@ -23,12 +23,13 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from fp8watch_agent.wire import Batch, WireError
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import writing
+from fp8watch_server.db.fence import is_fenced, lost_its_run
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.db.lease import lease_transaction
@@ -45,7 +46,7 @@ SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
 PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
 """Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
 the larger the next group: as long as REST_SHARE groups take, within these bounds."""
-IDLE_S = 1.0
+IDLE_S = FENCED_S = 1.0
 
 
 class DetectEngine(Protocol):
@@ -149,6 +150,7 @@ class DetectWorker:
         self._rounds = LeaderLoop(
             "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
         )
+        self._fenced: dict[tuple[str, str], float] = {}
         self.num_failed_batches = 0
 
     def start(self) -> None:
@@ -187,7 +189,7 @@ class DetectWorker:
         self._taken_to.clear()
         taken = self._take_urgent()
         with self._db.connect() as conn:
-            rows = pending(conn)
+            rows = [row for row in pending(conn) if not self._is_fenced((row.run_id, row.tenant))]
         for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
             waiting = list(of_run)
             while rest := [row for row in waiting if row.arrival > self._taken_to.get(key, 0)]:
@@ -196,6 +198,14 @@ class DetectWorker:
                 waiting = rest[self._take(rest, give_way=True) :]
                 self._take_urgent()
         return taken + len(rows)
+
+    def _is_fenced(self, key: tuple[str, str]) -> bool:
+        """Whether a run was found to be moving a moment ago."""
+        at = self._fenced.get(key)
+        if at is not None and time.monotonic() - at > FENCED_S:
+            del self._fenced[key]
+            return False
+        return at is not None
 
     def _take_urgent(self) -> int:
         num = 0
@@ -212,10 +222,16 @@ class DetectWorker:
             findings = running.engine.tick(self._clock())
             if not findings:
                 continue
-            with writing(self._db) as conn:
-                settled, stride = running.engine.delivered_step, running.engine.stride
-                idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
-                changed = self._write_incidents(conn, key, [idle], running)
+            try:
+                with writing(self._db) as conn:
+                    settled, stride = running.engine.delivered_step, running.engine.stride
+                    idle = _Judged(_Idle(engine_restore.newest_attempt(conn, *key)), None, findings, settled, stride)
+                    changed = self._write_incidents(conn, key, [idle], running)
+            except DBAPIError as e:
+                if not lost_its_run(e):
+                    raise
+                self._running.pop(key, None)
+                continue
             if changed:
                 self._on_change()
 
@@ -228,6 +244,12 @@ class DetectWorker:
             changed = self._commit(key, judged)
         except (OperationalError, InterfaceError, PoolTimeoutError):
             raise  # a database problem: retried later
+        except DBAPIError as e:
+            if not is_fenced(e):
+                raise
+            self._running.pop(key, None)  # whoever has the run next goes on
+            self._fenced[key] = time.monotonic()
+            return len(rows)
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
             self._running.pop(key, None)

@@ -177,33 +177,33 @@ class JetStream:
             raise QueueError(self.why)
         await js.publish(message.subject, message.body, timeout=PUBLISH_S, stream=message.stream.name, headers=headers)
 
-    async def begin_lanes(self, lanes: Iterable[int]) -> None:
-        """Take lanes over: whatever a reader before us had in hand comes again, in the order of the stream.
+    async def begin_lanes(self, lanes: Iterable[int], shard: str = "") -> None:
+        """Take lanes of a shard over: whatever a reader before us had in hand comes again, in the order of the stream.
 
         Raises:
             QueueError: it did not work; begin again.
         """
         for lane in lanes:  # one after the other: each consumer elects a leader
-            await self._or_queue_error(*(self._begin(stream, lane) for stream in WORK))
+            await self._or_queue_error(*(self._begin(stream, lane, shard) for stream in WORK))
 
-    async def _begin(self, stream: Stream, lane: int) -> None:
+    async def _begin(self, stream: Stream, lane: int, shard: str) -> None:
         js = self._js
         if js is None:
             raise QueueError(self.why)
         with suppress(NotFoundError):
-            if not (await js.consumer_info(stream.name, consumer_of(lane))).num_ack_pending:
+            if not (await js.consumer_info(stream.name, consumer_of(lane, shard))).num_ack_pending:
                 return  # nobody has anything of it in hand
-            await js.delete_consumer(stream.name, consumer_of(lane))
+            await js.delete_consumer(stream.name, consumer_of(lane, shard))
         config = api.ConsumerConfig(
-            durable_name=consumer_of(lane),
-            filter_subject=lane_subject(stream, lane),
+            durable_name=consumer_of(lane, shard),
+            filter_subject=lane_subject(stream, lane, shard),
             ack_policy=api.AckPolicy.EXPLICIT,
             ack_wait=ACK_WAIT_S,
             max_ack_pending=4 * PULL_BATCHES,
         )
         await js.add_consumer(stream.name, config)
 
-    async def reader(self, stream: Stream, lane: int) -> Reader:
+    async def reader(self, stream: Stream, lane: int, shard: str = "") -> Reader:
         """What reads a lane.
 
         Raises:
@@ -212,7 +212,22 @@ class JetStream:
         nc = self._nc
         if not self.ready or nc is None:
             raise QueueError(self.why)
-        return Reader(nc, await nc.subscribe(nc.new_inbox()), stream, lane)
+        return Reader(nc, await nc.subscribe(nc.new_inbox()), stream, consumer_of(lane, shard))
+
+    async def num_waiting(self, stream: Stream, prefix: str) -> int:
+        """How many messages of the lanes under a prefix are not acknowledged by their reader.
+
+        Raises:
+            QueueError: the queue cannot be asked.
+        """
+        js = self._js
+        if js is None:
+            raise QueueError(self.why)
+        try:
+            state = (await js.stream_info(stream.name, subjects_filter=f"{prefix}*")).state
+        except (nats.errors.Error, OSError, asyncio.TimeoutError) as e:
+            raise QueueError(f"the queue does not answer ({type(e).__name__})") from e
+        return sum((state.subjects or {}).values())
 
     async def acknowledge(self, messages: Sequence[Msg]) -> None:
         """They are committed. The last one is confirmed; the server takes acknowledgements in order."""
@@ -247,9 +262,9 @@ class Reader:
     may come before it.
     """
 
-    def __init__(self, nc: Client, sub: Subscription, stream: Stream, lane: int) -> None:
+    def __init__(self, nc: Client, sub: Subscription, stream: Stream, consumer: str) -> None:
         self._nc, self._sub = nc, sub
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream.name}.{consumer_of(lane)}"
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream.name}.{consumer}"
         self._num_asked = 0  # of the pull under way, messages that have not come
 
     async def pull(self, wait_s: float) -> list[Msg]:

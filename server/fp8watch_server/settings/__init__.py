@@ -190,6 +190,15 @@ class Settings:
         ),
     ] = ""
 
+    quotas: Annotated[
+        v.Quotas,
+        Setting(
+            "FP8WATCH_QUOTAS",
+            "what the tokens of a tenant may bring in: tenant=records:N,runs:N,bytes:N separated by spaces (records a second and "
+            "collector, runs, bytes stored); * is each other tenant; none: no limits",
+        ),
+    ] = ""
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> Settings:
         """Read the environment; `overrides` (the command line) win, None standing for "not given".
@@ -218,14 +227,17 @@ class Settings:
                 "FP8WATCH_QUEUE is set with an SQLite database; workers and collectors share a PostgreSQL: set "
                 "FP8WATCH_DATABASE_URL to one, or unset FP8WATCH_QUEUE"
             )
-        if values["queue"] and values["shards"]:
+        settings = cls(**values)
+        on_files = [n for n, url in settings.shard_urls.items() if parse_url(url).get_backend_name() != "postgresql"]
+        if settings.queue and on_files:
             raise SettingError(
-                "FP8WATCH_QUEUE and FP8WATCH_SHARDS are both set; fp8watch worker commits to one database: keep one of them"
+                f"FP8WATCH_QUEUE is set, and shards {', '.join(on_files)} of FP8WATCH_SHARDS are SQLite; workers and collectors "
+                "share a PostgreSQL: name one, or unset FP8WATCH_QUEUE"
             )
         if bool(values["tls_cert"]) != bool(values["tls_key"]):
             given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"
             raise SettingError(f"{given} is set alone; https needs the certificate and its key: set both, or neither")
-        return cls(**values)
+        return settings
 
     @property
     def shard_urls(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from fp8watch_agent.checks import Rule, digits
 from fp8watch_server.db.dialect import parse_url
+from fp8watch_server.settings.quotas import checked_text
 from fp8watch_server.settings.webhook_url import check_url
 
 
@@ -125,6 +126,14 @@ Shards = Annotated[
         "must be name=URL of one or more databases, separated by spaces; a name is of small letters, digits and -, and "
         "stands once",
         _shards,
+    ),
+]
+Quotas = Annotated[
+    str,
+    Rule(
+        "must be tenant=records:N,runs:N,bytes:N of one or more tenants, separated by spaces, with one or more of the three; "
+        "* stands for each other tenant",
+        checked_text,
     ),
 ]
 Replicas = Annotated[Literal[1, 3, 5], Rule("must be 1, 3 or 5", digits)]

@@ -28,6 +28,7 @@ from fp8watch_agent.record import STEP_SCALARS
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import Json, upsert
+from fp8watch_server.db.fence import RunHasMoved, moved_to
 from fp8watch_server.store import batch_dedup
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey, key_fits
 
@@ -60,7 +61,7 @@ class Committed:
     captures: list[dict[str, Any]]
 
 
-Outcome = Committed | KeyReused | RankMismatch | Unknown | WrongKey
+Outcome = Committed | KeyReused | RankMismatch | RunHasMoved | Unknown | WrongKey
 
 
 class SitesOfRun:
@@ -212,8 +213,9 @@ def _commit_run(
     of_run = {"run": run_id, "of_tenant": tenant}
     run = conn.execute(_LOCK_RUN, of_run).first()
     if run is None:
+        to = moved_to(conn, run_id, tenant)
         for i in at:
-            outcomes[i] = Unknown("run")
+            outcomes[i] = Unknown("run") if to is None else RunHasMoved(to)
         return
     names = sorted({group[i].batch.header.session for i in at})
     sessions = {row.session: row for row in conn.execute(_SESSIONS, {**of_run, "sessions": names})}

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.fence import is_fenced
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.store.compact import COOL_AFTER_S, CellChanged, CrashPoint, compact, groups_of, no_crash
@@ -108,6 +110,10 @@ class Compactor:
             try:
                 self._run(run_id, tenant, done)
             except CellChanged:  # another collector works on it: the rest is for the next round
+                done.num_raced += 1
+            except DBAPIError as e:
+                if not is_fenced(e):
+                    raise
                 done.num_raced += 1
         return done
 

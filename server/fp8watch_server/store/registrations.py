@@ -21,6 +21,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_agent.record import Site
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
+from fp8watch_server.db.fence import RunHasMoved, moved_to
 
 RESTART_COUNT = "restart_count"
 MAX_TAGS = 50
@@ -86,7 +87,14 @@ def register_run(
     tags: Sequence[str] = (),
     tenant: str = t.DEFAULT_TENANT,
 ) -> None:
-    """Insert or update a run; one that was archived is back. Tags are added to those it has."""
+    """Insert or update a run; one that was archived is back. Tags are added to those it has.
+
+    Raises:
+        RunHasMoved: to another shard.
+    """
+    to = moved_to(conn, run_id, tenant)
+    if to is not None:
+        raise RunHasMoved(to)
     row: dict[str, Any] = {"run_id": run_id, "tenant": tenant, "name": name, "recipe": recipe, "backend": backend}
     row |= {"world_size": world_size, "created_at": now, "last_seen_at": now, "archived_at": None}
     upsert(conn, t.run, [row], update=["name", "recipe", "backend", "world_size", "last_seen_at", "archived_at"])

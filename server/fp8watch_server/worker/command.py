@@ -17,7 +17,9 @@ from sqlalchemy.exc import DBAPIError
 
 from fp8watch_server.db import migrations
 from fp8watch_server.db.dialect import DatabaseUrlError, make_engine, parse_url
+from fp8watch_server.db.directory import ShardMixedUp, open_directory
 from fp8watch_server.db.migrations import UnknownRevision
+from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import logs
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
 
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         logs.set_up(settings)
         return _run(settings)
-    except (SettingError, DatabaseUrlError, UnknownRevision) as e:
+    except (SettingError, DatabaseUrlError, UnknownRevision, ShardMixedUp) as e:
         print(f"fp8watch worker: {e}", file=sys.stderr)
     except ModuleNotFoundError as e:
         print(f"fp8watch worker: FP8WATCH_QUEUE needs a package ({e}); pip install 'fp8watch[nats]'", file=sys.stderr)
@@ -61,29 +63,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(settings: Settings) -> int:
-    from fp8watch_server.queue.jetstream import JetStream
-    from fp8watch_server.worker.loop import Worker
+    from fp8watch_server.worker.crew import Crew
 
     engine = make_engine(settings.database_url)
     migrations.upgrade(engine)
+    shards = open_shards(engine, settings.shard_urls, open_directory(engine, settings.shard_urls))
     database = parse_url(settings.database_url).render_as_string(hide_password=True)
+    more = f" and shards {', '.join(shards.others)}" if shards.others else ""
 
     async def work() -> None:
-        queue = JetStream(
-            settings.queue, replicas=settings.queue_replicas, max_bytes=settings.queue_bytes, client="fp8watch worker"
-        )
-        worker = Worker(engine, queue)
+        crew = Crew(shards, settings)
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, worker.stop)
-        print(f"fp8watch worker: commits to {database}", flush=True)
-        await worker.run()
-        c = worker.counts
-        print(f"fp8watch worker: {c.committed} batches committed, {c.refused} refused", flush=True)
+            asyncio.get_running_loop().add_signal_handler(number, crew.stop)
+        print(f"fp8watch worker: commits to {database}{more}", flush=True)
+        await crew.run()
+        committed, refused = crew.num_committed, crew.num_refused
+        print(f"fp8watch worker: {committed} batches committed, {refused} refused", flush=True)
 
     try:
         asyncio.run(work())
     finally:
-        engine.dispose()
+        for of in (engine, *(shard.engine for shard in shards.others.values())):
+            of.dispose()
     return 0
 
 

@@ -34,9 +34,15 @@ _GIVE = sa.text("SELECT pg_advisory_unlock(:of, :lane)")
 
 
 class Lanes:
-    """One per worker."""
+    """One per worker and database.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: the database.
+        num_lanes: how many it has.
+    """
+
+    def __init__(self, engine: Engine, num_lanes: int = NUM_LANES) -> None:
+        self._num_lanes = num_lanes
         self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
         self._conn: Connection | None = None
         self._held: set[int] = set()
@@ -64,11 +70,11 @@ class Lanes:
         try:
             conn = self._conn or self._connect()
             num_workers = max(1, int(conn.execute(_COUNT, {"of": CLASS, "present": PRESENT}).scalar_one()))
-            share = -(-NUM_LANES // num_workers)
+            share = -(-self._num_lanes // num_workers)
             for lane in sorted(self._held)[share:]:
                 conn.execute(_GIVE, {"of": CLASS, "lane": lane})
                 self._held.discard(lane)
-            for lane in range(NUM_LANES):
+            for lane in range(self._num_lanes):
                 if len(self._held) >= share:
                     break
                 if lane not in self._held and conn.execute(_TRY, {"of": CLASS, "lane": lane}).scalar_one():

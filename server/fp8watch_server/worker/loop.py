@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +25,23 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fp8watch_agent.wire import Batch, WireError, decode_batch, decompress
+from fp8watch_server.db.fence import RunHasMoved, is_fenced
 from fp8watch_server.db.lease import BEAT_S
+from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.ingest.group_commit import AWAY, Committer
 from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.queue.jetstream import JetStream, Message, QueueError, Reader
-from fp8watch_server.queue.subjects import ID_HEADER, KEY_HEADER, REFUSED, URGENT, WHY_HEADER, WORK, Stream
+from fp8watch_server.queue.subjects import (
+    ID_HEADER,
+    KEY_HEADER,
+    REFUSED,
+    URGENT,
+    WHY_HEADER,
+    WORK,
+    Stream,
+    num_lanes_of,
+    subject_of,
+)
 from fp8watch_server.store.commit import Committed
 from fp8watch_server.store.registrations import KeyReused, RankMismatch, Unknown, WrongKey
 from fp8watch_server.worker.lanes import Lanes
@@ -40,7 +52,18 @@ WAIT_S = 5.0
 """How long an idle pull waits at the server."""
 SHARE_EVERY_S = 1.0
 RETRY_S = 0.5
-REFUSALS = (KeyReused, RankMismatch, Unknown, WrongKey, WireError, ValueError, TypeError, OverflowError, RecursionError)
+REFUSALS = (
+    KeyReused,
+    RankMismatch,
+    RunHasMoved,
+    Unknown,
+    WrongKey,
+    WireError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)
 
 Place = tuple[Stream, int]
 
@@ -51,6 +74,7 @@ class Counts:
 
     committed: int = 0
     refused: int = 0
+    passed_on: int = 0
     restarts: int = 0
 
 
@@ -64,21 +88,27 @@ class _Hand:
 
 
 class Worker:
-    """One per process.
+    """One per process and database: one that is away, or hangs, holds up no other.
 
     Args:
         engine: the database.
         queue: a connection of its own.
+        shard: name of the database; "": home.
+        require: raises ShardAway where the database must not be used now.
     """
 
-    def __init__(self, engine: Engine, queue: JetStream) -> None:
+    def __init__(
+        self, engine: Engine, queue: JetStream, shard: str = "", require: Callable[[], object] = lambda: None
+    ) -> None:
         self._engine = engine
         self._queue = queue
-        self._lanes = Lanes(engine)
+        self._shard, self._require = shard, require
+        self._lanes = Lanes(engine, num_lanes_of(shard))
         self._committer = Committer(engine, _decoded)
         self._mine: set[int] = set()
         self._hand = _Hand()
         self._stopping = asyncio.Event()
+        self._said = ""
         self.counts = Counts()
 
     def stop(self) -> None:
@@ -96,7 +126,7 @@ class Worker:
                     log.warning("the worker begins again: %s", e)
                     await self._queue.close()  # another node may have a quorum
                 except SQLAlchemyError as e:
-                    log.warning("the worker waits for the database: %s", str(e).splitlines()[0])
+                    self._say(str(e).splitlines()[0])
                 except Exception:
                     log.exception("the worker failed; it begins again")
                 await self._let_go()
@@ -108,6 +138,12 @@ class Worker:
             await self._let_go()
             await asyncio.to_thread(self._committer.stop)
             await self._queue.close()
+
+    def _say(self, why: str) -> None:
+        """Why it waits, once."""
+        if why != self._said:
+            log.warning("the worker waits for the database%s: %s", f" of {self._shard!r}" if self._shard else "", why)
+        self._said = why
 
     async def _beat(self) -> None:
         while True:
@@ -131,6 +167,7 @@ class Worker:
         Raises:
             QueueError, SQLAlchemyError: something is away; begin again.
         """
+        self._require()
         if not self._queue.ready:
             await self._queue.open()
         shared_at = -SHARE_EVERY_S
@@ -150,11 +187,12 @@ class Worker:
         for lane in before - held:
             await self._drop(lane)
         if held - before:
-            await self._queue.begin_lanes(held - before)
+            await self._queue.begin_lanes(held - before, self._shard)
         for lane in held - before:
             for stream in WORK:
-                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane)
+                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane, self._shard)
         self._mine = held
+        self._said = ""
 
     async def _drop(self, lane: int) -> None:
         for place in [place for place in self._hand.ready if place[1] == lane]:
@@ -208,8 +246,23 @@ class Worker:
         await self._put_aside(refused)
         await asyncio.gather(*(self._queue.acknowledge(of_place) for of_place in places))
 
+    async def _pass_on(self, msg: Msg, shard: str) -> None:
+        """Publish a batch whose run has moved for the database that has it now; a collector accepted it too late."""
+        header = _decoded(msg.data).header
+        stream = next(s for s in WORK if msg.subject.startswith(f"{s.prefix}."))
+        subject = subject_of(stream, DEFAULT_TENANT, header.run, header.rank, shard)
+        kept = {k: v for k, v in (msg.headers or {}).items() if k in (ID_HEADER, KEY_HEADER)}
+        kept[ID_HEADER] = f"{kept.get(ID_HEADER, '')}.{shard or 'home'}"  # under its own it would be known, and dropped
+        (failed,) = await self._queue.publish([Message(stream, subject, msg.data, kept)])
+        if failed is not None:
+            raise QueueError(f"a batch cannot be passed on ({failed})") from failed
+        self.counts.passed_on += 1
+
     async def _put_aside(self, refused: Sequence[tuple[Msg, BaseException]]) -> None:
         for msg, why in refused:
+            if isinstance(why, RunHasMoved):
+                await self._pass_on(msg, why.to)
+                continue
             said = f"{type(why).__name__}: {why}"
             log.error("a batch (%s) cannot be committed and goes to %s: %s", msg.subject, REFUSED.name, said)
             headers = {**(msg.headers or {}), WHY_HEADER: said[:200].replace("\n", " ").replace("\r", " ")}
@@ -223,6 +276,8 @@ class Worker:
 
 def _is_refusal(outcome: BaseException) -> bool:
     """Whether a batch can never be committed; what the database refuses of one batch while it is there counts, too."""
+    if is_fenced(outcome):  # its run is being moved
+        return False
     if isinstance(outcome, DBAPIError):
         return not isinstance(outcome, AWAY) and not outcome.connection_invalidated
     return isinstance(outcome, REFUSALS)
