@@ -49,6 +49,7 @@ from fp8watch_server.ingest import routes as ingest
 from fp8watch_server.ingest.fast_path import IngestFastPath
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.observability import metrics
+from fp8watch_server.observability.otlp_metrics import exporting
 from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
 from fp8watch_server.station import Dispatching, Station
@@ -121,6 +122,8 @@ def create_app(
     install_token(engine, settings)
     check_exposure(engine, settings)
     detection, stats = detection or _detection(settings), IngestStats()
+    page = metrics.MetricsPage(shards, stats)
+    exporter = exporting(settings, page.families)
     home = Station(engine, settings, detection, dispatcher, stats)
     stations = {
         name: Station(shard.engine, replace(settings, queue=""), detection, dispatcher, stats)
@@ -142,9 +145,13 @@ def create_app(
         for name, shard in shards.others.items():
             shard.on_answer = partial(there, shard.engine, stations[name])
             shard.start()
+        if exporter is not None:
+            exporter.start()
         try:
             yield
         finally:
+            if exporter is not None:
+                await to_thread.run_sync(exporter.stop)
             for shard in shards.others.values():
                 await to_thread.run_sync(shard.stop)
             for station in (home, *stations.values()):
@@ -162,7 +169,7 @@ def create_app(
     app.state.ingest = home.ingest
     app.state.stations = stations
     app.state.ingests = {name: station.ingest for name, station in stations.items()}
-    app.state.metrics = metrics.MetricsPage(shards, stats)
+    app.state.metrics = page
     errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
     app.add_exception_handler(CursorError, _on_asked_wrongly)

@@ -66,7 +66,7 @@ def needs(text: str) -> dict[str, tuple[str, ...]]:
 
 
 TE = Room(
-    seconds=dict.fromkeys(("2.9.0", "2.11.0", "2.12.0", "2.16.1", "2.17.1", "2.20.2"), 27.0),
+    seconds=dict.fromkeys(("2.9.0", "2.11.0", "2.12.0", "2.16.1", "2.17.1", "2.20.2"), 30.0),
     budget_s=60.0,
     always=("2.9.0", "2.20.2"),
 )

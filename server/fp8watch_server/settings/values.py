@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from fp8watch_agent.checks import Rule, digits
 from fp8watch_server.db.dialect import parse_url
+from fp8watch_server.settings.otlp_target import check_endpoint, header_pairs
 from fp8watch_server.settings.webhook_url import check_url
 
 
@@ -77,6 +78,21 @@ def _queue_url(text: str) -> str:
     return ",".join(servers)
 
 
+def _otlp_endpoint(text: str) -> str:
+    try:
+        return check_endpoint(text) if text.strip() else ""
+    except ValueError:
+        raise msgspec.ValidationError from None
+
+
+def _otlp_headers(text: str) -> str:
+    try:
+        header_pairs(text)
+    except ValueError:
+        raise msgspec.ValidationError from None
+    return text.strip()
+
+
 def _shards(text: str) -> str:
     found: dict[str, str] = {}
     for word in text.split():
@@ -127,6 +143,14 @@ Shards = Annotated[
         _shards,
     ),
 ]
+OtlpEndpoint = Annotated[
+    str,
+    Rule(
+        "must be the root URL of a receiver of OTLP/HTTP, such as http://127.0.0.1:4318, without ?...", _otlp_endpoint
+    ),
+]
+OtlpHeaders = Annotated[str, Rule("must be name=value pairs of ASCII, separated by commas", _otlp_headers)]
+Interval = Annotated[float, Meta(ge=1, le=3600), Rule("must be seconds from 1 to 3600", _number)]
 Replicas = Annotated[Literal[1, 3, 5], Rule("must be 1, 3 or 5", digits)]
 QueueBytes = Annotated[int, Meta(ge=1 << 20), Rule("must be a whole number of 1048576 or more", digits)]
 LogFormat = Annotated[Literal["text", "json"], Rule("must be one of text, json", str.lower)]
