@@ -50,6 +50,7 @@ from fp8watch_server.ingest.fast_path import IngestFastPath
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.ingest.usage import UsageCounter
 from fp8watch_server.observability import metrics
+from fp8watch_server.observability.otlp_metrics import exporting
 from fp8watch_server.pipeline.detect_worker import Detection
 from fp8watch_server.settings import Settings
 from fp8watch_server.settings.quotas import parse_quotas
@@ -123,6 +124,8 @@ def create_app(
     install_token(engine, settings)
     check_exposure(engine, settings)
     detection, stats = detection or _detection(settings), IngestStats()
+    page = metrics.MetricsPage(shards, stats)
+    exporter = exporting(settings, page.families)
     home = Station(engine, settings, detection, dispatcher, stats)
     stations = {
         name: Station(shard.engine, settings, detection, dispatcher, stats, name)
@@ -148,9 +151,13 @@ def create_app(
             shards.directory.start()
         if settings.quotas:
             usage.start()
+        if exporter is not None:
+            exporter.start()
         try:
             yield
         finally:
+            if exporter is not None:
+                await to_thread.run_sync(exporter.stop)
             await to_thread.run_sync(usage.stop)
             await to_thread.run_sync(shards.directory.stop)
             for shard in shards.others.values():
@@ -173,7 +180,7 @@ def create_app(
     app.state.ingest = home.ingest
     app.state.stations = stations
     app.state.ingests = {name: station.ingest for name, station in stations.items()}
-    app.state.metrics = metrics.MetricsPage(shards, stats)
+    app.state.metrics = page
     errors.install(app)
     app.add_exception_handler(FieldError, _on_asked_wrongly)
     app.add_exception_handler(CursorError, _on_asked_wrongly)

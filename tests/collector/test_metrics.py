@@ -41,6 +41,7 @@ NAMES = {
     "fp8watch_collector_ingest_bytes_total",
     "fp8watch_collector_inflight_bytes",
     "fp8watch_notifications_total",
+    "fp8watch_otlp_exports_total",
     "fp8watch_series_dropped_total",
 }
 
@@ -102,6 +103,7 @@ def test_no_label_names_a_tile_a_step_or_a_rank(filled: Agent) -> None:
     assert labels <= {"run", "recipe", "format", "backend", "layer", "operand", "mode", "severity", "reason"} | {
         "outcome",
         "channel",
+        "signal",
         "le",
     }
 

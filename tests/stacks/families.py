@@ -68,6 +68,7 @@ class Row:
     observed: float
     meant: float  # of what the precision map takes
     looked_at: float  # observed, or its output is looked at
+    rest: str  # what is not observed, with its share
     identical: bool
     steps: int
     told: str
@@ -177,7 +178,17 @@ def measure(family: Family) -> Row:
     ]
     meant = total - sum(products.flops.get(n, 0.0) for n in set(tied))
     looked = observed + sum(products.flops.get(n, 0.0) for n in outputs_seen(model, kept))
-    return Row(family.name, observed / total, observed / meant, looked / total, losses == alone, kept.steps, "")
+    rest = rest_of({n: flops / total for n, flops in products.flops.items() if n in set(tied)})
+    return Row(family.name, observed / total, observed / meant, looked / total, rest, losses == alone, kept.steps, "")
+
+
+def rest_of(shares: dict[str, float]) -> str:
+    """Weights that stay in high precision by design, layers together, largest first."""
+    found: dict[str, float] = {}
+    for name, share in shares.items():
+        key = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+        found[key] = found.get(key, 0.0) + share
+    return ", ".join(f"`{n}` {100 * s:.1f} %" for n, s in sorted(found.items(), key=lambda row: -row[1]))
 
 
 def outputs_seen(model: nn.Module, kept: Arrived) -> set[str]:
@@ -227,15 +238,16 @@ def table(rows: list[Row], versions: str) -> str:
         BEGIN,
         f"Made by `make families` ({versions}; CPU, tiny models, observe mode, {STEPS} steps). The share is of the GEMM FLOPs",
         "of a forward as torch's dispatcher counts them, without products of activations (attention); the second leaves out",
-        "heads and routers, which the precision map keeps in high precision, and which tiny models make large; the third counts them",
-        "where what they put out is looked at. Last column: the first incident after an Inf was put into one weight.",
+        "heads and routers, which the precision map keeps in high precision; the third counts them where what they put out is looked",
+        "at. What is missing from the first stands beside it: heads, which tiny models make large, and routers. Last column: the",
+        "first incident after an Inf was put into one weight.",
         "",
-        "| family | observed | of what is meant for FP8 | with outputs looked at | losses bit-identical | steps | an Inf in a weight |",
-        "|---|---|---|---|---|---|---|",
+        "| family | observed | in high precision | of what is meant for FP8 | with outputs looked at | losses bit-identical | steps | an Inf in a weight |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         same = "yes" if r.identical else "**no**"
-        shares = f"{100 * r.observed:.1f} % | {100 * r.meant:.1f} % | {100 * r.looked_at:.1f} %"
+        shares = f"{100 * r.observed:.1f} % | {r.rest} | {100 * r.meant:.1f} % | {100 * r.looked_at:.1f} %"
         lines.append(f"| {r.family} | {shares} | {same} | {r.steps} of {STEPS} | {r.told} |")
     return "\n".join([*lines, END])
 

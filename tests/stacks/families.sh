@@ -8,18 +8,9 @@ python=${PYTHON:-python3}
 name=$("$python" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")')
 cache=${FP8WATCH_STACKS_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/fp8watch/families}/$name
 
-if [ ! -e "$cache/ready" ]; then
-  rm -rf "$cache"
-  mkdir -p "$cache"
-  "$python" -m venv "$cache/env"
-  # torch and the rest are those of PYTHON
-  "$python" -c 'import sys, sysconfig
-std = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
-print("\n".join(p for p in sys.path if p and ("site-packages" in p or not p.startswith((*std, sys.base_prefix)))))' \
-    >"$("$cache/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-  "$cache/env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt \
-    transformers==5.23.0 importlib_metadata Pillow requests
-  "$cache/env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} --no-deps diffusers==0.42.1
-  touch "$cache/ready"
-fi
+mkdir -p "$cache"
+"$python" tests/support/overlay_env.py "$cache/env"  # torch and the rest are those of PYTHON
+pip=("$cache/env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-})
+"${pip[@]}" -c constraints.txt transformers==5.23.0 importlib_metadata Pillow requests  # asks nobody where they are there
+"${pip[@]}" --no-deps diffusers==0.42.1
 OMP_NUM_THREADS=1 "$cache/env/bin/python" tests/stacks/families.py "$@"

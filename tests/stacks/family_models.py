@@ -138,5 +138,6 @@ FAMILIES = [
     Family("DiT", _dit, "transformer_blocks.1.ff.net.2.weight", (5, 7), _denoise),
     Family("fused QKV as a Parameter", _own("Fused"), "wqkv", (5, 7), _of_activations),
     Family("a head without a Linear", _own("EmbeddingHead"), "up.weight", (5, 7), _of_activations),
+    Family("Linears 75 and 50 wide", _own("Odd"), "middle.weight", (5, 7), _of_activations),
     Family("nn.MultiheadAttention", _own("Attention"), "attention.in_proj_weight", (5, 7), _of_activations),
 ]  # fmt: skip

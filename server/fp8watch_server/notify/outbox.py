@@ -107,6 +107,7 @@ class Dispatcher:
         self._wakes = {c.name: threading.Event() for c in channels}
         self._not_before = {c.name: 0.0 for c in channels}  # by time.monotonic(): a clock may be set back
         self._wait_s = {c.name: poll_s for c in channels}  # until a message is due, as far as is known
+        self._said: dict[str, str | None] = {}  # of a channel: why its last attempt failed
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -244,8 +245,13 @@ class Dispatcher:
         state, error = outcome.state, outcome.error
         if state == "pending" and now - leased.created_at > MAX_AGE_S:
             state, error = "dead", f"given up after a day: {error}"
-        if state != "sent":
-            _log.warning("message %s on %s: %s (%s)", leased.id, channel.name, state, error)
+        if state == "sent":
+            self._said.pop(channel.name, None)
+        else:  # a receiver that is away is told once, a message that nobody gets each time
+            again = state == "pending" and self._said.get(channel.name) == error
+            level = logging.INFO if again else logging.WARNING
+            _log.log(level, "message %s on %s: %s (%s)", leased.id, channel.name, state, error)
+            self._said[channel.name] = error
         while True:
             try:
                 with writing(self._engine) as conn:

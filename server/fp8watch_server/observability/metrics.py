@@ -32,6 +32,7 @@ from sqlalchemy.engine import Connection
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
+from fp8watch_server.otlp.client import EXPORTS
 from fp8watch_server.store.fields import SERIES_FIELDS
 from fp8watch_server.store.incident_states import FALSE_ALARM
 
@@ -143,6 +144,14 @@ class FleetCollector(Collector):
         inflight = GaugeMetricFamily("fp8watch_collector_inflight_bytes", "Bytes of bodies in memory")
         inflight.add_metric([], self._stats.inflight_bytes)
         yield inflight
+        exports = CounterMetricFamily(
+            "fp8watch_otlp_exports",
+            "Exports over OTLP by what became of them: sent, failed",
+            labels=["signal", "outcome"],
+        )
+        for labels, count in EXPORTS.snapshot().items():
+            exports.add_metric(labels, count)
+        yield exports
 
 
 def _format(conn: Connection, run_id: str) -> str:
@@ -313,22 +322,45 @@ def _merged(found: Iterable[Metric]) -> Iterable[Metric]:
     return families.values()
 
 
+class _Kept(Collector):
+    """Families that were made before."""
+
+    def __init__(self) -> None:
+        self.families: list[Metric] = []
+
+    def collect(self) -> Iterable[Metric]:
+        """As they were made."""
+        return self.families
+
+
 class MetricsPage:
-    """Rendered text of /metrics, cached for CACHE_S."""
+    """The families, and the rendered text of /metrics, made out of the database at most every CACHE_S."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, shards: Shards, stats: IngestStats) -> None:
+        self._collector, self._kept = FleetCollector(shards, stats), _Kept()
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(FleetCollector(shards, stats))
+        self._registry.register(self._kept)
         self._lock = threading.Lock()
         self._made_at = -CACHE_S
-        self._text = b""
+        self._text: bytes | None = None
+
+    def families(self) -> list[Metric]:
+        """The families; not to be changed."""
+        with self._lock:
+            return self._fresh()
 
     def text(self) -> bytes:
         """The exposition."""
         with self._lock:
-            if time.monotonic() - self._made_at >= CACHE_S:
+            self._fresh()
+            if self._text is None:
                 self._text = generate_latest(self._registry)
-                self._made_at = time.monotonic()
             return self._text
+
+    def _fresh(self) -> list[Metric]:
+        if time.monotonic() - self._made_at >= CACHE_S:
+            self._kept.families, self._text = list(self._collector.collect()), None
+            self._made_at = time.monotonic()
+        return self._kept.families

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from fp8watch_agent.checks import checked
 from fp8watch_server.db.dialect import DatabaseUrlError, parse_url
 from fp8watch_server.settings import values as v
+from fp8watch_server.settings.otlp_target import header_pairs
 
 
 class SettingError(ValueError):
@@ -180,6 +181,26 @@ class Settings:
         ),
     ] = 4 << 30
 
+    otlp_endpoint: Annotated[
+        v.OtlpEndpoint,
+        Setting(
+            "FP8WATCH_OTLP_ENDPOINT",
+            "root URL of a receiver of OTLP/HTTP, such as http://127.0.0.1:4318, that metrics and incidents are exported to; "
+            "needs fp8watch[otlp]; none: off",
+            secret=True,
+        ),
+    ] = ""
+    otlp_headers: Annotated[
+        v.OtlpHeaders,
+        Setting(
+            "FP8WATCH_OTLP_HEADERS",
+            "headers of these exports, as name=value separated by commas, beside those of OTEL_EXPORTER_OTLP_HEADERS",
+            secret=True,
+        ),
+    ] = ""
+    otlp_interval: Annotated[
+        v.Interval, Setting("FP8WATCH_OTLP_INTERVAL", "seconds from one export of metrics to the next")
+    ] = 15.0
     shards: Annotated[
         v.Shards,
         Setting(
@@ -234,6 +255,10 @@ class Settings:
                 f"FP8WATCH_QUEUE is set, and shards {', '.join(on_files)} of FP8WATCH_SHARDS are SQLite; workers and collectors "
                 "share a PostgreSQL: name one, or unset FP8WATCH_QUEUE"
             )
+        if values["otlp_headers"] and not values["otlp_endpoint"]:
+            raise SettingError(
+                "FP8WATCH_OTLP_HEADERS is set without FP8WATCH_OTLP_ENDPOINT, and nothing is exported; set both, or neither"
+            )
         if bool(values["tls_cert"]) != bool(values["tls_key"]):
             given = "FP8WATCH_TLS_CERT" if values["tls_cert"] else "FP8WATCH_TLS_KEY"
             raise SettingError(f"{given} is set alone; https needs the certificate and its key: set both, or neither")
@@ -250,6 +275,7 @@ class Settings:
         password = parse_url(self.database_url).password
         found = [getattr(self, s.name) for s in SETTINGS if s.secret] + [str(password or "")]
         found += [str(parse_url(url).password or "") for url in self.shard_urls.values()]
+        found += header_pairs(self.otlp_headers).values()
         for server in self.queue.split(","):
             parts = urlsplit(server)
             found += [parts.password or "", "" if parts.password else parts.username or ""]  # a user alone is a token

@@ -17,6 +17,7 @@ from msgspec import Meta
 from fp8watch_agent.checks import Rule, digits
 from fp8watch_server.db.dialect import parse_url
 from fp8watch_server.settings.quotas import checked_text
+from fp8watch_server.settings.otlp_target import check_endpoint, header_pairs
 from fp8watch_server.settings.webhook_url import check_url
 
 
@@ -78,6 +79,21 @@ def _queue_url(text: str) -> str:
     return ",".join(servers)
 
 
+def _otlp_endpoint(text: str) -> str:
+    try:
+        return check_endpoint(text) if text.strip() else ""
+    except ValueError:
+        raise msgspec.ValidationError from None
+
+
+def _otlp_headers(text: str) -> str:
+    try:
+        header_pairs(text)
+    except ValueError:
+        raise msgspec.ValidationError from None
+    return text.strip()
+
+
 def _shards(text: str) -> str:
     found: dict[str, str] = {}
     for word in text.split():
@@ -136,6 +152,14 @@ Quotas = Annotated[
         checked_text,
     ),
 ]
+OtlpEndpoint = Annotated[
+    str,
+    Rule(
+        "must be the root URL of a receiver of OTLP/HTTP, such as http://127.0.0.1:4318, without ?...", _otlp_endpoint
+    ),
+]
+OtlpHeaders = Annotated[str, Rule("must be name=value pairs of ASCII, separated by commas", _otlp_headers)]
+Interval = Annotated[float, Meta(ge=1, le=3600), Rule("must be seconds from 1 to 3600", _number)]
 Replicas = Annotated[Literal[1, 3, 5], Rule("must be 1, 3 or 5", digits)]
 QueueBytes = Annotated[int, Meta(ge=1 << 20), Rule("must be a whole number of 1048576 or more", digits)]
 LogFormat = Annotated[Literal["text", "json"], Rule("must be one of text, json", str.lower)]

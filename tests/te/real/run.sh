@@ -3,27 +3,23 @@
 # registry) over a stand-in for the C++ extension. Nothing is installed in the environment of PYTHON: what these packages
 # import lies in a cache outside the tree, and is used again.
 #   tests/te/real/run.sh [VERSION...]
+#   tests/te/real/run.sh --part    those of tests/support/real_packages.py: oldest, newest, and others in turn
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 python=${PYTHON:-python3}
 versions=("$@")
 if [ $# = 0 ]; then versions=(2.9.0 2.11.0 2.12.0 2.16.1 2.17.1 2.20.2); fi
+if [ "${1:-}" = --part ]; then
+  part=$("$python" tests/support/real_packages.py te)
+  readarray -t versions <<<"$part"
+fi
 name=$("$python" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")')
 cache=${FP8WATCH_TE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/fp8watch/transformer-engine}/$name
 mkdir -p "$cache"
 
-if [ ! -e "$cache/ready" ]; then
-  rm -rf "$cache/env"
-  "$python" -m venv "$cache/env"
-  # torch, pytest and the rest are those of PYTHON
-  "$python" -c 'import sys, sysconfig
-std = tuple(sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib"))
-print("\n".join(p for p in sys.path if p and ("site-packages" in p or not p.startswith((*std, sys.base_prefix)))))' \
-    >"$("$cache/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-  "$cache/env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt \
-    onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect triton
-  touch "$cache/ready"
-fi
+"$python" tests/support/overlay_env.py "$cache/env"  # torch, pytest and the rest are those of PYTHON
+"$cache/env/bin/python" -m pip install -q --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt \
+  onnxscript pydantic einops packaging importlib-metadata nvdlfw-inspect triton  # asks nobody where they are there
 for version in "${versions[@]}"; do
   if [ ! -d "$cache/$version/transformer_engine" ]; then
     rm -rf "$cache/$version" "$cache/$version.part"

@@ -1,0 +1,1 @@
+"""OTLP over HTTP: the client that metrics and incidents share."""

@@ -1,0 +1,55 @@
+"""What is broken on purpose in the exports over OTLP, and the test that sees it."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+E, S = "tests/otlp/test_exports.py", "tests/otlp/test_settings.py"
+
+BUGS = [
+    Bug("a counter keeps its family's name", "observability.otlp_metrics:_metric",
+        'name = f"{name}_info" if family.type == "info" else name', 'name = f"{name}_x"',
+        f"{E}::test_the_families_of_the_metrics_page_arrive_under_their_names"),
+    Bug("totals of runs have no start time", "observability.otlp_metrics:metrics_data",
+        "began_ns if family.name.startswith(OWN) else 0", "began_ns",
+        f"{E}::test_the_families_of_the_metrics_page_arrive_under_their_names"),
+    Bug("buckets of OTLP stand alone", "observability.otlp_metrics:_histogram",
+        "[high - low for low, high in pairwise(below)]", "[high for low, high in pairwise(below)]",
+        f"{E}::test_what_is_not_finite_arrives_as_it_is_and_buckets_stand_alone"),
+    Bug("a database that is away does not end the exports", "observability.otlp_metrics:OtlpMetrics._run",
+        "failed = True\n            else", "return\n            else",
+        f"{E}::test_a_database_that_is_away_does_not_end_the_exports"),
+    Bug("a receiver that fails is told once", "otlp.client:Client._say",
+        "if not worked and self.num_failed == 0:", "if not worked:",
+        f"{E}::test_a_receiver_that_fails_is_told_once_and_counted_and_gets_the_incident_later"),
+    Bug("a message that waits is told once", "notify.outbox:Dispatcher._settle",
+        "level = logging.INFO if again else logging.WARNING", "level = logging.WARNING",
+        f"{E}::test_a_receiver_that_fails_is_told_once_and_counted_and_gets_the_incident_later"),
+    Bug("the library's own lines, which hold addresses, are not logged", "otlp.client:Client.__init__",
+        ".setLevel(logging.CRITICAL + 1)", ".setLevel(logging.DEBUG)",
+        f"{E}::test_a_receiver_that_fails_is_told_once_and_counted_and_gets_the_incident_later"),
+    Bug("an export that failed is counted", "otlp.client:Client.export",
+        '"sent" if worked else "failed"', '"sent"',
+        f"{S}::test_a_redirect_is_not_followed_with_its_headers"),
+    Bug("a redirect is no success", "otlp.client:Client.export",
+        "self.status >= 300", "self.status >= 400",
+        f"{S}::test_a_redirect_is_not_followed_with_its_headers"),
+    Bug("headers go to no other host", "otlp.client:_session",
+        '"allow_redirects": False', '"allow_redirects": True',
+        f"{S}::test_a_redirect_is_not_followed_with_its_headers"),
+    Bug("standard names of the service go first", "otlp.client:resource",
+        ".merge(OTELResourceDetector().detect())", "",
+        f"{S}::test_standard_variables_hold_and_our_headers_come_beside_them"),
+    Bug("values of headers are secrets", "fp8watch_server.settings:Settings.secrets",
+        "found += header_pairs(self.otlp_headers).values()", "pass",
+        f"{S}::test_no_secret_is_shown_or_logged"),
+    Bug("values of standard headers are secrets", "notify.channels.otlp:OtlpChannel.secrets",
+        ", *standard_secrets())", ")",
+        f"{S}::test_no_secret_is_shown_or_logged"),
+    Bug("nothing is exported unless it is asked for", "observability.otlp_metrics:exporting",
+        "if not settings.otlp_endpoint:", "if False:",
+        f"{S}::test_it_is_off_by_default_and_the_library_is_not_even_imported"),
+    Bug("a refused record is a dead letter", "notify.channels.otlp",
+        "_PERMANENT = frozenset({400, 401, 403,", "_PERMANENT = frozenset({400, 403,",
+        f"{S}::test_a_refused_incident_is_a_dead_letter"),
+]  # fmt: skip

@@ -1,0 +1,19 @@
+"""Every promise of the exports over OTLP was seen to be tested: broken on purpose, one at a time, in a copy of the tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from otlp.bugs import BUGS
+from support.planted import Bug, all_fit, seen_to_fail
+
+
+def test_what_is_broken_on_purpose_still_fits_the_code() -> None:
+    all_fit(BUGS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS, ids=str)
+def test_it_is_seen(tree: Path, bug: Bug) -> None:
+    seen_to_fail(tree, bug)
