@@ -205,6 +205,20 @@ def same_cause(conn: Connection, incident: IncidentRow) -> list[IncidentOfRun]:
     return [{**as_incident(row), "run_name": row.run_name} for row in rows]
 
 
+def run_of(conn: Connection, incident_id: str | None) -> str:
+    """Name (and id) of the run of an incident; "" where there is none."""
+    c, r = t.incident.c, t.run.c
+    query = (
+        sa.select(r.run_id, r.name)
+        .join(t.incident, sa.and_(r.run_id == c.run_id, r.tenant == c.tenant))
+        .where(c.tenant == t.DEFAULT_TENANT, c.id == incident_id)
+    )
+    row = conn.execute(query).first() if incident_id else None
+    if row is None:
+        return ""
+    return f"{row.name} ({row.run_id})" if row.name and row.name != row.run_id else str(row.run_id)
+
+
 def choices(conn: Connection) -> dict[str, list[str]]:
     """What the filters offer."""
     c, out = t.incident.c, {}
