@@ -132,8 +132,8 @@ BUGS = [
     Bug(
         "a headline says when its run broke first",
         "pages.headline:_asking",
-        "if before < first else told",
-        "if False else told",
+        "if before < first:",
+        "if False:",
         f"{T}/test_headline.py::test_a_run_that_broke_before_what_is_said_says_when_it_broke_first",
     ),
     Bug(

@@ -13,8 +13,8 @@ BUGS = [
     Bug(
         "of several incidents of one step the most severe lies on top",
         "first_chart:training_chart",
-        'UNDERNEATH.get(i["severity"], 0))',
-        "0)",
+        'UNDERNEATH.get(i["severity"], 0)',
+        "0",
         f"{T}/test_first_chart.py::test_of_several_incidents_of_one_step_the_most_severe_lies_on_top",
     ),
     Bug(

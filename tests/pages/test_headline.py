@@ -101,7 +101,7 @@ def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> 
             says(incident(state="unseen", status="resolved")),
             ("critical", "Over, and not seen yet (steps 90–94): It broke."),
         ),
-        (says(incident(state="acknowledged", owner="ann")), ("info", "Looked after by ann: It broke.")),
+        (says(incident(state="acknowledged", owner="ann")), ("info", "Acknowledged by ann: It broke.")),
         (
             says(incident(state="seen", status="resolved")),
             ("calm", "Nothing raised since step 94: 205 steps, 89 sites, each step."),
@@ -143,9 +143,9 @@ def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory
 
     app = make_app(tmp_path_factory.mktemp("unseen"))
     with serving(app) as client:
-        run = synthetic.Run(client, "r", "r", sites=synthetic.make_sites(3)).register()
+        run = synthetic.Run(client, "r", "a run", sites=synthetic.make_sites(3)).register()
         run.send(range(100), fault=False, ended=True)
-        over = {"status": "resolved", "resolved_at": time.time(), "cause_id": "c" * 16}
+        over = {"status": "resolved", "resolved_at": time.time(), "cause_id": "c" * 16, "owner": "ann"}
         synthetic.add_incident(app.state.engine, "r", INCIDENT_ID, **over)
         tone, words = tone_and_text(client.get("/runs/r").text)
         listed = client.get("/").text
@@ -153,6 +153,11 @@ def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory
         assert "Over, and not seen yet (step 90): One Inf in the input" in words
         assert words.index("One Inf") < words.index("FP8 is the cause")  # the sentence first, the verdict second
         assert '<tr class="asks critical">' in listed
+        page = client.get("/runs/r").text
+        assert "<title>a run (r) · fp8watch</title>" in page
+        assert page.count('<small class="mono muted runid">r</small>') == 2  # beside its name, and above
+        assert '<small class="mono muted runid">r</small>' in client.get(f"/incidents/{INCIDENT_ID}").text
+        assert 'href="/?owner=ann"' in page.partition('id="owners"')[2].partition("</span>")[0]
         assert "broke, not seen yet" in listed
         assert 'data-act="seen"' in client.get(f"/incidents/{INCIDENT_ID}").text
 

@@ -91,6 +91,9 @@ def test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all(app: Fa
         assert "<strong>1</strong> of 2 causes needs you" in html
         assert "layers.*.mlp.down_proj" in html
         assert f'data-post="{of_cause}/ack"' in html
+        hit = re.search(r'<td class="n hit"><details.*?</details>', html, re.S)
+        assert hit is not None
+        assert set(re.findall(r'href="(/runs/[^"]*)"', hit[0])) == {"/runs/demo-inf", "/runs/older"}
         assert client.post(f"{of_cause}/ack").json()["num_changed"] == 1
         assert client.post(f"{of_cause}/assign", json={"owner": "bob"}).json()["num_changed"] == 2
         assert [client.post(f"{of_cause}/fixed").json()["num_changed"] for _ in range(2)] == [2, 0]

@@ -155,7 +155,7 @@ def _asking(asking: Sequence[IncidentRow], incidents: Sequence[IncidentRow], see
     if before < first:
         told.append(f"the first at step {before}")
     first_of_all = min(int(i["first_step"]) for i in incidents)
-    if seen.first_step is not None and 0 < (num := first_of_all - seen.first_step):
+    if seen.first_step is not None and (num := first_of_all - seen.first_step) > 0:
         told.append(f"nothing raised in the {_steps(num)} before step {first_of_all}")
     return Headline(worst["severity"], sentence, mine[0], ", ".join(told))
 
@@ -198,8 +198,8 @@ def _calm(incidents: Sequence[IncidentRow], seen: Watched) -> Headline:
     taken = [i for i in incidents if i["state"] == ACKNOWLEDGED]
     if taken:
         owner = f" by {taken[0]['owner']}" if taken[0]["owner"] else ""
-        more = f"{len(taken) - 1} more looked after" if len(taken) > 1 else ""
-        return Headline("info", f"Looked after{owner}: {taken[0]['title'].rstrip('.')}.", taken[0], more)
+        more = f"{len(taken) - 1} more acknowledged" if len(taken) > 1 else ""
+        return Headline("info", f"Acknowledged{owner}: {taken[0]['title'].rstrip('.')}.", taken[0], more)
     if not incidents:
         return Headline("calm", f"Nothing raised in {_steps(seen.steps_since())}, {looked}.")
     last = max(int(i["last_step"]) for i in incidents)
