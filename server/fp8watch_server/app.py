@@ -38,7 +38,7 @@ from fp8watch_server.api import routes as api
 from fp8watch_server.auth.tokens import Auth, Tokens, check_exposure, install_token
 from fp8watch_server.db import migrations
 from fp8watch_server.db.collector_info import PUBLIC_URL, publish
-from fp8watch_server.db.dialect import make_engine
+from fp8watch_server.db.dialect import close, make_engine
 from fp8watch_server.db.directory import open_directory
 from fp8watch_server.db.shards import open_shards
 from fp8watch_server.http import errors
@@ -150,7 +150,7 @@ def create_app(
             for station in (home, *stations.values()):
                 await to_thread.run_sync(station.stop)
             for database in (engine, *(shard.engine for shard in shards.others.values())):
-                database.dispose()
+                await to_thread.run_sync(close, database)
 
     app = FastAPI(title="fp8watch collector", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = engine

@@ -32,6 +32,13 @@ BUGS = [
         f"{T}/test_headline.py::test_a_cause_that_came_several_times_is_told_from_the_first_on_and_where_it_was_closed",
     ),
     Bug(
+        "what was chosen stays chosen when its part of the page is renewed",
+        "server/fp8watch_server/pages/static/live.js",
+        "same.value = list.value",
+        "same.value = same.value",
+        "tests/browser/test_live.py::test_an_incident_is_silenced_for_a_while_and_heard_again",
+    ),
+    Bug(
         "a map that comes alone is told of",
         "tile_maps:commit_tile_maps",
         "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",

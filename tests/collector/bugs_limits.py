@@ -11,6 +11,13 @@ ENDLESS = f"{SLOW}::test_a_header_without_end_is_refused_at_its_limit"
 
 CONNECTIONS = [
     Bug(
+        "a query that outlives its client leaves no connection open",
+        "db.dialect:close",
+        "pool.checkedout() and",
+        "False and",
+        "tests/collector/test_last_connections.py::test_a_query_that_outlives_its_client_leaves_no_connection_open",
+    ),
+    Bug(
         "a header has an end",
         "connections:Connection.data_received",
         "            if max(self._num_header_bytes, self._num_framing_bytes) >= self._limits.max_header_bytes:",

@@ -318,10 +318,15 @@ def faulty_run(client: httpx.Client, engine: sa.Engine, num_steps: int = 120) ->
     down = [run.site(FAULT_MODULE, o, d) for o, d, _ in OPERANDS]
     run.send_maps(range(FAULT_STEP - 6, FAULT_STEP + 5), down)
     add_incident(engine, run.run_id, INCIDENT_ID)
-    with writing(engine) as conn:  # it runs on for as long as tests look at it, however busy the machine is
-        later = {"last_seen_at": time.time() + 3600}
-        conn.execute(sa.update(schema.run).where(schema.run.c.run_id == run.run_id).values(**later))
+    runs_on(engine, run.run_id)
     return run
+
+
+def runs_on(engine: sa.Engine, run_id: str) -> None:
+    """The run is running for as long as tests look at it, however busy the machine is."""
+    with writing(engine) as conn:
+        later = {"last_seen_at": time.time() + 3600}
+        conn.execute(sa.update(schema.run).where(schema.run.c.run_id == run_id).values(**later))
 
 
 def nonfinite_run(client: httpx.Client) -> Run:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from sqlalchemy.types import TypeDecorator, TypeEngine, UserDefinedType
 
 from fp8watch_server.db.fair_lock import FairLock
 
+LAST_ANSWERS_S = 5.0
+"""How long a collector that stops waits for queries whose clients have gone."""
 BUSY_TIMEOUT_S = 0.9
 """Wait for the write lock: under a second, because an agent is answered within one."""
 
@@ -201,6 +204,19 @@ def make_engine(database_url: str) -> Engine:
     sa.event.listen(engine, "connect", _sqlite_connect)
     sa.event.listen(engine, "begin", _sqlite_begin)
     return engine
+
+
+def close(engine: Engine, within_s: float = LAST_ANSWERS_S) -> None:
+    """Close all connections of an engine that nobody asks any more.
+
+    A query whose client has gone is answered in its thread all the same, and what comes back to a pool that was disposed of is
+    never closed: this waits until all have come back, `within_s` at most.
+    """
+    pool = engine.pool
+    deadline = time.monotonic() + within_s
+    while isinstance(pool, sa.QueuePool) and pool.checkedout() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    engine.dispose()
 
 
 @contextmanager

@@ -24,6 +24,10 @@ export async function refresh() {
     // What somebody is using stays until they are done with it: a list that is open, a field that has the focus.
     if (!next || next.outerHTML === part.outerHTML || part.contains(document.activeElement?.closest("select, input") ?? null)) continue;
     for (const open of part.querySelectorAll("details[open][id]")) next.querySelector(`#${CSS.escape(open.id)}`)?.setAttribute("open", "");
+    for (const list of part.querySelectorAll("select[aria-label]")) { // what was chosen stays chosen
+      const same = next.querySelector(`select[aria-label="${CSS.escape(list.getAttribute("aria-label"))}"]`);
+      if (same && !list.selectedOptions[0]?.defaultSelected) same.value = list.value;
+    }
     const { scrollLeft } = part; // a table wider than the window stays where it was scrolled to
     part.replaceWith(document.adoptNode(next));
     next.scrollLeft = scrollLeft;
