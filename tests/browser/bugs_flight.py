@@ -59,6 +59,13 @@ BUGS = [
         f"{T}::test_nothing_has_spread_where_no_site_leapt",
     ),
     Bug(
+        "the map of layers has the scale of the recorder",
+        f"{STATIC}/health.js",
+        "(v === null ? null : shareOf(v))",
+        "v",
+        f"{B}::test_the_map_of_layers_has_the_scale_of_the_recorder",
+    ),
+    Bug(
         "layers that light up have their names",
         f"{STATIC}/flight_paint.js",
         ".sort((a, b) => b.rank - a.rank)",

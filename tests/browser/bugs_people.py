@@ -60,6 +60,27 @@ BUGS = [
         f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
     ),
     Bug(
+        "all runs that a cause hit are named",
+        "store.cause_list:runs_of",
+        "placed.c.place <= MAX_OF_ONE",
+        "placed.c.place <= 1",
+        f"{T}/test_inbox.py::test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all",
+    ),
+    Bug(
+        "a run has its id beside its name",
+        "server/fp8watch_server/pages/templates/macros.html",
+        "{% if run.name and run.name != run.id %} <small",
+        "{% if false %} <small",
+        f"{T}/test_headline.py::test_a_failure_that_is_over_asks_until_somebody_has_seen_it",
+    ),
+    Bug(
+        "prose has nothing to copy",
+        "pages.fixes:has_code",
+        "return any(True for _ in _snippets(text))",
+        "return True",
+        f"{T}/test_fixes.py::test_prose_has_nothing_to_copy",
+    ),
+    Bug(
         "a run that did not come as far proves nothing",
         "pages.what_helped:_proves",
         "r.last_step >= far, ",

@@ -48,6 +48,19 @@ def flight(page: Page, collector: Collector, path: str) -> None:
     until(page, LOADED)
 
 
+def test_the_map_of_layers_has_the_scale_of_the_recorder(page: Page, collector: Collector) -> None:
+    page.goto(collector.url("/runs/travel"))
+    until(page, "document.getElementById('health').data !== undefined")
+    low, high, ticks, most = page.evaluate(
+        """() => { const { zmin, zmax, colorbar, z } = document.getElementById("health").data[0];
+        return [zmin, zmax, colorbar.ticktext, Math.max(...z.flat())]; }"""
+    )
+    assert (low, high) == (0, 1)
+    assert ticks[0] == "1 × band"
+    assert ticks[-1] == "32 × band"
+    assert 0.3 < most <= 1
+
+
 def test_the_names_of_layers_that_stand_out_go_before_those_of_others(page: Page, collector: Collector) -> None:
     flight(page, collector, OWN)
     told = page.evaluate("""async () => {

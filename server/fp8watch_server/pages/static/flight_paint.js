@@ -27,7 +27,8 @@ function shades() {
 const NAME_PX = 9;
 
 // Inside the band all is calm; outside by octaves.
-export const shadeOf = (v) => (v <= 1 ? 0 : Math.min(SHADES - 1, Math.round((0.3 + 0.7 * (Math.log2(v) / Math.log2(MOST))) * (SHADES - 1))));
+export const shareOf = (v) => (v <= 1 ? 0 : Math.min(1, 0.3 + 0.7 * (Math.log2(v) / Math.log2(MOST))));
+export const shadeOf = (v) => Math.round(shareOf(v) * (SHADES - 1));
 
 // Where everything lies, in pixels of the page. Rows of one module lie beside each other in both panes.
 export function geometry(data, width, most) {
