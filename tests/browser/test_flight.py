@@ -49,7 +49,7 @@ def flight(page: Page, collector: Collector, path: str) -> None:
 
 
 def test_the_map_of_layers_has_the_scale_of_the_recorder(page: Page, collector: Collector) -> None:
-    page.goto(collector.url("/runs/travel"))
+    page.goto(collector.url("/runs/travel?map=amax_deviation"))
     until(page, "document.getElementById('health').data !== undefined")
     low, high, ticks, most = page.evaluate(
         """() => { const { zmin, zmax, colorbar, z } = document.getElementById("health").data[0];
