@@ -11,6 +11,27 @@ T = "tests/pages"
 
 BUGS = [
     Bug(
+        "of several incidents of one step the most severe lies on top",
+        "first_chart:training_chart",
+        'UNDERNEATH.get(i["severity"], 0)',
+        "0",
+        f"{T}/test_first_chart.py::test_of_several_incidents_of_one_step_the_most_severe_lies_on_top",
+    ),
+    Bug(
+        "a cause that came several times is told from the first on",
+        "headline:_asking",
+        "if _is_again(worst, i)",
+        "if i is worst",
+        f"{T}/test_headline.py::test_a_cause_that_came_several_times_is_told_from_the_first_on_and_where_it_was_closed",
+    ),
+    Bug(
+        "what broke first has the first card",
+        "headline:in_order",
+        "i is not first, ",
+        "",
+        f"{T}/test_headline.py::test_a_cause_that_came_several_times_is_told_from_the_first_on_and_where_it_was_closed",
+    ),
+    Bug(
         "what was chosen stays chosen when its part of the page is renewed",
         "server/fp8watch_server/pages/static/live.js",
         "same.value = list.value",

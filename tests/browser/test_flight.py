@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,41 @@ def flight(page: Page, collector: Collector, path: str) -> None:
     until(page, LOADED)
 
 
+def test_the_map_of_layers_has_the_scale_of_the_recorder(page: Page, collector: Collector) -> None:
+    page.goto(collector.url("/runs/travel?map=amax_deviation"))
+    until(page, "document.getElementById('health').data !== undefined")
+    low, high, ticks, most = page.evaluate(
+        """() => { const { zmin, zmax, colorbar, z } = document.getElementById("health").data[0];
+        return [zmin, zmax, colorbar.ticktext, Math.max(...z.flat())]; }"""
+    )
+    assert (low, high) == (0, 1)
+    assert ticks[0] == "1 × band"
+    assert ticks[-1] == "32 × band"
+    assert 0.3 < most <= 1
+
+
+def test_the_names_of_layers_that_stand_out_go_before_those_of_others(page: Page, collector: Collector) -> None:
+    flight(page, collector, OWN)
+    told = page.evaluate("""async () => {
+      const url = performance.getEntriesByType("resource").map((e) => e.name).find((name) => name.includes("flight_paint"));
+      const { geometry, named } = await import(url);
+      const rows = Array.from({ length: 60 }, (_, i) => ({ label: `layer ${i}`, modules: 1, pane: "fprop", values: [0.1, i === 1 ? 9 : i === 6 ? null : 0.2] }));
+      const data = { rows, steps: [7, 8], at: 8, marks: [[6, 1, 0, "NaN"]] };
+      return named(data, geometry(data, 900, 200)).map(([group]) => group.label);
+    }""")
+    assert told[:2] == ["layer 1", "layer 6"]
+    assert 10 < len(told) < 40
+
+
 def test_it_opens_on_the_failure_and_a_click_leads_to_the_tiles(page: Page, collector: Collector) -> None:
     flight(page, collector, f"/incidents/{travelling.ID}")
     panel = page.locator("#flight")
     expect(panel.locator("[data-flight-says]")).to_contain_text(
         f"first of these in the order of execution is {MODULE} input"
     )
+    spread = collector.client.get(f"/api/v1/runs/travel/flight?at={BORN}").json()["spread"]
+    expect(page.locator("#spread dd")).to_have_text(re.compile(rf"^{re.escape(spread['places'][0])}.* steps? {BORN}"))
+    expect(page.locator("#spread")).to_be_visible()
     x, y = page.evaluate(PLACE, [MODULE, "input", BORN])
     page.mouse.move(x, y)
     tooltip = page.locator("[data-flight-tooltip]")

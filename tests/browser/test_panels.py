@@ -30,15 +30,24 @@ def test_a_row_more_is_a_panel_more(browser: Browser, tmp_path: Path, monkeypatc
     monkeypatch.setattr(panels, "PANELS", (*panels.PANELS, scale))
     with serving(make_app(tmp_path)) as client:
         run = synthetic.Run(client, "scaled", "scaled", sites=synthetic.make_sites(1)).register()
-        run.send(range(40), fault=False, change=synthetic.with_loss_scale)
+        run.send(
+            range(40),
+            fault=False,
+            change=synthetic.with_loss_scale,
+            logs={"max_attention_logit/layers.0.attention": [9.5] * 40},
+        )
         context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
         try:
             page = context.new_page()
             page.goto(f"{client.base_url}/runs/scaled")
             drawn(page)
             *found, incidents = page.evaluate(AXES)
+            whole = page.evaluate(
+                "[...document.querySelectorAll('#logged .middle .from')].map((n) => n.scrollWidth <= n.clientWidth)"
+            )
         finally:
             context.close()
+    assert whole == [True]  # of logged scalars the number of the layer stands near the end, and is not cut
     assert [p["title"] for p in found] == ["loss", "grad norm", "lr", "loss scale"]
     assert [p["stroke"] for p in found] == ["#0b6cb3", "#b26a00", "#9c4483", "#b26a00"]
     tops = [incidents["domain"][0], *(p["domain"][1] for p in found)]

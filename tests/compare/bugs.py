@@ -8,6 +8,27 @@ P, G, N = "tests/compare/test_parting.py", "tests/compare/test_page.py", "tests/
 
 BUGS = [
     Bug(
+        "where they leave the noise leads",
+        "compare.words:_seen_later",
+        "found.seen_at != found.step and",
+        "False and",
+        f"{P}::test_where_they_leave_the_noise_comes_before_the_step_back_to_which_a_site_was_out",
+    ),
+    Bug(
+        "what follows from a setting comes behind it",
+        "compare.fact_kinds:is_consequence",
+        "return other_recipe and _OF_RECIPE.fullmatch(fact) is not None",
+        "return _OF_RECIPE.fullmatch(fact) is not None",
+        f"{P}::test_settings_come_before_what_follows_from_them",
+    ),
+    Bug(
+        "a direction that only one has is named",
+        "compare.answer:_only",
+        'if (s["module"], s["operand"]) in shared else ""',
+        'if False else ""',
+        f"{P}::test_of_a_site_that_both_have_in_another_direction_the_direction_is_named",
+    ),
+    Bug(
         "what differs first among twins is the origin",
         "compare.first_difference:find",
         "if 0 < identical <= seen and not",

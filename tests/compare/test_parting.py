@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fp8watch_server.compare import words
+from fp8watch_server.compare import answer, fact_differences, words
 from fp8watch_server.compare.first_difference import Parting, find
 from fp8watch_server.compare.sides import Amax
 
@@ -154,3 +154,32 @@ def test_nothing_measured_is_nothing_said() -> None:
     assert "whether they saw the same data was not looked at" in lines
     assert "logged on both sides in 0 of 2 common steps" in lines
     assert "never measured in the same step on both sides: 5 of 5" in lines
+
+
+def test_where_they_leave_the_noise_comes_before_the_step_back_to_which_a_site_was_out() -> None:
+    found = Parting(step=89, by="amax", sites=(0,), seen_at=150)
+    said = words.sentence(found, words.Compared(steps=[3, 4], num_with_loss=2), NAMES)
+    assert said == (
+        "They leave the noise at step 150; what was outside of its band longest until then is a input, from step 89 on. "
+        "The losses do not part."
+    )
+
+
+def test_settings_come_before_what_follows_from_them() -> None:
+    facts = [
+        {"fact": f, "a": "1", "b": "2"} for f in ("recipe", "checkpoints", "input.tile", "torch version", "margin")
+    ]
+    told = [(f["fact"], f["follows"]) for f in fact_differences.settings_first(facts)]
+    assert told == [
+        ("recipe", False), ("torch version", False), ("checkpoints", True), ("input.tile", True), ("margin", True),
+    ]  # fmt: skip
+    alone = fact_differences.settings_first(facts[1:])  # of one recipe a margin is a setting
+    assert [f["fact"] for f in alone if f["follows"]] == ["checkpoints"]
+
+
+def test_of_a_site_that_both_have_in_another_direction_the_direction_is_named() -> None:
+    def of(number: int, module: str, direction: str) -> dict[str, object]:
+        return {"id": number, "module": module, "operand": "input", "direction": direction}
+
+    sites = [of(1, "a", "rowwise"), of(2, "a", "columnwise"), of(3, "b", "rowwise")]
+    assert answer._only(sites, [1]) == ["a input (columnwise)", "b input"]  # type: ignore[arg-type]

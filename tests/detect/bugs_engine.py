@@ -143,6 +143,13 @@ REPORTS = [
         f"{T}/test_reports.py::test_delayed_scaling_and_swiglu_outliers_name_the_channel",
     ),
     Bug(
+        "what the recipe sets already is not advised",
+        "registered_facts:Registry.context",
+        "facts.get(name, flags[name])",
+        "flags[name]",
+        f"{T}/test_reports.py::test_what_the_recipe_sets_already_is_not_advised",
+    ),
+    Bug(
         "FP8 is not accused of what it did not do",
         "nonfinite:_nan_in_loss",
         '        verdict="shared" if forward_seen else "unknown",\n',

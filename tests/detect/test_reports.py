@@ -235,6 +235,19 @@ def test_delayed_scaling_and_swiglu_outliers_name_the_channel() -> None:
     assert "channels 128 to 255" in explain(finding, case.traces[0].facts).cause
 
 
+def test_what_the_recipe_sets_already_is_not_advised() -> None:
+    from detect.scenarios import BY_NAME
+
+    case = BY_NAME["delayed-clip"].make(4, 2)
+    set_so = {"recipe": "delayed", "margin": 1, "amax_history_len": 24, "amax_compute_algo": "max"}
+    for facts in (set_so, {k: v for k, v in set_so.items() if k != "margin"} | {"flag.fp8_margin": "1"}):
+        case.sessions = [[session(case.traces[0], facts=facts)]]
+        finding = next(f for f in causes(play(case)) if f.mode == "delayed-clip")
+        advice = " ".join(f["text"] for f in explain(finding, case.traces[0].facts).fix)
+        assert "margin=2" in advice
+        assert "the 24 passes" in advice
+
+
 def test_controls_hardware_compiler_and_initialisation_leave_fp8_innocent() -> None:
     """Operands finite, loss not: FP8 is not accused."""
     t = healthy(12, 40)

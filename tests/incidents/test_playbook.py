@@ -121,6 +121,37 @@ def test_megatrons_flag_is_told_beside_what_sets_it_without_megatron() -> None:
     assert 'recipe="blockwise"' in " ".join(f.text for f in fixes("chronic-quantization-noise", backend="cpu"))
 
 
+def advice(mode: str, backend: str = "cpu", **already: object) -> str:
+    given = {"module": "m", "operand": "input", "extra": {"already": already}, "backend": backend}
+    return " ".join(f.text for f in fixes(mode, **given))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "transformer_engine"])
+def test_what_is_set_already_is_not_advised(backend: str) -> None:
+    set_so = {"recipe": "delayed", "margin": 1, "amax_history_len": 16, "amax_compute_algo": "max"}
+    text = advice("delayed-clip", backend, **set_so)
+    assert "margin=2" in text
+    assert "1 is set" in text
+    assert "margin=1" not in text
+    assert "longer history than the 16 passes" in text
+    assert "amax_history_len=1024" in text
+    assert "amax_compute_algo" not in text
+    text = advice("delayed-clip", backend, **{**set_so, "amax_history_len": 1024})
+    assert "istory" not in text
+    text = advice("delayed-clip", backend, amax_history_len=1024, amax_compute_algo="most_recent")
+    assert "The maximum over the history" in text
+    assert "amax_history_len=" not in text
+    assert "margin=1" in advice("delayed-clip", backend)  # nothing is said of what is set
+    assert "margin=1" in advice("delayed-clip", backend, margin=0)
+    assert "margin" not in advice("chronic-quantization-noise", backend, recipe="blockwise")
+    assert "margin" not in advice("chronic-quantization-noise", backend, recipe="delayed", margin=0)
+    assert "margin=0" in advice("chronic-quantization-noise", backend, recipe="delayed", margin=2)
+    text = advice("chronic-quantization-noise", backend, recipe="blockwise")
+    assert "lockwise" not in text
+    assert "1×32" in text
+    assert "E5M2" not in advice("gradient-underflow", backend, **{"grad_output.format": "E5M2"})
+
+
 def test_a_fact_that_changed_has_the_name_of_the_framework() -> None:
     assert (
         switch_of("grad_output.format", "torchao", False) == "Float8LinearConfig.cast_config_grad_output.target_dtype"

@@ -152,6 +152,12 @@ def html(chart: Chart) -> ET.Element:
     return ET.fromstring(str(module.first_chart(chart)).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # type: ignore[attr-defined]
 
 
+def test_of_several_incidents_of_one_step_the_most_severe_lies_on_top() -> None:
+    loss = series([1.0] * 100)
+    of = [incident(40, severity="critical"), incident(40, severity="info"), incident(40, severity="warning")]
+    assert [i.severity for i in training_chart({"loss": loss}, of).incidents] == ["info", "warning", "critical"]
+
+
 def test_hostile_words_are_text_and_an_incident_is_a_link() -> None:
     bad = incident(1, id='x"/><script>', title=synthetic.HOSTILE, mode=synthetic.HOSTILE, severity="critical")
     svg = html(training_chart({"loss": series([1.0, float("nan"), 3.0])}, [bad]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8watch_server.pages.fixes import render, to_copy
+from fp8watch_server.pages.fixes import has_code, render, to_copy
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_a_long_hostile_fix_is_rendered_quickly_and_cut() -> None:
     html = str(render("f(" * 50_000 + "<script>"))
     assert len(html) < 10_000
     assert "<script>" not in html
+
+
+def test_prose_has_nothing_to_copy() -> None:
+    assert not has_code("Look at the LR schedule.")
+    assert has_code("FP8_QUANT_FWD_INP_AMAX_EPS=1e-12")

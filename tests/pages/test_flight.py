@@ -15,7 +15,7 @@ from pages.travelling import BORN, GAP, LASTS, MODULE, UNSEEN_MODULE
 
 from fp8watch_server.pages import flight_still, lookup
 from fp8watch_server.store import flight, queries
-from fp8watch_server.store.flight_words import said
+from fp8watch_server.store.flight_words import by_step, said, spread
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_failure_that_sites_show_only_after_its_step_is_followed_from_there() 
     ]
 
 
-def test_places_are_named_once_in_the_order_of_execution_and_four_of_them() -> None:
+def test_places_are_named_once_in_the_order_of_execution_and_five_of_them() -> None:
     far = np.full((14, 4), 0.2)
     far[:, 2] = 9.0
     far[12:] = 0.2
@@ -205,7 +205,7 @@ def test_places_are_named_once_in_the_order_of_execution_and_four_of_them() -> N
     found = flight.Flight(2, 1, np.arange(4), sites, far, none.astype(int), none == 0, none, none > 0, none)
     words = said(found)
     assert words[0].endswith(
-        "is g input, rowwise: amax at 9 × its band, then f input, e input, d input, c input and 1 more."
+        "is g input, rowwise: amax at 9 × its band, then f input, e input, d input, c input, b input."
     )
     assert words[1] == "In the steps after, up to 3, 1 more leaps out of its band, from step 3 on: a input."
 
@@ -220,5 +220,24 @@ def test_what_leaves_its_band_long_after_is_not_said_to_be_of_the_failure() -> N
     assert said(found)[1:] == [
         "In the steps after, up to 11, 1 more leaps out of its band, from step 3 on: b input.",
         "From step 4 on none of them stands out, as far as they were measured.",
-        "From step 20 on 1 site leaps out of its band, after 16 steps of calm: that may be something else.",
+        "From step 20 on 1 site leaps out of its band (c input), after 16 steps of calm: that may be something else.",
     ]
+    assert spread(found) == {"first": "a input", "places": ["b input"], "num_sites": 2, "first_step": 2, "last_step": 3}
+    stood = [[(site["module"], words) for site, words in row["stood"]] for row in by_step(found)]
+    assert stood[3] == [("a", "amax at 9 × its band"), ("b", "amax at 9 × its band")]
+    assert stood[4] == []
+
+
+def test_nothing_has_spread_where_no_site_leapt() -> None:
+    far = np.full((2, 8), 0.2)
+    sites = [{"gemm": "fprop", "operand": "input", "direction": "rowwise", "module": name} for name in "ab"]
+    none = np.zeros(far.shape)
+
+    def of(at: int) -> Any:
+        return spread(flight.Flight(at, 4, np.arange(8), sites, far, none.astype(int), none == 0, none, none > 0, none))
+
+    assert of(4) is None
+    assert of(99) is None
+    far[:, 2:6] = 3.0  # stands out at the step, and leapt before it
+    far[1, 7] = 9.0
+    assert of(4) is None

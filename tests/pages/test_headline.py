@@ -12,7 +12,7 @@ from pages.collector import make_app, serving
 from pages.synthetic import INCIDENT_ID
 
 from fp8watch_server.pages.coverage import agents
-from fp8watch_server.pages.headline import Watched, headline, need_of
+from fp8watch_server.pages.headline import Watched, headline, in_order, need_of
 from fp8watch_server.pages.page_queries import _by_state
 from fp8watch_server.store import run_list
 
@@ -58,10 +58,29 @@ def test_a_run_that_broke_before_what_is_said_says_when_it_broke_first() -> None
 
     back = incident(regression_of="x", first_step=200)
     over = [incident(state="unseen", status="resolved", first_step=step) for step in (150, 175)]
-    assert more(back, *over) == "2 more not seen yet, the first at step 150"
-    assert more(incident(), incident(first_step=91)) == "1 more open"
-    assert more(back, {**over[0], "attempt": 2}) == "1 more not seen yet"  # steps of another attempt
-    assert more(back) == ""
+    so_far = ", nothing raised in the {} steps before step {}".format
+    assert more(back, *over) == "2 more not seen yet, the first at step 150" + so_far(150, 150)
+    assert more(incident(), incident(first_step=91)) == "1 more open" + so_far(90, 90)
+    other = more(back, {**over[0], "attempt": 2})  # steps of another attempt
+    assert other == "1 more not seen yet" + so_far(150, 150)
+    assert more(back) == so_far(200, 200).removeprefix(", ")
+    assert more(incident(first_step=0)) == ""
+
+
+def test_a_cause_that_came_several_times_is_told_from_the_first_on_and_where_it_was_closed() -> None:
+    steps = (150, 175, 200)
+    of = [incident(first_step=s, last_step=s, cause_id="c", regression_of="x", title=f"at {s}") for s in steps]
+    over = [{**i, "state": "unseen", "status": "resolved"} for i in of[:2]]
+    got = headline({**RUN, "sessions": []}, [of[2], *over], None, {}, EACH, fixed_in="lm-1118")  # type: ignore[arg-type]
+    assert got.sentence == "Broken since step 150, again at 175 and 200, though closed as fixed in lm-1118: at 150."
+    assert got.incident is over[0]
+    assert got.more == "nothing raised in the 150 steps before step 150"
+    got = headline({**RUN, "sessions": []}, over, None, {}, EACH)  # type: ignore[arg-type]
+    assert got.sentence == "Over, and not seen yet (steps 150–175, again at 175): at 150."
+    late = incident(first_step=210, severity="warning")
+    early = incident(first_step=140, severity="warning")
+    assert [i["first_step"] for i in in_order([of[2], *over[::-1], late, early])] == [140, 150, 175, 200, 210]
+    assert in_order([]) == []
 
 
 def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> None:
@@ -73,13 +92,16 @@ def test_every_state_of_a_run_has_its_sentence_and_every_orange_its_reason() -> 
             ("calm", "Nothing raised in 300 steps, 89 sites, each in 1 of 8 steps."),
         ),
         (says(incident()), ("critical", "Broken since step 90: It broke.")),
-        (says(incident(regression_of="x")), ("critical", "Back since step 90, after it was fixed: It broke.")),
+        (
+            says(incident(regression_of="x")),
+            ("critical", "Broken since step 90, though closed as fixed before: It broke."),
+        ),
         (says(incident(severity="warning")), ("warning", "Needs a look since step 90: It broke.")),
         (
             says(incident(state="unseen", status="resolved")),
             ("critical", "Over, and not seen yet (steps 90–94): It broke."),
         ),
-        (says(incident(state="acknowledged", owner="ann")), ("info", "Looked after by ann: It broke.")),
+        (says(incident(state="acknowledged", owner="ann")), ("info", "Acknowledged by ann: It broke.")),
         (
             says(incident(state="seen", status="resolved")),
             ("calm", "Nothing raised since step 94: 205 steps, 89 sites, each step."),
@@ -121,9 +143,9 @@ def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory
 
     app = make_app(tmp_path_factory.mktemp("unseen"))
     with serving(app) as client:
-        run = synthetic.Run(client, "r", "r", sites=synthetic.make_sites(3)).register()
+        run = synthetic.Run(client, "r", "a run", sites=synthetic.make_sites(3)).register()
         run.send(range(100), fault=False, ended=True)
-        over = {"status": "resolved", "resolved_at": time.time(), "cause_id": "c" * 16}
+        over = {"status": "resolved", "resolved_at": time.time(), "cause_id": "c" * 16, "owner": "ann"}
         synthetic.add_incident(app.state.engine, "r", INCIDENT_ID, **over)
         tone, words = tone_and_text(client.get("/runs/r").text)
         listed = client.get("/").text
@@ -131,6 +153,11 @@ def test_a_failure_that_is_over_asks_until_somebody_has_seen_it(tmp_path_factory
         assert "Over, and not seen yet (step 90): One Inf in the input" in words
         assert words.index("One Inf") < words.index("FP8 is the cause")  # the sentence first, the verdict second
         assert '<tr class="asks critical">' in listed
+        page = client.get("/runs/r").text
+        assert "<title>a run (r) · fp8watch</title>" in page
+        assert page.count('<small class="mono muted runid">r</small>') == 2  # beside its name, and above
+        assert '<small class="mono muted runid">r</small>' in client.get(f"/incidents/{INCIDENT_ID}").text
+        assert 'href="/?owner=ann"' in page.partition('id="owners"')[2].partition("</span>")[0]
         assert "broke, not seen yet" in listed
         assert 'data-act="seen"' in client.get(f"/incidents/{INCIDENT_ID}").text
 

@@ -35,14 +35,14 @@ def app(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[FastAPI]:
         with serving(app) as client:
             sites = [s for s in synthetic.make_sites(3) if s.module == synthetic.FAULT_MODULE]
             for k, run_id in enumerate(("demo-inf", "older", "clean")):
-                run = synthetic.Run(client, run_id, f"{run_id} run", sites=sites, session=f"{k}" * 32).register()
+                run = synthetic.Run(client, run_id, f"lm {run_id}", sites=sites, session=f"{k}" * 32).register()
                 run.send(range(88, 93), fault=k == 0, ended=True)
                 if k == 0:
                     run.send_maps([synthetic.FAULT_STEP], [run.site(synthetic.FAULT_MODULE)])
-            short = synthetic.Run(client, "short", "not as far", sites=sites, session="9" * 32).register()
+            short = synthetic.Run(client, "short", "lm not as far", sites=sites, session="9" * 32).register()
             short.send(range(3), fault=False, ended=True)
             others = [s for s in synthetic.make_sites(1) if s.module != synthetic.FAULT_MODULE]
-            blind = synthetic.Run(client, "blind", "not looked there", sites=others, session="8" * 32).register()
+            blind = synthetic.Run(client, "blind", "lm not looked there", sites=others, session="8" * 32).register()
             blind.send(range(88, 93), fault=False, ended=True)
         synthetic.add_incident(engine, "demo-inf", INCIDENT_ID)
         over = {"status": "resolved", "resolved_at": time.time() - 500, "opened_at": time.time() - 900}
@@ -77,7 +77,7 @@ def test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all(app: Fa
     assert (second["incident"]["mode"], second["state"]) == ("bad-batch", "seen")
     for wanted in (
         {"q": "older inf"},
-        {"q": "inf run"},
+        {"q": "inf lm"},
         {"owner": "ann"},
         {"mode": "inf-laundering"},
         {"state": "unseen"},
@@ -91,6 +91,9 @@ def test_a_cause_is_one_row_over_runs_and_what_is_said_of_it_goes_to_all(app: Fa
         assert "<strong>1</strong> of 2 causes needs you" in html
         assert "layers.*.mlp.down_proj" in html
         assert f'data-post="{of_cause}/ack"' in html
+        hit = re.search(r'<td class="n hit"><details.*?</details>', html, re.S)
+        assert hit is not None
+        assert set(re.findall(r'href="(/runs/[^"]*)"', hit[0])) == {"/runs/demo-inf", "/runs/older"}
         assert client.post(f"{of_cause}/ack").json()["num_changed"] == 1
         assert client.post(f"{of_cause}/assign", json={"owner": "bob"}).json()["num_changed"] == 2
         assert [client.post(f"{of_cause}/fixed").json()["num_changed"] for _ in range(2)] == [2, 0]
@@ -111,11 +114,12 @@ def test_an_incident_shows_its_cause_in_other_runs_and_what_helped(app: FastAPI)
         assert panel is not None
         assert f'href="/incidents/{AGAIN_ID}"' in panel[0]
         assert 'href="/runs/clean"' in panel[0]
-        assert re.search(r"amax_epsilon</td><td[^>]*>–</td><td[^>]*>1e-12", panel[0])
+        assert re.search(r"amax_epsilon</td><td[^>]*>not set</td><td[^>]*>1e-12", panel[0])
         fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
         assert fix is not None
-        assert "<code>amax_epsilon</code> was –, and is 1e-12 there" in fix[1]
-        assert 'amax_epsilon – → 1e-12, in <a href="/runs/clean">' in client.get("/incidents").text
+        assert "<code>amax_epsilon</code>: not set → 1e-12" in fix[1]
+        assert html.index('id="helped"') < html.index('<li><span class="chip kind">')  # before any other advice
+        assert 'amax_epsilon not set → 1e-12, in <a href="/runs/clean">' in client.get("/incidents").text
         assert 'href="/compare?a=older&amp;b=demo-inf"' in html
         assert "by eve, &lt;b&gt;the tokenizer&lt;/b&gt;" in html
         assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/comment", json={"text": ""}).status_code == 422
@@ -131,7 +135,7 @@ def test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here
     later = make_app(tmp_path, app.state.engine.url.render_as_string(hide_password=False))
     with serving(later) as client:
         sites = [s for s in synthetic.make_sites(3) if s.module == synthetic.FAULT_MODULE]
-        run = synthetic.Run(client, "today", "today's", sites=sites, session="7" * 32).register()
+        run = synthetic.Run(client, "today", "lm today", sites=sites, session="7" * 32).register()
         run.send(range(88, 93), ended=True)
         synthetic.add_incident(later.state.engine, "today", TODAY_ID)
         html = client.get(f"/incidents/{TODAY_ID}").text
@@ -140,12 +144,64 @@ def test_a_cause_that_came_back_shows_what_helped_the_last_time_and_what_is_here
     fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
     assert fix is not None
     words = re.sub(r"<[^>]+>", "", fix[1])
-    assert words.startswith("Last time, after demo-inf, it was gone in clean run, the next run that came as far: ")
-    assert "amax_epsilon was –, and is 1e-12 there, – here" in words
-    assert "helped last time, perhaps: amax_epsilon – → 1e-12, in" in inbox
+    assert words.startswith("Gone last time, perhaps by amax_epsilon: not set → 1e-12; here not set. ")
+    assert "It broke at step 90 of demo-inf, and not in lm clean (clean), which came to step 92." in words
+    assert "helped last time, perhaps: amax_epsilon not set → 1e-12, in" in inbox
 
 
-@pytest.mark.parametrize(("verdict", "run_id"), [("fp8", "blind"), ("unknown", "blind"), ("shared", "clean")])
+def test_the_fix_of_last_time_says_who_closed_it(app: FastAPI) -> None:
+    with serving(app) as client:
+        assert client.post(f"/api/v1/incidents/{AGAIN_ID}/fixed", auth=("ann", "x")).status_code == 200
+        assert client.post(f"/api/v1/incidents/{INCIDENT_ID}/fixed", auth=("eve", "x")).status_code == 200
+        html = client.get(f"/incidents/{INCIDENT_ID}").text
+    fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
+    assert fix is not None
+    assert re.sub(r"<[^>]+>", "", fix[1]).startswith(
+        "Fixed, perhaps by amax_epsilon: not set → 1e-12. Closed as fixed by eve. "
+    )
+
+
+@pytest.mark.parametrize(
+    "why", ["what follows from others", "the run of another job", "a run that ends before the failure did"]
+)
+def test_what_is_no_evidence_is_not_said_to_have_helped(app: FastAPI, why: str) -> None:
+    same = {"amax_epsilon": 0.0, "checkpoints": "39", "gemm_flops_observed": 0.9, "recipe": "blockwise"}
+    with writing(app.state.engine) as conn:
+        if why.startswith("what"):
+            facts = {
+                "older": same,
+                "demo-inf": same,
+                "clean": {**same, "checkpoints": "39 79", "gemm_flops_observed": 0.8},
+            }
+            for of, said in facts.items():
+                conn.execute(sa.update(t.session).where(t.session.c.run_id == of).values(facts=said))
+        elif why.startswith("the run"):
+            conn.execute(sa.update(t.run).where(t.run.c.run_id == "clean").values(name="smoke test"))
+        else:
+            conn.execute(sa.update(t.incident).where(t.incident.c.id.in_([INCIDENT_ID, AGAIN_ID])).values(last_step=99))
+    with serving(app) as client:
+        assert 'id="helped"' not in client.get(f"/incidents/{INCIDENT_ID}").text
+        assert "perhaps" not in client.get("/incidents").text
+
+
+def test_no_setting_of_fp8_has_helped_where_fp8_was_not_the_cause(app: FastAPI) -> None:
+    """The learning rate of the step may have."""
+    with writing(app.state.engine) as conn:
+        conn.execute(sa.update(t.incident).values(verdict="shared"))
+    with serving(app) as client:
+        assert "perhaps" not in client.get("/incidents").text
+        assert 'id="helped"' not in client.get(f"/incidents/{INCIDENT_ID}").text
+    with writing(app.state.engine) as conn:
+        c = t.scalar.c
+        for of, lr in (("demo-inf", 6e-2), ("clean", 2e-3)):
+            conn.execute(sa.update(t.scalar).where(c.run_id == of, c.step == 90).values(lr=lr, lr_class=0))
+    with serving(app) as client:
+        html = client.get(f"/incidents/{INCIDENT_ID}").text
+        assert "<code>learning rate</code>: 0.06 → 0.002. " in html
+        assert "amax_epsilon" not in html
+
+
+@pytest.mark.parametrize(("verdict", "run_id"), [("fp8", "blind"), ("unknown", "blind"), ("shared", "")])
 def test_a_later_run_that_kept_the_layer_out_of_fp8_is_what_helped_unless_fp8_was_not_the_cause(
     app: FastAPI, verdict: str, run_id: str
 ) -> None:
@@ -161,11 +217,11 @@ def test_a_later_run_that_kept_the_layer_out_of_fp8_is_what_helped_unless_fp8_wa
         html = client.get(f"/incidents/{INCIDENT_ID}").text
         inbox = client.get("/incidents").text
     fix = re.search(r'id="helped">(.*?)</p>', html, re.S)
-    assert fix is not None
-    assert f'href="/runs/{run_id}"' in fix[1]
-    words = re.sub(r"<[^>]+>", "", fix[1])
-    told = "the next run that came as far: the layer left FP8 there (filter_fn); lr was –, and is 1 there. "
-    assert (told in words) == (run_id == "blind"), words
+    assert (fix is not None) == (run_id == "blind")
+    if fix is not None:
+        assert 'href="/runs/blind"' in fix[1]
+        words = re.sub(r"<[^>]+>", "", fix[1])
+        assert "perhaps by keeping the layer out of FP8 (filter_fn); lr: not set → 1. " in words, words
     assert ("perhaps: the layer left FP8 (filter_fn), and more, in" in inbox) == (run_id == "blind")
     assert ("The layer left FP8 there (filter_fn), so that it could not." in html) == (run_id == "blind")
 
@@ -176,7 +232,7 @@ def test_a_layer_whose_reason_was_cut_off_left_fp8_all_the_same(app: FastAPI) ->
         conn.execute(sa.update(t.session).where(t.session.c.run_id == "blind").values(facts={"left_out": cut}))
     with serving(app) as client:
         html = client.get(f"/incidents/{INCIDENT_ID}").text
-    assert "the layer left FP8 there (for a reason that was cut off). " in html
+    assert "keeping the layer out of FP8 (for a reason that was cut off). " in html
 
 
 def test_false_alarms_are_kept_counted_and_listed(

@@ -15,7 +15,7 @@ from fp8watch_server.api.examples import answers
 from fp8watch_server.api.routes import Conn, not_found
 from fp8watch_server.http.errors import JsonResponse
 from fp8watch_server.store import flight, queries
-from fp8watch_server.store.flight_words import band_words, said
+from fp8watch_server.store.flight_words import band_words, said, spread
 
 router = APIRouter(prefix="/api/v1", tags=["query"])
 
@@ -45,6 +45,7 @@ EXAMPLE: dict[str, Any] = {
     "maps": {"7722284667010904": [4211]},
     "band": band_words(),
     "said": ["At step 4211, 1 of 1 sites measured stands out; …"],
+    "spread": {"first": "layers.0.mlp.up input", "places": [], "num_sites": 1, "first_step": 4211, "last_step": 4211},
 }
 
 
@@ -60,4 +61,6 @@ def get_flight(
     if run is None:
         raise not_found("run", run_id)
     found = flight.around(conn, run, queries.sites(conn, run_id), at, span)
-    return JsonResponse({**flight.as_json(conn, run_id, found), "band": band_words(), "said": said(found)})
+    return JsonResponse(
+        {**flight.as_json(conn, run_id, found), "band": band_words(), "said": said(found), "spread": spread(found)}
+    )

@@ -39,7 +39,7 @@ EXAMPLE: dict[str, Any] = {
         "weights_differ": 0,
     },
     "common": {"steps": 1000, "first_step": 0, "last_step": 999, "sites": 160},
-    "facts": [{"fact": "recipe", "a": "observe", "b": "blockwise"}],
+    "facts": [{"fact": "recipe", "a": "observe", "b": "blockwise", "follows": False}],
     "not_looked_at": ["steps that only the first has: 24"],
     "only_a": [],
     "only_b": [],

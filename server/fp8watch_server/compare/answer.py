@@ -95,7 +95,9 @@ def compare(
     facts = fact_differences.differences(*said)
     for name in ("lr", "loss_scale"):
         facts += fact_differences.of_scalar(name, scalars[0][name], scalars[1][name])
-    facts = fact_differences.chosen_first(facts + of_data) + fact_differences.of_sites(common, twins)
+    facts = fact_differences.settings_first(
+        fact_differences.chosen_first(facts + of_data) + fact_differences.of_sites(common, twins)
+    )
     return {
         "a": shown[0],
         "b": shown[1],
@@ -156,8 +158,16 @@ def _common_sites(a: Sequence[SiteRow], b: Sequence[SiteRow]) -> tuple[list[Site
 
 
 def _only(sites: Sequence[SiteRow], common: Sequence[int]) -> list[str]:
+    """Names of sites that the other has not; where it has the operand in another direction, this one's is said."""
     known = set(common)
-    return list(dict.fromkeys(words.site_name(s["module"], s["operand"]) for s in sites if s["id"] not in known))
+    shared = {(s["module"], s["operand"]) for s in sites if s["id"] in known}
+    names = (
+        words.site_name(s["module"], s["operand"])
+        + (f" ({s['direction']})" if (s["module"], s["operand"]) in shared else "")
+        for s in sites
+        if s["id"] not in known
+    )
+    return list(dict.fromkeys(names))
 
 
 def _largest_gap(a: Floats, b: Floats) -> float | None:

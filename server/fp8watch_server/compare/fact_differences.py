@@ -13,6 +13,7 @@ import numpy as np
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fp8watch_server.compare.fact_kinds import is_consequence
 from fp8watch_server.compare.sides import Scalar, Side
 from fp8watch_server.db import schema as t
 
@@ -54,6 +55,13 @@ def chosen_first(facts: Sequence[dict[str, str | None]]) -> list[dict[str, str |
         return len(CHOSEN) + (0 if ", from step " in fact else 2 if fact == "fingerprint" else 1)
 
     return sorted(facts, key=lambda f: rank(str(f["fact"])))
+
+
+def settings_first(facts: Sequence[dict[str, str | None]]) -> list[dict[str, Any]]:
+    """The same with `follows`: whether a fact only follows from others; those come last."""
+    other = any(f["fact"] == "recipe" for f in facts)
+    told = [{**f, "follows": is_consequence(str(f["fact"]), other_recipe=other)} for f in facts]
+    return sorted(told, key=lambda f: bool(f["follows"]))
 
 
 def _said(value: object) -> str | None:

@@ -54,8 +54,22 @@ def sentence(found: Parting, of: Compared, names: Sequence[str]) -> str:
     looked = _looked(of)
     if found.step is None:
         return _together(found, of, names, over, looked)
-    parted = f"{_before(found)}{_place(found, names)}"
+    if _seen_later(found):
+        parted = _left_the_noise(found, names)
+    else:
+        parted = f"{_before(found)}{_place(found, names)}"
     return " ".join(part for part in (_start(found), parted, _seen(found, of)) if part)
+
+
+def _seen_later(found: Parting) -> bool:
+    """They were apart for good only after the step back to which a site was out, and no bit says which came first."""
+    bits = found.identical and found.differs_at == found.step
+    return found.seen_at != found.step and bool(found.sites) and found.by != "nonfinite" and not bits
+
+
+def _left_the_noise(found: Parting, names: Sequence[str]) -> str:
+    first = _named(found.sites, names)
+    return f"They leave the noise at step {found.seen_at}; what was outside of its band longest until then is {first}, from step {found.step} on."
 
 
 def _looked(of: Compared) -> str:
@@ -112,7 +126,7 @@ def _seen(found: Parting, of: Compared) -> str:
     text = ""
     if found.by == "nonfinite":
         text = f"At step {found.seen_at} one side is not finite, and the other is."
-    elif found.seen_at != found.step:
+    elif found.seen_at != found.step and not _seen_later(found):
         text = f"They leave the noise at step {found.seen_at}."
     if found.loss_step is None:
         return f"{text} The losses do not part.".strip() if of.num_with_loss else text

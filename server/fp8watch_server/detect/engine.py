@@ -23,7 +23,7 @@ from fp8watch_agent.record import Measured
 from fp8watch_agent.wire import Batch
 from fp8watch_server.detect import state
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
-from fp8watch_server.detect.families import degenerate, experts, gain, invariant, kernel_output, nonfinite, unobserved
+from fp8watch_server.detect.families import degenerate, gain, invariant, kernel_output, nonfinite, unobserved
 from fp8watch_server.detect.families.replica_consistency import Agreement
 from fp8watch_server.detect.finding import Finding, Notice, SiteFacts
 from fp8watch_server.detect.modes import STEP_CHECKS
@@ -385,7 +385,7 @@ class DetectionEngine:
             "consequence": False,
             "weight_born": False,
             **found.extra,
-            **experts.context(found, self._table, self._registry.facts(found.rank)),
+            **self._registry.context(found, self._table),
             "loss_seen": any(s.sees_loss() for s in streams),
             "loss_given": view.scalar("loss") is not None,
             "stride": stride,

@@ -13,11 +13,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fp8watch_server.detect import sessions as s
+from fp8watch_server.detect.families import experts
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
 from fp8watch_server.detect.modes.sensitive_layer_quantized.detector import sensitive
-from fp8watch_server.detect.sessions import Change, SessionFacts
+from fp8watch_server.detect.sessions import FLAG, Change, SessionFacts
+from fp8watch_server.detect.step_view import SiteTable
 
+SETTINGS = (
+    "recipe",
+    "amax_history_len",
+    "amax_compute_algo",
+    "margin",
+    "input.format",
+    "weight.format",
+    "grad_output.format",
+)
+"""Facts of a session that fixes would set: what is set already is not advised."""
 MAX_MERGED = 32
 """Pieces of evidence, and changes, that findings of one mode and step keep together."""
 
@@ -95,6 +107,16 @@ class Registry:
         """What the newest session of a rank says of itself."""
         session = self._newest.get(rank)
         return session.facts if session is not None else {}
+
+    def context(self, found: Finding, table: SiteTable) -> dict[str, Any]:
+        """What the session of a finding adds to it: the expert of its tile, and what the recipe sets already."""
+        facts = self.facts(found.rank)
+        flags = {name: facts.get(FLAG + "fp8_" + name) for name in SETTINGS}
+        already = {name: facts.get(name, flags[name]) for name in SETTINGS}
+        return {
+            **experts.context(found, table, facts),
+            "already": {name: value for name, value in already.items() if value not in (None, "")},
+        }
 
     def findings(self, step: int, rank: int, session_id: str) -> list[Finding]:
         """What was registered since the last step, told with one of the session that brought it."""

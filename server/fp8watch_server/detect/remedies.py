@@ -70,6 +70,18 @@ class Place:
         return self.name or "the module"
 
     @property
+    def already(self) -> Mapping[str, Any]:
+        """What the run's recipe sets, as its session says it: `margin`, `amax_history_len`, ...; empty where it said nothing."""
+        return self.extra.get("already") or {}
+
+    def number(self, fact: str) -> int | None:
+        """A setting of the recipe that is a whole number; None where the session does not say it."""
+        try:
+            return int(self.already[fact])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
     def keep_out(self) -> Fix:
         """The module in high precision for the time being."""
         name = self.name

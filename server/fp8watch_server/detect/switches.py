@@ -12,15 +12,26 @@ from __future__ import annotations
 
 from fp8watch_server.detect.remedies import LOONGFORGE, OWN_FORWARD, STOCK, TORCHAO, Fix, Place, set_to
 
+LONG_HISTORY = 1024
+"""Passes: the default of Transformer Engine's DelayedScaling."""
 _OF_TE = ("", STOCK, LOONGFORGE)
 _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 takes power-of-two rounding out (not on Blackwell)."
 
 
-def finer(backend: str) -> list[Fix]:
-    """The next finer recipe."""
+def finer(p: Place) -> list[Fix]:
+    """The next finer recipe than the one that is set."""
     names = '`Float8LinearConfig.from_recipe_name("rowwise")`, or "rowwise_with_gw_hp"'
+    recipe = p.already.get("recipe")
+    if recipe == "mxfp8":
+        return []
+    if recipe == "blockwise":
+        return _one(
+            p.backend,
+            te="Finer granularity (1×32, on Blackwell): --fp8-recipe mxfp8 in Megatron, `MXFP8BlockScaling()` elsewhere.",
+            ours='Finer granularity (1×32): `attach(model, recipe="mxfp8")`.',
+        )
     return _one(
-        backend,
+        p.backend,
         te="Finer granularity: --fp8-recipe blockwise (1×128) in Megatron, `Float8BlockScaling()` as the recipe elsewhere.",
         torchao=f"Finer granularity: {names}, which leaves grad_weight in high precision.",
         own="Finer granularity in the module's own cast: one scale a row, or for each 128 elements of it.",
@@ -28,11 +39,13 @@ def finer(backend: str) -> list[Fix]:
     )
 
 
-def gradients_in_e5m2(backend: str) -> list[Fix]:
-    """The format with the wider range for gradients."""
+def gradients_in_e5m2(p: Place) -> list[Fix]:
+    """The format with the wider range for gradients; nothing where they have it."""
+    if p.already.get("grad_output.format") == "E5M2":
+        return []
     cast = "CastConfig(target_dtype=torch.float8_e5m2)"
     return _one(
-        backend,
+        p.backend,
         te="Use E5M2 for gradients: --fp8-format hybrid in Megatron, fp8_format=Format.HYBRID of the recipe elsewhere.",
         torchao=f"Use E5M2 for gradients: `Float8LinearConfig(cast_config_grad_output={cast})`.",
         own="Use E5M2 for gradients: torch.float8_e5m2 in the module's own cast of grad_output.",
@@ -72,21 +85,40 @@ def without_reduction(backend: str) -> list[Fix]:
     )
 
 
-def longer_history(backend: str) -> list[Fix]:
-    """A window of amax that outliers stay in."""
+def longer_history(p: Place) -> list[Fix]:
+    """A window of amax that outliers stay in; only what of it is not set already."""
+    num, algo = p.number("amax_history_len"), str(p.already.get("amax_compute_algo", ""))
+    longer = num is None or num < LONG_HISTORY
+    words = [f"A longer history{f' than the {num} passes of now' if num else ''}"] if longer else []
+    words += ["the maximum over it" if longer else "The maximum over the history"] if algo != "max" else []
+    if not words:
+        return []
+    flags = [f"--fp8-amax-history-len {LONG_HISTORY}"] if longer else []
+    values = [f"amax_history_len={LONG_HISTORY}"] if longer else []
+    if algo != "max":
+        flags.append("--fp8-amax-compute-algo max")
+        values.append('amax_compute_algo="max"')
+    said, arguments = " and ".join(words), ", ".join(values)
     return _one(
-        backend,
-        te="A longer history and the maximum over it: --fp8-amax-history-len 1024 --fp8-amax-compute-algo max in Megatron, "
-        '`DelayedScaling(amax_history_len=1024, amax_compute_algo="max")` elsewhere.',
-        own="A longer history and the maximum over it, in the module's own cast.",
-        ours='A longer history and the maximum over it: `fp8watch.delayed(amax_history_len=1024, amax_compute_algo="max")`.',
+        p.backend,
+        te=f"{said}: {' '.join(flags)} in Megatron, `DelayedScaling({arguments})` elsewhere.",
+        own=f"{said}, in the module's own cast.",
+        ours=f"{said}: `fp8watch.delayed({arguments})`.",
     )
 
 
-def margin(backend: str, num: int, why: str) -> list[Fix]:
-    """Powers of two left free above the amax, under delayed scaling."""
+def margin(p: Place, num: int, why: str) -> list[Fix]:
+    """Powers of two left free above the amax, under delayed scaling: at least `num`, one more than is set.
+
+    `num` 0 takes a margin away: nothing where none is set.
+    """
+    now = p.number("margin")
+    if num == 0 and (now == 0 or p.already.get("recipe", "delayed") != "delayed"):
+        return []
+    if num and now is not None and now >= num:
+        why, num = f"{why}, {now} is set", now + 1
     return _one(
-        backend,
+        p.backend,
         te=f"{why}: --fp8-margin {num} in Megatron, DelayedScaling(margin={num}) elsewhere.",
         own=f"{why}: 2^{num} below the format's maximum, in the module's own cast.",
         ours=f"{why}: `fp8watch.delayed(margin={num})`.",

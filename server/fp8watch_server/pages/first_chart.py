@@ -23,6 +23,7 @@ CURVE_WIDTH = 10_000
 MARKS, GAP, STRIP = 0.045, 0.045, 0.07  # shares of the plot: marks above a panel, between panels, incidents above all
 FEW, SPARSE = 30, 120  # as in static/charts.js: so few points have a dot each
 MAX_INCIDENTS = 40
+UNDERNEATH = {"info": 0, "warning": 1, "critical": 2}
 HUGE = 1e150  # beyond it differences and squares overflow: such values are scaled before they are placed
 
 
@@ -264,6 +265,9 @@ def training_chart(
         for i in incidents
         if (from_step is None or i["last_step"] >= from_step) and (to_step is None or i["first_step"] <= to_step)
     ][:MAX_INCIDENTS]
+    shown.sort(
+        key=lambda i: UNDERNEATH.get(i["severity"], 0)
+    )  # what is drawn last lies on top, where several began in one step
     steps += [int(i["first_step"]) for i in shown]
     x_of, (left, right), ticks = scale_of_steps(steps, from_step, to_step)
     quantities = [q for q in panels.PANELS if q.field in charts and (q.keeps_its_place or is_logged(charts[q.field]))]

@@ -39,6 +39,11 @@ def to_copy(text: str) -> str:
     return " ".join(_snippets(text)) or text[:MAX_CHARS]
 
 
+def has_code(text: str) -> bool:
+    """Whether anything of it can be pasted."""
+    return any(True for _ in _snippets(text))
+
+
 def render(text: str) -> Markup:
     """The sentence, with what can be pasted set as code."""
     out: list[Markup] = []

@@ -95,6 +95,7 @@ def headline(
     seen: Watched,
     *,
     observed: float | None = None,
+    fixed_in: str = "",
 ) -> Headline:
     """What somebody who has five seconds must know.
 
@@ -103,10 +104,11 @@ def headline(
         not_watching: of `coverage.not_watching`.
         agents: of `coverage.agents`.
         observed: share of the model's GEMM FLOPs that is observed.
+        fixed_in: the run in which a cause that is back was closed as fixed.
     """
     asking = [i for i in incidents if i["state"] in (OPEN, UNSEEN) and i["severity"] in ASKS_TO_BE_SEEN]
     if asking:
-        return _asking(asking)
+        return _asking(asking, incidents, seen, fixed_in)
     if not_watching:
         return Headline("warning", f"Not watching: {not_watching.removeprefix('Attached, but ')}")
     if not seen.num_sites:
@@ -128,26 +130,57 @@ def headline(
     return _calm(incidents, seen)
 
 
-def _asking(asking: Sequence[IncidentRow]) -> Headline:
+def _asking(asking: Sequence[IncidentRow], incidents: Sequence[IncidentRow], seen: Watched, fixed_in: str) -> Headline:
+    """Of the worst that asks: when its cause broke first in this run, and when again."""
     worst = asking[0]
-    first, last = worst["first_step"], worst["last_step"]
-    steps = f"step {first}" if first == last else f"steps {first}–{last}"
-    title = worst["title"].rstrip(".")
+    mine = sorted((i for i in asking if _is_again(worst, i)), key=lambda i: i["first_step"])
+    first, last, again = mine[0]["first_step"], mine[-1]["last_step"], [i["first_step"] for i in mine[1:]]
+    since = f"since step {first}{_and_at(again)}"
+    title = mine[0]["title"].rstrip(".")
     if worst["state"] == UNSEEN:
-        sentence = f"Over, and not seen yet ({steps}): {title}."
+        steps = f"step {first}" if first == last else f"steps {first}–{last}"
+        sentence = f"Over, and not seen yet ({steps}{_and_at(again)}): {title}."
     elif worst["regression_of"]:
-        sentence = f"Back since step {first}, after it was fixed: {title}."
+        where = f"in {fixed_in}" if fixed_in else "before"
+        sentence = f"Broken {since}, though closed as fixed {where}: {title}."
     elif worst["severity"] == "critical":
-        sentence = f"Broken since step {first}: {title}."
+        sentence = f"Broken {since}: {title}."
     else:
-        sentence = f"Needs a look since step {first}: {title}."
-    rest = asking[1:]
+        sentence = f"Needs a look {since}: {title}."
+    rest = [i for i in asking if i not in mine]
     num_open = sum(i["state"] == OPEN for i in rest)
     counts = [f"{num_open} more open" if num_open else "", f"{len(rest) - num_open} more not seen yet"]
     told = [text for text in (counts if len(rest) > num_open else counts[:1]) if text]
     before = min((i["first_step"] for i in rest if i["attempt"] == worst["attempt"]), default=first)
-    more = ", ".join([*told, f"the first at step {before}"] if before < first else told)
-    return Headline(worst["severity"], sentence, worst, more)
+    if before < first:
+        told.append(f"the first at step {before}")
+    first_of_all = min(int(i["first_step"]) for i in incidents)
+    if seen.first_step is not None and (num := first_of_all - seen.first_step) > 0:
+        told.append(f"nothing raised in the {_steps(num)} before step {first_of_all}")
+    return Headline(worst["severity"], sentence, mine[0], ", ".join(told))
+
+
+def _is_again(worst: IncidentRow, other: IncidentRow) -> bool:
+    """The same cause in the same attempt, or the incident itself."""
+    same = bool(worst.get("cause_id")) and other.get("cause_id") == worst["cause_id"]
+    return other is worst or (same and other["attempt"] == worst["attempt"])
+
+
+def _and_at(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    shown = [str(step) for step in steps[:3]]
+    more = f" and {len(steps) - 3} times more" if len(steps) > 3 else ""
+    if more or len(shown) == 1:
+        return f", again at {', '.join(shown)}{more}"
+    return f", again at {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def in_order(asking: Sequence[IncidentRow]) -> list[IncidentRow]:
+    """Cards of a run: what broke first, then severe before mild, each by the step of its onset."""
+    first = min(asking, key=lambda i: (-i["attempt"], i["first_step"]), default=None)
+    by_severity = {severity: k for k, severity in enumerate(("critical", "warning", "info"))}
+    return sorted(asking, key=lambda i: (i is not first, by_severity.get(i["severity"], 9), i["first_step"]))
 
 
 def _lost(run: RunRow, agents: Mapping[str, Any]) -> str:
@@ -165,8 +198,8 @@ def _calm(incidents: Sequence[IncidentRow], seen: Watched) -> Headline:
     taken = [i for i in incidents if i["state"] == ACKNOWLEDGED]
     if taken:
         owner = f" by {taken[0]['owner']}" if taken[0]["owner"] else ""
-        more = f"{len(taken) - 1} more looked after" if len(taken) > 1 else ""
-        return Headline("info", f"Looked after{owner}: {taken[0]['title'].rstrip('.')}.", taken[0], more)
+        more = f"{len(taken) - 1} more acknowledged" if len(taken) > 1 else ""
+        return Headline("info", f"Acknowledged{owner}: {taken[0]['title'].rstrip('.')}.", taken[0], more)
     if not incidents:
         return Headline("calm", f"Nothing raised in {_steps(seen.steps_since())}, {looked}.")
     last = max(int(i["last_step"]) for i in incidents)

@@ -31,6 +31,8 @@ class HealthMap:
     low_is_bad: bool = False
     log2: bool = False
     """Colours by octave, from the smallest value to the largest."""
+    of_band: bool = False
+    """Times a band: coloured as the flight recorder is, 1 × to 32 ×."""
     grows: bool = True
     """Whether the upper end grows with the data."""
     hint: str = ""
@@ -48,8 +50,9 @@ MAPS = (
         "amax against its own past",
         " × band",
         low=1,
-        high=6,
+        high=32,
         grows=False,
+        of_band=True,
         hint=f"{EDGE}; {deviation.WALK}",
     ),
     HealthMap(
@@ -58,8 +61,9 @@ MAPS = (
         "tile SQNR against its own past",
         " × band",
         low=1,
-        high=6,
+        high=32,
         grows=False,
+        of_band=True,
         hint=EDGE,
         of_quantiser=True,
     ),

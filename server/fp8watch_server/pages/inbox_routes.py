@@ -47,7 +47,11 @@ def inbox_page(request: Request) -> HTMLResponse:
         watch = {"url": live.Topic().url, "version": live.version_of_all(conns)}
         found, lies_in = cause_list.find_over(conns, wanted)
         choices = merged_choices((cause_list.choices(conn) for conn in conns), 100)
-        rows = [_row(lies_in[cause["cause_id"]], cause) for cause in found.causes]
+        runs = cause_list.runs_of(conns, [cause["cause_id"] for cause in found.causes])
+        rows = [
+            {**_row(lies_in[cause["cause_id"]], cause), "runs": runs.get(cause["cause_id"], [])}
+            for cause in found.causes
+        ]
     offered = {"severity": ["critical", "warning", "info"], **choices}
     selects = [
         {"name": name, "value": getattr(wanted, name), "offered": offered[name]}

@@ -205,6 +205,7 @@ def run_page(request: Request, run_id: str) -> Response:
         pressing = [i for i in incidents if i["status"] != "resolved" or i["state"] == UNSEEN]
         asking = [i for i in incidents if i["state"] == UNSEEN or (i["state"] == OPEN and i["severity"] != "info")]
         safe = safe_to_resume.of_run(conn, run["id"], asking)
+        fixed_in = cause_list.run_of(conn, asking[0]["regression_of"], run["name"]) if asking else ""
     agents = coverage.agents(run)
 
     def below() -> dict[str, Any]:
@@ -227,12 +228,15 @@ def run_page(request: Request, run_id: str) -> Response:
         watch=watch,
         run=run,
         now=now,
-        headline=headline.headline(run, incidents, not_watching, agents, watched, observed=coverage.observed(facts)),
+        headline=headline.headline(
+            run, incidents, not_watching, agents, watched, observed=coverage.observed(facts), fixed_in=fixed_in
+        ),
         each=watched.each(),
         before=before,
         safe=safe,
         drawn_over=over,
-        asking=asking,
+        asking=headline.in_order(asking),
+        owners=sorted({i["owner"] for i in incidents if i["owner"]})[:3],
         taken=[i for i in open_incidents if i not in asking],
         over=[i for i in incidents if i["status"] == "resolved" and i not in asking],
         chart=first_chart.training_chart(charts, incidents, low, high),

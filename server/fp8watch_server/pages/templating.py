@@ -51,6 +51,7 @@ def environment() -> Environment:
         in_two=formatting.in_two,
         fix=fixes.render,
         to_copy=fixes.to_copy,
+        has_code=fixes.has_code,
         details=formatting.details,
         segment=formatting.segment,
         inline=markdown.inline,

@@ -205,6 +205,40 @@ def same_cause(conn: Connection, incident: IncidentRow) -> list[IncidentOfRun]:
     return [{**as_incident(row), "run_name": row.run_name} for row in rows]
 
 
+def runs_of(conns: Sequence[Connection], keys: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """Key of a cause -> (id, name) of runs that it hit, the newest first, at most MAX_OF_ONE of each database."""
+    c, r, key = t.incident.c, t.run.c, _key()
+    of_keys = (c.tenant == t.DEFAULT_TENANT, sa.or_(c.cause_id.in_(keys), sa.and_(c.cause_id == "", c.id.in_(keys))))
+    hit = sa.select(key.label("key"), c.run_id, sa.func.max(c.opened_at).label("at")).where(*of_keys)
+    hit_runs = hit.group_by(key, c.run_id).subquery("hit")
+    h = hit_runs.c
+    place = sa.func.row_number().over(partition_by=h.key, order_by=(h.at.desc(), h.run_id)).label("place")
+    placed = sa.select(h.key, h.run_id, h.at, place).subquery("placed")
+    query = (
+        sa.select(placed.c.key, placed.c.run_id, placed.c.at, r.name)
+        .join(t.run, sa.and_(r.run_id == placed.c.run_id, r.tenant == t.DEFAULT_TENANT))
+        .where(placed.c.place <= MAX_OF_ONE)
+    )
+    out: dict[str, list[tuple[str, str]]] = {}
+    for row in sorted((row for conn in conns for row in conn.execute(query)), key=lambda row: -row.at):
+        out.setdefault(row.key, []).append((row.run_id, row.name))
+    return out
+
+
+def run_of(conn: Connection, incident_id: str | None, beside: str = "") -> str:
+    """Name and id of the run of an incident, the id alone where the name is that of a run beside it; "" where there is none."""
+    c, r = t.incident.c, t.run.c
+    query = (
+        sa.select(r.run_id, r.name)
+        .join(t.incident, sa.and_(r.run_id == c.run_id, r.tenant == c.tenant))
+        .where(c.tenant == t.DEFAULT_TENANT, c.id == incident_id)
+    )
+    row = conn.execute(query).first() if incident_id else None
+    if row is None:
+        return ""
+    return f"{row.name} ({row.run_id})" if row.name not in ("", row.run_id, beside) else str(row.run_id)
+
+
 def choices(conn: Connection) -> dict[str, list[str]]:
     """What the filters offer."""
     c, out = t.incident.c, {}

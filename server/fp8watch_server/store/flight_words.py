@@ -9,6 +9,7 @@ Each sentence counts what was measured, and names its step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,29 @@ MAX_CALM_STEPS = 8
 """Once the sites of a failure were calm for so many measured steps, it is over: what leaves its band later need not be of it."""
 
 
-MAX_NAMED = 4
+MAX_NAMED = 5
 """Places named behind the first."""
+MAX_OF_STEP = 24
+"""Sites of one step that the table names."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What became of the sites that leapt in one step: columns of the flight, and rows of its sites."""
+
+    joined: Sequence[int]
+    """Sites that leapt after it, in the order of execution of their steps."""
+    joined_at: int
+    """Column of the first of them; -1: none."""
+    upto: int
+    """Column up to which they were followed."""
+    last: int
+    """Column in which one of all of them stood out last."""
+    calm: Sequence[int]
+    """Columns after that, in which they were measured."""
+    later: Sequence[int]
+    """Sites that left their band only after MAX_CALM_STEPS of them."""
+    later_at: int
 
 
 def site_words(site: Mapping[str, Any]) -> str:
@@ -63,7 +85,7 @@ def said(found: Flight) -> list[str]:
         f"{stand}{new}; the first of these in the order of execution is {site_words(found.sites[first])}: "
         f"{cell_words(found, first, at)}{_then(found, leapt, first)}."
     ]
-    return out + _spread(found, at, leapt, leaps)
+    return out + _spread(found, at, leapt)
 
 
 def _then(found: Flight, leapt: Any, first: int) -> str:
@@ -80,11 +102,9 @@ def _places(found: Flight, which: Sequence[int], but: int = -1) -> str:
     return ", ".join(told[:MAX_NAMED]) + more
 
 
-def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
-    """Sites that leapt after the step and not in it, when the last of all was back, and what left its band only later."""
-    steps = found.steps
-    if at + 1 >= len(steps):
-        return []
+def _travel(found: Flight, at: int, leapt: Any) -> Travel:
+    """Follow the sites that leapt in a step, and those that leapt after them, until they were calm."""
+    steps, leaps = found.steps, found.leaps
     ours = np.zeros(len(found.sites), dtype=bool)
     ours[leapt] = True
     judged = (found.looked & ~np.isnan(found.far)) | found.broken
@@ -109,24 +129,56 @@ def _spread(found: Flight, at: int, leapt: Any, leaps: Any) -> list[str]:
             later_at = j if later_at < 0 else later_at
         elif later_at < 0 and judged[ours, j].any():
             calm.append(j)
-    num = int(ours.sum()) - len(leapt)
+    since = sorted(np.flatnonzero(later).tolist(), key=lambda i: int(found.turn[i]))
+    return Travel(joined, joined_at, upto, last, calm, since, later_at)
+
+
+def _spread(found: Flight, at: int, leapt: Any) -> list[str]:
+    """Sites that leapt after the step and not in it, when the last of all was back, and what left its band only later."""
+    steps = found.steps
+    if at + 1 >= len(steps):
+        return []
+    way = _travel(found, at, leapt)
+    num = len(way.joined)
     out = []
     if num:
         out.append(
-            f"In the steps after, up to {int(steps[upto])}, {num} more leap{'s' if num == 1 else ''} "
-            f"out of {'its' if num == 1 else 'their'} band, from step {int(steps[joined_at])} on: {_places(found, joined)}."
+            f"In the steps after, up to {int(steps[way.upto])}, {num} more leap{'s' if num == 1 else ''} "
+            f"out of {'its' if num == 1 else 'their'} band, from step {int(steps[way.joined_at])} on: {_places(found, way.joined)}."
         )
-    if calm:
-        out.append(f"From step {int(steps[calm[0]])} on none of them stands out, as far as they were measured.")
+    if way.calm:
+        out.append(f"From step {int(steps[way.calm[0]])} on none of them stands out, as far as they were measured.")
     else:
-        out.append(f"At step {int(steps[last])} some of them still do.")
-    if later_at >= 0:
-        n, since = int(later.sum()), int(steps[later_at])
+        out.append(f"At step {int(steps[way.last])} some of them still do.")
+    if way.later_at >= 0:
+        n, since = len(way.later), int(steps[way.later_at])
         leap = "site leaps out of its" if n == 1 else "sites leap out of their"
         out.append(
-            f"From step {since} on {n} {leap} band, after {len(calm)} steps of calm: that may be something else."
+            f"From step {since} on {n} {leap} band ({_places(found, way.later)}), after {len(way.calm)} steps of calm: that "
+            "may be something else."
         )
     return out
+
+
+def spread(found: Flight) -> dict[str, Any] | None:
+    """Where a failure went: {first, places, num_sites, first_step, last_step}; None where no site leapt out of its band.
+
+    `places` are modules with their operand, in the order in which they left their bands, without the first of them;
+    `num_sites` counts all of its sites, and `last_step` is the last in which one of them was seen to stand out.
+    """
+    start = int(np.searchsorted(found.steps, found.at))
+    leaps = found.leaps
+    columns = np.flatnonzero(leaps[:, start:].any(axis=0)) if leaps.size else np.zeros(0, dtype=np.int64)
+    here = start < len(found.steps) and bool(found.outside[:, start].any()) if leaps.size else False
+    if not len(columns) or (here and columns[0] > 0):
+        return None
+    at = start + int(columns[0])
+    leapt = sorted(np.flatnonzero(leaps[:, at]).tolist(), key=lambda i: int(found.turn[i]))
+    way = _travel(found, at, leapt)
+    names = [f"{site['module']} {site['operand']}" for site in (found.sites[i] for i in (*leapt, *way.joined))]
+    told = list(dict.fromkeys(names))
+    ends = {"first_step": int(found.steps[at]), "last_step": int(found.steps[way.last])}
+    return {"first": told[0], "places": told[1:], "num_sites": len(names), **ends}
 
 
 def _later(found: Flight, at: int, leaps: Any) -> list[str]:
@@ -142,7 +194,7 @@ def _later(found: Flight, at: int, leaps: Any) -> list[str]:
     which = "it is" if len(leapt) == 1 else "the first in the order of execution is"
     return [
         f"At step {int(found.steps[j])} {of}; {which} {said_first}{_then(found, leapt, first)}.",
-        *_spread(found, j, leapt, leaps),
+        *_spread(found, j, leapt),
     ]
 
 
@@ -165,14 +217,15 @@ def cell_words(found: Flight, i: int, j: int) -> str:
 
 
 def by_step(found: Flight) -> list[dict[str, Any]]:
-    """The picture as a table: of each step how many sites were looked at, how many stood out, and the farthest."""
+    """The picture as a table: of each step how many sites were looked at, and those that stood out, the farthest first.
+
+    `stood` is [(site, what its cell says)], at most MAX_OF_STEP, and `more` how many there are besides.
+    """
     rows: list[dict[str, Any]] = []
     outside, far = found.outside, np.where(found.broken, np.inf, np.nan_to_num(found.far, nan=-1.0))
     for j, step in enumerate(found.steps.tolist()):
-        n = int(outside[:, j].sum())
-        i = int(np.argmax(far[:, j])) if n else -1
-        row = {"step": step, "looked": int(found.looked[:, j].sum()), "outside": n, "site": None, "said": ""}
-        if n:
-            row |= {"site": found.sites[i], "said": cell_words(found, i, j)}
-        rows.append(row)
+        stood = sorted(np.flatnonzero(outside[:, j]).tolist(), key=lambda i: -float(far[i, j]))
+        row = {"step": step, "looked": int(found.looked[:, j].sum()), "outside": len(stood)}
+        told = [(found.sites[i], cell_words(found, i, j)) for i in stood[:MAX_OF_STEP]]
+        rows.append({**row, "stood": told, "more": max(0, len(stood) - len(told))})
     return rows

@@ -127,7 +127,8 @@ export function log2Axis(traces) {
 
 // Incidents over steps: a line each, a mark that can be hovered and clicked, and the first few by name.
 export function incidentMarks(incidents) {
-  const shown = incidents.slice(0, 40);
+  const rank = (i) => ({ critical: 2, warning: 1 })[i.severity] ?? 0; // what is drawn last lies on top, where several began in one step
+  const shown = incidents.slice(0, 40).sort((a, b) => rank(a) - rank(b));
   const of = (i) => colour(i.severity === "info" ? "info" : i.severity === "warning" ? "warning" : "critical");
   // Above: where a line of the grid stands at the same step, it would hide one that lies below.
   const shapes = shown.map((i) => ({ type: "line", xref: "x", yref: "paper", x0: i.first_step, x1: i.first_step, y0: 0, y1: 1, line: { color: of(i), width: 1.2, dash: "dot" }, layer: "above" }));

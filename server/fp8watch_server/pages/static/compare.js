@@ -7,7 +7,7 @@ const { loss, map, parting } = JSON.parse(difference.dataset.drawnFrom);
 const OCTAVES = 1; // at least so much of a ratio has the full colour, so that rounding stays pale
 
 const upright = (x, dash) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: colour("warning"), width: 1.2, dash } });
-const marked = () => [...(parting.step === null ? [] : [upright(parting.step, "solid")]), ...(parting.loss_step === null || parting.loss_step === parting.step ? [] : [upright(parting.loss_step, "dot")])];
+const marked = () => [...(parting.step === null ? [] : [upright(parting.seen_at ?? parting.step, "solid")]), ...(parting.loss_step === null || parting.loss_step === parting.step ? [] : [upright(parting.loss_step, "dot")])];
 
 async function drawLoss() {
   const { steps, stride } = loss;

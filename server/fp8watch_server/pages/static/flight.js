@@ -7,7 +7,19 @@ import { cellAt, geometry, legend, paintFilm, paintFrame, paintPanes } from "./f
 const MOST_PX = { alone: 620, beside: 280 };
 const STEP_MS = 150, SLOW = 4, SLOW_AROUND = [-1, 3]; // around the failure the film runs slower
 
+const MOST_PLACES = 5;
+
 const slow = (apart) => (apart >= SLOW_AROUND[0] && apart <= SLOW_AROUND[1] ? SLOW : 1);
+
+// Beside module and operand in the header of an incident: where it went.
+function spreadTo(spread) {
+  const fact = document.getElementById("spread");
+  if (!fact) return;
+  fact.hidden = !spread?.places.length;
+  if (fact.hidden) return;
+  const { places, first_step: first, last_step: last } = spread, more = places.length - MOST_PLACES;
+  fact.lastElementChild.textContent = `${places.slice(0, MOST_PLACES).join(", ")}${more > 0 ? ` and ${more} more` : ""}, ${last > first ? `steps ${first}–${last}` : `step ${first}`}`;
+}
 
 class Flight {
   constructor(panel) {
@@ -69,6 +81,7 @@ class Flight {
       this.marks = new Map(data.marks.map(([i, j, site, words]) => [`${i},${j}`, { site, words }]));
       this.slider.max = String(Math.max(0, data.steps.length - 1));
       this.find("says").textContent = data.said.join(" ");
+      spreadTo(data.spread);
       this.canvas.hidden = !data.rows.length || !data.steps.length;
       this.draw();
       this.panel.dataset.loaded = String(this.at);

@@ -24,8 +24,11 @@ function shades() {
   });
 }
 
+const NAME_PX = 9;
+
 // Inside the band all is calm; outside by octaves.
-export const shadeOf = (v) => (v <= 1 ? 0 : Math.min(SHADES - 1, Math.round((0.3 + 0.7 * (Math.log2(v) / Math.log2(MOST))) * (SHADES - 1))));
+export const shareOf = (v) => (v <= 1 ? 0 : Math.min(1, 0.3 + 0.7 * (Math.log2(v) / Math.log2(MOST))));
+export const shadeOf = (v) => Math.round(shareOf(v) * (SHADES - 1));
 
 // Where everything lies, in pixels of the page. Rows of one module lie beside each other in both panes.
 export function geometry(data, width, most) {
@@ -137,6 +140,19 @@ export function paintPanes(data, at, ratio) {
   });
 }
 
+// The layers whose names are written, each with its place: names that would lie on each other are left out, and of those
+// what stands out at the failure goes before what does in another step, and that before all others.
+export function named(data, at) {
+  const j = data.steps.indexOf(data.at), marked = new Set(data.marks.map(([i, k]) => `${i},${k}`)), out = (i, k) => data.rows[i].values[k] > 1 || marked.has(`${i},${k}`);
+  const rank = (group) => Math.max(...[...group.fprop, ...group.backward].map((i) => (out(i, j) ? 2 : data.steps.some((_, k) => out(i, k)) ? 1 : 0)));
+  const shown = [];
+  for (const { group, rank: r } of at.groups.map((g) => ({ group: g, rank: rank(g) })).sort((a, b) => b.rank - a.rank)) {
+    const y = group.top + group.height / 2, room = r ? NAME_PX : NAME_PX + 2;
+    if (shown.every(([, other]) => Math.abs(other - y) >= room)) shown.push([group, y]);
+  }
+  return shown;
+}
+
 // What does not move: names of layers, heads of the panes, steps.
 export function paintFrame(data, at, ratio) {
   const canvas = document.createElement("canvas");
@@ -149,11 +165,7 @@ export function paintFrame(data, at, ratio) {
   g.textAlign = "right";
   g.textBaseline = "middle";
   const chars = Math.max(6, Math.floor((at.left - 8) / 6.1));
-  let free = -Infinity;
-  for (const group of at.groups) { // names that would lie on each other are left out
-    const y = group.top + group.height / 2;
-    if (y - 5 < free) continue;
-    free = y + 6;
+  for (const [group, y] of named(data, at)) {
     g.fillText(short(group.modules > 1 ? `${group.label} (${group.modules})` : group.label, chars), at.left - 6, y);
   }
   g.font = "600 12px system-ui, sans-serif";

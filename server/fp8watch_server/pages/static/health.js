@@ -1,4 +1,5 @@
 // The health map of a run: layers × steps, the worst of each. Rows, columns and marks come ready from the server.
+import { shareOf } from "./flight_paint.js";
 import { behind } from "./chart_data.js";
 import { api, colour, draw, fail, keepDrawn, layout, nothing, number, short, tabs, text } from "./charts.js";
 import { asked, followZoom, shownRange } from "./range.js";
@@ -48,18 +49,20 @@ async function drawHealth() {
   const shown = (v) => (v === null ? null : of.log2 ? (v > 0 ? Math.log2(v) : null) : v * of.factor);
   const said = (v) => (field === "tile_sqnr_db" && v >= NOISELESS_DB ? "without loss" : `${number((v ?? 0) * of.factor)}${of.unit}`);
   const flat = rows.flatMap((row) => row.values.map(shown)).filter((v) => v !== null);
-  const low = of.log2 ? Math.min(...flat) : of.low, high = of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.low_is_bad || !of.grows ? a : Math.max(a, v)), of.high);
+  const z = of.of_band ? (v) => (v === null ? null : shareOf(v)) : (v) => v; // one scale with the flight recorder
+  const bandAt = [1.01, 2, 4, 8, 16, 32], band = of.of_band ? { tickmode: "array", tickvals: bandAt.map(shareOf), ticktext: bandAt.map((v) => `${Math.round(v)}${of.unit}`), ticksuffix: "" } : {};
+  const low = of.of_band ? 0 : of.log2 ? Math.min(...flat) : of.low, high = of.of_band ? 1 : of.log2 ? Math.max(...flat) : flat.reduce((a, v) => (of.low_is_bad || !of.grows ? a : Math.max(a, v)), of.high);
   const ramp = [0, 1, 2, 3, 4].map((k) => colour(`ramp-${k}`)); // 0 lies near the background, 4 stands out most
   const { x, from } = columns(steps, got.stride);
   const placed = (list) => from.map((j) => (j < 0 ? null : list[j]));
   const y = rows.map((_, i) => i);
   document.getElementById("health-gaps").textContent = gaps(got);
   const traces = [{
-    type: "heatmap", x, y, z: rows.map((row) => placed(row.values.map(shown))), zmin: low, zmax: high, xgap: 0, ygap: 1.5, hoverongaps: false,
+    type: "heatmap", x, y, z: rows.map((row) => placed(row.values.map((v) => z(shown(v))))), zmin: low, zmax: high, xgap: 0, ygap: 1.5, hoverongaps: false,
     colorscale: (of.low_is_bad ? ramp.toReversed() : ramp).map((c, k) => [k / 4, c]),
     customdata: rows.map((row) => placed(row.values.map((v, j) => { const s = site(row.sites[j]); return [s.label, s.operand, said(v), row.sites[j] ?? ""]; }))),
     hovertemplate: `<b>%{customdata[0]}</b><br>%{customdata[1]}<br>${of.label} %{customdata[2]} at step %{x}<extra></extra>`,
-    colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01 },
+    colorbar: { thickness: 9, len: 0.96, outlinewidth: 0, ticksuffix: of.unit, tickprefix: of.log2 ? "2^" : "", tickfont: { size: 10.5, color: colour("muted") }, nticks: 5, x: 1.01, ...band },
   }];
   // Non-finite elements are marked on every map: whatever a colour says there, this is what to look at.
   traces.push({

@@ -71,8 +71,8 @@ def fixes(p: Place) -> list[Fix]:
             if p.extra.get("by") == "gain"
             else []
         ),
-        *finer(p.backend),
-        *margin(p.backend, 0, "Less margin under delayed scaling"),
+        *finer(p),
+        *margin(p, 0, "Less margin under delayed scaling"),
         *fp32_scales(p.backend),
         p.keep_out,
     ]

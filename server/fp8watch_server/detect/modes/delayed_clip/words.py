@@ -25,8 +25,8 @@ def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
     fixes = [
         *scales_of_this_tensor(p.backend),
-        *longer_history(p.backend),
-        *margin(p.backend, 1, "Head room"),
+        *longer_history(p),
+        *margin(p, 1, "Head room"),
     ]
     if p.extra.get("swiglu"):
         fixes.insert(

@@ -35,6 +35,6 @@ def fixes(p: Place) -> list[Fix]:
     )
     return [
         first,
-        *gradients_in_e5m2(p.backend),
+        *gradients_in_e5m2(p),
         Fix("code", "Check what divides or multiplies the gradient between its amax and its cast."),
     ]

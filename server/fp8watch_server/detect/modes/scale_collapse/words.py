@@ -34,5 +34,5 @@ def fixes(p: Place) -> list[Fix]:
     return [
         Fix("code", f"Find what grows in {p.module}: outlier-growth and attention-logit-growth say where it begins."),
         Fix("code", "Lower the LR by 10 to 20 %, and add weight decay there."),
-        *margin(p.backend, 1, "Head room until then"),
+        *margin(p, 1, "Head room until then"),
     ]
