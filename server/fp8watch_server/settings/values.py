@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from fp8watch_agent.checks import Rule, digits
 from fp8watch_server.db.dialect import parse_url
-from fp8watch_server.settings.quotas import checked_text
 from fp8watch_server.settings.otlp_target import check_endpoint, header_pairs
+from fp8watch_server.settings.quotas import checked_text
 from fp8watch_server.settings.webhook_url import check_url
 
 
