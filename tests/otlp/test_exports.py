@@ -142,8 +142,10 @@ def test_a_receiver_that_fails_is_told_once_and_counted_and_gets_the_incident_la
     receiver.wait_for("/v1/logs", lambda got: len(got) > num_before)
     until(lambda: any("takes them again" in r.getMessage() for r in caplog.records))
     until(lambda: failed(client, "metrics") >= 3 and failed(client, "logs") >= 2)
-    assert any(
-        "outcome', 'sent'), ('signal', 'logs" in line and value for line, value in seen_on_the_page(client).items()
+    until(
+        lambda: any(
+            "outcome', 'sent'), ('signal', 'logs" in line and value for line, value in seen_on_the_page(client).items()
+        )
     )
 
 
