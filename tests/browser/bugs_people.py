@@ -82,8 +82,8 @@ BUGS = [
     ),
     Bug(
         "a run that did not come as far proves nothing",
-        "pages.what_helped:_proves",
-        "r.last_step >= far, ",
+        "pages.what_helped:_next_without",
+        ", r.last_step >= last.far",
         "",
         f"{T}/test_inbox.py::test_what_is_no_evidence_is_not_said_to_have_helped",
     ),
@@ -96,7 +96,7 @@ BUGS = [
     ),
     Bug(
         "a run in which the place was not looked at proves nothing",
-        "pages.what_helped:_proves",
+        "pages.what_helped:_proof",
         "sa.exists().where(*looked)",
         "sa.true()",
         f"{T}/test_inbox.py::test_an_incident_shows_its_cause_in_other_runs_and_what_helped",

@@ -25,6 +25,8 @@ from fp8watch_server.store.rows import IncidentRow
 MAX_DIFFERENCES = 12
 MAX_TIMES = 8
 """Of the newest runs with the cause, so many are asked what came after."""
+MAX_ASKED = 64
+"""Of the newest runs without it, so many are asked whether they prove something."""
 OF_SESSION = ("recipe", "backend", "world_size")
 LEFT_OUT = "left_out"
 """Fact of a session: which Linears stay in high precision, and why."""
@@ -62,9 +64,10 @@ def what_helped(conn: Connection, incident: IncidentRow) -> dict[str, Any] | Non
     if not hits:
         return None
     # The newest run that proves something says after which of them it was gone: one question, however often it came.
-    far_enough = min(row.far for row in hits)
-    where = [*_proves(incident, far_enough), job]
-    where += [r.created_at > hits[-1].created_at, r.run_id.not_in(sa.select(hit.c.run_id))]
+    later = [r.tenant == t.DEFAULT_TENANT, r.last_step >= min(row.far for row in hits), job]
+    later += [r.created_at > hits[-1].created_at, r.run_id.not_in(sa.select(hit.c.run_id))]
+    asked = sa.select(r.run_id).where(*later).order_by(r.created_at.desc()).limit(MAX_ASKED).subquery("asked")
+    where = [r.tenant == t.DEFAULT_TENANT, r.run_id.in_(sa.select(asked.c.run_id)), _proof(incident)]
     newest = conn.execute(sa.select(sa.func.max(r.created_at)).where(*where)).scalar()
     for k, last in enumerate(hits if newest is not None else ()):
         if last.created_at >= newest:
@@ -103,8 +106,8 @@ def _closed_by(conn: Connection, incident: IncidentRow, run_id: str) -> str | No
     return str((detail or {}).get("by") or closed.owner or "")
 
 
-def _proves(incident: IncidentRow, far: int) -> list[sa.ColumnElement[bool]]:
-    """Runs that came as far, and in which that place was looked at, or kept out of FP8 where FP8 may have been the cause."""
+def _proof(incident: IncidentRow) -> sa.ColumnElement[bool]:
+    """Runs in which that place was looked at, or kept out of FP8 where FP8 may have been the cause."""
     r, s, n = t.run.c, t.site.c, t.session.c
     place = incident["place"]
     looked = [s.run_id == r.run_id, s.tenant == r.tenant]
@@ -114,7 +117,7 @@ def _proves(incident: IncidentRow, far: int) -> list[sa.ColumnElement[bool]]:
         of_run = (n.run_id == r.run_id, n.tenant == r.tenant, n.attempt == r.attempt)
         said = sa.literal("; ").concat(sa.type_coerce(n.facts, sa.JSON)["left_out"].as_string())
         proof = sa.or_(proof, sa.exists().where(*of_run, said.contains(f"; {place['module']} (", autoescape=True)))
-    return [r.tenant == t.DEFAULT_TENANT, r.last_step >= far, proof]
+    return proof
 
 
 def _leaves_fp8(incident: IncidentRow) -> bool:
@@ -127,7 +130,8 @@ def _next_without(conn: Connection, incident: IncidentRow, last: Any, where: lis
     r = t.run.c
     return conn.execute(
         sa.select(t.run)
-        .where(r.created_at > last.created_at, *_proves(incident, last.far), *where)
+        .where(r.tenant == t.DEFAULT_TENANT, r.created_at > last.created_at, r.last_step >= last.far)
+        .where(_proof(incident), *where)
         .order_by(sa.case((r.name == last.name, 0), else_=1), r.created_at)
         .limit(1)
     ).first()
