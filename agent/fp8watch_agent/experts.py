@@ -19,6 +19,13 @@ NONFINITE_EXPERT = "nonfinite_expert/"
 NONFINITE_EXPERT_ROW = "nonfinite_expert_row/"
 """... and in this row of the expert: for a weight of its own matrix, else of its tokens."""
 
+CHECKED_EXPERT = "checked_expert/"
+"""Before "module.operand.direction": scalar of a step in which what a GEMM reads of that operand was found to be wrong in this
+expert, the one that had its turn."""
+
+CHECKED_PRODUCT = "checked_product/"
+"""... and of which the output of the GEMM that reads it is not what its operands give."""
+
 MAX_FACT_CHARS = 4000
 
 

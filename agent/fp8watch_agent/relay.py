@@ -29,12 +29,14 @@ from urllib.parse import unquote
 import msgspec
 
 from fp8watch_agent.batch import Kind
+from fp8watch_agent.relay_express import Express
 from fp8watch_agent.relay_forward import Forwarder
 from fp8watch_agent.relay_journal import Journal
 from fp8watch_agent.relay_sessions import Sessions
 from fp8watch_agent.settings import AgentSettings, read_token_file
 from fp8watch_agent.transport import SESSION_KEY, Transport
 from fp8watch_agent.uploader import Uploader
+from fp8watch_agent.urgency import is_urgent
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
     MAX_WIRE_BYTES,
@@ -80,8 +82,12 @@ class Relay:
         self._settings = settings
         self.journal = Journal(self.directory, max_bytes)
         self.sessions = Sessions(self.directory, {e.session for e in self.journal.first(1 << 30, 1 << 62)})
-        transport = Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s)
-        self.forwarder = Forwarder(self.journal, self.sessions, Uploader(transport), self.directory, join_s)
+        ways = [
+            Uploader(Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s))
+            for _ in range(2)
+        ]
+        self.forwarder = Forwarder(self.journal, self.sessions, ways[0], self.directory, join_s)
+        self.express = Express(self.journal, self.sessions, ways[1])
         self.num_taken = 0
         relay = self
 
@@ -99,12 +105,14 @@ class Relay:
     def start(self) -> None:
         """Listen and forward."""
         self.forwarder.start()
+        self.express.start()
         self._serving.start()
 
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Take nothing more, deliver what can be delivered in this time, and end."""
         self.server.shutdown()
         self.server.server_close()
+        self.express.stop()
         self.forwarder.stop(timeout_s)
         self.journal.close()
 
@@ -139,11 +147,12 @@ class Relay:
         """A body: checked, written to disk, acknowledged."""
         try:
             if kind is Kind.BATCH:
-                header = decode_batch(body).header
+                batch = decode_batch(body)
+                header, urgent = batch.header, is_urgent(batch)
                 session, seq, amount = header.session, header.seq, header.num_records
             else:
                 maps = decode_tile_maps(body)
-                session, seq, amount = maps.session, maps.seq, len(maps.maps)
+                session, seq, amount, urgent = maps.session, maps.seq, len(maps.maps), False
         except TooLarge as e:
             raise _Refused(413, "too-large", str(e)) from e
         except (WireError, ValueError, TypeError, OverflowError) as e:
@@ -153,7 +162,9 @@ class Relay:
             raise _Refused(424, "unknown-session", "register run, session and sites, and send the same again")
         if known.session.key != key:
             raise _Refused(403, "session-key", "the session was registered with another key")
-        self.journal.append(kind, session, seq, amount, body)
+        entry = self.journal.append(kind, session, seq, amount, body)
+        if urgent:
+            self.express.add(entry)
         self.num_taken += 1
         answer: dict[str, Any] = {"acked": seq}
         captures = self.sessions.captures(session)
@@ -167,6 +178,7 @@ class Relay:
             "delivered": f.num_delivered,
             "refused": f.num_refused,
             "requests": f.num_requests,
+            "express": self.express.num_delivered,
             "waiting": self.journal.num_waiting,
             "waiting_bytes": self.journal.num_bytes,
             "damaged_bytes": self.journal.num_damaged_bytes,

@@ -31,7 +31,8 @@ from fp8watch_agent.uploader import Uploader
 log = logging.getLogger("fp8watch.relay")
 
 REQUEST_BYTES = 4 << 20
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
+MIN_BACKOFF_S, MAX_BACKOFF_S, HOLD_S = 0.1, 5.0, 30.0
+"""A relay has one connection: a collector that is there again is to be noticed soon."""
 OF_ONE_SESSION = (401, 403)
 """Statuses of a batch in a joined request that is otherwise accepted: its key, or the runs that the token names."""
 
@@ -86,9 +87,7 @@ class Forwarder:
             self._uploader.transport.reload_token()
             wait_s = random.uniform(0, min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._failures, 16)))
             self._failures += 1
-            self._sleep(
-                max(wait_s, answer.retry_after_s or 0.0, MAX_BACKOFF_S if verdict is ResponseMeaning.HOLD else 0.0)
-            )
+            self._sleep(max(wait_s, answer.retry_after_s or 0.0, HOLD_S if verdict is ResponseMeaning.HOLD else 0.0))
 
     def _late(self) -> bool:
         return self._until is not None and time.monotonic() > self._until

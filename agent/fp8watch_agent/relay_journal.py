@@ -1,7 +1,7 @@
 """What a relay has taken and the collector has not acknowledged yet: files on disk, written before anything is answered.
 
 Upstream:   fp8watch_agent.relay
-Downstream: fp8watch_agent.relay_forward
+Downstream: fp8watch_agent.relay_forward, fp8watch_agent.relay_express
 Shapes:     bodies with their session -> frames in numbered files; a position up to which they were delivered
 Thread:     any number append, one reads
 
@@ -134,8 +134,8 @@ class Journal:
         with self._lock:
             return sum(self._sizes.values())
 
-    def append(self, kind: int, session: str, seq: int, amount: int, body: bytes) -> None:
-        """Write a body, and return when it is on disk.
+    def append(self, kind: int, session: str, seq: int, amount: int, body: bytes) -> Entry:
+        """Write a body, and return its entry when it is on disk.
 
         Raises:
             OSError: it is not; Full where there is no room.
@@ -161,7 +161,8 @@ class Journal:
             self._sizes[self._file] = at + len(raw)
             self._written += len(raw)
             mine = self._written
-            self._waiting.append(Entry(kind, session, seq, amount, self._file, at, len(raw)))
+            entry = Entry(kind, session, seq, amount, self._file, at, len(raw))
+            self._waiting.append(entry)
             self._more.notify_all()
         with self._sync_lock:  # one fsync for all that were written while the last one went on
             if self._synced < mine:
@@ -172,6 +173,7 @@ class Journal:
                 finally:
                     os.close(fd)
                 self._synced = max(self._synced, upto)
+        return entry
 
     def _sync(self) -> None:
         os.fsync(self._fd)
@@ -193,6 +195,11 @@ class Journal:
                 out.append(entry)
                 size += entry.num_bytes
         return out
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether an entry is not delivered yet."""
+        with self._lock:
+            return bool(self._waiting) and (entry.file, entry.at) >= (self._waiting[0].file, self._waiting[0].at)
 
     def body(self, entry: Entry) -> bytes:
         """The body of an entry.

@@ -10,11 +10,13 @@ No waiting and no retries here: those belong to the caller, who owns the clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 from fp8watch_agent.batch import Kind, Parcel, rekeyed, split
 from fp8watch_agent.health import DROP_UNREGISTERED
-from fp8watch_agent.session import Registration
+from fp8watch_agent.record import Site
+from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.transport import Ack, Answer, ResponseMeaning, Transport, judge, read_ack
 from fp8watch_agent.wire import BATCH_CONTENT_TYPE, TILE_MAPS_CONTENT_TYPE
 
@@ -56,12 +58,17 @@ class Receipt:
 
 
 class Uploader:
-    """Connection to one collector, for any number of sessions."""
+    """Connection to one collector, for any number of sessions.
+
+    What a session says of its run and of sites is not said again by another session of the run: the ranks of a host say the same.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._known: dict[str, int] = {}  # session -> number of registrations that the collector has
         self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has
+        self._told_runs: dict[str, dict[str, Any]] = {}  # run -> its facts that the collector has
+        self._told_sites: dict[str, dict[int, Site]] = {}  # run -> its sites that the collector has
         self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
         self.refused_registrations: list[Answer] = []
 
@@ -72,10 +79,15 @@ class Uploader:
         of_session = f"{run}/sessions/{quote(session.session, safe='')}"
         start = self._known.get(session.session, -1)
         if start < 0:
-            for path, facts in ((run, session.run_facts()), (of_session, session.session_facts())):
-                failed = self._put(path, facts, session.key)
+            facts = session.run_facts()
+            if self._told_runs.get(session.run_id) != facts:
+                failed = self._put(run, facts, session.key)
                 if failed is not None:
                     return failed
+                self._told_runs[session.run_id] = facts
+            failed = self._put(of_session, session.session_facts(), session.key)
+            if failed is not None:
+                return failed
             start = self._known[session.session] = 0
             self._versions[session.session] = version
         elif self._versions.get(session.session, version) != version:
@@ -84,14 +96,23 @@ class Uploader:
                 return failed
             self._versions[session.session] = version
         count = len(registration)
-        sites = registration.sites(start) if count > start else []
+        told = self._told_sites.setdefault(session.run_id, {})
+        sites = [s for s in registration.sites(start) if told.get(s.id) != s] if count > start else []
         for at in range(0, len(sites), SITES_PER_REQUEST):
-            value: dict[str, object] = {"session": session.session, "sites": sites[at : at + SITES_PER_REQUEST]}
+            part = sites[at : at + SITES_PER_REQUEST]
+            value: dict[str, object] = {"session": session.session, "sites": part}
             failed = self._put(f"{run}/sites", value, session.key)
             if failed is not None:
                 return failed
+            told.update({site.id: site for site in part})
         self._known[session.session] = count
         return None
+
+    def forget(self, session: Session) -> None:
+        """The collector does not know something of this session: the next registration says everything."""
+        self._known.pop(session.session, None)
+        self._told_runs.pop(session.run_id, None)
+        self._told_sites.pop(session.run_id, None)
 
     def _put(self, path: str, value: object, key: str) -> Answer | None:
         answer = self.transport.put(path, value, key)
@@ -133,7 +154,7 @@ class Uploader:
                     return receipt
             if verdict is not ResponseMeaning.REGISTER:
                 return self._receipt(parcel, registration, answer, verdict)
-            self._known.pop(registration.session.session, None)
+            self.forget(registration.session)
         receipt = Receipt(ResponseMeaning.ACKNOWLEDGED, answer)
         receipt.refuse(parcel, DROP_UNREGISTERED)
         return receipt

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8watch.layers.custom_ops import is_eager, site_tensor
 from fp8watch.layers.probe_ops import logits_wanted
-from fp8watch.observer.attention_logits import Rule, largest_logit, largest_of
+from fp8watch.observer.attention_logits import Looked, Rule, look_at_logits, look_at_memory
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.stopwatch import SAMPLING
 from fp8watch_agent.roles import layers_of
@@ -186,7 +186,7 @@ def logits_summary(plan: ObservationPlan | None) -> str:
 # ---- what is looked at -------------------------------------------------------------------------------------------
 
 
-def _after(original: Function, look: Callable[..., Tensor | None]) -> Function:
+def _after(original: Function, look: Callable[..., Looked | None]) -> Function:
     """A function that does what `original` does, and then looks at its arguments."""
 
     @wraps(original)
@@ -202,21 +202,23 @@ def _after(original: Function, look: Callable[..., Tensor | None]) -> Function:
     return function
 
 
-def _look(running: _Running, look: Callable[..., Tensor | None], args: Any, kwargs: Any) -> None:
-    """Keep the largest logit of one call in the scalars of the step."""
+def _look(running: _Running, look: Callable[..., Looked | None], args: Any, kwargs: Any) -> None:
+    """Keep what one call shows in the scalars of the step."""
     plan, seam = running.plan, running.seam
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if not is_eager(*tensors) or torch._C._is_tracing():
         return
     began = plan.stopwatch.mark() if plan.stopwatch is not None else None
     try:
-        largest = look(running, *args, **kwargs)
+        looked = look(running, *args, **kwargs)
     except ValueError:  # of other shapes: it stays unseen
-        largest = None
-    if largest is not None:
+        looked = None
+    if looked is not None:
         running.seen = True
         seam.turn += 1
-        plan.step.note_logits(seam.fqn, largest)
+        plan.step.note_logits(seam.fqn, looked.largest)
+        if looked.sees_ahead is not None:
+            plan.step.sees_ahead[seam.fqn] = looked.sees_ahead
         plan.step.attention_dtypes[seam.fqn] = _dtype(tensors[0])
     if plan.stopwatch is not None:
         plan.stopwatch.add(SAMPLING, began, plan.stopwatch.mark())
@@ -234,36 +236,36 @@ def _dtype(given: Tensor) -> str:
 def _sdpa(
     running: _Running, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, **__: Any,
-) -> Tensor:  # fmt: skip
-    return largest_logit(query, key, Rule(scale, attn_mask, is_causal), running.seam.turn)
+) -> Looked:  # fmt: skip
+    return look_at_logits(query, key, Rule(scale, attn_mask, is_causal), running.seam.turn)
 
 
-def _softmax(running: _Running, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:
+def _softmax(running: _Running, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Looked | None:
     if input.dim() < 3 or not input.numel() or dim not in (-1, input.dim() - 1):  # of anything but rows of logits
         return None
-    return largest_of(input, running.seam.turn)
+    return look_at_memory(input, running.seam.turn)
 
 
 def _flash(
     running: _Running, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0, *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
+) -> Looked:  # fmt: skip
     """flash_attn_func, with queries [B, L, H, D]; a window of it only hides logits."""
     rule = Rule(softmax_scale, None, causal and q.shape[1] == k.shape[1], softcap)
-    return largest_logit(q.transpose(1, 2), k.transpose(1, 2), rule, running.seam.turn)
+    return look_at_logits(q.transpose(1, 2), k.transpose(1, 2), rule, running.seam.turn)
 
 
 def _interface(
     running: _Running, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
     *_: Any, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None, **__: Any,
-) -> Tensor | None:  # fmt: skip
+) -> Looked | None:  # fmt: skip
     """An attention function of transformers, with queries [B, H, L, D]; asked only where nothing inside it was seen."""
     if running.seen:
         return None
     mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 else None
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     same = query.shape[-2] == key.shape[-2]
-    return largest_logit(query, key, Rule(scaling, mask, causal and mask is None and same, softcap), running.seam.turn)
+    return look_at_logits(query, key, Rule(scaling, mask, causal and mask is None and same, softcap), running.seam.turn)
 
 
 def _registry(get_interface: Function) -> Function:

@@ -18,8 +18,9 @@ from torch import Tensor
 from fp8watch.kernels import emulated_grouped
 from fp8watch.layers.custom_ops import lookup, note_gemm_output, pass_number
 from fp8watch.layers.double_backward import once_only
+from fp8watch.layers.expert_check import hold_expert_product
 from fp8watch.layers.expert_groups import ExpertGroups
-from fp8watch.layers.expert_operands import Kept, Weights, quantise_rows, quantise_weights, values_of
+from fp8watch.layers.expert_operands import Kept, Ranges, Weights, quantise_rows, quantise_weights, values_of
 from fp8watch.layers.observe_gemm import Gemm, _weight
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.observer.observation_plan import ObservationPlan
@@ -46,9 +47,10 @@ class _ExpertLinear(torch.autograd.Function):
             plan, first, INPUT, x_SK, of, count=count, rowwise=True, columnwise=wgrad, codes=True
         )  # fmt: skip
         assert x.row is not None
-        y = emulated_grouped.fprop(
-            x.row, _WeightOf(plan, first, weights[0], columnwise=False), x.groups, (x_SK.shape[0], w.shape[-2]), x_SK.dtype
-        )  # fmt: skip
+        weight_of = _WeightOf(plan, first, weights[0], columnwise=False)
+        y = emulated_grouped.fprop(x.row, weight_of, x.groups, (x_SK.shape[0], w.shape[-2]), x_SK.dtype)
+        if count and first in plan.canary.turn and not in_backward():
+            _hold(plan, first, INPUT, y, x.row, weight_of, of, x.groups)
         if count and plan.step.sample.any_outputs and not in_backward():
             plan.guard.run("output", note_gemm_output, plan, first, _counted(y, of), INPUT, False)
         kept = x.column if isinstance(x.column, Kept) else (None, None)
@@ -70,12 +72,14 @@ class _ExpertLinear(torch.autograd.Function):
             g = quantise_rows(
                 plan, first, GRAD_OUTPUT, grad_SN, ctx.of, count=ctx.count, rowwise=dgrad, columnwise=wgrad, codes=False
             )  # fmt: skip
-            looks = ctx.count and plan.step.sample.any_outputs
+            looks, turn = ctx.count and plan.step.sample.any_outputs, ctx.count and first in plan.canary.turn
             if dgrad:
                 assert g.row is not None
                 weight_of = _WeightOf(plan, first, weights, columnwise=True)
                 shape = grad_SN.shape[0], ctx.shape_of_w[-1]
                 dx = emulated_grouped.dgrad(g.row, weight_of, g.groups, shape, x_dtype)
+                if turn:
+                    _hold(plan, first, GRAD_OUTPUT, dx, g.row, weight_of, ctx.of, g.groups)
                 if looks:
                     plan.guard.run("output", note_gemm_output, plan, first, _counted(dx, ctx.of), GRAD_OUTPUT, False)
             if wgrad:
@@ -84,9 +88,46 @@ class _ExpertLinear(torch.autograd.Function):
                 else:
                     x = values_of(plan, first, INPUT, Kept(xc, xc_scale))
                     dw = emulated_grouped.wgrad(g.column, x, ctx.column_groups, w_dtype).reshape(ctx.shape_of_w)
+                    if turn:
+                        _hold_wgrad(plan, first, dw, g.column, x, ctx.of, ctx.column_groups)
                 if looks:
                     plan.guard.run("output", note_gemm_output, plan, first, dw, GRAD_OUTPUT, True)
         return once_only(dx), once_only(dw), None, None, None, None, None
+
+
+def _hold(
+    plan: ObservationPlan,
+    first: int,
+    operand: int,
+    y: Tensor,
+    rows: Tensor,
+    weight_of: _WeightOf,
+    of: ExpertGroups | int,
+    groups: Ranges,
+) -> None:
+    """Hold fprop or dgrad of the expert whose turn it is against its operands."""
+
+    def factors(group: int) -> tuple[Tensor, Tensor, Tensor]:
+        start, end = groups[group]
+        return y[start:end], rows[start:end], weight_of(group)
+
+    plan.guard.run("shadow", hold_expert_product, plan, first, operand, False, _one(of), groups, factors)
+
+
+def _hold_wgrad(
+    plan: ObservationPlan, first: int, dw: Tensor, g: Tensor, x: Tensor, of: ExpertGroups | int, groups: Ranges
+) -> None:
+    """Hold wgrad of the expert whose turn it is against its operands."""
+
+    def factors(group: int) -> tuple[Tensor, Tensor, Tensor]:
+        start, end = groups[group]
+        return dw[group] if dw.dim() == 3 else dw, g[start:end], x[start:end]
+
+    plan.guard.run("shadow", hold_expert_product, plan, first, GRAD_OUTPUT, True, _one(of), groups, factors)
+
+
+def _one(of: ExpertGroups | int) -> int | None:
+    return of if isinstance(of, int) else None
 
 
 class _WeightOf:
@@ -131,7 +172,10 @@ def expert_linear(x_SK: Tensor, w: Tensor, gemm: Gemm, site: Tensor, *, count: b
             number = pass_number(plan, WEIGHT, count)
         elif gemm.weight and count:  # measured once in a forward, whole, whatever part of it is multiplied
             plan.guard.run("own gemm", _weight, plan, first, parameter, transposed=gemm.transposed)
-        weights = quantise_weights(plan, first, lies, transposed=transposed, number=number, later=later)
+        one = gemm.of if w.dim() == 2 and isinstance(gemm.of, int) else None
+        weights = quantise_weights(
+            plan, first, lies, transposed=transposed, number=number, later=later, of=one, look=count
+        )
     with torch.autocast(x_SK.device.type, enabled=False):
         y: Tensor = _ExpertLinear.apply(x_SK, w, gemm.of, weights, site, count, wgrad)  # type: ignore[no-untyped-call]
     return y

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8watch.kernels.backend import Backend
 from fp8watch.layers.custom_ops import asked_rows, pass_number
+from fp8watch.layers.expert_check import hold_expert_operand
 from fp8watch.layers.expert_groups import ExpertGroups, Frame
 from fp8watch.layers.observe_gemm import _directions, _take_off, _tile, _tile_rows
 from fp8watch.numerics.formats import fp8_format
@@ -81,7 +82,7 @@ def quantise_rows(
             continue
         frame, layout = _frame(plan, first, operand, x_SK, of, is_column)
         how = Wanted.CODES if is_column and codes else Wanted.VALUES
-        out = _quantise(plan, first, operand, frame, layout, number=number, column=is_column, wanted=how)
+        out = _quantise(plan, first, operand, frame, layout, number=number, column=is_column, wanted=how, look=count)
         if is_column:
             column = _kept(out) if codes else out
             sizes = [end - start for start, end in groups]
@@ -118,13 +119,16 @@ def _frame(
 
 
 def _quantise(
-    plan: ObservationPlan, first: int, operand: int, frame: Frame, layout: Layout, *, number: int | None, column: bool, wanted: Wanted
+    plan: ObservationPlan, first: int, operand: int, frame: Frame, layout: Layout, *, number: int | None, column: bool, wanted: Wanted,
+    look: bool,
 ) -> Any:  # fmt: skip
-    """One direction of an operand, measured on the way where it has a number."""
+    """One direction of an operand, measured on the way where it has a number, and with `look` checked where it has its turn."""
     asked = asked_rows(plan, first, operand, not column, column)
     began = plan.step.calls
     with plan.experts.measuring(layout):
         (out,) = plan.quantize(asked, frame.rows.contiguous(), number=number, wanted=(wanted,))
+    if look and first in plan.canary.turn:
+        plan.guard.run("canary", hold_expert_operand, plan, first, asked, frame, layout, out)
     calls = range(began, plan.step.calls)
     for row in asked.rows:
         plan.experts.note(row, calls, layout)
@@ -164,7 +168,15 @@ class Weights(NamedTuple):
 
 
 def quantise_weights(
-    plan: ObservationPlan, first: int, w: Tensor, *, transposed: bool, number: int | None, later: bool
+    plan: ObservationPlan,
+    first: int,
+    w: Tensor,
+    *,
+    transposed: bool,
+    number: int | None,
+    later: bool,
+    of: int | None = None,
+    look: bool = False,
 ) -> tuple[Weights, Weights]:
     """Codes for fprop, and those for dgrad: the same where one quantisation serves both.
 
@@ -175,6 +187,8 @@ def quantise_weights(
         transposed: see `w`.
         number: of the pass; None where the call does not count.
         later: there will be a dgrad.
+        of: the expert that [N, K] is of.
+        look: the call counts, and may be checked.
     """
     found: list[Weights] = []
     for column in _directions(plan, first, WEIGHT, rowwise=True, columnwise=later):
@@ -189,6 +203,9 @@ def quantise_weights(
             lies = torch.cat((lies, lies.new_zeros((experts, more, columns))), dim=1)
         pitch = lies.shape[1]
         frame = Frame(lies.reshape(-1, columns), torch.zeros(1), experts * (pitch - rows), 0)
-        out = _quantise(plan, first, WEIGHT, frame, Even(pitch), number=number, column=column, wanted=Wanted.CODES)
+        layout = Even(pitch) if of is None else Whole(of)
+        out = _quantise(
+            plan, first, WEIGHT, frame, layout, number=number, column=column, wanted=Wanted.CODES, look=look
+        )
         found.append(Weights(_kept(out), rows, pitch, transposed and not turns))
     return found[0], found[-1]

@@ -92,9 +92,8 @@ def hold_kept(plan: ObservationPlan, row: int, quantizer: SiteQuantizer, kept: R
     began = stopwatch.mark() if stopwatch is not None else None
     rows = part_of_rows(values.shape[0], plan.step.num_begun)
     if not rows_equal(values, kept, rows):
-        right = reference.dequantize(kept.data, kept.scale_inv, kept.tile)
-        scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
-        found = check_rounding(right, values, rows, quantizer.spec, kept.tile, slab.amax_if_finite(row), scale)
+        right = reference.dequantize(kept.data, kept.scale_inv, kept.tile)  # in range: a scale has nothing more to clip
+        found = check_rounding(right, values, rows, quantizer.spec, kept.tile, slab.amax_if_finite(row))
         if found is not None:
             slab.accumulate_quantiser(row, found)
     if stopwatch is not None:

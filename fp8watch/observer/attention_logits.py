@@ -1,6 +1,6 @@
-"""The largest attention logit of one call, from a sample of its heads and query rows.
+"""The largest attention logit of one call, and whether a query sees a later key, from a sample of its heads and query rows.
 
-Shapes:     query [..., H, L, D], key [..., Hk, S, D] -> [] float32     Thread: training
+Shapes:     query [..., H, L, D], key [..., Hk, S, D] -> [] float32 each     Thread: training
 
 Fused attention never writes its logits to memory. They are computed anew: the products of at most 64 query rows with all
 keys, for as many heads and sequences as MAX_LOGITS allows. The next turn takes others. Nothing here waits for a device,
@@ -33,8 +33,22 @@ class Rule:
     softcap: float | None = None  # logits are softcap · tanh(logits / softcap)
 
 
-def largest_logit(query: Tensor, key: Tensor, rule: Rule, turn: int = 0) -> Tensor:
-    """The largest logit of the sample; −Inf where all of it is masked. [] float32
+MASKED = -1e4
+"""A logit, or what is added to one, from which down it takes no part: masks are made of −Inf, of the least finite number, of −1e9."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What one call showed."""
+
+    largest: Tensor
+    """The largest logit of the sample; −Inf where all of it is masked. [] float32"""
+    sees_ahead: Tensor | float | None
+    """1 where a query takes part of a key behind its own, else 0; None where queries and keys are not of one length."""
+
+
+def look_at_logits(query: Tensor, key: Tensor, rule: Rule, turn: int = 0) -> Looked:
+    """The largest logit of the sample, and whether any of its queries sees ahead.
 
     Args:
         query: [L, D], [H, L, D] or [B, H, L, D], after the rotary embedding.
@@ -75,25 +89,36 @@ def largest_logit(query: Tensor, key: Tensor, rule: Rule, turn: int = 0) -> Tens
         if rule.causal:
             at = torch.arange(length, device=q.device)[rows]
             logits = logits.masked_fill(torch.arange(keys, device=q.device) > at[:, None], -math.inf)
+        ahead: Tensor | float | None = None if length != keys or length < 2 else 0.0 if rule.causal else 1.0
         if rule.mask is not None:
             mask = sample(_four(rule.mask).expand(-1, -1, -1, keys))
+            if ahead == 1.0:
+                ahead = _sees_ahead(mask if mask.dtype == torch.bool else mask > MASKED, length, rows)
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         largest: Tensor = logits.amax()
-    return largest
+    return Looked(largest, ahead)
 
 
-def largest_of(logits: Tensor, turn: int = 0) -> Tensor:
-    """The largest of logits that are in memory, of a sample where they are many. [..., L, S] -> [] float32"""
+def _sees_ahead(takes_part: Tensor, length: int, rows: slice) -> Tensor:
+    """Whether anything above the diagonal takes part. [..., r, S] bool, of these rows of L -> [] float32"""
+    at = torch.arange(length, device=takes_part.device)
+    return (takes_part & (at > at[rows, None])).any().float()
+
+
+def look_at_memory(logits: Tensor, turn: int = 0) -> Looked:
+    """The same of logits that are in memory, of a sample where they are many. [..., L, S]"""
     with _unseen(logits.device.type):
+        length, keys, rows = logits.shape[-2], logits.shape[-1], slice(None)
         if logits.numel() > MAX_LOGITS:
-            rows, turn = _part(logits.shape[-2], NUM_ROWS, turn)
+            rows, turn = _part(length, NUM_ROWS, turn)
             logits = logits[..., rows, :]
         for dim in range(logits.dim() - 2):  # other sequences first, then heads
             fits = max(1, MAX_LOGITS * logits.shape[dim] // logits.numel())
             part, turn = _part(logits.shape[dim], fits, turn)
             logits = logits[(slice(None),) * dim + (part,)]
         largest = logits.amax().float()
-    return largest
+        ahead = _sees_ahead(logits > MASKED, length, rows) if length == keys and length > 1 else None
+    return Looked(largest, ahead)
 
 
 def _four(x: Tensor) -> Tensor:

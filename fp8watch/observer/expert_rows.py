@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8watch.numerics.tile_stats import TileStats
 from fp8watch.observer.expert_layout import Even, Layout, Sorted, Whole
+from fp8watch.observer.expert_turns import ExpertTurns
 from fp8watch.observer.expert_vectors import ExpertVectors
 from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 
@@ -45,6 +46,7 @@ class ExpertRows:
 
     num_experts: dict[int, int] = field(default_factory=dict)
     _layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
+    turns: ExpertTurns = field(default_factory=ExpertTurns)
     vectors: ExpertVectors = field(init=False)
     _layout: Layout | None = None  # of what is measured now
 

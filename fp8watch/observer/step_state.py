@@ -55,6 +55,9 @@ class StepState:
     share_of: int = 1  # ranks, where a loss that adds up is this rank's share of it
     losses_add_up: bool = False  # they are shares of one loss, not each the mean of its micro-batch
     logits: dict[str, Tensor] = field(default_factory=dict)  # attention module -> largest logit
+    sees_ahead: dict[str, Tensor | float] = field(
+        default_factory=dict
+    )  # attention module -> 1: a query saw a later key
     logits_unseen: set[str] | None = None  # attention modules whose logits were never seen in any step; None: has none
     entered: dict[str, Tensor] = field(default_factory=dict)  # Linear -> elements of its input that are not finite
     attention_dtypes: dict[str, str] = field(default_factory=dict)  # attention module -> of what it computes with
@@ -76,6 +79,7 @@ class StepState:
         self.held.clear()
         self.losses.clear()
         self.logits.clear()
+        self.sees_ahead.clear()
         self.entered.clear()
         self.sample = sample
 
@@ -134,6 +138,10 @@ class StepState:
     def ran(self) -> bool:
         """Whether anything of the model ran since the step began."""
         return self.forward_seen or self.backward_seen or self.root_seen
+
+    def can_end(self, *, frozen: bool) -> bool:
+        """Whether there is a step to end; where no watched parameter is trained (`frozen`), a forward is enough."""
+        return self.backward_seen or (frozen and self.forward_seen) or (self.root_seen and not self.forward_seen)
 
     def _count_pass(self) -> None:
         self.num_passes += 1

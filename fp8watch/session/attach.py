@@ -217,7 +217,7 @@ def attach(
     num_foreign = put_on_sites(plan, linears, in_fp8, formats)
     own_gemms = look_at_own(plan, watched, table) if plan.slab is not None or watched.computing else {}
     plan.step.warming = start_step < chosen.warmup_steps
-    plan.canary.cover(turns_of(plan, len(linears), observer), len(plan.sites.rows))
+    plan.canary.cover(turns_of(plan, len(linears), observer, [*own_gemms.values()]), len(plan.sites.rows))
     told_foreign = None if foreign is None else left_as_it_is(foreign, len(linears) - num_foreign, *told_of(plan))
     line = (
         watched,

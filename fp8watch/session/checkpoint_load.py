@@ -3,7 +3,8 @@
 Thread:     training, once a load
 
 Weights may be loaded before or after the watch's own state. So those that differ at once are looked at again where the
-first optimizer steps: by then everything is loaded, and nothing has been updated. Delayed scales are loaded with the
+first optimizer steps: by then everything is loaded, and nothing has been updated. Moments are looked at only then, because
+only then the optimizer is known. Delayed scales are loaded with the
 watch's state: what differs of them is said at once.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fp8watch.session.fingerprint import HASHED, Fingerprint, differences
+from fp8watch.session.fingerprint import HASHED, MOMENTS, Fingerprint, differences
 
 LOADED = "loaded_"
 """Facts of a session, such as "loaded_weights": names that are not as they were saved."""
@@ -45,7 +46,7 @@ class CheckpointLoad:
             return
         found = differences(saved, self._fingerprint())
         self._told({DELAYED: found[DELAYED]} if DELAYED in found else {})
-        if any(group in found for group in OF_WEIGHTS):
+        if any(group in found for group in OF_WEIGHTS) or saved.get(MOMENTS):
             self.pending = saved
 
     def compare_now(self) -> None:

@@ -3,14 +3,15 @@
 Shapes:     parameters, amax histories -> one hash each
 Thread:     training, between steps; one read of the device for all hashes
 
-Hashed are the bits of each parameter (of this rank's part where it is sharded), and of each weight that the recipe
-quantises the codes and scales that it gives: those differ where the weights are the same and the quantiser is not.
+Hashed are the bits of each parameter (of this rank's part where it is sharded), of each moment of the optimizers that have
+stepped, and of each weight that the recipe quantises the codes and scales that it gives: those differ where the weights are
+the same and the quantiser is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +21,30 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.sites import SlabSite
+from fp8watch.session.standing_state import moments_of
 from fp8watch.sketch.weight_hash import hash_bits
 
 VERSION = 1
-HASHED = ("weights", "codes", "scales", "delayed")
+MOMENTS = "moments"
+HASHED = ("weights", "codes", "scales", "delayed", MOMENTS)
 """Groups of a fingerprint: name -> "hash dtype shape"."""
 MAX_NAMED = 3
 Fingerprint = dict[str, Any]
 
 
+class Owner(Protocol):
+    """Who knows the optimizers of a run."""
+
+    @property
+    def known(self) -> list[torch.optim.Optimizer]:
+        """Those that have been met."""
+
+
 @torch.no_grad()
 def fingerprint(
-    model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite], recipe: Recipe, *, in_step: bool = False
-) -> Fingerprint:
+    model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite], recipe: Recipe, owner: Owner | None = None,
+    *, in_step: bool = False,
+) -> Fingerprint:  # fmt: skip
     """Recipe with its facts, and the hashes of HASHED; plain types only.
 
     Args:
@@ -40,6 +52,7 @@ def fingerprint(
         plan: with the quantisers of its weights.
         table: what their rows stand for.
         recipe: in effect.
+        owner: knows the optimizers, whose moments are hashed.
         in_step: a step runs: delayed scales, and codes that follow from them, are left out and left as they are.
     """
     if plan is not None and not in_step:
@@ -48,6 +61,8 @@ def fingerprint(
     for module_name, module in named_modules(model):
         for name, parameter in module.named_parameters(recurse=False):
             hashed.take("weights", f"{module_name}.{name}".lstrip("."), _local(parameter.detach()))
+    for name, moment in moments_of(model, owner.known if owner is not None else ()):
+        hashed.take(MOMENTS, name, moment)
     if plan is not None and not recipe.observe_only:
         _take_codes(hashed, model, plan, table, stateful=not in_step)
     if plan is not None and not in_step:
@@ -121,7 +136,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     """What of a fingerprint is not as it was saved: group, or name of a fact -> what differs, by name.
 
     Names that only one of the two has are not compared, nor are tensors that are cut otherwise: a model may be loaded
-    in part, and on another number of ranks.
+    in part, and on another number of ranks. An optimizer without any moments, where some were saved, is told.
     """
     out: dict[str, str] = {}
     before, after = saved.get("facts"), now.get("facts")
@@ -133,6 +148,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
         was, now_is = saved.get(group), now.get(group)
         if not isinstance(was, Mapping) or not isinstance(now_is, Mapping):
             continue
+        if group == MOMENTS and was and not now_is:
+            out[group] = f"none of {len(was)}: the optimizer has none"
         common = [name for name in now_is if name in was]
         changed = [name for name in common if _comparable(was[name], now_is[name]) and was[name] != now_is[name]]
         if changed:

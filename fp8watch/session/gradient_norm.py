@@ -9,6 +9,7 @@ another order, of another model's parameters, or one that its ranks have still t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-Clipped = Callable[[list[Tensor], Tensor], None]
-"""Is told of (parameters, their norm)."""
+Clipped = Callable[[list[Tensor], Tensor, float], None]
+"""Is told of (parameters, their norm, what it is clipped to)."""
 
 
 class GradientNorm:
@@ -33,8 +34,9 @@ class GradientNorm:
         self._model, self._holds = model, holds
         self._ids: frozenset[int] = frozenset()
         self._norms: dict[int, Tensor] = {}
+        self._clipped_to: float | None = None
 
-    def see(self, parameters: list[Tensor], norm: Tensor) -> None:
+    def see(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
         """Keep a norm of order 2, as it is: it is read when the step closes."""
         if not parameters or type(norm) not in (Tensor, nn.Parameter) or norm.dim() or torch.compiler.is_compiling():
             return
@@ -44,6 +46,13 @@ class GradientNorm:
             if first not in self._ids:
                 return
         self._norms[first] = norm.detach().clone()
+        if 0 < max_norm < math.inf:  # trainers that only measure give Inf
+            self._clipped_to = max_norm
+
+    def take_limit(self) -> float | None:
+        """What gradients were clipped to in this step; None where nothing clipped them."""
+        limit, self._clipped_to = self._clipped_to, None
+        return limit
 
     def take(self) -> Tensor | None:
         """The norm of all gradients that were clipped in this step; None where none were. [] as it was returned"""
@@ -64,7 +73,7 @@ def wrap_clipping(tell: Clipped) -> Callable[[], None]:
         given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         again: Iterable[Tensor] = (p for p in given) if isinstance(parameters, GeneratorType) else given
         norm = original(again, max_norm, norm_type, *args, **kwargs)
-        tell(given, norm)
+        tell(given, norm, _number(max_norm))
         return norm
 
     places: tuple[Any, ...] = (clip_grad, torch.nn.utils)
@@ -77,3 +86,8 @@ def wrap_clipping(tell: Clipped) -> Callable[[], None]:
                 place.clip_grad_norm_ = original
 
     return undo
+
+
+def _number(x: Any) -> float:
+    """A number as it is; NaN for one that lies on a device."""
+    return math.nan if isinstance(x, Tensor) else float(x)

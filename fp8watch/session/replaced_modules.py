@@ -63,7 +63,7 @@ class ReplacedModules:
                 left.append(
                     LeftOut(fqn, f"replaced after attach by {_kind(module)}" if module else "removed after attach")
                 )
-        plan.canary.cover(turns_of(plan, len(linears), self.attachment.te), each)
+        plan.canary.cover(turns_of(plan, len(linears), self.attachment.te, [*self.attachment.own.values()]), each)
         self._tell(named, again, left)
 
     def _tell(self, named: list[tuple[str, nn.Module]], again: Counter[str], left: list[LeftOut]) -> None:

@@ -20,6 +20,7 @@ from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.layers import custom_ops
 from fp8watch.layers.foreign_linear import ForeignLinear
 from fp8watch.layers.fp8_linear import layout, take_over
+from fp8watch.layers.own_gemms import OwnGemms
 from fp8watch.layers.scaled_linear import Formats
 from fp8watch.layers.shadow_gemm import TURN_COLUMNS, TURN_ROWS, Allowed, Factor, check_gemm
 from fp8watch.layers.torchao_casts import watch_casts
@@ -70,10 +71,14 @@ def put_on_site(plan: ObservationPlan, first: int, module: nn.Linear, in_fp8: Ma
     take_over(module, custom_ops.site_tensor(plan, first), observe_only=True, mixin=ForeignLinear)
 
 
-def turns_of(plan: ObservationPlan, num_linears: int, te: TeObserver | None) -> list[int]:
-    """First rows of the modules whose quantisers and GEMMs are checked in turn: those that compute in FP8."""
+def turns_of(
+    plan: ObservationPlan, num_linears: int, te: TeObserver | None, own: Sequence[tuple[OwnGemms, str]] = ()
+) -> list[int]:
+    """First rows of the modules whose quantisers and GEMMs are checked in turn: those that compute in FP8, parameters of
+    experts (what is seen of their modules, and their paths there) among them."""
     each, foreign = len(plan.sites.rows), plan.sites.foreign
     firsts = [i * each for i in range(num_linears) if not plan.recipe.observe_only or i * each in foreign]
+    firsts += [int(gemms.sites[path]) & 0xFFFFFFFF for gemms, path in own if path in gemms.computes]
     return firsts + ([te.rows_of[id(module)][0] for module in te.modules] if te is not None else [])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import signal
 import sys
 import threading
@@ -57,7 +58,7 @@ class StepListener(Protocol):
     def _on_scaler(self, scale: torch.Tensor | None, optimizers: set[int]) -> None:
         """A GradScaler has updated its scale."""
 
-    def _on_clip(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
+    def _on_clip(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float = math.inf) -> None:
         """Gradients have been clipped."""
 
     def _on_targets(self, targets: torch.Tensor, ignored: int) -> None:
@@ -138,8 +139,8 @@ def _wrap_scaler() -> Callable[[], None]:
     return undo
 
 
-def _after_clipping(parameters: list[torch.Tensor], norm: torch.Tensor) -> None:
-    _each(lambda w: None if is_capturing() else w._on_clip(parameters, norm))
+def _after_clipping(parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    _each(lambda w: None if is_capturing() else w._on_clip(parameters, norm, max_norm))
 
 
 def _after_loss(targets: torch.Tensor, ignored: int) -> None:

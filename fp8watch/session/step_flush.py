@@ -24,15 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8watch.observer.expert_rows import Calls, named_experts
+from fp8watch.observer.expert_turns import named_turns
 from fp8watch.observer.nonfinite_checks import gradient_faults, gradients_of, named_gradients
 from fp8watch.observer.observation_plan import TILE_BYTES, ObservationPlan
 from fp8watch.observer.step_sample import StepSample
 from fp8watch.observer.stopwatch import FIXED, SAMPLING
 from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.causal_attention import CausalAttention
 from fp8watch.session.checkpoint_steps import CheckpointSteps, weights_broken
 from fp8watch.session.event_follow import NOTHING_FOLLOWED, EventFollow, broken_rows
 from fp8watch.session.site_registration import Rows, SiteRegistration
 from fp8watch.session.sites import site_name
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch.session.tile_map_flush import TileMapFlush
 from fp8watch.session.window_merge import WindowMerge, steps_to_merge
@@ -63,6 +66,7 @@ class PendingStep:
     suspects: list[int]  # rows of Transformer Engine that may be broken
     experts: Calls | None  # whose rows its operands had
     vectors: list[int]  # rows with a vector over experts
+    turns: tuple[dict[int, int], dict[int, int]]  # row -> expert whose codes, and whose product, had their turn
     parts: list[str]  # what the tensors of `copy` are
     tiles: Held
     tile_bytes: int
@@ -95,10 +99,12 @@ class StepFlush:
     events: EventFollow
     maps: TileMapFlush
     merge: WindowMerge | None  # None: each step leaves by itself
+    standing: StandingState
     expert_names: Mapping[int, str] = field(default_factory=dict)  # row -> "module.operand.direction" of experts
     mirrors: list[StepMirror] = field(default_factory=list)  # are shown the rows of each step as well
     weights: npt.NDArray[np.bool_] | None = None  # [sites], which of them are weights
     checkpoints: CheckpointSteps = field(default_factory=CheckpointSteps)
+    causal: CausalAttention = field(default_factory=CausalAttention)
     _ids: npt.NDArray[np.uint64] = field(init=False)
     _on_the_way: deque[PendingStep] = field(default_factory=deque)
     _newest: int = -1  # the step that ended last; those before it may still be on their way
@@ -155,7 +161,7 @@ class StepFlush:
         self._num_taken += 1
         self._newest = step
         left = PendingStep(
-            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, list(parts),
+            step, status, time.time(), recorded, batch_id, numbers, list(waiting), plan.step.sample, gradients, suspects, experts, vectors, plan.experts.turns.take(), list(parts),
             *plan.tiles.take(), self.copies.begin(*parts.values()),
         )  # fmt: skip
         self._on_the_way.append(left)
@@ -218,8 +224,12 @@ class StepFlush:
         numbers = left.numbers
         if "numbers" in parts:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))
+        self.standing.named(numbers)
+        self.causal.only_news(numbers)
         if "gradients" in parts and any(faults := parts["gradients"].tolist()):
             numbers.update(named_gradients(left.gradients, faults))
+        if any(left.turns):
+            numbers.update(self.guard.run("experts", named_turns, *left.turns, rows, self.expert_names) or {})
         if left.experts is not None:
             first_rows = parts["experts"].numpy() if "experts" in parts else np.empty(0, np.int64)
             numbers.update(
@@ -269,7 +279,12 @@ def _header(left: PendingStep, numbers: Mapping[str, float]) -> np.ndarray[Any, 
 
 
 def step_flush(
-    attachment: Attachment, plan: ObservationPlan | None, recorder: Recorder | None, cadence: Cadence, session: Session
+    attachment: Attachment,
+    plan: ObservationPlan | None,
+    recorder: Recorder | None,
+    cadence: Cadence,
+    session: Session,
+    standing: StandingState,
 ) -> StepFlush | None:
     """What takes the steps of this session; None where nothing is recorded."""
     if plan is None or plan.slab is None or recorder is None:
@@ -287,6 +302,6 @@ def step_flush(
         recorder.update_facts({"merge_steps": steps})
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
-        EventFollow(len(ids)), maps, merge, expert_names,
+        EventFollow(len(ids)), maps, merge, standing, expert_names,
         weights=np.array([site.operand == "weight" for site in attachment.table], dtype=bool),
     )  # fmt: skip

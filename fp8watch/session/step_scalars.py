@@ -13,9 +13,11 @@ from torch import Tensor
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.step_state import StepState
 from fp8watch.session.gradient_norm import GradientNorm
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
+from fp8watch_agent.training_names import CLIP_NORM, SEES_AHEAD
 
 LOSS_MISSING_STEPS = 20
 MAX_BATCH_ID = 512
@@ -28,15 +30,18 @@ class StepScalars:
         guard: counts what goes wrong.
         say: tells people that no loss is seen.
         norms: of the gradients that training clips.
+        standing: what optimizers keep, between their steps.
     """
 
-    def __init__(self, guard: Guard, say: Callable[[str], None], norms: GradientNorm) -> None:
-        self._guard, self._say, self.norms = guard, say, norms
+    def __init__(self, guard: Guard, say: Callable[[str], None], norms: GradientNorm, standing: StandingState) -> None:
+        self._guard, self._say, self.norms, self.standing = guard, say, norms, standing
         self.batches = BatchFacts()
         self._logged: dict[str, Any] = {}
         self._batch_id: str | None = None
         self.of_optimizer: dict[str, Any] = {}
         """Of the optimizer and the GradScaler: numbers, or tensors on the device. They stay until there are others."""
+        self.of_state: dict[str, Any] = {}
+        """Of what optimizers keep: what changed in it since they stepped last."""
         self._steps_without_loss = 0
 
     @property
@@ -65,18 +70,23 @@ class StepScalars:
             return {}, self._batch_id
         finally:
             self._logged.clear()
+            self.of_state.clear()
             self.of_optimizer.pop(FOUND_INF, None)
             self._batch_id = None
 
     def _collected(self, step: StepState) -> dict[str, Any]:
         values = {name: value for name, value in self.of_optimizer.items() if value is not None}
+        values.update(self.of_state)
         values.update(self.batches.take())
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
+        values.update({SEES_AHEAD + fqn: ahead for fqn, ahead in step.sees_ahead.items()})
         values.update({NONFINITE_INPUT + fqn: count for fqn, count in step.entered.items()})
         if step.losses:
             values["loss"] = step.loss()
         if (norm := self.norms.take()) is not None:
             values["grad_norm"] = norm
+        if (limit := self.norms.take_limit()) is not None:
+            values[CLIP_NORM] = limit
         values.update(self._logged)
         self._steps_without_loss = 0 if "loss" in values else self._steps_without_loss + 1
         if self._steps_without_loss == LOSS_MISSING_STEPS:

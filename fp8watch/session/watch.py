@@ -6,6 +6,7 @@ Thread:     training
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,6 +32,7 @@ from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
@@ -56,7 +58,8 @@ class Watch:
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
-        self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has))
+        standing = StandingState(self._model, self._plan if self._recorder is not None else None)
+        self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
         self._on_targets = self._scalars.batches.see_targets
         self._ending, self._paused, self._stuck = False, False, ""
         self._hooks: list[Removable] = list(attachment.hooks)
@@ -65,9 +68,9 @@ class Watch:
             hook = LossHook(self, custom_ops.site_tensor(plan, 0), plan, self._scalars.batches)
             self._hooks.append(self._model.register_forward_hook(hook, with_kwargs=True))
             step_boundary.start(self)
-        self._flush = step_flush(attachment, plan, recorder, cadence, session)
+        self._flush = step_flush(attachment, plan, recorder, cadence, session, standing)
         self._checkpoints = self._flush.checkpoints if self._flush is not None else CheckpointSteps()
-        self._made = partial(fingerprint, self._model, plan, self._table, session.recipe)
+        self._made = partial(fingerprint, self._model, plan, self._table, session.recipe, self._owner)
         self._load = CheckpointLoad(self._made, session.say, self._tell)
         self._replaced = ReplacedModules(attachment, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
@@ -82,10 +85,9 @@ class Watch:
     # ---- what training says -------------------------------------------------------------------------------------
 
     def log(self, *, batch_id: str | None = None, **values: float | Tensor) -> None:
-        """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`, any name.
-        What is seen by itself (a loss that the model returns, the norm that torch's `clip_grad_norm_` returns, the learning
-        rate) need not be given; what is given wins. Tensors of one element are kept as they are and read when the step closes.
-        """
+        """Give scalars of the step that ends next, so before `optimizer.step()`: `loss`, `grad_norm`, `lr`, `max_attention_logit`,
+        any name. What is seen by itself (a loss that the model returns, the norm that torch's `clip_grad_norm_` returns, the
+        learning rate) need not be given; what is given wins. Tensors of one element are read when the step closes."""
         self.guard.run("log", self._scalars.log, values, batch_id)
 
     def step(self, step: int | None = None) -> None:
@@ -93,8 +95,7 @@ class Watch:
         self.guard.run("step", self._end_by_hand, step)
 
     def number(self, step: int) -> None:
-        """Number of the step that runs, where training counts its own; the one after it has the next. Adapters of trainers
-        call it, so that a step has one number everywhere."""
+        """Number of the step that runs, where training counts its own; the one after it has the next. Adapters call it."""
         self.guard.run("number", self._cycle.renumber, step)
 
     def _keep(self, hook: Removable) -> None:
@@ -131,9 +132,8 @@ class Watch:
             self._plan.pause(False)
 
     def shadow(self, *modules: str) -> None:
-        """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step.
-
-        It costs about 64/M of each GEMM, in float64. Without it one module after the other has its turn, on fewer rows.
+        """Hold the GEMMs of these modules, and of no others, against float64 on 64 sampled rows in each sampled step: about
+        64/M of each GEMM, in float64. Without it one module after the other has its turn, on fewer rows.
 
         Args:
             modules: fully qualified names of watched modules; none switches all off.
@@ -149,12 +149,7 @@ class Watch:
 
     def _ran(self) -> bool:
         """Whether there is a step to end."""
-        plan = self._plan
-        return plan is not None and (
-            plan.step.backward_seen
-            or (self._owner.frozen and plan.step.forward_seen)
-            or (plan.step.root_seen and not plan.step.forward_seen)
-        )
+        return self._plan is not None and self._plan.step.can_end(frozen=self._owner.frozen)
 
     def _on_stuck(self, said: str = NO_STEP_ENDED) -> None:
         """Backward after backward, and no end of a step; or step after step of an optimizer, and nothing ran."""
@@ -176,6 +171,8 @@ class Watch:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._load.pending is not None and self._owns(optimizer):
             self._load.compare_now()
+        if not self._detached and graph_task() == -1:
+            self._scalars.of_state.update(self._scalars.standing.before(optimizer))
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
@@ -185,6 +182,8 @@ class Watch:
                 self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
                 self._plan.step.on_forward = partial(self._close, StepStatus.OK)  # or where training ends
             return
+        if self._owner.owns(optimizer):
+            self._scalars.standing.after(optimizer, looks=not (self._paused or self._plan.step.outside))
         if self._owner.closes(optimizer, self._ran(), self._plan.step.num_passes):
             self._scalars.of_optimizer.update(optimizer_scalars(optimizer))
             self._close(StepStatus.OK, late=self._owner.take_late())
@@ -203,9 +202,9 @@ class Watch:
         if self._owner.owns_any(optimizers) and self._ran():
             self._close(StepStatus.SKIPPED)
 
-    def _on_clip(self, parameters: list[Tensor], norm: Tensor) -> None:
+    def _on_clip(self, parameters: list[Tensor], norm: Tensor, max_norm: float = math.inf) -> None:
         if self._plan is not None and not self._detached:
-            self._scalars.norms.see(parameters, norm)
+            self._scalars.norms.see(parameters, norm, max_norm)
 
     def _close_unfinished(self) -> None:
         """End a step that no optimizer will end any more."""
@@ -256,8 +255,8 @@ class Watch:
 
     @property
     def overhead(self) -> float | None:
-        """What observing costs, as a share of a step, by the last few steps that were measured; None before the first.
-        Checks of quantisers and GEMMs are not part of it: they skip measured steps, and have a share of their own."""
+        """What observing costs at least, as a share of a step, by what was timed in the last few measured steps; None before
+        the first. What entering hooks takes is not timed; checks of quantisers and GEMMs count by their share of the time."""
         return self._overhead.ratio
 
     @property
@@ -370,12 +369,13 @@ class Watch:
 
     def _detach(self) -> None:
         assert self._plan is not None
-        if self._plan.step.backward_seen or (self._plan.step.root_seen and not self._plan.step.forward_seen):
+        if self._plan.step.can_end(frozen=False):
             self.guard.run("detach", self._close_unfinished)
         if self._flush is not None:
             self.guard.run("detach", self._flush.drain, wait=True)
             self.guard.run("detach", self._flush.stop_mirrors)
         self._detached = True
+        self._scalars.standing.stop()
         self._plan.close_passes()
         for hook in self._hooks:
             hook.remove()

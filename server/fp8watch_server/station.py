@@ -62,7 +62,7 @@ class Station:
         self._sender = dispatcher(engine, settings)
         self.worker = DetectWorker(engine, detection, public_url=settings.public_url, on_change=self.wake_sender)
         self.compactor = Compactor(engine, policy_of(settings))
-        self._bell = Bell(engine, self._heard)
+        self._bell = Bell(engine, self._heard, self.worker.look_for_urgent)
         wake, hurry = self.worker.wake, self.worker.wake_for
         self.ingest = Ingest(engine, settings, decode_checked, stats, wake, hurry, shard)
         self._started = False

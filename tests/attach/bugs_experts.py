@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.planted import Bug
 
 _T = "tests/attach/test_expert_gemms.py::"
+_R = "tests/attach/test_own_ranks.py::test_experts_in_fp8_compute_on_ranks_what_they_compute_alone"
 _P = "tests/attach/test_expert_precision.py::"
 _ORACLE = f"{_T}test_experts_compute_what_a_loop_of_linears_in_fp8_computes"
 _STAYS = f"{_P}test_experts_that_stay_in_high_precision_say_why_and_change_nothing"
@@ -49,4 +50,7 @@ EXPERT_BUGS = [
         f"{_P}test_copies_for_a_comparison_have_their_experts_in_fp8"),
     Bug("what nobody asks for is not quantised", "expert_linear:expert_linear", "w.requires_grad and grad, x_SK",
         "grad, x_SK", f"{_T}test_a_gradient_that_nobody_asks_for_is_not_computed"),
+    Bug("sharded experts that are checkpointed count once", "expert_operands:_numbers",
+        "return None, plan.passes.forward if plan.step.recount(asked.asks_column) else None",
+        "return plan.passes.forward, plan.passes.forward", f"{_R}[fsdp-blockwise-after]"),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8watch.layers import attention_calls
 from fp8watch.observer import attention_logits
-from fp8watch.observer.attention_logits import MAX_LOGITS, Rule, largest_logit, largest_of
+from fp8watch.observer.attention_logits import MAX_LOGITS, Rule, look_at_logits, look_at_memory
 
 SEAMS = (functional.scaled_dot_product_attention, functional.softmax, torch.softmax)
 
@@ -225,11 +225,11 @@ def test_a_product_that_a_mode_could_see_would_be_found(monkeypatch):
 
     q = torch.randn(1, 2, 8, 4)
     with Seeing():
-        largest_logit(q, q, Rule(causal=True))
+        look_at_logits(q, q, Rule(causal=True))
     assert not seen
     monkeypatch.setattr(attention_logits, "_disable_current_modes", contextlib.nullcontext)
     with Seeing():
-        largest_logit(q, q, Rule(causal=True))
+        look_at_logits(q, q, Rule(causal=True))
     assert seen
 
 
@@ -288,30 +288,32 @@ def test_a_small_call_is_looked_at_as_a_whole(kv_heads, mask):
         "bool": (Rule(0.3, keep), logits.masked_fill(~keep, -math.inf)),
         "added": (Rule(0.3, keep * -3.0), logits + keep * -3.0),
     }[mask]
-    assert float(largest_logit(q, k, rule)) == pytest.approx(float(truth.amax()), rel=1e-5)
-    assert float(largest_logit(q, k, Rule(0.3, softcap=2.0))) == pytest.approx(float(2 * (logits.amax() / 2).tanh()))
-    assert float(largest_of(truth)) == float(truth.amax())
+    assert float(look_at_logits(q, k, rule).largest) == pytest.approx(float(truth.amax()), rel=1e-5)
+    assert float(look_at_logits(q, k, Rule(0.3, softcap=2.0)).largest) == pytest.approx(
+        float(2 * (logits.amax() / 2).tanh())
+    )
+    assert float(look_at_memory(truth).largest) == float(truth.amax())
 
 
 def test_each_head_and_row_has_its_turn(monkeypatch):
     monkeypatch.setattr(attention_logits, "MAX_LOGITS", 64 * 256 * 2)  # two heads
     q, k = torch.zeros(2, 8, 256, 4), torch.ones(2, 8, 256, 4)
     q[1, 6, 77] = 9.0  # no two of the three at the same place of their turns
-    found = [float(largest_logit(q, k, Rule(1.0), turn)) for turn in range(32)]
+    found = [float(look_at_logits(q, k, Rule(1.0), turn).largest) for turn in range(32)]
     assert max(found) == 36.0
     assert found.count(36.0) == 1
-    stored = [float(largest_of((q @ k.mT), turn)) for turn in range(32)]
+    stored = [float(look_at_memory((q @ k.mT), turn).largest) for turn in range(32)]
     assert max(stored) == 36.0
 
 
 def test_half_precision_does_not_overflow_where_training_does_not():
     q = torch.full((1, 1, 4, 64), 60.0, dtype=torch.float16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert float(largest_logit(q, q, Rule())) == 60.0 * 60.0 * 8
+        assert float(look_at_logits(q, q, Rule()).largest) == 60.0 * 60.0 * 8
     assert MAX_LOGITS * 4 <= 4 << 20
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (3, 5)), ((2, 0, 3, 4), (2, 0, 3, 4)), ((1, 3, 2, 4), (1, 2, 2, 4))])
 def test_what_is_no_attention_is_refused(shapes):
     with pytest.raises(ValueError, match=r"must be"):
-        largest_logit(*(torch.zeros(s) for s in shapes), Rule())
+        look_at_logits(*(torch.zeros(s) for s in shapes), Rule())

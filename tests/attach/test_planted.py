@@ -265,7 +265,7 @@ BUGS = [
         "if newest < self._seen:", "if newest < self._begun and False:",
         f"{A}/test_jumps.py::test_where_training_went_back_nothing_is_followed_any_more"),
     Bug("a step without Linears leaves with detach", "watch:Watch._detach",
-        " or (self._plan.step.root_seen and not self._plan.step.forward_seen):", ":",
+        "if self._plan.step.can_end(frozen=False):", "if self._plan.step.backward_seen:",
         f"{A}/test_coverage.py::test_without_linears_a_step_that_is_not_ended_leaves_with_detach"),
     Bug("what is not called is a fact of the session", "site_registration:SiteRegistration.see",
         "if changed:", "if False:",

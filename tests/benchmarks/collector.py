@@ -160,27 +160,38 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1, help="taken for the sake of the other scripts")
     args = parser.parse_args()
     rows, own_ms = [], []
+    shapes = {"whole, one step a batch": (1, 1, args.steps), "light, eight steps a batch": (8, 16, 8 * args.steps // 2)}
     for kind in database.KINDS:
-        plan = LoadPlan(num_ranks=args.ranks, num_sites=args.sites, num_steps=args.steps, run=f"bench-{kind}")
-        report, num_bodies, own_s, database_s = one(kind, plan, args.rate)
-        own_ms.append(own_s / num_bodies * 1e3)
-        per_body = report.num_records / report.num_bodies
-        rows.append(
-            (
-                kind,
-                f"{own_s / num_bodies * 1e3:.2f} + {database_s / num_bodies * 1e3:.2f}",
-                f"{num_bodies * per_body / (own_s + database_s):,.0f}",
-                f"{num_bodies / own_s:.0f} ({num_bodies / (own_s + database_s):.0f})",
-                f"{report.quantile_s(0.5) * 1e3:.0f} ms, {report.quantile_s(0.99) * 1e3:.0f} ms",
+        for shape, (steps_per_batch, every, num_steps) in shapes.items():
+            plan = LoadPlan(
+                num_ranks=args.ranks,
+                num_sites=args.sites,
+                num_steps=num_steps,
+                steps_per_batch=steps_per_batch,
+                every=every,
+                run=f"bench-{kind}",
             )
-        )
+            report, num_bodies, own_s, database_s = one(kind, plan, args.rate)
+            if steps_per_batch == 1:
+                own_ms.append(own_s / num_bodies * 1e3)
+            num_steps = num_bodies * steps_per_batch
+            rows.append(
+                (
+                    f"{kind}: {shape}",
+                    f"{own_s / num_bodies * 1e3:.2f} + {database_s / num_bodies * 1e3:.2f}",
+                    f"{report.num_records / report.num_bodies * num_bodies / (own_s + database_s):,.0f}",
+                    f"{num_steps / own_s:.0f} ({num_steps / (own_s + database_s):.0f})",
+                    f"{report.quantile_s(0.5) * 1e3:.0f} ms, {report.quantile_s(0.99) * 1e3:.0f} ms",
+                )
+            )
     inside = {kind: parts(kind, args.inside) for kind in database.KINDS}
-    columns = ("database", "CPU ms a batch: collector + database", "records per CPU-second")
+    columns = ("database and records", "CPU ms a batch: collector + database", "records per CPU-second")
     columns += ("ranks at 1 step/s on one core (with the database on it)", "answers: median, 99 %")
     head = (
-        f"## Collector, end to end\n\n{args.ranks} ranks, one batch a step of {args.sites} sites (whole sketches of "
-        f"`fp8watch load`), {args.rate:g} steps/s a rank. HTTP, checks, commit, detectors and totals are all in it. "
-        "Goal: 500 ranks.\n"
+        f"## Collector, end to end\n\n{args.ranks} ranks of {args.sites} sites at {args.rate:g} steps/s (`fp8watch load`). Whole: every "
+        "record is a whole sketch, and each step a batch, as in the first steps of a training. Light: full records each "
+        "16th step and light ones between, eight steps a batch, as agents send at their defaults. HTTP, checks, commit, "
+        "detectors and totals are all in it. Goal: 1,000 ranks of light records.\n"
     )
     where = machine("uvicorn", "uvloop", "httptools", "sqlalchemy", "psycopg")
     split = [

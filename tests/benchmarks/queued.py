@@ -31,6 +31,7 @@ from fp8watch_server.load.drive import LoadReport, run_load
 from fp8watch_server.load.stream import LoadPlan
 
 QUEUE_BYTES = 1 << 29
+NAMED = ("FP8WATCH_DATABASE_URL", "FP8WATCH_QUEUE")
 PARTS = ("collector", "worker", "NATS", "PostgreSQL")
 
 
@@ -49,8 +50,8 @@ class Setup:
 
 
 @contextmanager
-def standing(num_nodes: int) -> Iterator[Setup]:
-    """Collector and database; with nodes, a queue and a worker between them."""
+def standing(num_nodes: int, *, num_workers: int = 1, queue_bytes: int = QUEUE_BYTES) -> Iterator[Setup]:
+    """Collector and database; with nodes, a queue and workers between them."""
     with ExitStack() as stack:
         database_url = stack.enter_context(database.fresh_database("postgresql"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=database.fast_folder())))
@@ -59,17 +60,18 @@ def standing(num_nodes: int) -> Iterator[Setup]:
         if num_nodes:
             queue = _queue(stack, folder, num_nodes, pids)
             env |= {"FP8WATCH_QUEUE": queue, "FP8WATCH_QUEUE_REPLICAS": str(num_nodes)}
-            env |= {"FP8WATCH_QUEUE_BYTES": str(QUEUE_BYTES)}
+            env |= {"FP8WATCH_QUEUE_BYTES": str(queue_bytes)}
         command = [sys.executable, "-m", "fp8watch", "serve", "--port", "0"]
         serving = stack.enter_context(Serving(folder, command=command, **env))
         if num_nodes:
             until = time.monotonic() + 30
             while httpx.get(f"{serving.url}/readyz").status_code != 200 and time.monotonic() < until:
                 time.sleep(0.1)
-            worker = worker_process(folder, database_url, env.pop("FP8WATCH_QUEUE"), **env)
-            stack.callback(worker.kill)
-            assert worker.process is not None
-            pids["worker"] = [worker.process.pid]
+            given = {name: value for name, value in env.items() if name not in NAMED}
+            workers = [worker_process(folder, database_url, env["FP8WATCH_QUEUE"], **given) for _ in range(num_workers)]
+            for worker in workers:
+                stack.callback(worker.kill)
+            pids["worker"] = [worker.process.pid for worker in workers if worker.process is not None]
         assert serving.process is not None
         pids["collector"] = [serving.process.pid]
         yield Setup(serving.url, database_url, pids)
@@ -87,7 +89,8 @@ def _queue(stack: ExitStack, folder: Path, num_nodes: int, pids: dict[str, list[
     return url
 
 
-def _num_stored(url: str) -> int:
+def num_stored(url: str) -> int:
+    """Batches that were committed."""
     engine = make_engine(url)
     with engine.connect() as conn:
         num = int(conn.execute(sa.select(sa.func.coalesce(sa.func.sum(t.run.c.num_batches), 0))).scalar_one())
@@ -108,7 +111,7 @@ def one(plan: LoadPlan, rate: float, num_nodes: int) -> tuple[LoadReport, list[f
 
         report = run_load(plan, setup.url, rate=rate, prepared=True, on_ack=on_ack)
         until = time.monotonic() + 60
-        while _num_stored(setup.database_url) < report.num_bodies or pending(setup.database_url):
+        while num_stored(setup.database_url) < report.num_bodies or pending(setup.database_url):
             assert time.monotonic() < until, "batches that were accepted are not there"
             time.sleep(0.2)
         spent = [now - then for now, then in zip(setup.spent_s(), before, strict=True)]

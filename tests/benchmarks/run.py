@@ -20,6 +20,7 @@ FAMILIES = (
     "growth",
     "collector",
     "queued",
+    "http_share",
     "pages",
     "many_runs",
     "peers",

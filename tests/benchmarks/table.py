@@ -31,6 +31,7 @@ ORDER = (
     "growth",
     "collector",
     "queued",
+    "http_share",
     "pages",
     "many_runs",
     "peers",

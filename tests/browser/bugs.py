@@ -81,6 +81,13 @@ BUGS = [
         f"{T}/test_coverage_and_agents.py::test_ranks_that_need_somebody_come_first_and_are_counted",
     ),
     Bug(
+        "what stays in high precision unannounced is on the page",
+        "coverage:coverage",
+        'left_out(facts.get("not_in_fp8"))',
+        "left_out(None)",
+        f"{T}/test_coverage_and_agents.py::test_run_page_names_the_gemms_that_are_not_observed_and_their_share",
+    ),
+    Bug(
         "a run that falls silent is told of though nothing is written",
         "pages.live:version",
         "[[*row, now - row.last_seen_at > STALLED_AFTER_S] for row in conn.execute(runs)]",

@@ -11,11 +11,29 @@ HOLDS = f"{T}/test_self_consistency.py"
 TURNS = f"{T}/test_turns.py"
 OWN = f"{T}/test_own_forward.py"
 IMPACT = f"{T}/test_impact.py"
+EXPERTS = f"{T}/test_expert_turns.py"
+WRONG_CODES = f"{EXPERTS}::test_codes_that_are_wrong_in_one_expert_are_told_with_it"
 
 BUGS = [
     Bug("what a GEMM reads is held against the operand", "custom_ops:run_operand",
         "if count and first in plan.canary.turn:", "if False:",
         f"{FAULTS}::test_what_no_full_sample_reads_is_named_in_the_modules_turn"),
+    Bug("what a GEMM reads of an expert is held against the operand", "expert_operands:_quantise",
+        "if look and first in plan.canary.turn:", "if False:", WRONG_CODES),
+    Bug("the tile of an expert is one of all rows", "expert_check:hold_expert_operand", "check.fault_tile + above", "check.fault_tile",
+        f"{WRONG_CODES}[input-False-1]"),
+    Bug("another turn has another expert", "expert_turns:ExpertTurns.expert", "before += 1", "before += 0", WRONG_CODES),
+    Bug("turns of experts do not follow the turns of others", "expert_turns:ExpertTurns.expert", "return before % num_experts",
+        "return phase % num_experts", f"{EXPERTS}::test_turns_of_one_module_go_over_all_its_experts_whatever_the_others_do"),
+    Bug("products of experts have their turn", "expert_linear:_hold", 'plan.guard.run("shadow"', '(lambda *_: None)("shadow"',
+        f"{EXPERTS}::test_a_product_that_is_wrong_in_one_expert_is_told_with_it"),
+    Bug("the wgrad of an expert has its turn", "expert_linear:_hold_wgrad", 'plan.guard.run("shadow"', '(lambda *_: None)("shadow"',
+        f"{EXPERTS}::test_a_product_that_is_wrong_in_one_expert_is_told_with_it"),
+    Bug("the wgrad of an expert without tokens is looked at", "expert_check:hold_expert_product", "expert if columnwise else _with_rows",
+        "_with_rows(expert, sizes) if columnwise else _with_rows",
+        f"{EXPERTS}::test_a_gradient_that_nobody_wrote_is_told_of_an_expert_without_tokens"),
+    Bug("an expert of which nothing is wrong is not told", "expert_turns:named_turns", "any(rows[name][row] > 0 for name in QUANTISER_FAULTS)",
+        "True", f"{EXPERTS}::test_healthy_experts_have_turns_and_nothing_is_said"),
     Bug("a full sample reads all that its GEMM reads", "custom_ops:run_operand",
         "if count and plan.canary.reads_rows and (", "if count and False and (",
         f"{FAULTS}::test_a_broken_quantiser_is_named_at_its_site"),

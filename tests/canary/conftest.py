@@ -21,7 +21,7 @@ class Line:
     """In place of a recorder: what it is handed goes over the wire into an engine at once."""
 
     def __init__(self, settings, session, *_, **__):
-        self.sites, self.findings, self.rows, self.facts = {}, [], [], {}
+        self.sites, self.findings, self.rows, self.facts, self.logs = {}, [], [], {}, []
         self.engine = DetectionEngine({})
         self.spool_dir = settings.spool_dir
 
@@ -29,12 +29,13 @@ class Line:
         self.sites |= facts_of(sites)
         self.engine.add_sites(self.sites)
 
-    def record_step(self, step, site_ids, rows, logs, batch_id):
+    def record_step(self, step, site_ids, rows, logs, batch_id, experts=None):
         steps = np.array([step])
         header = Header(
             "run", "0" * 32, 0, len(self.rows), int(step["step"]), 1, len(rows), logs={k: [v] for k, v in logs.items()}
         )
         body = encode_batch(header, steps, np.full(len(rows), step["step"]), site_ids, rows.copy())
+        self.logs.append(dict(logs))
         self.rows.append({int(i): row for i, row in zip(site_ids, rows.copy(), strict=True)})
         self.findings += self.engine.observe(decode_batch(body))
 

@@ -25,13 +25,6 @@ BUGS = [
         f"{Q}::test_a_full_queue_refuses_healthy_batches_and_takes_broken_ones",
     ),
     Bug(
-        "broken batches are committed first",
-        "worker.loop:Worker._work",
-        "for place in urgent or list(self._hand.ready)",
-        "for place in [p for p in self._hand.ready if p not in urgent] or urgent",
-        f"{Q}::test_a_full_queue_refuses_healthy_batches_and_takes_broken_ones",
-    ),
-    Bug(
         "nothing is acknowledged to the queue before its commit",
         "worker.loop:Worker._commit",
         "                raise outcome\n",

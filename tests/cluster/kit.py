@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from collector.kit import Serving
+from collector.kit import Recorder, Serving
 
+from fp8watch_server.app import create_app
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.directory import open_directory
@@ -21,6 +22,12 @@ from fp8watch_server.db.shards import open_shards
 from fp8watch_server.settings import Settings
 
 QUEUE_BYTES = 64 << 20
+
+
+def app_of(database_url: str, queue: str, queue_bytes: int = QUEUE_BYTES) -> Any:
+    """A collector with a queue, and fakes in place of the detectors."""
+    settings = Settings(database_url=database_url, queue=queue, queue_replicas=1, queue_bytes=queue_bytes)
+    return create_app(settings, detection=Recorder().detection(), dispatcher=lambda e, s: None, pages=False)
 
 
 def eventually(what: Callable[[], Any], timeout_s: float = 30.0, said: Callable[[], object] = lambda: "") -> Any:

@@ -207,18 +207,23 @@ class Cluster:
     Args:
         folder: for their files.
         disk: as of Node.
+        cut: False joins them without links: their bytes then do not pass through this process.
     """
 
-    def __init__(self, folder: Path, *, disk: tuple[int, int] | None = None, max_store: str = "1GB") -> None:
+    def __init__(
+        self, folder: Path, *, disk: tuple[int, int] | None = None, max_store: str = "1GB", cut: bool = True
+    ) -> None:
         ports, inner = free_ports(3), free_ports(3)
-        self.links = {(a, b): Link(inner[b]) for a in range(3) for b in range(3) if a != b}
+        self.links = {(a, b): Link(inner[b]) for a in range(3) for b in range(3) if a != b and cut}
         self.nodes = [
             Node(
                 folder / f"n{i}",
                 ports[i],
                 name=f"n{i}",
                 cluster_port=inner[i],
-                routes=tuple(f"nats://127.0.0.1:{self.links[i, j].port}" for j in range(3) if j != i),
+                routes=tuple(
+                    f"nats://127.0.0.1:{self.links[i, j].port if cut else inner[j]}" for j in range(3) if j != i
+                ),
                 disk=disk,
                 max_store=max_store,
             )

@@ -10,6 +10,7 @@ from collector.kit import Agent, Recorder, make_site, run_async
 
 from fp8watch_agent.wire import Batch, decode_batch
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.bell import Bell
 from fp8watch_server.db.dialect import make_engine, writing
 from fp8watch_server.ingest.group_commit import Committer
 from fp8watch_server.ingest.ingest_stats import IngestStats
@@ -70,3 +71,20 @@ def test_a_broken_batch_is_heard_and_a_healthy_one_is_not(database_url: str, mon
         assert conn.execute(sa.select(sa.func.count()).select_from(t.hot_batch)).scalar_one() == 3
     for engine in (listens, commits):
         engine.dispose()
+
+
+def test_who_listens_again_is_told(database_url: str) -> None:
+    """A bell whose session is ended listens again, and says so: it may have missed a ring."""
+    engine, began = make_engine(database_url), queue.Queue[None]()
+    bell = Bell(engine, lambda run: None, lambda: began.put(None))
+    bell.start()
+    began.get(timeout=20)
+    with engine.connect() as conn:
+        conn.execute(
+            sa.text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+            )
+        )
+    began.get(timeout=20)
+    bell.stop()
+    engine.dispose()

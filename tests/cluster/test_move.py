@@ -16,6 +16,8 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import make_engine
 from fp8watch_server.db.directory import order_of
 from fp8watch_server.db.fence import tables_of_runs, take_down
+from fp8watch_server.db.moves_under_way import UnderWay, moves_under_way
+from fp8watch_server.moving.command import main
 from fp8watch_server.moving.move import CannotMove, Move
 from fp8watch_server.settings import Settings
 
@@ -129,7 +131,15 @@ def test_ended_at_any_point_it_is_finished_by_the_same_command(
     open_yet = POINTS.index(point) < POINTS.index("fenced")
     assert answer.status_code in ((200,) if open_yet else (503,)), answer.text
     if not open_yet:
-        assert agent.register_run().status_code == 503  # and not made anew where it was
+        # and not made anew where it was; where the old copy is there, there is nothing new to write
+        there_still = point in (
+            "fenced",
+            "in place",
+            "whole",
+            "switched",
+            "deleted",
+        )  # the last is undone with its transaction
+        assert agent.register_run().status_code in ((200, 503) if there_still else (503,))
     work(app)
     before = rows_of(urls["a"], OF_A)
     mover(app, "b").run()
@@ -235,3 +245,39 @@ def test_a_run_from_before_there_were_shards_leaves_home(urls: dict[str, str]) -
     assert rows_of(urls["home"], OF_A) == {}
     for engine in made.state.shards.engines():
         engine.dispose()
+
+
+def test_a_move_that_nobody_finishes_is_told(
+    app: Any,
+    client: httpx.Client,
+    urls: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In `/metrics`, and with the remedy by `fp8watch shards list`."""
+    Agent(client, run=OF_A).register(SITES).send(SITES, [1])
+    seen: list[UnderWay] = []
+
+    def crash(point: str) -> None:
+        with app.state.shards.home.connect() as conn:
+            seen.extend(moves_under_way(conn))
+        if point == "fenced":
+            raise Killed
+
+    def listed() -> str:
+        assert main(["list"]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if OF_A in line)
+
+    with pytest.raises(Killed):
+        mover(app, "b", crash).run()
+    assert {move.at_work for move in seen} == {True}
+    monkeypatch.setenv("FP8WATCH_DATABASE_URL", urls["home"])
+    monkeypatch.setenv("FP8WATCH_SHARDS", f"a={urls['a']} b={urls['b']}")
+    assert f"its batches are refused; start it again: fp8watch shards move {OF_A} b" in listed()
+    metrics = client.get("/metrics").text
+    assert 'fp8watch_moves_cut_short{refused="true"} 1.0' in metrics
+    assert 'fp8watch_moves_cut_short{refused="false"} 0.0' in metrics
+    mover(app, "b").run()
+    assert listed().endswith(OF_A)
+    with app.state.shards.home.connect() as conn:
+        assert moves_under_way(conn) == []

@@ -1,4 +1,4 @@
-"""Every promise of the queue and the shards was seen to fail with the promise broken."""
+"""Every promise of the queue, of shards and of the way of broken batches was seen to fail with the promise broken."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from cluster.bugs import BUGS as OF_THE_QUEUE
 from cluster.bugs_shards import SHARDS
+from cluster.bugs_urgent import URGENT
 from support.planted import Bug, all_fit, seen_to_fail
 
-BUGS = OF_THE_QUEUE + SHARDS
+BUGS = OF_THE_QUEUE + SHARDS + URGENT
 
 
 def test_what_is_broken_on_purpose_still_fits_the_code() -> None:

@@ -9,18 +9,30 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from cluster.kit import eventually, worker_process
+from cluster.kit import eventually
 from cluster.nats_servers import Cluster, free_ports
+from cluster.traced import VARIABLE
 from collector.hurt_server import Server
 from collector.kit import Serving
 from support.database import fast_folder
 
 QUEUE_BYTES = 512 << 20
 UP_S = 120.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A part that was killed, and when it was there again: a process that listens, not one that has caught up."""
+
+    kind: str
+    what: str
+    down: float
+    up: float
 
 
 class Whole:
@@ -35,7 +47,7 @@ class Whole:
 
     def __init__(self, folder: Path, database_url: str, webhook: str, rng: random.Random) -> None:
         self._folder, self._rng = folder, rng
-        self.cluster = Cluster(folder / "nats")
+        self.cluster = Cluster(folder / "nats", cut=False)
         self.shards = {n: Server(Path(tempfile.mkdtemp(prefix="fp8pg-", dir=fast_folder())) / "data") for n in "ab"}
         self.env = {
             "FP8WATCH_DATABASE_URL": database_url,
@@ -44,12 +56,13 @@ class Whole:
             "FP8WATCH_QUEUE_REPLICAS": "3",
             "FP8WATCH_QUEUE_BYTES": str(QUEUE_BYTES),
             "FP8WATCH_WEBHOOK_URL": webhook,
+            VARIABLE: str(folder / "trace"),
         }
         *self._ports, self._relay_port = free_ports(3)
         self._fronts: list[Serving | None] = [None, None]
         self._workers: list[Serving | None] = [None, None]
         self._relay: Serving | None = None
-        self.killed: Counter[str] = Counter()
+        self.kills: list[Kill] = []
 
     @property
     def urls(self) -> list[str]:
@@ -90,10 +103,8 @@ class Whole:
         before = self._workers[i]
         if before is not None:
             before.kill()
-        env = dict(self.env)
-        self._workers[i] = worker_process(
-            self._folder, env.pop("FP8WATCH_DATABASE_URL"), env.pop("FP8WATCH_QUEUE"), **env
-        )
+        command = [sys.executable, str(Path(__file__).with_name("traced.py"))]
+        self._workers[i] = Serving(self._folder, command=command, **self.env).start()
 
     def _start_relay(self) -> None:
         if self._relay is not None:
@@ -106,39 +117,59 @@ class Whole:
         """Bodies that the relay has not delivered."""
         return int(httpx.get(f"{self.relay_url}/healthz", timeout=20, trust_env=False).json()["waiting"])
 
+    @property
+    def killed(self) -> Counter[str]:
+        """How often each kind of part was."""
+        return Counter(k.kind for k in self.kills)
+
+    def pids(self) -> dict[str, Iterable[int]]:
+        """Part -> its processes, for an account of their time."""
+        of = {"collectors": self._fronts, "workers": self._workers, "relay": [self._relay]}
+        out: dict[str, Iterable[int]] = {
+            part: [s.process.pid for s in servings if s is not None and s.process is not None]
+            for part, servings in of.items()
+        }
+        out["NATS"] = [node.process.pid for node in self.cluster.nodes if node.process is not None]
+        out["PostgreSQL"] = [pid for server in self.shards.values() if (pid := _postmaster(server))]
+        return out
+
     def kill(self, kind: str) -> None:
         """Kill -9 of one part (a shard: an immediate stop), and start it again."""
-        self.killed[kind] += 1
-        i = self._rng.randrange(2)
+        i, down, what = self._rng.randrange(2), time.time(), ""
         if kind == "node":
             node = self._rng.choice(self.cluster.nodes)
             node.kill()
             time.sleep(self._rng.uniform(0, 1))
             node.start()
+            what = node.name
         elif kind == "collector":
             self._front(i)
         elif kind == "worker":
             self._worker(i)
         elif kind == "relay":
             self._start_relay()
+            what = "0"
         else:
-            server = self.shards["ab"[i]]
-            server.stop()
+            what = "ab"[i]
+            self.shards[what].stop()
             time.sleep(self._rng.uniform(0, 2))
-            server.start()
+            self.shards[what].start()
+        self.kills.append(Kill(kind, what or str(i), down, time.time()))
 
     def move(self, run: str, to: str) -> None:
         """Move a run; the mover is killed once at any time, and started again."""
-        self.killed["mover"] += 1
         command = [sys.executable, str(Path(__file__).with_name("mover.py")), "move", run, to]
         env = {**os.environ, **self.env}
         first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        down = time.time()
         try:
             first.wait(self._rng.uniform(1, 12))
         except subprocess.TimeoutExpired:
             first.kill()
+            down = time.time()
             first.wait()
         self._again(command, env)
+        self.kills.append(Kill("mover", run, down, time.time()))
 
     def _again(self, command: list[str], env: dict[str, str]) -> None:
         said = ""
@@ -150,6 +181,13 @@ class Whole:
             return second.returncode == 0
 
         eventually(done, 300, lambda: said)
+
+
+def _postmaster(server: Server) -> int:
+    try:
+        return int((server.folder / "postmaster.pid").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 KINDS = ("node", "collector", "worker", "relay", "shard")

@@ -236,6 +236,27 @@ LOGS = [
         "tests/notify/test_secrets_in_log.py::test_no_address_is_in_the_log_of_a_collector_that_says_all",
     ),
     Bug(
+        "tables that grow at once are analysed",
+        "db.planner_statistics:PlannerStatistics.renew",
+        "        for name in grew:\n",
+        "        for name in ():\n",
+        "tests/store/test_planner_statistics.py::test_a_table_that_has_grown_fourfold_is_analysed_once",
+    ),
+    Bug(
+        "of many sessions only a new one is read",
+        "run_engines:RunEngines._look",
+        "self._sessions(conn, key, running, fresh)",
+        "self._sessions(conn, key, running, None)",
+        "tests/store/test_planner_statistics.py::test_of_many_sessions_only_a_new_one_is_read",
+    ),
+    Bug(
+        "the ranks of a host say of their sites again when the run was deleted",
+        "uploader:Uploader.forget",
+        "        self._told_sites.pop(session.run_id, None)\n",
+        "        pass\n",
+        "tests/load/test_fleet.py::test_ranks_of_a_host_say_of_their_run_and_sites_once_and_again_when_it_was_deleted",
+    ),
+    Bug(
         "an address is masked in parts",
         "logs:_ways_to_write",
         "    if not parts.netloc:\n",

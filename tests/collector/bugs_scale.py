@@ -18,8 +18,8 @@ SCALE = [
     Bug(
         "a relay answers when a body is on disk",
         "relay:Relay.post",
-        "        self.journal.append(kind, session, seq, amount, body)\n",
-        "",
+        "entry = self.journal.append(kind, session, seq, amount, body)",
+        "entry, urgent = None, False",
         f"{C}::test_what_was_answered_outlives_the_relay_and_the_collector",
     ),
     Bug(

@@ -159,6 +159,20 @@ SECURITY = [
         "GRANT SELECT ON ALL TABLES IN SCHEMA {SCHEMA}, public TO",
         f"{T}/test_views.py::test_the_role_of_the_dashboards_reads_the_views_and_nothing_else",
     ),
+    Bug(
+        "a tenant's reader sees the runs of its tenant alone",
+        "db.row_security:renew",
+        "USING (run_id = ANY (ARRAY(SELECT {TENANCY}.visible_runs())))",
+        "USING (true)",
+        "tests/store/test_row_security.py::test_a_reader_sees_no_run_of_another_tenant_in_any_view_or_table",
+    ),
+    Bug(
+        "views ask with the rights of the reader",
+        "db.row_security:renew",
+        "SET (security_invoker = true)",
+        "RESET (security_invoker)",
+        "tests/store/test_row_security.py::test_a_reader_sees_no_run_of_another_tenant_in_any_view_or_table",
+    ),
 ]
 
 PARSERS = [

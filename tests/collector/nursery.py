@@ -146,6 +146,10 @@ def _live(args: list[str], env: dict[str, str], fds: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     from collector.serve import main
 
+    if "FP8WATCH_TEST_TRACE" in env:
+        from cluster.traced import install
+
+        install()
     status = 1
     try:
         status = main(args)

@@ -104,6 +104,7 @@ def test_no_label_names_a_tile_a_step_or_a_rank(filled: Agent) -> None:
         "outcome",
         "channel",
         "signal",
+        "refused",
         "le",
     }
 

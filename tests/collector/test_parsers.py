@@ -14,6 +14,8 @@ PUT_TOGETHER = {
     "db/fence.py",
     "moving/copying.py",
     "db/embedded.py",
+    "db/planner_statistics.py",
+    "db/row_security.py",
     "db/sql_views.py",
     "db/sql_chart_views.py",
     "db/sql_gain_view.py",

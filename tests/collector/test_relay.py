@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from collector.kit import Agent, Serving
 from fp8watch_agent import joined
 from fp8watch_agent.batch import Kind
 from fp8watch_agent.relay import Relay
+from fp8watch_agent.relay_express import Express
 from fp8watch_agent.relay_journal import SUFFIX, Full, Journal
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
@@ -94,6 +96,75 @@ def test_what_was_answered_outlives_the_relay_and_the_collector(
         third = relay_at(tmp_path, collector.url)
         assert third.health()["waiting"] == 0
         third.stop()
+
+
+def test_a_broken_batch_waits_for_no_other(tmp_path: Path, database_url: str, store: Store) -> None:
+    """Healthy ones wait for others to go with; the relay is another one when the collector comes."""
+
+    def stored(seqs: set[int]) -> bool:
+        until = time.monotonic() + 20
+        while (found := {key[2] for key in sorted(store.keys())}) != seqs and time.monotonic() < until:
+            time.sleep(0.02)
+        return found == seqs
+
+    first = relay_at(tmp_path, NOWHERE, join_s=60.0)
+    ((agent, client),) = ranks(first, 1)
+    agent.send(SITES, [1])
+    agent.send(SITES, [2], fields={"num_nan": 3})
+    client.close()
+    first.stop(0)
+    with collecting(tmp_path, database_url) as collector:
+        second = relay_at(tmp_path, collector.url, join_s=60.0)
+        assert stored({2})
+        with httpx.Client(base_url=second.url, trust_env=False, headers={SESSION_KEY: "key0"}) as client:
+            agent.client = client
+            agent.send(SITES, [3])
+            agent.send(SITES, [4], fields={"num_nan": 3})
+            assert stored({2, 4})
+        while second.health()["express"] < 2:
+            time.sleep(0.01)
+        assert second.health()["delivered"] == 0
+        second.stop()
+        assert stored({1, 2, 3, 4})
+        assert (second.health()["delivered"], second.health()["refused"]) == (4, 0)
+
+
+def test_a_new_broken_batch_goes_before_those_of_an_earlier_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those the newest first; what is not taken is tried again, and holds up nobody."""
+    tried: list[int] = []
+    begun, held = threading.Event(), threading.Event()
+
+    def is_done(self: Express, one: Any) -> bool:
+        tried.append(one.entry.seq)
+        begun.set()
+        held.wait(20)
+        return tried.count(one.entry.seq) > 1
+
+    monkeypatch.setattr(Express, "_is_done", is_done)
+    held.set()
+    first = relay_at(tmp_path, NOWHERE, join_s=60.0)
+    ((agent, client),) = ranks(first, 1)
+    for step in (1, 2, 3):
+        agent.send(SITES, [step], fields={"num_nan": 3})
+    client.close()
+    first.stop(0)
+    for event in (begun, held):
+        event.clear()
+    tried.clear()
+    second = relay_at(tmp_path, NOWHERE, join_s=60.0)
+    assert begun.wait(20)
+    with httpx.Client(base_url=second.url, trust_env=False, headers={SESSION_KEY: "key0"}) as client:
+        agent.client = client
+        agent.send(SITES, [4], fields={"num_nan": 3})
+    held.set()
+    until = time.monotonic() + 20
+    while len(tried) < 8 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert tried[:4] == [3, 4, 2, 1]
+    assert sorted(tried[4:]) == [1, 2, 3, 4]
+    second.stop(0)
 
 
 def test_each_session_shows_its_key_and_each_client_the_token(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from collector.kit import Agent, Recorder, make_site
 
+from fp8watch_agent import urgency
 from fp8watch_agent.wire import decode_batch
 from fp8watch_server.pipeline import detect_worker as worker_module
 from fp8watch_server.pipeline import priority
@@ -23,14 +24,14 @@ def batch(**given: Any) -> Any:
     return decode_batch(Agent(None).body([UP, DOWN], [1, 2], **given))
 
 
-@pytest.mark.parametrize("name", priority.BROKEN_COUNTS)
+@pytest.mark.parametrize("name", urgency.BROKEN_COUNTS)
 def test_one_record_that_is_broken_is_urgent(name: str) -> None:
     assert not is_urgent(batch(fields={name: 0}))
     assert is_urgent(batch(fields={name: [0, 0, 0, 1]}))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", priority.BROKEN_SCALARS)
+@pytest.mark.parametrize("name", urgency.BROKEN_SCALARS)
 def test_a_loss_or_a_norm_that_is_no_number_is_urgent(name: str, value: float) -> None:
     assert is_urgent(batch(scalars={name: [2.0, value]}))
 
@@ -117,6 +118,40 @@ def test_a_backlog_does_not_hide_it(
     Agent(client, run="ill", session="c" * 32).register([UP]).send([UP], [1], **BROKEN)
     app.state.worker.drain()
     assert seen(recorder)[0] == ("c", 1)
+
+
+def test_what_nobody_told_of_is_looked_for(client: Any, app: Any, recorder: Recorder, ordered: Any) -> None:
+    """Whoever takes detection over has not heard what was committed before."""
+    old = Agent(client, run="old", session="a" * 32).register([UP])
+    old.send([UP], [1])
+    old.send([UP], [2])
+    Agent(client, run="ill", session="c" * 32).register([UP]).send([UP], [1], **BROKEN)
+    app.state.worker._urgent.clear()
+    app.state.worker.look_for_urgent()
+    app.state.worker.drain()
+    assert seen(recorder) == [("c", 1), ("a", 1), ("a", 2)]
+
+
+def test_an_urgent_batch_does_not_wait_for_engines_that_are_restored(
+    client: Any, app: Any, recorder: Recorder, ordered: Any
+) -> None:
+    old = Agent(client, run="old", session="a" * 32).register([UP])
+    ill = Agent(client, run="ill", session="c" * 32).register([UP])
+    for step in (1, 2, 3):
+        old.send([UP], [step])
+    app.state.worker.drain()
+    app.state.worker._forget()
+    old.send([UP], [4])
+
+    def breaks() -> None:
+        old.send([UP], [5], **BROKEN)  # of the run that is being restored: afterwards
+        ill.send([UP], [1], **BROKEN)
+
+    ordered["a", 2] = breaks
+    app.state.worker.drain()
+    app.state.worker.drain()
+    assert seen(recorder)[3:] == [("a", 1), ("a", 2), ("c", 1), ("a", 3), ("a", 4), ("a", 5)]
+    assert app.state.worker.num_failed_batches == 0
 
 
 def test_a_run_that_stays_broken_is_taken_out_of_turn_now_and_then() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from detect.bugs_batches import OF_BATCHES
+from detect.bugs_batches import OF_BATCHES, OF_TRAINING
 from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
@@ -346,4 +346,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES, *OF_BATCHES]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES, *OF_BATCHES, *OF_TRAINING]

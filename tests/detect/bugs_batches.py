@@ -134,3 +134,43 @@ OF_BATCHES = [
         f"{BATCHES}::test_a_weight_that_is_unfrozen_stands_in_that_step_in_silence",
     ),
 ]
+
+SETUP = "tests/detect/test_training_setup.py"
+
+OF_TRAINING = [
+    Bug(
+        "moments that change between two steps",
+        "optimizer_state:OptimizerState.observe",
+        "if not hit:",
+        "if hit:",
+        f"{SETUP}::test_moments_that_change_alone_are_told_in_their_step",
+    ),
+    Bug(
+        "a checkpoint that is loaded is no corruption",
+        "optimizer_state:OptimizerState.observe",
+        " and not logs.get(WEIGHTS_CHANGED)",
+        "",
+        f"{SETUP}::test_moments_that_come_with_their_weights_were_loaded",
+    ),
+    Bug(
+        "clipping that stops",
+        "training_setup:TrainingSetup._clipping",
+        "if self._num_now < GONE_STEPS:",
+        "if True:",
+        f"{SETUP}::test_clipping_that_stops_is_told_in_its_third_step_with_the_first",
+    ),
+    Bug(
+        "a norm that is scheduled",
+        "training_setup:TrainingSetup._clipping",
+        " or not _same(norm, self._now):",
+        ":",
+        f"{SETUP}::test_a_step_that_was_not_clipped_and_a_norm_that_is_scheduled_are_silent",
+    ),
+    Bug(
+        "a causal module that sees ahead",
+        "training_setup:TrainingSetup._ahead",
+        "if not modules:",
+        "if modules:",
+        f"{SETUP}::test_attention_that_sees_ahead_is_told_once_with_its_module",
+    ),
+]

@@ -160,10 +160,24 @@ REPORTS = [
 
 ENGINE = [
     Bug(
+        "who has said nothing since a restart is not waited for",
+        "rank_progress:RankProgress.restart",
+        "        self._reached.clear()\n",
+        "        pass\n",
+        f"{T}/test_many_ranks.py::test_the_settled_step_is_that_of_a_loop_over_all_ranks",
+    ),
+    Bug(
+        "all ranks are asked now and then, not with each batch",
+        "step_alignment:Assembly._may_go_on_without",
+        "self._late_rank_s * LOOK_AGAIN",
+        "self._late_rank_s * 0",
+        f"{T}/test_many_ranks.py::test_all_ranks_are_not_asked_with_each_batch_of_a_step_that_waits",
+    ),
+    Bug(
         "a batch that comes twice is judged once",
         "engine:DetectionEngine.observe",
-        "        if header.seq in stream.seqs:\n",
-        "        if header.seq in stream.seqs and header.seq < 0:\n",
+        "        if not stream.seen.add(header.seq):\n",
+        "        if not stream.seen.add(header.seq) and header.seq < 0:\n",
         f"{T}/test_order.py::test_a_batch_that_comes_twice_is_judged_once",
     ),
     Bug(

@@ -49,7 +49,13 @@ def fold(findings: Sequence[Finding], sites: Mapping[int, SiteFacts], window_ste
             taken.earliest = f.earliest(window_steps * stride)
             _extend(taken, incident, f)
         elif not f.extra.get("consequence"):
-            row: dict[str, Any] = {"mode": f.mode, "first_step": f.onset, "last_step": f.step, "sites": _ids(f)}
+            row: dict[str, Any] = {
+                "mode": f.mode,
+                "severity": f.severity,
+                "first_step": f.onset,
+                "last_step": f.step,
+                "sites": _ids(f),
+            }
             made = Open(
                 row=row, flow=f.rank_in_flow, weight_born=bool(f.extra.get("weight_born")), origin_rank=f.rank,
                 num_events=0, stride=stride, names=frozenset({f.scalar}), kind=f.kind, earliest=f.earliest(window_steps * stride),

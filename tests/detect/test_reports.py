@@ -99,6 +99,30 @@ def test_a_filter_that_leaves_out_too_much_is_told_against_the_checkpoint() -> N
     assert "a.b" in words.title
 
 
+@pytest.mark.parametrize(
+    ("groups", "verdict"),
+    [
+        (["moments"], "shared"),
+        (["weights", "codes", "scales"], "shared"),
+        (["codes", "scales"], "fp8"),
+        (["delayed"], "fp8"),
+    ],
+)
+def test_what_was_loaded_otherwise_than_saved_is_fp8s_where_weights_and_moments_are_the_same(
+    groups: list[str], verdict: str
+) -> None:
+    t, later = healthy(4, 20), healthy(5, 20, first_step=20)
+    names = {f"loaded_{group}": "layers.0.mlp.up_proj.weight of 42" for group in groups}
+    facts = names | {f"checkpoint.{name}": "as saved" for name in names}
+    old, new = session(t, attempt=1, facts={}), session(later, attempt=2, facts=facts)
+    finding, words = said(Case([later], 20, [[old], [new]]))
+    assert (finding.mode, finding.verdict) == ("recipe-mismatch", verdict)
+    assert words.title.startswith(
+        f"What was loaded is not what was saved: {groups[0]} of layers.0.mlp.up_proj.weight of 42"
+    )
+    assert {e["field"] for e in words.evidence} == set(names)
+
+
 def test_power_of_two_scales_that_were_forced_are_an_event_at_that_step_and_show_in_the_sqnr() -> None:
     t = healthy(6, STEPS, power_2_scale=False)
     mask = t.mask(operand="input")

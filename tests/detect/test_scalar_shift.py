@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from detect.folded import Folded, fold
@@ -11,6 +13,7 @@ from detect.trace import Trace, healthy
 
 from fp8watch_agent.record import StepPresent
 from fp8watch_server.detect.modes.scalar_shift.known_names import known
+from fp8watch_server.detect.modes.scalar_shift.levels import Levels
 from fp8watch_server.incidents.explain import explain
 
 AT, STEPS = 120, 200
@@ -216,3 +219,49 @@ def test_gradients_that_shrink_over_a_training_are_silent() -> None:
     t.grow(t.mask(operand="grad_output"), down)
     t.steps["grad_norm"] *= np.exp2(down)
     assert incidents(t) == []
+
+
+LEVEL_NAMES = 60
+
+
+def level_hits(values: np.ndarray) -> list[tuple[int, int, float, float, int]]:
+    """(step, name, level, usual, since) of everything that `Levels` says of these. [steps, names]"""
+    levels = Levels()
+    levels.grow(values.shape[1])
+    names = [f"reward/{i}" for i in range(values.shape[1])]
+    return [(step, *hit) for step, value in enumerate(values) for hit in levels.shifted(names, value, step)]
+
+
+def wandering(phi: float, steps: int = 400) -> np.ndarray:
+    """Values around 5 that remember the one before by `phi`, of spread 1. [steps, names]"""
+    rng, x = np.random.default_rng(4), np.zeros((steps, LEVEL_NAMES))
+    for i in range(1, steps):
+        x[i] = phi * x[i - 1] + rng.normal(size=LEVEL_NAMES)
+    return 5 + x * math.sqrt(1 - phi**2)
+
+
+@pytest.mark.parametrize(("phi", "most", "least"), [(0.0, 0, 0.9), (0.5, 2, 0.85), (0.9, 20, 0.5)])
+def test_a_level_that_scatters_as_far_as_it_shifts_is_told_and_its_scatter_is_not(
+    phi: float, most: int, least: float
+) -> None:
+    x = wandering(phi)
+    assert len(level_hits(x)) <= most, "24,000 healthy values"
+    x[120:] += 6
+    told = {name: (step, level, usual, since) for step, name, level, usual, since in level_hits(x) if 120 <= step < 160}
+    right = [
+        step <= 140 and 115 <= since <= 123
+        for step, level, usual, since in told.values()
+        if abs(level - 11) < 2.5 and abs(usual - 5) < 2.5
+    ]
+    assert sum(right) >= least * LEVEL_NAMES
+
+
+def test_what_grows_steadily_and_what_measures_no_numerics_stands_on_no_new_level() -> None:
+    x = wandering(0.0)[:200] + np.linspace(0, 40, 200)[:, None]
+    assert len(level_hits(x)) <= 1
+    steps = wandering(0.0)[:200]
+    steps[120:] += 8
+    levels = Levels()
+    levels.grow(1)
+    assert not [h for i, v in enumerate(steps) for h in levels.shifted(["tokens_per_second"], v[:1], i)]
+    assert [h for i, v in enumerate(steps) for h in levels.shifted(["reward"], v[:1], 200 + i)]

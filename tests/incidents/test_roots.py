@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from incidents.findings import OTHER, finding, modes, put
+from incidents.findings import DOWN, OTHER, finding, modes, put
 from incidents.store import RUN, TENANT, Store
 
 from fp8watch_server.db import schema
@@ -79,3 +79,22 @@ def test_news_of_a_consequence_join_the_evidence(store: Store) -> None:
     put(store, finding(store, "kernel-output-fault", 12, severity="critical", consequence=True, news=news))
     [incident] = store.incidents
     assert [e["field"] for e in incident["evidence"]] == ["clip_depth", "checkpoint_saved"]
+
+
+@pytest.mark.parametrize(
+    ("module", "severity", "told"),
+    [
+        (OTHER, "info", ["dead-layer", "quantiser-fault"]),
+        (OTHER, "warning", ["quantiser-fault"]),
+        (DOWN, "info", ["quantiser-fault"]),
+    ],
+)
+@pytest.mark.parametrize("began", [{}, {"began": 55}], ids=["not before", "began"])
+def test_a_fault_that_was_seen_late_leaves_information_on_other_modules_as_it_is(
+    store: Store, module: str, severity: str, told: list[str], began: dict[str, int]
+) -> None:
+    put(store, finding(store, "dead-layer", 77, module, severity=severity))
+    put(store, finding(store, "quantiser-fault", 90, severity="critical", not_before=55, **began))
+    assert sorted(modes(store)) == told
+    fault = next(i for i in store.incidents if i["mode"] == "quantiser-fault")
+    assert fault["severity"] == "critical"

@@ -76,6 +76,7 @@ def test_run_page_names_the_gemms_that_are_not_observed_and_their_share(
             "not_taken": experts,
             "not_called": "a.b; c.*",
             "silent": "w (read by einsum)",
+            "not_in_fp8": "layers.*.experts.up (inside a function whose backward is its own)",
             "silent_share": "67 % of the GEMM FLOPs were announced as observed and send nothing",
         }
         with_facts(client, run, facts)
@@ -90,10 +91,13 @@ def test_run_page_names_the_gemms_that_are_not_observed_and_their_share(
         "Not called in the first step a.b c.*",
         "Announced as observed, and silent w read by einsum",
         "67 % of the GEMM FLOPs were announced as observed and send nothing",
+        "Announced as FP8, and in high precision A product with these does not compute in FP8, against what attach announced. "
+        "layers.*.experts.up inside a function whose backward is its own",
     ):
         assert expected in said
     assert session["facts"] == facts
     assert "Observed:" not in hostile
+    assert "Announced as FP8" not in hostile
 
 
 def test_a_run_of_which_no_step_ends_is_visible_as_not_watching(tmp_path_factory: pytest.TempPathFactory) -> None:

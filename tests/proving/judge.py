@@ -70,8 +70,14 @@ def opened_step(incident: Mapping[str, Any]) -> int:
     return int(incident["first_step"] if incident.get("opened_step") is None else incident["opened_step"])
 
 
+def _plain(name: str) -> str:
+    """A module's name without what peft puts around it: the watch leaves it out, faults are drawn with it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
 def _within(name: str | None, prefixes: Sequence[str]) -> bool:
-    return name is not None and any(name == p or name.startswith(f"{p}.") for p in prefixes)
+    wanted = [_plain(p) for p in prefixes]
+    return name is not None and any(_plain(name) == p or _plain(name).startswith(f"{p}.") for p in wanted)
 
 
 def place_is_right(incident: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

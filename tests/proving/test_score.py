@@ -84,6 +84,14 @@ def test_a_place_is_right_inside_of_the_expected_module(place: dict[str, Any], r
     assert judge(fault(incident("delayed-clip", STEP, place=place)), twin()).place is right
 
 
+def test_a_place_is_right_without_what_peft_puts_around_a_module() -> None:
+    line = fault(incident("delayed-clip", STEP, place={"module": "model.layers.1.w2"}))
+    line["expected"]["modules"] = ["base_model.model.model.layers.1.w2.base_layer"]
+    assert judge(line, twin()).place is True
+    line["expected"]["modules"] = ["base_model.model.model.layers.1.w2.lora_A"]
+    assert judge(line, twin()).place is False
+
+
 def test_a_verdict_of_unknown_is_not_right() -> None:
     assert judge(fault(incident("delayed-clip", STEP, verdict="unknown")), twin()).fp8 is False
 

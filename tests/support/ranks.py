@@ -25,6 +25,8 @@ import gc, json, os, sys
 import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.distributed.device_mesh, torch.distributed.fsdp
 import fp8watch, fp8watch.session.attach
 torch.set_num_threads(1)
+if "tqdm" in sys.modules:  # where it is installed, the compiler shows progress with it, and a thread watches that
+    sys.modules["tqdm"].tqdm.monitor_interval = 0
 torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1)).backward()  # imports half of torch
 torch._dynamo.reset()
 assert len(os.listdir("/proc/self/task")) == 1 if sys.platform == "linux" else True, "who forks has one thread"

@@ -80,6 +80,7 @@ STACKS = Room(
         "megatron": 8.0,
         "mirrors": 8.0,
         "names": 4.0,
+        "sharded": 30.0,
         "torchtitan": 40.0,
         "transformers": 14.0,
     },
@@ -99,6 +100,7 @@ STACKS = Room(
     needs=needs(REQUIREMENTS.read_text()),
     files={
         "families": ("fp8watch/layers", "fp8watch/selection"),
+        "sharded": ("fp8watch/layers",),
         "fix_files": ("server/fp8watch_server/incidents",),
     },
 )

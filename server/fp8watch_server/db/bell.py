@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 log = logging.getLogger("fp8watch.collector")
 
 CHANNEL = "fp8watch_urgent"
-HEAR_S, RETRY_S = 1.0, 1.0
+HEAR_S, RETRY_S = 1.0, 0.2
 
 
 def ring(conn: Connection, run_ids: Iterable[str]) -> None:
@@ -36,11 +36,14 @@ class Bell:
     Args:
         engine: the database.
         heard: is told the run, from the thread of the bell.
+        listens: is called whenever it begins to listen; what rang before was not heard.
     """
 
-    def __init__(self, engine: Engine, heard: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, heard: Callable[[str], None], listens: Callable[[], None] = lambda: None
+    ) -> None:
         self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
-        self._heard = heard
+        self._heard, self._listens = heard, listens
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -61,6 +64,7 @@ class Bell:
             try:
                 with self._own.connect() as conn:
                     conn.exec_driver_sql("LISTEN fp8watch_urgent")  # CHANNEL
+                    self._listens()
                     session: Any = conn.connection.driver_connection
                     while not self._stop.is_set():
                         for told in session.notifies(timeout=HEAR_S):

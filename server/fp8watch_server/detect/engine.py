@@ -12,7 +12,6 @@ Steps that come late or again are judged by the invariants, and left out of ever
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from fp8watch_server.detect.modes import STEP_CHECKS
 from fp8watch_server.detect.modes.recipe_mismatch.scale_history import ScaleHistory
 from fp8watch_server.detect.modes.two_jobs_one_run.detector import TwoJobs
 from fp8watch_server.detect.precedence import SPREADING
+from fp8watch_server.detect.rank_progress import RankProgress
 from fp8watch_server.detect.registered_facts import Registry, merge
 from fp8watch_server.detect.sample_gaps import SampleGaps
 from fp8watch_server.detect.session_state import Stream
@@ -37,6 +37,7 @@ from fp8watch_server.detect.sessions import SessionFacts
 from fp8watch_server.detect.statistics import Statistics, complete
 from fp8watch_server.detect.step_alignment import LIVE_RANK_STEPS, Assembly
 from fp8watch_server.detect.step_view import BatchColumns, Mask, SiteTable, StepView
+from fp8watch_server.detect.tallies import Seen
 from fp8watch_server.detect.thresholds import DEFAULTS, Thresholds
 
 _STATE = (
@@ -56,7 +57,6 @@ _LATER = {"_samples"}
 LIGHT = "amax_max"
 """A field that each observed step has."""
 REMEMBERED_GAPS = 20
-_REMEMBERED_BATCHES = 4096
 _MAX_NOTICES = 1000
 
 
@@ -92,7 +92,7 @@ class DetectionEngine:
         self._scales = ScaleHistory()
         self._agreement = Agreement()
         self._streams: dict[str, Stream] = {}
-        self._newest: dict[int, str] = {}  # of each rank, the session that came last
+        self._progress = RankProgress()
         self._num_batches = 0
         self._restarted = 0  # _num_batches when a rank last came back with a new session
         self._statistics = Statistics(0, thresholds)
@@ -141,19 +141,13 @@ class DetectionEngine:
     @property
     def delivered_step(self) -> int | None:
         """The last step that every live rank has delivered: what `close_quiet` may count clean steps up to."""
-        newest = {s.rank: s for s in self._streams.values()}  # of each rank, the session that came last
-        # Where a rank has restarted, what the others said before is of the attempt that ended: it may be far ahead.
-        last = [s.last_step for s in newest.values() if s.last_step is not None and s.heard >= self._restarted]
-        if not last:
-            return None
-        settled = min(step for step in last if step >= max(last) - LIVE_RANK_STEPS * self.stride)
-        judged = self._assembly.last_step
-        return settled if judged is None else min(settled, judged)
+        settled, judged = self._progress.settled, self._assembly.last_step
+        return settled if settled is None or judged is None else min(settled, judged)
 
     @property
     def stride(self) -> int:
         """Steps between observed steps: `every` of the agent."""
-        return max((s.stride for s in self._streams.values()), default=1)
+        return self._progress.stride
 
     def take_notices(self) -> list[Notice]:
         """What happened since the last call that is worth a line and no fault."""
@@ -178,16 +172,14 @@ class DetectionEngine:
             self._note(
                 "rewind", int(batch.steps["step"][0]), header.rank, f"training went back from {stream.last_step}"
             )
-            stream, found = self._begin(batch, seqs=stream.seqs)
+            stream, found = self._begin(batch, seen=stream.seen)
         stream.heard = self._num_batches
         stream.last_seq = max(stream.last_seq, header.seq)
         self._assembly.heard(header.rank, at, ended=bool(header.health.get("ended")))
-        if header.seq in stream.seqs:
+        newest = self._progress.is_newest(header.session, header.rank)
+        self._progress.heard(header.session, stream)
+        if not stream.seen.add(header.seq):
             return found + self._drain()
-        stream.seqs[header.seq] = None
-        if len(stream.seqs) > _REMEMBERED_BATCHES:
-            stream.seqs.popitem(last=False)
-        newest = self._newest.get(header.rank) == header.session
         two = self._two_jobs.observe(batch, at, self._registry.sessions, newest=newest)
         found += [f for f in two if f.mode not in self.thresholds.disabled]
         columns = BatchColumns(batch, self._table)
@@ -196,6 +188,7 @@ class DetectionEngine:
         for view in columns.views():
             judged, of_step = self._step(stream, view, bad_scale[view.part], below[view.part], above[view.part])
             found += of_step
+            self._progress.heard(header.session, stream)
             if self._belongs(stream, view) and self._assembly.add(judged):
                 found += self._drain()
         return found + self._drain()
@@ -227,7 +220,7 @@ class DetectionEngine:
         engine._statistics.adopt(thresholds)
         complete(engine._agreement, Agreement())
         engine._assembly.adopt()
-        engine._newest = {stream.rank: name for name, stream in engine._streams.items()}
+        engine._progress = RankProgress.of(engine._streams, engine._restarted)
         engine.add_sites(sites)
         return engine
 
@@ -240,33 +233,32 @@ class DetectionEngine:
     def _begin_session(self, batch: Batch) -> tuple[Stream, list[Finding]]:
         rank = batch.header.rank
         # The session before stays, for its late batches; those before it say no more.
-        same_rank = [name for name, other in self._streams.items() if other.rank == rank]
+        same_rank = list(self._progress.sessions(rank))
         for name in same_rank[:-1]:
             del self._streams[name]
+            self._progress.forget(name, rank)
         step = int(batch.steps["step"][0]) if len(batch.steps) else 0
         if same_rank:
             last = self._streams[same_rank[-1]].last_step
             self._note("restart", step, rank, f"a new session of rank {rank} at step {step}; the last ended at {last}")
-        return self._begin(batch, seqs=OrderedDict(), restarted=bool(same_rank))
+        return self._begin(batch, seen=Seen(), restarted=bool(same_rank))
 
-    def _begin(
-        self, batch: Batch, seqs: OrderedDict[int, None], restarted: bool = True
-    ) -> tuple[Stream, list[Finding]]:
+    def _begin(self, batch: Batch, seen: Seen, restarted: bool = True) -> tuple[Stream, list[Finding]]:
         """A stream without a past: of a new session, or of one that went back to an earlier step."""
         found: list[Finding] = []
         if restarted:
             found = self._restart(int(batch.steps["step"][0]) if len(batch.steps) else None)
-        if batch.header.session not in self._streams:
-            self._newest[batch.header.rank] = batch.header.session
         made = self._streams[batch.header.session] = Stream(
-            rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seqs=seqs
+            rank=batch.header.rank, zero_tiles=degenerate.ZeroTiles(len(self._table)), seen=seen
         )
+        self._progress.begin(batch.header.session, made)
         return made, found
 
     def _restart(self, step: int | None) -> list[Finding]:
         """An attempt ends: its last steps are judged as they are."""
         found = [f for group in self._assembly.restart() for f in self._roll_up(group)]
         self._restarted = self._num_batches
+        self._progress.restart()
         for rank in self._registry.ranks():
             self._assembly.expect(rank)
         self._resume(step)
@@ -292,7 +284,7 @@ class DetectionEngine:
 
     def _belongs(self, stream: Stream, view: StepView) -> bool:
         """Whether a step is of the attempt that is on: not a late one of a session that was replaced."""
-        if self._streams[self._newest[stream.rank]] is not stream:
+        if self._streams[self._progress.sessions(stream.rank)[-1]] is not stream:
             return False
         last = self._assembly.last_step
         return last is None or not self._restarted or abs(view.step - last) <= LIVE_RANK_STEPS * self.stride
@@ -353,7 +345,8 @@ class DetectionEngine:
             stride=self._light_apart(),
         )
         found = [f for f in found if f.mode not in self.thresholds.disabled]
-        streams = [s for s in self._streams.values() if s.rank in now.ranks]
+        ranks = set(now.ranks)
+        streams = [s for s in self._streams.values() if s.rank in ranks]
         for f in found:
             if f.mode in SPREADING:
                 for stream in streams:

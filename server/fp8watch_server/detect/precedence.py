@@ -24,6 +24,7 @@ ASKED = (
     "dying-tile",
     "dead-layer",
     "chronic-quantization-noise",
+    "recipe-mismatch",
     "bad-batch",
     "scalar-shift",
     "limit-ahead",

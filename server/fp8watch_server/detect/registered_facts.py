@@ -101,7 +101,8 @@ class Registry:
 
     def ranks(self) -> list[int]:
         """Ranks that have registered for the newest attempt."""
-        return sorted(r for r, f in self._newest.items() if f.attempt == self.attempt)
+        attempt = self.attempt
+        return sorted(r for r, f in self._newest.items() if f.attempt == attempt)
 
     def facts(self, rank: int) -> Mapping[str, Any]:
         """What the newest session of a rank says of itself."""

@@ -6,13 +6,14 @@ Thread:     detect worker
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fp8watch_server.detect.families import degenerate
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.precedence import NONFINITE_MODES
 from fp8watch_server.detect.step_view import StepView
+from fp8watch_server.detect.tallies import Seen
 
 CONSEQUENCE_STEPS = 6
 """Observed steps for which a cause answers for what follows it."""
@@ -39,7 +40,16 @@ class Stream:
     cause_step: int = 0  # the step in which the cause or a consequence was last seen
     last_seq: int = -1
     heard: int = 0  # Engine._num_batches when its last batch came
-    seqs: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    seen: Seen = field(default_factory=Seen)  # sequence numbers of its batches
+
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a state that an earlier version saved, with the names of this one."""
+        if "seqs" in fields:
+            fields["seen"] = Seen()
+            for seq in fields.pop("seqs"):
+                fields["seen"].add(seq)
+        return fields
 
     def advance(self, step: int) -> bool:
         """The next step; False where it is none, because it came late."""

@@ -58,7 +58,7 @@ _IGNORED = frozenset(
         ),
         EXPERTS_FACT,
         # of one load, and of what was written
-        *("checkpoints", "loaded_weights", "loaded_codes", "loaded_scales", "loaded_delayed"),
+        *("checkpoints", "loaded_weights", "loaded_codes", "loaded_scales", "loaded_delayed", "loaded_moments"),
     }
 )
 _SITE_FACTS = ("tile", "format", "power_2_scale", "eps", "recipe")

@@ -31,6 +31,7 @@ from fp8watch_server.detect import (
     sessions,
     statistics,
     step_alignment,
+    tallies,
 )
 from fp8watch_server.detect.families import degenerate, replica_consistency
 from fp8watch_server.detect.modes import DETECTORS
@@ -59,6 +60,7 @@ _ENGINE = (
     sessions.SessionFacts,
     statistics.Statistics,
     session_state.Stream,
+    tallies.Seen,
 )
 _DETECTORS = (part for kind in DETECTORS for part in (kind, *kind.parts))
 _CLASSES: dict[str, type] = {kind.__name__: kind for kind in (*_ENGINE, *_DETECTORS)}
@@ -138,6 +140,8 @@ def _unpack(value: Any) -> Any:
         raise StateError(f"a part of kind {kind!r}")
     made: Any = object.__new__(_CLASSES[value["c"]])
     fields = {k: _unpack(v) for k, v in value["v"].items()}
+    if hasattr(made, "upgraded"):
+        fields = made.upgraded(fields)
     if dataclasses.is_dataclass(made):
         known = {f.name for f in dataclasses.fields(made)}
         if not set(fields) <= known:

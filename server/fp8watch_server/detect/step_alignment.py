@@ -42,6 +42,8 @@ GAP_BATCHES = 3
 """Batches of a rank for which a gap in its steps is waited for."""
 LIVE_RANK_STEPS = 200
 """A rank this far behind the newest is gone, and holds nobody up."""
+LOOK_AGAIN = 1 / 40
+"""Of `late_rank_s`: how long an answer about all ranks stays good enough while one of them is missing."""
 
 
 @dataclass
@@ -55,9 +57,10 @@ class _Rank:
 @dataclass
 class _Pending(Generic[D]):
     views: dict[int, D] = field(default_factory=dict)
-    at: list[float] = field(default_factory=list)  # when each rank delivered, by the collector's clock
+    at: list[float] = field(default_factory=list)  # when each rank delivered, by the collector's clock; ascending
     batches: dict[int, int] = field(default_factory=dict)  # rank -> its num_batches then
     awaited: int | None = None  # a rank that was still to come when it was last looked at
+    looked_at: float | None = None  # when all ranks were last looked at, with the collector's clock
 
 
 class Assembly(Generic[D]):
@@ -156,8 +159,9 @@ class Assembly(Generic[D]):
         pending = self._pending[step]
         if len(self._pending) > MAX_PENDING_STEPS:
             return True
-        if self._is_awaited(pending.awaited, step, pending) and not self._is_old(pending):
+        if self._is_awaited(pending.awaited, step, pending) and not self._may_go_on_without(pending):
             return False  # of many ranks one that is missing is enough, and most often it is the same
+        pending.looked_at = self._now
         waiting = [r for r in self._ranks if self._is_awaited(r, step, pending)]
         pending.awaited = waiting[-1] if waiting else None
         if not waiting and not self._is_gap(step, pending):
@@ -167,7 +171,7 @@ class Assembly(Generic[D]):
         num_live = len(pending.at) + len(waiting)
         if len(pending.at) * 2 < num_live:
             return False
-        median_at = sorted(pending.at)[max(0, (num_live + 1) // 2 - 1)]
+        median_at = pending.at[max(0, (num_live + 1) // 2 - 1)]
         return self._now - median_at >= self._late_rank_s
 
     def _is_awaited(self, rank: int | None, step: int, pending: _Pending[D]) -> bool:
@@ -176,9 +180,16 @@ class Assembly(Generic[D]):
         state = self._ranks[rank]
         return state.last_step < step and self._is_live(state, self._newest)
 
-    def _is_old(self, pending: _Pending[D]) -> bool:
-        """Whether the first rank delivered so long ago that the median may have, too."""
-        return self._now is not None and bool(pending.at) and self._now - pending.at[0] >= self._late_rank_s
+    def _may_go_on_without(self, pending: _Pending[D]) -> bool:
+        """Whether the median rank may have delivered so long ago: at the earliest the median of those that have.
+
+        Who is missing is a question to all ranks, so it is asked again after a while, not with each batch.
+        """
+        if self._now is None or not pending.at:
+            return False
+        if pending.looked_at is not None and 0 <= self._now - pending.looked_at < self._late_rank_s * LOOK_AGAIN:
+            return False
+        return self._now - pending.at[len(pending.at) // 2] >= self._late_rank_s
 
     def _is_live(self, rank: _Rank, newest: int) -> bool:
         if rank.ended or (rank.last_step >= 0 and rank.last_step < newest - LIVE_RANK_STEPS * self._stride):

@@ -32,10 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
         required=True,
         metavar="OUT",
-        help="a folder, or one table's .parquet file; never written over",
+        help="a folder, s3://BUCKET/PREFIX, or one table's .parquet file in either; never written over",
     )
     parser.add_argument(
         "--table", choices=NAMES, default=None, help="only this table (default: all; in a file, series)"
@@ -58,6 +57,7 @@ def _step(text: str) -> int:
 
 def _export(args: Any, settings: Settings) -> int:
     try:
+        from fp8watch_server.export import object_store
         from fp8watch_server.export.columns import schema_of
         from fp8watch_server.export.parquet import ExportError, is_file, whole_or_nothing, write
         from fp8watch_server.export.tables import MAKERS, Asked
@@ -66,22 +66,26 @@ def _export(args: Any, settings: Settings) -> int:
     if args.from_step > args.to_step:
         raise Unusable(f"--from {args.from_step} is after --to {args.to_step}; the range holds no step")
     asked = Asked(args.run, args.from_step, args.to_step, args.per_rank)
-    wanted = [args.table or "series"] if is_file(args.output) else [args.table] if args.table else list(NAMES)
+    remote = object_store.is_url(args.output)
+    place = object_store.place_of(args.output) if remote else args.output
+    target = Path(place)
+    wanted = [args.table or "series"] if is_file(target) else [args.table] if args.table else list(NAMES)
+    at_target = object_store.whole_or_nothing(args.output) if remote else whole_or_nothing(target)
     with opened(settings) as engine:
         require_run(engine, args.run)
         try:
-            with whole_or_nothing(args.output) as folder, engine.connect() as conn:
+            with at_target as folder, engine.connect() as conn:
                 facts = _facts(conn, args)
                 done = []
                 for name in wanted:
-                    path = folder / (args.output.name if is_file(args.output) else f"{name}.parquet")
+                    path = folder / (target.name if is_file(target) else f"{name}.parquet")
                     done.append(write(path, schema_of(name, facts), MAKERS[name](conn, asked)))
                 notes = _notes(conn, asked.run_id, asked.from_step, asked.to_step, asked.per_rank)
         except ExportError as e:
             raise Unusable(str(e)) from e
     for file in done:
-        place = args.output if is_file(args.output) else args.output / file.name
-        print(f"{place}: {file.num_rows} rows in {file.num_row_groups} row groups, {file.num_bytes} bytes")
+        where = place if is_file(target) else f"{place.rstrip('/')}/{file.name}"
+        print(f"{where}: {file.num_rows} rows in {file.num_row_groups} row groups, {file.num_bytes} bytes")
     if facts["run"]["status"] != "ended":
         notes = [f"run {args.run!r} has not ended: this is what was stored at the start of the export", *notes]
     for note in notes:

@@ -118,10 +118,18 @@ def root_of(
 def explained_by(
     incidents: Sequence[Open], finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int
 ) -> Open | None:
-    """The open incident that this finding explains: it is taken over, and keeps its message."""
+    """The open incident that this finding explains: it is taken over, and keeps its message.
+
+    Where a kernel is looked at in turns its fault may have begun long before it was seen. Information on another module from
+    that time stays what it was: a starved expert is no consequence because a quantiser may already have been broken.
+    """
     if finding.extra.get("consequence"):
         return None
     for i in incidents:
+        before_it_was_seen = finding.earliest(0) < finding.step and i.row["first_step"] < finding.step
+        elsewhere = finding.site is not None and bool(i.row["sites"]) and not _same_module(finding, i, sites)
+        if i.row["severity"] == "info" and before_it_was_seen and elsewhere:
+            continue
         if not _accounts_for(finding, i, sites) or not _related(i, finding, sites, finding.mode, window_steps):
             continue
         window = _window(i, finding, window_steps)
@@ -134,9 +142,13 @@ def explained_by(
 
 def _accounts_for(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
     if PRECURSORS.get(finding.mode) == i.row["mode"]:
-        mine = sites.get(finding.site) if finding.site is not None else None
-        return mine is not None and any(s in sites and sites[s].module == mine.module for s in i.row["sites"][:1])
+        return _same_module(finding, i, sites)
     return explains(finding.kind, i.cause)
+
+
+def _same_module(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
+    mine = sites.get(finding.site) if finding.site is not None else None
+    return mine is not None and any(s in sites and sites[s].module == mine.module for s in i.row["sites"][:1])
 
 
 def _window(i: Open, finding: Finding, window_steps: int) -> int:

@@ -39,4 +39,4 @@ def committer_of(
         from fp8watch_server.ingest.queue_front import QueueFront
     except ModuleNotFoundError as e:
         raise SettingError(f"FP8WATCH_QUEUE needs a package ({e}); pip install 'fp8watch[nats]'") from e
-    return QueueFront(engine, decode, settings, observe_commit=observe_commit, shard=shard)
+    return QueueFront(engine, decode, settings, observe_commit=observe_commit, hurry=hurry, shard=shard)

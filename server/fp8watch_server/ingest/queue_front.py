@@ -7,6 +7,10 @@ Thread:     a few decoders, one publisher; the connection has an event loop on a
 
 The same groups and the same answers as a commit. A full stream, a queue without a quorum and one that is not there are a
 503: agents keep their batches, and those with non-finite values have room of their own.
+
+A batch with non-finite values or broken scales takes a short cut besides: it is committed at once from here, so that its
+incident waits for no election of the queue and for no worker. A worker commits it later, and finds its key there. Where
+the queue does not take it, and the database has it, it is accepted.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -25,8 +30,9 @@ from sqlalchemy.engine import Engine
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db.schema import DEFAULT_TENANT
 from fp8watch_server.http.db_timeout import unavailable
-from fp8watch_server.ingest.group_commit import Committer
+from fp8watch_server.ingest.group_commit import AWAY, Committer
 from fp8watch_server.ingest.registered import Registered
+from fp8watch_server.ingest.request_sender import RequestSender
 from fp8watch_server.pipeline.priority import is_urgent
 from fp8watch_server.queue.jetstream import PUBLISH_S, JetStream, Message, QueueError
 from fp8watch_server.queue.subjects import HEALTHY, ID_HEADER, KEY_HEADER, URGENT, message_id, subject_of
@@ -37,6 +43,11 @@ from fp8watch_server.store.registrations import KeyReused
 log = logging.getLogger("fp8watch.queue")
 
 RETRY_S = 1.0
+MAX_SHORT_CUTS = 32
+"""Batches on the short cut at once; a storm of broken ones goes through the queue, and its first ones say enough."""
+SHORT_CUT_TRIES_S, SHORT_CUT_RETRY_S = 10.0, 0.2
+SHORT_CUT_S = 1.0
+"""How long a batch that the queue has not taken waits for the database."""
 MAX_KEYS = 1 << 16
 """Batches whose body's hash is remembered, so that another body under the same key is refused at once."""
 
@@ -49,6 +60,7 @@ class QueueFront(Committer):
         decode: as of Committer.
         settings: where the queue is.
         observe_commit: is told the seconds of each publishing, once for every batch in it.
+        hurry: as of Committer, of what took the short cut.
         shard: whose database it is; "": home.
     """
 
@@ -59,9 +71,12 @@ class QueueFront(Committer):
         settings: Settings,
         *,
         observe_commit: Callable[[float], None] = lambda seconds: None,
+        hurry: Callable[[str, str], None] = lambda run_id, tenant: None,
         shard: str = "",
     ) -> None:
         super().__init__(engine, decode, observe_commit=observe_commit)
+        self._direct = Committer(engine, decode, hurry=hurry)
+        self._num_short_cuts = 0  # changed by the connection's thread
         self._shard = shard
         self._registered = Registered(engine)
         self._keys: OrderedDict[tuple[str, str, int, int], bytes] = OrderedDict()
@@ -84,6 +99,7 @@ class QueueFront(Committer):
     def stop(self, timeout_s: float = 10.0) -> None:
         """Publish what has been handed in, and end."""
         super().stop(timeout_s)
+        self._direct.stop(timeout_s)
         self._registered.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._main.join(timeout_s)
@@ -122,9 +138,12 @@ class QueueFront(Committer):
             wrong or self._reused(i) for i, wrong in zip(items, self._registered.check(items), strict=True)
         ]
         at = [n for n, wrong in enumerate(answers) if wrong is None]
-        for n, failed in zip(at, self._publish([items[n] for n in at]), strict=True):
+        short_cuts = {n: self._short_cut(items[n]) for n in at if is_urgent(items[n].batch)}
+        published = dict(zip(at, self._publish([items[n] for n in at]), strict=True))
+        committed = _committed({n: of for n, of in short_cuts.items() if published[n] is not None})
+        for n, failed in published.items():
             header = items[n].batch.header
-            if failed is None:
+            if failed is None or n in committed:
                 self._keys[header.run, header.session, header.rank, header.seq] = items[n].sha256
                 answers[n] = Committed(header.seq, True, self._registered.captures(header.run))
             else:
@@ -132,6 +151,26 @@ class QueueFront(Committer):
         while len(self._keys) > MAX_KEYS:
             self._keys.popitem(last=False)
         return answers
+
+    def _short_cut(self, item: Incoming) -> Future[Committed]:
+        """Begin to commit a batch; whatever hinders it, the worker will."""
+        return asyncio.run_coroutine_threadsafe(self._commit_now(item), self._loop)
+
+    async def _commit_now(self, item: Incoming) -> Committed:
+        if self._num_short_cuts >= MAX_SHORT_CUTS:
+            raise QueueError("too many take the short cut")
+        self._num_short_cuts += 1
+        until, sender = time.monotonic() + SHORT_CUT_TRIES_S, RequestSender(key_sha256=item.key_sha256)
+        try:
+            while True:
+                try:
+                    return await self._direct.hand_in(item.batch, item.body, sender)
+                except AWAY:  # a connection that died with its server is one of many
+                    if time.monotonic() > until:
+                        raise
+                await asyncio.sleep(SHORT_CUT_RETRY_S)
+        finally:
+            self._num_short_cuts -= 1
 
     def _reused(self, item: Incoming) -> KeyReused | None:
         h = item.batch.header
@@ -152,6 +191,12 @@ class QueueFront(Committer):
         if any(done):
             self._loop.call_soon_threadsafe(self._again.set)
         return done
+
+
+def _committed(short_cuts: Mapping[int, Future[Committed]]) -> set[int]:
+    """Those that the database has, within SHORT_CUT_S."""
+    done = wait(short_cuts.values(), SHORT_CUT_S).done
+    return {n for n, of in short_cuts.items() if of in done and not of.cancelled() and of.exception() is None}
 
 
 def _message(item: Incoming, shard: str) -> Message:

@@ -55,6 +55,7 @@ class Registered:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._reading: OrderedDict[str, Future[None]] = OrderedDict()
+        self._asked: dict[str, set[str]] = {}  # sessions of a run that its next reading looks for
         self._reader = ThreadPoolExecutor(1, "fp8watch-registered")
 
     def close(self) -> None:
@@ -69,28 +70,32 @@ class Registered:
     def check(self, items: Sequence[Incoming]) -> list[Exception | None]:
         """What is wrong with each batch: Unknown, WrongKey, RankMismatch, or a Problem that says when to come back."""
         found = [self._wrong(item) for item in items]
-        unknown = {i.batch.header.run for i, e in zip(items, found, strict=True) if isinstance(e, Unknown)}
-        away = {run_id: self._look_up(run_id) for run_id in sorted(unknown)}  # registered a moment ago, perhaps
+        unknown: dict[str, set[str]] = {}
+        for item, wrong in zip(items, found, strict=True):
+            if isinstance(wrong, Unknown):
+                unknown.setdefault(item.batch.header.run, set()).add(item.batch.header.session)
+        away = {run_id: self._look_up(run_id, unknown[run_id]) for run_id in sorted(unknown)}  # perhaps of a moment ago
         for at, item in enumerate(items):
             if isinstance(found[at], Unknown):
                 found[at] = away[item.batch.header.run] or self._wrong(item)
-        for run_id in {i.batch.header.run for i in items} - unknown:
+        for run_id in {i.batch.header.run for i in items} - set(unknown):
             run = self._runs.get(run_id)
             if run is not None and self._clock() - run.read_at > READ_AGAIN_S:
-                self._start_reading(run_id)
+                self._start_reading(run_id, set())
         return found
 
-    def _look_up(self, run_id: str) -> Exception | None:
-        """Read a run now; what the database said, if it did not work."""
+    def _look_up(self, run_id: str, sessions: set[str]) -> Exception | None:
+        """Read a run and these of its sessions now; what the database said, if it did not work."""
         try:
-            self._start_reading(run_id).result(WAIT_S)
+            self._start_reading(run_id, sessions).result(WAIT_S)
         except (FutureTimeoutError, SQLAlchemyError):
             return unavailable("the database does not say what is registered")
         return None
 
-    def _start_reading(self, run_id: str) -> Future[None]:
+    def _start_reading(self, run_id: str, sessions: set[str]) -> Future[None]:
         """A reading of a run that begins from now on; one that waits for its turn is it."""
         with self._lock:
+            self._asked.setdefault(run_id, set()).update(sessions)
             waiting = self._reading.get(run_id)
             if waiting is not None and not waiting.running() and not waiting.done():
                 return waiting
@@ -117,6 +122,8 @@ class Registered:
 
     def _read(self, run_id: str) -> None:
         now = self._clock()
+        with self._lock:
+            asked = self._asked.pop(run_id, set())
         r, s, c = t.run.c, t.session.c, t.site.c
         before = self._runs.get(run_id)
         with self._engine.connect() as conn:
@@ -126,15 +133,18 @@ class Registered:
                 with self._lock:
                     self._runs.pop(run_id, None)
                 return
-            of_run = (s.run_id == run_id, s.tenant == tenant)
-            sessions = {
-                found.session: (found.rank, found.key_sha256)
-                for found in conn.execute(sa.select(s.session, s.rank, s.key_sha256).where(*of_run))
-            }
+            same = before is not None and before.sites.created_at == row.created_at
+            sessions = (
+                before.sessions if before is not None and same else {}
+            )  # they neither change nor go before their run
+            if asked:
+                these = (s.run_id == run_id, s.tenant == tenant, s.session.in_(sorted(asked)))
+                rows = conn.execute(sa.select(s.session, s.rank, s.key_sha256).where(*these))
+                sessions.update({found.session: (found.rank, found.key_sha256) for found in rows})
             num_sites = conn.execute(
                 sa.select(sa.func.count()).where(c.run_id == run_id, c.tenant == tenant)
             ).scalar_one()
-            if before is not None and before.sites.created_at == row.created_at and len(before.sites) == num_sites:
+            if before is not None and same and len(before.sites) == num_sites:
                 sites = before.sites
             else:
                 ids = conn.execute(sa.select(c.site).where(c.run_id == run_id, c.tenant == tenant)).scalars()

@@ -1,6 +1,6 @@
 """Where batches come in: raw bodies, limits, and one transaction that is either whole or not there.
 
-Upstream:   fp8watch_agent.transport (HTTP), fp8watch_server.ingest.joined
+Upstream:   fp8watch_agent.transport (HTTP), fp8watch_agent.relay_express (HTTP), fp8watch_server.ingest.joined
 Downstream: fp8watch_server.ingest.intake
 Shapes:     PUT registrations (JSON), POST batches and tile maps (wire bodies) -> rows; 200 means committed
 Thread:     event loop reads; batches go through the committer, the rest through a small pool
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from sqlalchemy.exc import IntegrityError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -194,9 +195,16 @@ async def put_session(request: Request, run_id: str, session: str) -> Response:
 
     def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
         facts = decode(body, SessionBody).as_facts(check_name("session", session))
-        with writing(ingest.engine) as conn:
-            of_run, now = check_name("run", run_id), time.time()
-            attempt = registrations.register_session(conn, of_run, facts, now=now, key_sha256=key_sha256)
+        of_run, now = check_name("run", run_id), time.time()
+
+        def register(alone: bool) -> int:
+            with writing(ingest.engine) as conn:
+                return registrations.register_session(conn, of_run, facts, now=now, key_sha256=key_sha256, alone=alone)
+
+        try:
+            attempt = register(alone=False)
+        except IntegrityError:
+            attempt = register(alone=True)
         return {"run": run_id, "session": session, "attempt": attempt}
 
     return await _register(request, run_id, store)
@@ -220,17 +228,15 @@ async def put_run(request: Request, run_id: str) -> Response:
     def store(ingest: Ingest, body: bytes) -> dict[str, Any]:
         got = decode(body, RunBody)
         check_name("run", run_id)
+        facts: dict[str, Any] = {"name": got.name or run_id, "recipe": got.recipe, "backend": got.backend}
+        facts |= {"world_size": got.world_size}
+        now = time.time()
+        if not got.tags:
+            with ingest.engine.connect() as conn:
+                if registrations.is_registered(conn, run_id, facts, now):
+                    return {"run": run_id}
         with writing(ingest.engine) as conn:
-            registrations.register_run(
-                conn,
-                run_id,
-                name=got.name or run_id,
-                recipe=got.recipe,
-                backend=got.backend,
-                world_size=got.world_size,
-                now=time.time(),
-                tags=got.tags,
-            )
+            registrations.register_run(conn, run_id, **facts, now=now, tags=got.tags)
         return {"run": run_id}
 
     return await _register(request, run_id, store, new=True)

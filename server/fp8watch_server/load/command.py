@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from fp8watch_agent.settings import read_token_file
-from fp8watch_server.load.drive import Refused, run_load
+from fp8watch_server.load.drive import LoadReport, Refused, run_load
+from fp8watch_server.load.fleet import RANKS_PER_HOST, Fleet, FleetPlan
 from fp8watch_server.load.stream import LoadPlan
 
 EXIT_USAGE = 2
@@ -37,7 +38,31 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--run", default="", help="id of the run (default: load-SEED-TIME, a new one)")
     made.add_argument("--senders", type=_positive, default=None, help="threads (default: one a rank, at most 32)")
     made.add_argument("--prepare", action="store_true", help="make all bodies before the first is sent")
+    made.add_argument(
+        "--fleet",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="very many ranks: each sends a batch every so many seconds (0: no pause), hosts of 8 in one request, "
+        "bodies of 16 recorded ranks under headers of their own",
+    )
+    made.add_argument(
+        "--merge-steps",
+        type=_positive,
+        default=1,
+        help="of a fleet: steps that share a record, as agents of many ranks do",
+    )
+    made.add_argument(
+        "--break", dest="broken", type=_place, default=None, metavar="RANK:BATCH", help="of a fleet: put an Inf there"
+    )
     return made
+
+
+def _place(text: str) -> tuple[int, int]:
+    rank, _, number = text.partition(":")
+    if not (rank.isascii() and rank.isdecimal() and number.isascii() and number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a rank and the number of its batch from 0, as 17:3")
+    return int(rank), int(number)
 
 
 def _positive(text: str) -> int:
@@ -59,12 +84,22 @@ def main(argv: list[str] | None = None) -> int:
         seed=args.seed,
         run=args.run or f"load-{args.seed}-{int(time.time())}",
         step_s=1.0 / args.rate if args.rate > 0 else 1.0,
+        merge_steps=args.merge_steps,
     )
+    if args.fleet is None and (args.broken is not None or args.merge_steps > 1):
+        print("fp8watch load: --break and --merge-steps are of a fleet; give --fleet SECONDS", file=sys.stderr)
+        return EXIT_USAGE
     try:
         file = os.environ.get("FP8WATCH_TOKEN_FILE")
         token = read_token_file(Path(file)) if file else os.environ.get("FP8WATCH_TOKEN") or None
         print(f"run {plan.run}: {plan.num_ranks} ranks × {plan.num_sites} sites × {plan.num_steps} steps to {args.url}")
-        report = run_load(plan, args.url, token=token, rate=args.rate, num_senders=args.senders, prepared=args.prepare)
+        if args.fleet is not None:
+            fleet = FleetPlan(plan, args.fleet, RANKS_PER_HOST, args.broken)
+            report: LoadReport = Fleet(fleet, args.url, token=token, num_senders=args.senders or 8).run()
+        else:
+            report = run_load(
+                plan, args.url, token=token, rate=args.rate, num_senders=args.senders, prepared=args.prepare
+            )
     except (Refused, ValueError) as e:
         print(f"fp8watch load: {e}; check --url and FP8WATCH_TOKEN", file=sys.stderr)
         return EXIT_USAGE

@@ -66,17 +66,17 @@ class LoadReport:
         return out + [f"{n} times: {text}" for text, n in sorted(self.problems.items())]
 
 
-def session_of(plan: LoadPlan, stream: RankStream) -> Session:
-    """Session of this rank as its agent would report it."""
+def session_of(plan: LoadPlan, rank: int, session: str) -> Session:
+    """Session of a rank as its agent would report it."""
     return Session(
         run_id=plan.run,
         run_name=plan.run,
-        session=stream.session,
-        rank=stream.rank,
+        session=session,
+        rank=rank,
         world_size=plan.num_ranks,
         mesh={"dp": plan.num_ranks},
-        host=f"load-{stream.rank // 8}",
-        pid=stream.rank + 1,
+        host=f"load-{rank // 8}",
+        pid=rank + 1,
         started_at=time.time(),
         versions={"load": "1"},
         recipe="blockwise",
@@ -89,7 +89,7 @@ class _Rank:
     """One rank: its bodies, its connection, and the due time of its next body."""
 
     def __init__(self, plan: LoadPlan, stream: RankStream, uploader: Uploader, bodies: Sequence[Body] | None) -> None:
-        self.registration = Registration(session_of(plan, stream), plan.sites)
+        self.registration = Registration(session_of(plan, stream.rank, stream.session), plan.sites)
         self.uploader = uploader
         self.bodies = iter(bodies if bodies is not None else stream)
         self.interval_s = 0.0

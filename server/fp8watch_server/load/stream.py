@@ -42,6 +42,8 @@ class LoadPlan:
         seed: all numbers follow from it.
         first_step: step of the first batch.
         step_s: seconds between steps, for the steps' own clock.
+        merge_steps: from 2 on, a site leaves one record of its calm steps and a full one in so many steps, each site and
+            each rank in steps of its own, as agents of many ranks send them; `every` is then without effect.
     """
 
     num_ranks: int = 1
@@ -54,9 +56,10 @@ class LoadPlan:
     first_step: int = 0
     step_s: float = 1.0
     power_2_scale: bool = True
+    merge_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_sites", "num_steps", "steps_per_batch", "every"):
+        for name in ("num_ranks", "num_sites", "num_steps", "steps_per_batch", "every", "merge_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
 
@@ -124,14 +127,10 @@ class RankStream:
             rows = self.rows(step)
             if self.change is not None:
                 self.change(rows, step_rows[i : i + 1], self.rank, step)
-            if step % self.plan.every:  # between samples a record has no energies, moments and depth
-                for f in FIELDS:
-                    if f.group & SAMPLED:
-                        rows[f.name] = f.default
-                rows["measured"] &= ~SAMPLED
-            parts.append(rows)
-            ids.append(self.traits.ids)
-            of_step.append(np.full(len(rows), step, dtype=np.int64))
+            leaves = self._lighten(rows, step)
+            parts.append(rows[leaves])
+            ids.append(self.traits.ids[leaves])
+            of_step.append(np.full(len(parts[-1]), step, dtype=np.int64))
         rows = np.concatenate(parts)
         self.seq += 1
         header = Header(
@@ -146,6 +145,20 @@ class RankStream:
             health={"produced": float(steps.stop * len(self.traits.ids)), "overhead_ratio": 0.004},
         )
         return header, (step_rows, np.concatenate(of_step), np.concatenate(ids), rows)
+
+    def _lighten(self, rows: Array, step: int) -> Array:
+        """Take what only samples measure out of the others, in place; which of the sites [S] leave a record."""
+        merge = self.plan.merge_steps
+        turn = (np.arange(len(rows)) + self.rank + step) % merge
+        broken = (rows["num_nan"] | rows["num_inf"]) != 0
+        full = (turn == merge // 2) | broken if merge > 1 else np.full(len(rows), step % self.plan.every == 0)
+        for f in FIELDS:
+            if f.group & SAMPLED:  # between samples a record has no energies, moments and depth
+                rows[f.name][~full] = f.default
+        rows["measured"][~full] &= ~SAMPLED
+        rows["num_calls"][~full] = merge
+        leaves: Array = full | (turn == 0)
+        return leaves
 
     def _fill_step(self, row: Array, step: int) -> None:
         rng = np.random.default_rng((self.plan.seed, 2, self.rank, step))

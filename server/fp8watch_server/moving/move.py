@@ -26,6 +26,7 @@ from sqlalchemy.engine import Connection, Engine
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import for_writing, upsert, writing
 from fp8watch_server.db.fence import raise_fence, tables_of_runs, take_down
+from fp8watch_server.db.moves_under_way import UnderWay, lock_key, moves_under_way
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.moving.copying import StagedCopy
 
@@ -88,7 +89,7 @@ class Move:
             raise CannotMove("runs move between PostgreSQL servers; the home database is an SQLite file")
         own = self._shards.home.execution_options(isolation_level="AUTOCOMMIT")
         with own.connect() as conn:  # this session's lock, for as long as it lives
-            key = sa.func.hashtextextended(f"fp8watch move {self._run_id}", 0)
+            key = lock_key(self._run_id)
             if not conn.execute(sa.select(sa.func.pg_try_advisory_lock(key))).scalar_one():
                 raise CannotMove(f"run {self._run_id!r} is being moved by another process; wait for it, or end it")
             try:
@@ -221,17 +222,16 @@ class Move:
 
 def places(conn: Connection) -> list[tuple[str, str, str]]:
     """(run, shard, what is under way) of the directory."""
-    d = t.shard_of_run.c
-    rows = conn.execute(sa.select(d.run_id, d.shard, d.moving_to, d.moved_from).order_by(d.run_id)).all()
-    return [
-        (
-            row.run_id,
-            row.shard or "home",
-            f"a move to {row.moving_to or 'home'} was begun"
-            if row.moving_to is not None
-            else f"its copy on {row.moved_from or 'home'} is to be deleted"
-            if row.moved_from is not None
-            else "",
-        )
-        for row in rows
-    ]
+    d, under_way = t.shard_of_run.c, {move.run_id: move for move in moves_under_way(conn)}
+    rows = conn.execute(sa.select(d.run_id, d.shard).order_by(d.run_id)).all()
+    return [(row.run_id, row.shard or "home", _said(under_way.get(row.run_id))) for row in rows]
+
+
+def _said(move: UnderWay | None) -> str:
+    if move is None:
+        return ""
+    what = "its old copy is to be deleted" if move.arrived else f"a move to {move.to or 'home'} was begun"
+    if move.at_work:
+        return f"{what}, and is under way"
+    refused = " its batches are refused;" if move.refuses else ""
+    return f"{what}, and was cut short;{refused} start it again: fp8watch shards move {move.run_id} {move.to or 'home'}"

@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy.engine import Connection
 
 from fp8watch_server.db import schema as t
+from fp8watch_server.db.moves_under_way import moves_under_way
 from fp8watch_server.db.shards import Shards
 from fp8watch_server.ingest.ingest_stats import IngestStats
 from fp8watch_server.otlp.client import EXPORTS
@@ -91,6 +92,7 @@ class FleetCollector(Collector):
         with self._shards.connections() as everywhere:
             yield from _merged(metric for conn in everywhere.conns for metric in self._runs(conn, budget))
             yield from _merged(metric for conn in everywhere.conns for metric in _notifications(conn))
+            yield from _moves(everywhere.conns[0])
         yield _shards_up(self._shards, everywhere.away)
         yield from self._own()
         dropped = CounterMetricFamily("fp8watch_series_dropped", "Series above the budget, left out of answers")
@@ -303,6 +305,18 @@ def _shards_up(shards: Shards, away: Sequence[str]) -> Metric:
     for name in shards.others:
         up.add_metric([name], float(name not in away))
     return up
+
+
+def _moves(home: Connection) -> Iterable[Metric]:
+    """Of runs between databases: those that nobody is at work on."""
+    cut = [move for move in moves_under_way(home) if not move.at_work]
+    family = GaugeMetricFamily(
+        "fp8watch_moves_cut_short", "Moves of runs between shards that nobody finishes, by whether batches are refused",
+        labels=["refused"],
+    )  # fmt: skip
+    for refused in (False, True):
+        family.add_metric([str(refused).lower()], sum(move.refuses is refused for move in cut))
+    yield family
 
 
 def _merged(found: Iterable[Metric]) -> Iterable[Metric]:

@@ -79,6 +79,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
         "not_counted": left_out(facts.get("not_counted"))[:NUM_LEFT_OUT],
         "not_called": not_called[:NUM_LEFT_OUT],
         "silent": left_out(facts.get("silent"))[:NUM_LEFT_OUT],
+        "not_in_fp8": left_out(facts.get("not_in_fp8"))[:NUM_LEFT_OUT],
         "precisions": [
             (str(name).removeprefix(PRECISION), str(text))
             for name, text in facts.items()

@@ -181,7 +181,11 @@ def not_looked_at(of: Subject) -> Section | None:
         lines.append(
             f"Modules: {formatting.ratio(1 - covered['observed'])} of the model's GEMM FLOPs were not observed."
         )
-    for key, words in (("not_taken", "GEMMs not observed"), ("silent", "announced as observed, and silent")):
+    for key, words in (
+        ("not_taken", "GEMMs not observed"),
+        ("silent", "announced as observed, and silent"),
+        ("not_in_fp8", "announced as FP8, and in high precision"),
+    ):
         if covered[key]:
             names = "" if of.redact else f": {', '.join(name for name, _ in covered[key][:8])}"
             lines.append(f"{words[:1].upper()}{words[1:]}: {len(covered[key])} modules{names}.")

@@ -14,12 +14,12 @@ its incidents, the batches of its group are processed one by one.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
@@ -33,79 +33,24 @@ from fp8watch_server.db.fence import is_fenced, lost_its_run
 from fp8watch_server.db.leader import Leader
 from fp8watch_server.db.leader_loop import LeaderLoop, Pause
 from fp8watch_server.db.lease import lease_transaction
+from fp8watch_server.db.planner_statistics import PlannerStatistics
 from fp8watch_server.pipeline import engine_restore
-from fp8watch_server.pipeline.priority import PriorityLane
+from fp8watch_server.pipeline.detection import Detection as Detection
+from fp8watch_server.pipeline.priority import PriorityLane, Run, is_urgent
+from fp8watch_server.pipeline.run_engines import RunEngines, Running
 from fp8watch_server.store import hot_batches
 from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
 from fp8watch_server.store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
 
-MAX_ENGINES = 64
 SAVE_EVERY_BATCHES, SAVE_EVERY_S = 4096, 30.0
+SAVE_SHARE = 0.02
+"""Of the time, at most: the state of ten thousand ranks takes a second."""
 PACE_S, MAX_PACE_S, REST_SHARE = 0.2, 0.5, 3.0
 """Between groups; the first batch after a quiet time is taken at once. The more there is to do, the longer the rest and
 the larger the next group: as long as REST_SHARE groups take, within these bounds."""
 IDLE_S = FENCED_S = 1.0
-
-
-class DetectEngine(Protocol):
-    """One run's detectors: no I/O, no database."""
-
-    def observe(self, batch: Batch, at: float | None = None) -> Sequence[Any]:
-        """Findings of one batch, received at a time of this collector's clock."""
-        ...
-
-    def tick(self, now: float) -> Sequence[Any]:
-        """Findings that waited for a late rank; called while no batches come."""
-        ...
-
-    def add_sites(self, sites: Any) -> None:
-        """Facts of new or changed sites."""
-        ...
-
-    def add_sessions(self, sessions: Any) -> None:
-        """All sessions of the run, new and known ones."""
-        ...
-
-    def take_notices(self) -> Sequence[Any]:
-        """Log-worthy observations that are no faults; each has a `kind`, a `step`, a `rank` and a `text`."""
-        ...
-
-    @property
-    def delivered_step(self) -> int | None:
-        """The last step that every live rank has delivered."""
-        ...
-
-    @property
-    def stride(self) -> int:
-        """Steps between observed steps."""
-        ...
-
-
-@dataclass(frozen=True)
-class Detection:
-    """Downstream stages, injected as callables."""
-
-    make_facts: Callable[[Any], Mapping[int, Any]]  # of a list of record.Site
-    make_engine: Callable[[Mapping[int, Any], str, str], DetectEngine]  # facts of the sites, run id, run name
-    fold: Callable[..., Sequence[Any]]
-    close_quiet: Callable[..., Any]
-    queue_resolved: Callable[[Connection, Mapping[str, Any], float, str], None]
-    """Queue the message of an incident that a person has resolved: (connection, row, now, public URL)."""
-    make_sessions: Callable[[Any], Any] = lambda rows: rows
-    """Of rows of the session table what `add_sessions` takes."""
-    load_engine: Callable[[bytes, Mapping[int, Any]], DetectEngine] | None = None
-    """An engine out of what its `dump` gave, with the facts of its sites; a ValueError says that it cannot be."""
-
-
-@dataclass
-class _Running:
-    engine: DetectEngine
-    sites: Mapping[int, Any]
-    seen: engine_restore.Registered
-    since_saved: int = 0  # batches
-    saved_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,8 +89,10 @@ class DetectWorker:
         self._public_url = public_url
         self._clock = clock
         self._on_change = on_change
-        self._running: OrderedDict[tuple[str, str], _Running] = OrderedDict()
+        self._engines = RunEngines(db, detection, meanwhile=self._take_urgent_of_others)
+        self._planner = PlannerStatistics(db)
         self._urgent = PriorityLane()
+        self._unheard = threading.Event()  # urgent batches may wait that nobody told of
         self._taken_to: dict[tuple[str, str], int] = {}  # last arrival of each run that this round has processed
         self._rounds = LeaderLoop(
             "fp8watch-detect", "detection", Leader(db, "detect"), self._work, log, forget=self._forget
@@ -166,12 +113,18 @@ class DetectWorker:
         if self._urgent.add((run_id, tenant)):
             self._rounds.wake_now()
 
+    def look_for_urgent(self) -> None:
+        """Signal that urgent batches may have been committed unheard."""
+        self._unheard.set()
+        self._rounds.wake_now()
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish the current group and end the thread."""
         self._rounds.stop(timeout_s)
 
     def _work(self) -> Pause:
         began = time.monotonic()
+        self._planner.renew()
         taken = self.drain()
         if taken >= BATCHES_AT_ONCE:
             return Pause(0.0, wakes=False)
@@ -181,8 +134,9 @@ class DetectWorker:
         return Pause(IDLE_S)
 
     def _forget(self) -> None:
-        self._running.clear()
+        self._engines.clear()
         self._urgent.clear()
+        self._unheard.set()
 
     def drain(self) -> int:
         """Process what is pending now, urgent runs first; returns the number of batches."""
@@ -190,6 +144,9 @@ class DetectWorker:
         taken = self._take_urgent()
         with self._db.connect() as conn:
             rows = [row for row in pending(conn) if not self._is_fenced((row.run_id, row.tenant))]
+            if self._unheard.is_set():
+                self._look_through(conn, rows)
+        taken += self._take_urgent()
         for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
             waiting = list(of_run)
             while rest := [row for row in waiting if row.arrival > self._taken_to.get(key, 0)]:
@@ -199,6 +156,14 @@ class DetectWorker:
                 self._take_urgent()
         return taken + len(rows)
 
+    def _look_through(self, conn: Connection, rows: Sequence[Any]) -> None:
+        """Find the urgent runs in what waits, before the engines of large runs are restored, which takes seconds."""
+        if len(rows) < BATCHES_AT_ONCE:
+            self._unheard.clear()
+        for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
+            if any(is_urgent(batch) for _, batch in hot_batches.load_all(conn, list(of_run))):
+                self._urgent.add(key)
+
     def _is_fenced(self, key: tuple[str, str]) -> bool:
         """Whether a run was found to be moving a moment ago."""
         at = self._fenced.get(key)
@@ -207,9 +172,14 @@ class DetectWorker:
             return False
         return at is not None
 
-    def _take_urgent(self) -> int:
+    def _take_urgent_of_others(self, restoring: Collection[Run]) -> None:
+        """While the engines of some runs are being restored: they cannot be used yet."""
+        if self._urgent:
+            self._take_urgent(restoring)
+
+    def _take_urgent(self, but: Collection[Run] = ()) -> int:
         num = 0
-        while not self._rounds.stopping and (run := self._urgent.take()) is not None:
+        while not self._rounds.stopping and (run := self._urgent.take(but)) is not None:
             with self._db.connect() as conn:
                 rows = pending(conn, run)
             if rows:
@@ -218,7 +188,7 @@ class DetectWorker:
 
     def tick(self) -> None:
         """Nothing pending: advance the engines' clocks."""
-        for key, running in list(self._running.items()):
+        for key, running in self._engines.items():
             findings = running.engine.tick(self._clock())
             if not findings:
                 continue
@@ -230,7 +200,7 @@ class DetectWorker:
             except DBAPIError as e:
                 if not lost_its_run(e):
                     raise
-                self._running.pop(key, None)
+                self._engines.drop(key)
                 continue
             if changed:
                 self._on_change()
@@ -247,15 +217,15 @@ class DetectWorker:
         except DBAPIError as e:
             if not is_fenced(e):
                 raise
-            self._running.pop(key, None)  # whoever has the run next goes on
+            self._engines.drop(key)  # whoever has the run next goes on
             self._fenced[key] = time.monotonic()
             return len(rows)
         except Overtaken:
             log.warning("another collector looks at run %r as well; beginning again", key[0])
-            self._running.pop(key, None)
+            self._engines.drop(key)
             return len(rows)
         except Exception as e:
-            self._running.pop(key, None)  # the engine has seen uncommitted batches
+            self._engines.drop(key)  # the engine has seen uncommitted batches
             if len(rows) > 1:
                 for row in rows:
                     self._take([row])
@@ -271,24 +241,22 @@ class DetectWorker:
     def _judge(self, key: tuple[str, str], rows: list[Any], give_way: bool) -> tuple[int, list[_Judged]]:
         out: list[_Judged] = []
         num = 0
-        running = self._engine_of(key, rows[0].arrival)
+        running = self._engines.of(key, rows[0].arrival, {row.session for row in rows})
         engine = running.engine
         with self._db.connect() as conn:
             unresolved = _has_unresolved(conn, key)
-            for row in rows:
+            for row, batch in zip(rows, hot_batches.load_each(conn, rows), strict=True):
                 if num and give_way and self._urgent:
                     break  # the rest of this run follows the urgent one
                 num += 1
-                try:
-                    batch = hot_batches.load(conn, row)
-                except WireError as e:  # damaged, or of a newer version: it must not block those behind it
-                    out.append(_Judged(row, None, (), error=f"{type(e).__name__}: {e}"))
+                if isinstance(batch, WireError):  # damaged, or of a newer version: it must not block those behind it
+                    out.append(_Judged(row, None, (), error=f"{type(batch).__name__}: {batch}"))
                     continue
                 if batch is None:
                     continue
                 findings = engine.observe(batch, at=row.received_at)
                 unresolved = unresolved or bool(findings)
-                settled = engine.delivered_step if unresolved else None  # costs a loop over all ranks
+                settled = engine.delivered_step if unresolved else None
                 out.append(_Judged(row, batch, findings, settled, engine.stride if unresolved else 1))
         for notice in engine.take_notices():
             log.info("run %r, rank %s, step %s: %s", key[0], notice.rank, notice.step, notice.text)
@@ -297,7 +265,7 @@ class DetectWorker:
     def _commit(self, key: tuple[str, str], judged: list[_Judged]) -> bool:
         if not judged:
             return False
-        running = self._running[key]
+        running = self._engines.kept(key)
         with writing(self._db) as conn:
             lease_transaction(conn)
             for j in judged:
@@ -311,13 +279,16 @@ class DetectWorker:
             self._save(conn, key, running, judged)
         return changed
 
-    def _save(self, conn: Connection, key: tuple[str, str], running: _Running, judged: list[_Judged]) -> None:
+    def _save(self, conn: Connection, key: tuple[str, str], running: Running, judged: list[_Judged]) -> None:
         """Save the engine's state from time to time, in the transaction of the marks, so that both agree."""
         running.since_saved += len(judged)
         now = time.monotonic()
+        if now - running.saved_at < running.save_took_s / SAVE_SHARE:
+            return
         if running.since_saved >= SAVE_EVERY_BATCHES or now - running.saved_at >= SAVE_EVERY_S:
             engine_restore.save(conn, running.engine, *key, judged[-1].row.arrival, self._clock())
             running.since_saved, running.saved_at = 0, now
+            running.save_took_s = time.monotonic() - now
 
     def _mark_failed(self, row: Any, e: Exception) -> bool:
         """Count a batch that broke detectors or incidents, and mark it as failed."""
@@ -329,9 +300,7 @@ class DetectWorker:
                 add_totals(conn, row.run_id, row.tenant, [(batch, row.attempt)])
         return False
 
-    def _write_incidents(
-        self, conn: Connection, key: tuple[str, str], judged: list[_Judged], running: _Running
-    ) -> bool:
+    def _write_incidents(self, conn: Connection, key: tuple[str, str], judged: list[_Judged], running: Running) -> bool:
         now, changed = self._clock(), False
         unresolved = _has_unresolved(conn, key)
         settled: int | None = None
@@ -350,48 +319,6 @@ class DetectWorker:
                 )
                 changed = bool(closed) or changed
         return changed
-
-    def _engine_of(self, key: tuple[str, str], before_arrival: int) -> _Running:
-        running = self._running.get(key)
-        with self._db.connect() as conn:
-            seen = engine_restore.registered(conn, *key)
-            if running is not None and running.seen == seen:
-                self._running.move_to_end(key)
-                return running
-            facts = self._detection.make_facts(engine_restore.sites_of(conn, *key))
-            sessions = self._detection.make_sessions(engine_restore.sessions_of(conn, *key))
-            if running is not None:
-                running.engine.add_sites({i: f for i, f in facts.items() if running.sites.get(i) != f})
-                running.engine.add_sessions(sessions)
-                running.sites, running.seen = facts, seen
-                return running
-            running = _Running(self._restored(conn, key, facts, sessions, before_arrival), facts, seen)
-            running.saved_at = time.monotonic()
-        self._running[key] = running
-        while len(self._running) > MAX_ENGINES:
-            self._running.popitem(last=False)
-        return running
-
-    def _restored(
-        self, conn: Connection, key: tuple[str, str], facts: Mapping[int, Any], sessions: Any, before_arrival: int
-    ) -> DetectEngine:
-        """Restore an engine from its saved state and later batches; else rebuild it from the newest samples."""
-        saved = engine_restore.saved(conn, *key, before_arrival)
-        if saved is not None and self._detection.load_engine is not None:
-            try:
-                loaded = self._detection.load_engine(saved.state, facts)
-            except ValueError as e:
-                log.info("run %r: what its detectors remembered is not used: %s", key[0], e)
-            else:
-                loaded.add_sessions(sessions)
-                engine_restore.replay_since(conn, loaded, *key, saved.arrival, before_arrival)
-                loaded.take_notices()
-                return loaded
-        made = self._detection.make_engine(facts, key[0], engine_restore.run_name(conn, *key))
-        made.add_sessions(sessions)
-        engine_restore.replay(conn, made, *key, before_arrival)
-        made.take_notices()
-        return made
 
 
 def _has_unresolved(conn: Connection, key: tuple[str, str]) -> bool:

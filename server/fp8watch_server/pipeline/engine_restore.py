@@ -10,7 +10,8 @@ have fewer of them to learn from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert
 from fp8watch_server.store import history, hot_batches
+
+log = logging.getLogger("fp8watch.detect")
 
 STATE_VERSION = "1"
 """Version of the envelope; the engine's dump has its own."""
@@ -53,11 +56,18 @@ Registered = tuple[int, float, int, int]
 """Numbers of sites and sessions, with what changes when one of them says more of itself: whether to read them again."""
 
 
-def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_arrival: int) -> int:
+def replay(
+    conn: Connection,
+    engine: Observes,
+    run_id: str,
+    tenant: str,
+    before_arrival: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
     """Rebuild the baselines from the newest processed batches of each rank.
 
     Newest means those of its newest session: after a restart from an earlier step the old sessions hold higher steps.
-    Compacted batches are read from blocks.
+    Compacted batches are read from blocks. `meanwhile` is called before each batch.
 
     Returns:
         How many batches were replayed.
@@ -72,6 +82,7 @@ def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_
     from_step: dict[history.Source, int | None] = {}
     known = history.cells(conn, run_id, tenant)
     for rank, row in newest.items():
+        meanwhile()
         found = _newest_arrivals(conn, (*seen, b.rank == rank, b.session == row.session))
         arrivals |= set(found.arrivals)
         source = (row.attempt, rank)
@@ -80,6 +91,7 @@ def replay(conn: Connection, engine: Observes, run_id: str, tenant: str, before_
     num = 0
     for old in history.batches(conn, run_id, tenant, where=where, from_step=from_step.get):
         if old.arrival is None or old.arrival in arrivals:
+            meanwhile()
             engine.observe(old.batch, at=old.at)
             num += 1
     return num
@@ -163,36 +175,47 @@ def saved(conn: Connection, run_id: str, tenant: str, before_arrival: int) -> Sa
 
 
 def replay_since(
-    conn: Connection, engine: Observes, run_id: str, tenant: str, after_arrival: int, before_arrival: int
+    conn: Connection,
+    engine: Observes,
+    run_id: str,
+    tenant: str,
+    after_arrival: int,
+    before_arrival: int,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
     """Replay batches that were processed after the engine was saved. Returns the number of batches."""
     b = t.hot_batch.c
     where = (b.run_id == run_id, b.tenant == tenant, b.detected == t.BATCH_DETECTED)
     num = 0
     for row, batch in _load(conn, (*where, b.arrival > after_arrival, b.arrival < before_arrival), b.arrival):
+        meanwhile()
         engine.observe(batch, at=row.received_at)
         num += 1
     return num
 
 
-def registered(conn: Connection, run_id: str, tenant: str) -> Registered:
-    """Fingerprint of what a run has registered."""
-    c, s = t.site.c, t.session.c
-    sites = conn.execute(
-        sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
-    ).one()
-    sessions = conn.execute(
-        sa.select(sa.func.count(), sa.func.sum(sa.func.length(sa.cast(s.facts, sa.Text)))).where(
-            s.run_id == run_id, s.tenant == tenant
-        )
-    ).one()
-    return int(sites[0]), float(sites[1] or 0.0), int(sessions[0]), int(sessions[1] or 0)
+def registered_sites(conn: Connection, run_id: str, tenant: str) -> tuple[int, float]:
+    """Fingerprint of the sites of a run."""
+    c = t.site.c
+    query = sa.select(sa.func.count(), sa.func.sum(c.updated_at)).where(c.run_id == run_id, c.tenant == tenant)
+    row = conn.execute(query).one()
+    return int(row[0]), float(row[1] or 0.0)
 
 
-def sessions_of(conn: Connection, run_id: str, tenant: str) -> Sequence[Any]:
-    """Session rows of a run."""
+def registered_sessions(conn: Connection, run_id: str, tenant: str) -> tuple[int, int]:
+    """Fingerprint of the sessions of a run. It reads all of them."""
     s = t.session.c
-    where = (s.run_id == run_id, s.tenant == tenant)
+    size = sa.func.sum(sa.func.length(sa.cast(s.facts, sa.Text)))
+    row = conn.execute(sa.select(sa.func.count(), size).where(s.run_id == run_id, s.tenant == tenant)).one()
+    return int(row[0]), int(row[1] or 0)
+
+
+def sessions_of(conn: Connection, run_id: str, tenant: str, only: set[str] | None = None) -> Sequence[Any]:
+    """Session rows of a run; `only`: those of these names."""
+    s = t.session.c
+    where = [s.run_id == run_id, s.tenant == tenant]
+    if only is not None:
+        where.append(s.session.in_(sorted(only)))
     return conn.execute(sa.select(t.session).where(*where).order_by(s.attempt, s.rank)).all()
 
 

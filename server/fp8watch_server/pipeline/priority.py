@@ -19,34 +19,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-import numpy as np
+from fp8watch_agent.urgency import is_urgent
 
-from fp8watch_agent.record import QUANTISER_FAULTS, STEP_SCALARS
-from fp8watch_agent.wire import Batch
-
-BROKEN_COUNTS = (
-    "num_nan", "num_inf", "num_sentinel_tiles", "num_off_scale_tiles", "output_num_nonfinite", "num_nonfinite_outputs",
-    *QUANTISER_FAULTS,
-)  # fmt: skip
-"""Counts that are 0 in every record of a healthy step."""
-BROKEN_SCALARS = ("loss", "grad_norm")
 AGAIN_S = 2.0
 MAX_RUNS = 1024
 """Limit of the runs whose last urgent time is kept."""
 
 Run = tuple[str, str]  # run id, tenant
-
-
-def is_urgent(batch: Batch) -> bool:
-    """Whether a batch holds a non-finite value, or a scale that no rounding explains."""
-    steps = batch.steps
-    for name in BROKEN_SCALARS:
-        broken = ~np.isfinite(steps[name])
-        if broken.any() and (broken & ((steps["present"] & STEP_SCALARS[name]) != 0)).any():
-            return True
-    return any(name in batch.sent and bool(batch.sent[name].any()) for name in BROKEN_COUNTS)
 
 
 class PriorityLane:
@@ -71,12 +52,13 @@ class PriorityLane:
         """Whether any run waits."""
         return bool(self._waiting)
 
-    def take(self) -> Run | None:
-        """Remove and return the run that has waited longest."""
+    def take(self, but: Collection[Run] = ()) -> Run | None:
+        """Remove and return the run that has waited longest, of those that are not among `but`."""
         with self._lock:
-            if not self._waiting:
+            run = next((run for run in self._waiting if run not in but), None)
+            if run is None:
                 return None
-            run, _ = self._waiting.popitem(last=False)
+            del self._waiting[run]
             self._taken_at[run] = self._clock()
             self._taken_at.move_to_end(run)
             while len(self._taken_at) > MAX_RUNS:
@@ -84,6 +66,10 @@ class PriorityLane:
             return run
 
     def clear(self) -> None:
-        """Forget all: another collector processes them."""
+        """Forget all: another collector processes them, or what waits is looked through."""
         with self._lock:
             self._waiting.clear()
+            self._taken_at.clear()
+
+
+__all__ = ["AGAIN_S", "PriorityLane", "Run", "is_urgent"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from fp8watch_agent.wire import MAX_WIRE_BYTES
-from fp8watch_server.queue.subjects import STREAMS, WORK, Stream, consumer_of, lane_subject
+from fp8watch_server.queue.subjects import STREAMS, Stream, consumer_of, lane_subject
 
 log = logging.getLogger("fp8watch.queue")
 
@@ -33,11 +33,15 @@ MIN_PAYLOAD_BYTES = MAX_WIRE_BYTES + 4096
 """A body of the largest size, and its headers."""
 DUPLICATE_WINDOW_S = 120.0
 """What is published again within it is one message; after it, the database knows the key."""
-ACK_WAIT_S = 60.0
-OPEN_S = 5.0
+ACK_WAIT_S, ACK_S = 60.0, 3.0
+OPEN_S, RECONNECT_S = 5.0, 0.2
 PUBLISH_S = 2.0
-REQUEST_S = 10.0
+REQUEST_S = 5.0
+BEGIN_S = 3.0
+"""For one lane to begin: while its consumer elects a leader, nobody answers."""
 PULL_BATCHES, PULL_BYTES = 64, 8 << 20
+HEARTBEAT_S, SILENT_S = 1.0, 2.5
+"""How often the leader of a consumer says that it still has a pull, and how long it may say nothing."""
 PAUSE_S = 0.05
 
 
@@ -110,7 +114,7 @@ class JetStream:
             name=self._name,
             connect_timeout=2,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=1,
+            reconnect_time_wait=RECONNECT_S,  # type: ignore[arg-type]  # it sleeps so long
             ping_interval=5,
             max_outstanding_pings=2,
             error_cb=told,
@@ -177,14 +181,18 @@ class JetStream:
             raise QueueError(self.why)
         await js.publish(message.subject, message.body, timeout=PUBLISH_S, stream=message.stream.name, headers=headers)
 
-    async def begin_lanes(self, lanes: Iterable[int], shard: str = "") -> None:
-        """Take lanes of a shard over: whatever a reader before us had in hand comes again, in the order of the stream.
+    async def begin_lane(self, stream: Stream, lane: int, shard: str = "") -> None:
+        """Take a lane of a shard over: whatever a reader before us had in hand comes again, in the order of the stream.
 
         Raises:
             QueueError: it did not work; begin again.
         """
-        for lane in lanes:  # one after the other: each consumer elects a leader
-            await self._or_queue_error(*(self._begin(stream, lane, shard) for stream in WORK))
+        if not self.ready:
+            raise QueueError(self.why)
+        try:
+            await asyncio.wait_for(self._begin(stream, lane, shard), BEGIN_S)
+        except (nats.errors.Error, OSError, asyncio.TimeoutError) as e:
+            raise QueueError(f"lane {lane} of {stream.name} does not begin ({type(e).__name__}: {e})") from e
 
     async def _begin(self, stream: Stream, lane: int, shard: str) -> None:
         js = self._js
@@ -236,16 +244,9 @@ class JetStream:
         try:
             for msg in messages[:-1]:
                 await msg.ack()
-            await messages[-1].ack_sync(timeout=REQUEST_S)
+            await messages[-1].ack_sync(timeout=ACK_S)
         except (nats.errors.Error, OSError, asyncio.TimeoutError) as e:
             raise QueueError(f"the queue did not take acknowledgements ({type(e).__name__})") from e
-
-    async def _or_queue_error(self, *work: Awaitable[None]) -> None:
-        for done in await asyncio.gather(*work, return_exceptions=True):
-            if isinstance(done, (nats.errors.Error, OSError, asyncio.TimeoutError)):
-                raise QueueError(f"the queue does not answer ({type(done).__name__}: {done})") from done
-            if isinstance(done, BaseException):
-                raise done
 
     async def close(self) -> None:
         """End the connection."""
@@ -271,7 +272,8 @@ class Reader:
         """Messages that are there, else the first ones that come within `wait_s`, if any.
 
         Raises:
-            QueueError: the consumer is gone, or the queue cannot be reached.
+            QueueError: the consumer is gone or has no leader, or the queue cannot be reached. What it had sent last may be
+                lost: begin the lane again.
         """
         if not self._nc.is_connected:
             raise QueueError("the queue is not connected")
@@ -279,17 +281,17 @@ class Reader:
             if self._num_asked <= 0 and not self._sub.pending_msgs:
                 self._num_asked = PULL_BATCHES
                 ask = {"batch": PULL_BATCHES, "expires": int(wait_s * 1e9), "max_bytes": PULL_BYTES + MIN_PAYLOAD_BYTES}
+                ask["idle_heartbeat"] = int(HEARTBEAT_S * 1e9)
                 await self._nc.publish(self._subject, json.dumps(ask).encode(), self._sub.subject)
-            found = [msg] if self._is_data(msg := await self._sub.next_msg(timeout=wait_s + 1)) else []
+            found = [msg] if self._is_data(msg := await self._sub.next_msg(timeout=SILENT_S)) else []
             while self._sub.pending_msgs and len(found) < PULL_BATCHES:
                 if self._is_data(msg := await self._sub.next_msg(timeout=1)):
                     found.append(msg)
-        except nats.errors.TimeoutError:  # a leader that died in the middle says nothing
-            self._num_asked = 0
-            return []
+        except nats.errors.TimeoutError as e:  # a leader that died in the middle says nothing
+            raise QueueError(f"the queue has said nothing for {SILENT_S:g} s") from e
         except (nats.errors.Error, OSError) as e:
             raise QueueError(f"the queue does not answer ({type(e).__name__})") from e
-        if not found:
+        if not found and self._num_asked <= 0:  # else a sign of life
             await asyncio.sleep(PAUSE_S)
         return found
 

@@ -19,10 +19,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from fp8watch_server.db import migrations
+from fp8watch_server.db import migrations, row_security
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import DatabaseUrlError, engine_of, parse_url, upsert, writing
-from fp8watch_server.db.sql_views import RoleError, grant_reader
+from fp8watch_server.db.sql_views import RoleError
 from fp8watch_server.settings import SETTINGS, SettingError, Settings
 from fp8watch_server.store.backup import BackupError, backup
 from fp8watch_server.store.check import check
@@ -145,17 +145,34 @@ def migrate_main(argv: list[str]) -> int:
     parser = parser_of("migrate", "Bring the database to the newest revision.")
     text = "PostgreSQL role, made where it is missing, that may SELECT from the views for Grafana and nothing else"
     parser.add_argument("--reader", default=None, metavar="ROLE", help=text)
+    parser.add_argument(
+        "--tenant",
+        default=None,
+        metavar="TENANT",
+        help="with --reader: of the runs of this tenant alone, those that its ingest tokens name. Row-level security is on from "
+        "then on; a reader without a tenant reads all runs",
+    )
+    parser.add_argument("--no-row-security", action="store_true", help="turn it off: each reader reads all runs again")
     return run_command("migrate", parser, argv, _migrate)
 
 
 def _migrate(args: Any, settings: Settings) -> int:
+    if args.tenant is not None and args.reader is None:
+        raise Unusable(f"--tenant {args.tenant} without --reader: name the role that is to read its runs")
+    if args.no_row_security and args.reader is not None:
+        raise Unusable("--no-row-security beside --reader: give one of them")
     with engine_of(settings.database_url) as engine:
         before = migrations.upgrade(engine)
+        if args.no_row_security:
+            with writing(engine) as conn:
+                row_security.turn_off(conn)
+            print("row-level security is off: readers read all runs")
         if args.reader is not None:
             with writing(engine) as conn:
-                made = grant_reader(conn, args.reader)
+                made = row_security.grant_tenant_reader(conn, args.reader, args.tenant)
             remedy = f"; let it log in: ALTER ROLE {args.reader} LOGIN PASSWORD '…'" if made else ""
-            print(f"role {args.reader} reads the views of schema grafana{remedy}")
+            runs = "" if args.tenant is None else f", the runs of tenant {args.tenant} alone"
+            print(f"role {args.reader} reads the views of schema grafana{runs}{remedy}")
     head = migrations.head()
     print(f"database at {head} already" if before == head else f"database brought from {before or 'nothing'} to {head}")
     return 0

@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,17 +97,48 @@ def load(conn: Connection, row: Any) -> Batch | None:
     Raises:
         WireError: the stored body cannot be read.
     """
-    key = _key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at)
+    key = _row_key(conn, row)
     batch = _CACHE.get(key)
     if batch is not None:
         return batch
     b = t.hot_batch.c
     body = conn.execute(sa.select(b.body).where(*(b[name] == getattr(row, name) for name in _ROW_KEY))).scalar()
-    if body is None:
-        return None
+    return None if body is None else _decoded(key, body)
+
+
+def _decoded(key: _Key, body: bytes) -> Batch:
     batch = decode_batch(bytes(body))
     _CACHE.put(key, batch)
     return batch
+
+
+def load_each(conn: Connection, rows: Sequence[Any]) -> Iterator[Batch | WireError | None]:
+    """Decode the batches of rows of one run that are taken in turn, fetching many bodies at a time; None: it is deleted.
+
+    One that cannot be read gives its error.
+    """
+    b = t.hot_batch.c
+    bodies: dict[int, bytes] = {}
+    for i, row in enumerate(rows):
+        if i % BODIES_AT_ONCE == 0:
+            ahead = rows[i : i + BODIES_AT_ONCE]
+            missing = [r.arrival for r in ahead if _CACHE.get(_row_key(conn, r)) is None]
+            these = (b.run_id == row.run_id, b.tenant == row.tenant, b.arrival.in_(missing))
+            found = conn.execute(sa.select(b.arrival, b.body).where(*these)).all() if missing else []
+            bodies = {got.arrival: bytes(got.body) for got in found}
+        key = _row_key(conn, row)
+        batch = _CACHE.get(key)
+        try:
+            if batch is None and row.arrival in bodies:
+                batch = _decoded(key, bodies.pop(row.arrival))
+        except WireError as e:
+            yield e
+            continue
+        yield load(conn, row) if batch is None else batch  # it may have left the cache since
+
+
+def _row_key(conn: Connection, row: Any) -> _Key:
+    return _key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at)
 
 
 def load_all(conn: Connection, rows: Sequence[Any]) -> list[tuple[Any, Batch]]:
@@ -115,7 +146,7 @@ def load_all(conn: Connection, rows: Sequence[Any]) -> list[tuple[Any, Batch]]:
     found: dict[int, Batch] = {}
     missing: list[int] = []
     for i, row in enumerate(rows):
-        batch = _CACHE.get(_key(conn, row.tenant, row.run_id, row.session, row.rank, row.seq, row.received_at))
+        batch = _CACHE.get(_row_key(conn, row))
         if batch is None:
             missing.append(i)
         else:

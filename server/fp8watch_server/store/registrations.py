@@ -24,6 +24,10 @@ from fp8watch_server.db.dialect import upsert
 from fp8watch_server.db.fence import RunHasMoved, moved_to
 
 RESTART_COUNT = "restart_count"
+SEEN_S = 5.0
+"""How far behind the time may be at which a run was last seen, so that its ranks do not queue for its row."""
+ASKED_OF_ATTEMPT = 8
+"""Sessions of an attempt that are asked for its count of restarts: a launcher gives all of them the same."""
 MAX_TAGS = 50
 MAX_TAG_CHARS = 100
 
@@ -101,6 +105,19 @@ def register_run(
     _add_tags(conn, run_id, tags, tenant)
 
 
+def is_registered(conn: Connection, run_id: str, facts: dict[str, Any], now: float) -> bool:
+    """Whether a run said the same a moment ago: each of many ranks registers it, and writing would make them queue for its row.
+
+    Args:
+        facts: columns of the run.
+    """
+    r = t.run.c
+    row = conn.execute(sa.select(t.run).where(r.run_id == run_id, r.tenant == t.DEFAULT_TENANT)).first()
+    if row is None or row.archived_at is not None or not 0 <= now - row.last_seen_at < SEEN_S:
+        return False
+    return all(getattr(row, name) == value for name, value in facts.items())
+
+
 def set_tags(conn: Connection, run_id: str, tags: Sequence[str], *, tenant: str = t.DEFAULT_TENANT) -> None:
     """Give a run these tags and no others."""
     conn.execute(sa.delete(t.run_tag).where(t.run_tag.c.run_id == run_id, t.run_tag.c.tenant == tenant))
@@ -123,10 +140,13 @@ def register_session(
     now: float,
     key_sha256: str = "",
     tenant: str = t.DEFAULT_TENANT,
+    alone: bool = False,
 ) -> int:
     """Insert or update a session. Its attempt is the order in which the sessions of its rank first came.
 
     Args:
+        alone: no other session of the run registers meanwhile. Without it, two of one rank that come at the same moment raise
+            IntegrityError, and the caller begins again with it: that is rare, and a run has many ranks.
         key_sha256: of the session's key; kept the first time, and asked for from then on. Empty: none.
 
     Returns:
@@ -137,12 +157,12 @@ def register_session(
         WrongKey: the session is somebody else's.
         RankMismatch: the session belongs to another rank.
     """
-    renewed = conn.execute(
-        sa.update(t.run).where(t.run.c.run_id == run_id, t.run.c.tenant == tenant).values(last_seen_at=now)
-    )
-    if renewed.rowcount == 0:
+    r, s = t.run.c, t.session.c
+    this_run = (r.run_id == run_id, r.tenant == tenant)
+    which_run = sa.select(r.attempt, r.last_seen_at).where(*this_run)
+    run = conn.execute(which_run.with_for_update() if alone else which_run).first()
+    if run is None:
         raise Unknown("run")
-    s = t.session.c
     of_run = (s.run_id == run_id, s.tenant == tenant)
     which = sa.select(s.attempt, s.rank, s.key_sha256).where(*of_run, s.session == facts.session)
     known = conn.execute(which).first()
@@ -151,34 +171,36 @@ def register_session(
     if known is not None and known.rank != facts.rank:
         raise RankMismatch(facts.rank, known.rank)
     if known is None:
-        attempt = _attempt(conn, of_run, facts)
+        attempt = _attempt(conn, of_run, facts, int(run.attempt))
     else:
         attempt = int(known.attempt)
     row = {"run_id": run_id, "tenant": tenant, "attempt": attempt, "registered_at": now, "last_seen_at": now}
     row |= {**facts.__dict__, "key_sha256": key_sha256 or None}
     keep = {"run_id", "tenant", "session", "rank", "attempt", "registered_at", "key_sha256"}
     upsert(conn, t.session, [row], update=[name for name in row if name not in keep])
-    conn.execute(
-        sa.update(t.run)
-        .where(t.run.c.run_id == run_id, t.run.c.tenant == tenant, t.run.c.attempt < attempt)
-        .values(attempt=attempt)
-    )
+    if attempt > run.attempt:
+        conn.execute(sa.update(t.run).where(*this_run, r.attempt < attempt).values(attempt=attempt))
+    if not 0 <= now - run.last_seen_at < SEEN_S:
+        conn.execute(sa.update(t.run).where(*this_run).values(last_seen_at=now))
     return attempt
 
 
-def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: StoredSession) -> int:
+def _attempt(conn: Connection, of_run: tuple[Any, ...], facts: StoredSession, of_all: int) -> int:
     """Attempt number of a new session.
 
     When the launcher counts its restarts (`restart_count`, TORCHELASTIC_RESTART_COUNT), the sessions of one count are
     one attempt, even of ranks that are new. Else it is the order of the sessions of the rank.
+
+    Args:
+        of_all: the newest attempt of the run; 1 where there is no session yet.
     """
     s, count = t.session.c, facts.facts.get(RESTART_COUNT)
     newest = conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run, s.rank == facts.rank)).scalar()
     if count is None:
         return int(newest or 0) + 1
-    of_all = int(conn.execute(sa.select(sa.func.max(s.attempt)).where(*of_run)).scalar() or 0)
-    others = conn.execute(sa.select(s.facts).where(*of_run, s.attempt == of_all)).scalars()
-    together = any(other.get(RESTART_COUNT) == count for other in others)
+    some = sa.select(s.facts).where(*of_run, s.attempt == of_all).limit(ASKED_OF_ATTEMPT)
+    others = conn.execute(some).scalars().all()
+    together = not others or any(other.get(RESTART_COUNT) == count for other in others)
     return of_all if together and int(newest or 0) < of_all else of_all + 1
 
 

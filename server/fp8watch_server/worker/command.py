@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
+import threading
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError
@@ -25,6 +27,8 @@ from fp8watch_server.settings import SETTINGS, SettingError, Settings
 
 TAKEN = ("database_url", "queue", "queue_replicas", "queue_bytes", "log_format", "log_level")
 EXIT_USAGE = 2
+END_S = 20.0
+"""How long an end may take."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,8 +77,15 @@ def _run(settings: Settings) -> int:
 
     async def work() -> None:
         crew = Crew(shards, settings)
+
+        def stop() -> None:
+            end = threading.Timer(END_S, _end)
+            end.daemon = True
+            end.start()
+            crew.stop()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, crew.stop)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         print(f"fp8watch worker: commits to {database}{more}", flush=True)
         await crew.run()
         committed, refused = crew.num_committed, crew.num_refused
@@ -86,6 +97,14 @@ def _run(settings: Settings) -> int:
         for of in (engine, *(shard.engine for shard in shards.others.values())):
             of.dispose()
     return 0
+
+
+def _end() -> None:
+    """A database that hangs keeps threads for ever. What is not acknowledged to the queue comes again."""
+    print(
+        f"fp8watch worker: a database has not answered for {END_S:g} s; ended without it", file=sys.stderr, flush=True
+    )
+    os._exit(0)
 
 
 if __name__ == "__main__":

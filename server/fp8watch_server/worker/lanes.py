@@ -46,16 +46,32 @@ class Lanes:
         self._own = sa.create_engine(engine.url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
         self._conn: Connection | None = None
         self._held: set[int] = set()
+        self._surplus: list[int] = []
         self._lock = threading.Lock()
 
     def hold(self) -> set[int]:
-        """Claim or give back; returns the lanes that are ours. To be called while nothing of them is in hand.
+        """Claim our share of the lanes; returns those that are ours, without those that are to be given back.
 
         Raises:
             SQLAlchemyError: the database cannot be asked; no lane is ours.
         """
         with self._lock:
             return self._hold()
+
+    def give_back(self) -> None:
+        """Let others have the lanes beyond our share. To be called when nothing of them is in hand any more.
+
+        Raises:
+            SQLAlchemyError: the database cannot be asked; no lane is ours.
+        """
+        with self._lock:
+            try:
+                while self._conn is not None and self._surplus:
+                    self._conn.execute(_GIVE, {"of": CLASS, "lane": self._surplus[-1]})
+                    self._held.discard(self._surplus.pop())
+            except SQLAlchemyError:
+                self._drop()
+                raise
 
     def beat(self) -> None:
         """Say that we are there, also while a commit takes long."""
@@ -71,9 +87,7 @@ class Lanes:
             conn = self._conn or self._connect()
             num_workers = max(1, int(conn.execute(_COUNT, {"of": CLASS, "present": PRESENT}).scalar_one()))
             share = -(-self._num_lanes // num_workers)
-            for lane in sorted(self._held)[share:]:
-                conn.execute(_GIVE, {"of": CLASS, "lane": lane})
-                self._held.discard(lane)
+            self._surplus = sorted(self._held)[share:]
             for lane in range(self._num_lanes):
                 if len(self._held) >= share:
                     break
@@ -82,7 +96,7 @@ class Lanes:
         except SQLAlchemyError:
             self._drop()
             raise
-        return set(self._held)
+        return self._held.difference(self._surplus)
 
     def _connect(self) -> Connection:
         self._conn = conn = self._own.connect()
@@ -99,6 +113,7 @@ class Lanes:
     def _drop(self) -> None:
         conn, self._conn = self._conn, None
         self._held.clear()
+        self._surplus = []
         if conn is not None:
             with contextlib.suppress(SQLAlchemyError):
                 conn.close()

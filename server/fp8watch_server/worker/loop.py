@@ -3,10 +3,11 @@
 Upstream:   fp8watch_server.queue.jetstream
 Downstream: fp8watch_server.ingest.group_commit
 Shapes:     messages of a lane, in order -> one transaction -> acknowledgements
-Thread:     an event loop; decoding and the database have threads
+Thread:     an event loop; decoding has threads, and each stream a committer
 
 Whatever fails between a pull and its acknowledgements, the lane begins again at its first batch that is not acknowledged:
-what was committed before is known by its key. Urgent batches go first. One that no database will take (its run was
+what was committed before is known by its key. Each lane works for itself, so that one whose consumer elects a leader holds
+up no other, and urgent batches do not wait for the commit of healthy ones. A batch that no database will take (its run was
 deleted, its key has another body) goes to a stream of its own, and blocks nobody.
 """
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -35,7 +37,6 @@ from fp8watch_server.queue.subjects import (
     ID_HEADER,
     KEY_HEADER,
     REFUSED,
-    URGENT,
     WHY_HEADER,
     WORK,
     Stream,
@@ -51,7 +52,13 @@ log = logging.getLogger("fp8watch.queue")
 WAIT_S = 5.0
 """How long an idle pull waits at the server."""
 SHARE_EVERY_S = 1.0
-RETRY_S = 0.5
+RETRY_S, LANE_RETRY_S = 0.5, 0.2
+BEGIN_AT_ONCE = 8
+"""Lanes that begin at the same time: each may make a replicated consumer."""
+DEAF_S = 5.0
+"""After so long without an answer to any lane, another server of the queue may have a quorum."""
+FINISH_S = 5.0
+"""How long an end waits for commits in hand: a database that hangs never finishes them."""
 REFUSALS = (
     KeyReused,
     RankMismatch,
@@ -65,8 +72,6 @@ REFUSALS = (
     RecursionError,
 )
 
-Place = tuple[Stream, int]
-
 
 @dataclass
 class Counts:
@@ -76,15 +81,27 @@ class Counts:
     refused: int = 0
     passed_on: int = 0
     restarts: int = 0
+    lanes_begun_again: int = 0
 
 
-@dataclass
-class _Hand:
-    """What is pulled and not acknowledged."""
+class _LaneWaits(Exception):
+    """What a lane has in hand cannot be committed yet."""
 
-    ready: dict[Place, list[Msg]] = field(default_factory=dict)
-    pulls: dict[asyncio.Task[list[Msg]], Place] = field(default_factory=dict)
-    readers: dict[Place, Reader] = field(default_factory=dict)
+
+class _Lane:
+    """A lane that is ours: a task for each stream."""
+
+    def __init__(self, serve: Callable[[Stream, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+        self.ending = asyncio.Event()
+        self.tasks = [asyncio.create_task(serve(stream, self.ending)) for stream in WORK]
+
+    async def end(self, timeout_s: float) -> None:
+        """Finish what is in hand, or leave it to whoever has the lane next."""
+        self.ending.set()
+        _, late = await asyncio.wait(self.tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 class Worker:
@@ -104,9 +121,10 @@ class Worker:
         self._queue = queue
         self._shard, self._require = shard, require
         self._lanes = Lanes(engine, num_lanes_of(shard))
-        self._committer = Committer(engine, _decoded)
-        self._mine: set[int] = set()
-        self._hand = _Hand()
+        self._committers = {stream: Committer(engine, _decoded) for stream in WORK}
+        self._mine: dict[int, _Lane] = {}
+        self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
+        self._answered_at = 0.0
         self._stopping = asyncio.Event()
         self._said = ""
         self.counts = Counts()
@@ -136,7 +154,8 @@ class Worker:
         finally:
             beats.cancel()
             await self._let_go()
-            await asyncio.to_thread(self._committer.stop)
+            for committer in self._committers.values():
+                await asyncio.to_thread(committer.stop, FINISH_S)
             await self._queue.close()
 
     def _say(self, why: str) -> None:
@@ -152,17 +171,14 @@ class Worker:
 
     async def _let_go(self) -> None:
         """Of everything in hand; whoever has a lane next begins at its first batch that is not acknowledged."""
-        pulls = list(self._hand.pulls)
-        for pull in pulls:
-            pull.cancel()
-        await asyncio.gather(*pulls, return_exceptions=True)
-        for reader in self._hand.readers.values():
-            await reader.close()
-        self._hand, self._mine = _Hand(), set()
-        await asyncio.to_thread(self._lanes.release)
+        mine, self._mine = self._mine, {}
+        finish_s = FINISH_S if self._stopping.is_set() else 0.0
+        await asyncio.gather(*(lane.end(finish_s) for lane in mine.values()))
+        with suppress(asyncio.TimeoutError):  # a database that hangs ends the session itself
+            await asyncio.wait_for(asyncio.to_thread(self._lanes.release), FINISH_S)
 
     async def _work(self) -> None:
-        """Pull, commit, acknowledge.
+        """Hold lanes, each with tasks of its own, until one of them cannot go on.
 
         Raises:
             QueueError, SQLAlchemyError: something is away; begin again.
@@ -170,68 +186,83 @@ class Worker:
         self._require()
         if not self._queue.ready:
             await self._queue.open()
-        shared_at = -SHARE_EVERY_S
-        while not self._stopping.is_set():
-            if time.monotonic() - shared_at >= SHARE_EVERY_S:
+        self._answered_at = time.monotonic()
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
                 await self._share()
-                shared_at = time.monotonic()
-            self._pull()
-            await self._collect()
-            urgent = [place for place in self._hand.ready if place[0] is URGENT]
-            await self._commit([self._hand.ready.pop(place) for place in urgent or list(self._hand.ready)])
+                tasks = [task for lane in self._mine.values() for task in lane.tasks]
+                await asyncio.wait({*tasks, stopping}, timeout=SHARE_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            stopping.cancel()
 
     async def _share(self) -> None:
         """Which lanes are ours: new ones begin at their first batch, and those that are given back have nothing in hand."""
-        before = set(self._mine)
         held = await asyncio.to_thread(self._lanes.hold)
-        for lane in before - held:
-            await self._drop(lane)
-        if held - before:
-            await self._queue.begin_lanes(held - before, self._shard)
-        for lane in held - before:
-            for stream in WORK:
-                self._hand.readers[stream, lane] = await self._queue.reader(stream, lane, self._shard)
-        self._mine = held
+        surplus = [self._mine.pop(number) for number in self._mine.keys() - held]
+        await asyncio.gather(*(lane.end(FINISH_S) for lane in surplus))
+        await asyncio.to_thread(self._lanes.give_back)
+        for number in sorted(held - self._mine.keys()):
+            self._mine[number] = _Lane(partial(self._serve, number))
         self._said = ""
 
-    async def _drop(self, lane: int) -> None:
-        for place in [place for place in self._hand.ready if place[1] == lane]:
-            del self._hand.ready[place]
-        for pull, place in self._hand.pulls.items():
-            if place[1] == lane:
-                pull.cancel()
-        for stream in WORK:
-            if (reader := self._hand.readers.pop((stream, lane), None)) is not None:
-                await reader.close()
+    async def _serve(self, lane: int, stream: Stream, ending: asyncio.Event) -> None:
+        """Read a lane of a stream until it ends.
 
-    def _pull(self) -> None:
-        busy = {*self._hand.pulls.values(), *self._hand.ready}
-        for lane in sorted(self._mine):
-            for stream in WORK:
-                if (stream, lane) not in busy:
-                    pull = asyncio.create_task(self._hand.readers[stream, lane].pull(WAIT_S))
-                    self._hand.pulls[pull] = (stream, lane)
+        Raises:
+            QueueError: the queue does not answer anybody.
+            SQLAlchemyError: the database is away.
+        """
+        while not ending.is_set():
+            try:
+                async with self._beginning:
+                    await self._queue.begin_lane(stream, lane, self._shard)
+                reader = await self._queue.reader(stream, lane, self._shard)
+                self._answered_at = time.monotonic()
+                try:
+                    await self._read(reader, stream, ending)
+                finally:
+                    await reader.close()
+            except (QueueError, _LaneWaits) as e:
+                if time.monotonic() - self._answered_at > DEAF_S:
+                    raise QueueError(str(e)) from e
+                log.info("lane %d of %s %s begins again: %s", lane, stream.name, self._shard, e)
+                self.counts.lanes_begun_again += 1
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ending.wait(), LANE_RETRY_S)
 
-    async def _collect(self) -> None:
-        """What the pulls have brought."""
-        stopping = asyncio.create_task(self._stopping.wait())
-        wait_s = 0 if self._hand.ready else SHARE_EVERY_S
-        await asyncio.wait({*self._hand.pulls, stopping}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        for pull in [pull for pull in self._hand.pulls if pull.done()]:
-            place = self._hand.pulls.pop(pull)
-            if not pull.cancelled() and place[1] in self._mine and (found := pull.result()):
-                self._hand.ready[place] = found
+    async def _read(self, reader: Reader, stream: Stream, ending: asyncio.Event) -> None:
+        """Pull, commit, acknowledge."""
+        end = asyncio.create_task(ending.wait())
+        try:
+            while not ending.is_set():
+                pull = asyncio.create_task(reader.pull(WAIT_S))
+                try:
+                    await asyncio.wait({pull, end}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not pull.done():
+                        pull.cancel()
+                if not pull.done():  # it has nothing that this worker would take
+                    return
+                found = pull.result()
+                self._answered_at = time.monotonic()
+                if found:
+                    await self._commit(stream, found)
+                    await self._queue.acknowledge(found)
+        finally:
+            end.cancel()
 
-    async def _commit(self, places: Sequence[list[Msg]]) -> None:
-        """Commit all, then acknowledge."""
-        messages = [msg for of_place in places for msg in of_place]
+    async def _commit(self, stream: Stream, messages: list[Msg]) -> None:
+        """Commit all; what can never be committed is put aside."""
         batches = await asyncio.to_thread(_decode_all, messages)
         waiting: list[asyncio.Future[Any]] = []
         for msg, batch in zip(messages, batches, strict=True):
             if isinstance(batch, Batch):
                 sender = RequestSender(key_sha256=(msg.headers or {}).get(KEY_HEADER, ""))
-                waiting.append(self._committer.hand_in(batch, msg.data, sender))
+                waiting.append(self._committers[stream].hand_in(batch, msg.data, sender))
             else:
                 waiting.append(_failed(batch))
         done = await asyncio.gather(*waiting, return_exceptions=True)
@@ -241,10 +272,11 @@ class Worker:
                 self.counts.committed += 1
             elif _is_refusal(outcome):
                 refused.append((msg, outcome))
+            elif is_fenced(outcome):
+                raise _LaneWaits("a run of it is being moved") from outcome
             else:
                 raise outcome
         await self._put_aside(refused)
-        await asyncio.gather(*(self._queue.acknowledge(of_place) for of_place in places))
 
     async def _pass_on(self, msg: Msg, shard: str) -> None:
         """Publish a batch whose run has moved for the database that has it now; a collector accepted it too late."""

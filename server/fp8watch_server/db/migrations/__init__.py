@@ -14,6 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.engine import Connection, Engine
 
+from fp8watch_server.db import row_security
 from fp8watch_server.db.dialect import for_writing
 
 
@@ -64,4 +65,5 @@ def upgrade(engine: Engine) -> str | None:
     with for_writing(engine).begin() as conn:
         made.attributes["connection"] = conn
         command.upgrade(made, "head")
+        row_security.renew(conn)
     return before

@@ -4,7 +4,8 @@ Shapes:     a finding, the sites, facts of the session -> the number of an exper
 Thread:     detect worker
 
 The weights of all experts of a parameter are one site: rows of experts one behind the other, as many of each. Of tokens, a
-step says itself in which expert its first non-finite element lies (`nonfinite`).
+step says itself in which expert its first non-finite element lies (`nonfinite`), and which of them had the turn in which its
+codes or its product were found to be wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +17,22 @@ import numpy as np
 
 from fp8watch_agent.experts import EXPERTS_FACT, decode_experts
 from fp8watch_agent.roles import pattern
-from fp8watch_server.detect.finding import Finding
-from fp8watch_server.detect.step_view import SiteTable
+from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.step_view import SiteTable, StepView
+
+MAX_INDEX = 1 << 31
+
+
+def checked(view: StepView, name: str, site: SiteFacts) -> dict[str, int]:
+    """`expert` whose turn it was when something of a site was found to be wrong; nothing where the step does not say so.
+
+    Args:
+        view: of the step.
+        name: what was looked at: CHECKED_EXPERT or CHECKED_PRODUCT.
+        site: of the record.
+    """
+    expert = view.logs().get(f"{name}{site.module}.{site.operand}.{site.direction}")
+    return {"expert": int(expert)} if expert is not None and 0 <= expert < MAX_INDEX else {}
 
 
 def context(found: Finding, table: SiteTable, facts: Mapping[str, Any]) -> dict[str, int]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fp8watch_agent.experts import CHECKED_PRODUCT
 from fp8watch_agent.nonfinite_names import NONFINITE_GRADIENT, NONFINITE_INPUT
 from fp8watch_agent.record import Measured
+from fp8watch_server.detect.families import experts
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.detect.limits import Limits
@@ -208,5 +210,6 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
             "right_gemms": healthy,
             "tokens": None,
             "sampled": "gemm_error",
+            **experts.checked(view, CHECKED_PRODUCT, facts),
         },
     )

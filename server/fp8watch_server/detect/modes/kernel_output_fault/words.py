@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import evidence, number
+from fp8watch_server.detect.phrases import evidence, expert_words, number
 from fp8watch_server.detect.remedies import OWN_FORWARD, Fix, Place
 from fp8watch_server.detect.switches import same_format
 
@@ -19,7 +19,7 @@ def _power(gain: float) -> str:
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
-    module, gain = s.module if s else "a module", f.extra.get("gain")
+    module, gain = (s.module if s else "a module") + expert_words(f), f.extra.get("gain")
     if gain is not None:
         wrong, right = "/".join(f.extra.get("gemms", [])), " and ".join(f.extra.get("right_gemms", []))
         ok = f"; {right} is right" if right else ""

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp8watch_agent.experts import CHECKED_EXPERT
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
-from fp8watch_server.detect.families import gain
+from fp8watch_server.detect.families import experts, gain
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
@@ -44,7 +45,7 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
     judged = _judged(view)
     intact = judged & (view.raw("num_off_scale_tiles") == 0)
     rescaled = (intact & _rescaled(view, limit)) | (judged & gain.larger(view, limit.destroyed_gain))
-    hit = wrong | rescaled | (intact & _destroyed(view, limit))
+    hit = wrong | rescaled | (intact & _destroyed(view, limit) if intact.any() else intact)
     if not hit.any():
         return []
     at = view.in_flow(hit)
@@ -84,6 +85,7 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
                 "direction": facts.direction,
                 "sampled": "num_checked_tiles" if wrong[first] else ENERGIES,
                 "not_before": 0,  # it is looked at in turn: since when it has been so is not known
+                **(experts.checked(view, CHECKED_EXPERT, facts) if wrong[first] else {}),
             },
         )
     ]

@@ -14,6 +14,8 @@ from fp8watch_server.detect.remedies import switch_of
 from fp8watch_server.detect.sessions import BLIND_FACT, FLAG, Change
 
 MAX_CHANGES = 32
+OF_TRAINING = frozenset({"loaded_weights", "loaded_moments"})
+"""Facts of what was loaded that BF16 would compute with as well; codes and scales follow from the weights."""
 
 
 def mismatch(
@@ -48,7 +50,7 @@ def mismatch(
         tile=None,
         element=None,
         evidence=tuple(Evidence(name, value, old, "", step) for name, value, old, _ in told),
-        verdict="unknown" if blind else "fp8",
+        verdict="unknown" if blind else "shared" if OF_TRAINING & {c.fact for c in changes} else "fp8",
         rank_in_flow=0,
         extra={
             "sites": [f.id for f in sites[:256]],

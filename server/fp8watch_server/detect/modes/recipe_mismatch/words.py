@@ -9,12 +9,16 @@ from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
 
 LOADED = "loaded_"
 """Begins the names of what is not as it was saved, see fp8watch.session.checkpoint_load."""
+CAUSES = ("weights", "moments")
+"""What was loaded otherwise comes first: codes and scales follow from it."""
 IN_TITLE = 3
 """Changes that the title names; the evidence has all of them."""
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if f.extra.get("kind") in ("clipping", "sees-ahead"):
+        return _of_training(f)
     changes = f.extra.get("changes", [])
     fact, value, old, against = changes[0] if changes else ("recipe", None, None, "the step before")
     kept = {c[0]: c for c in changes}
@@ -40,6 +44,7 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     if fact.startswith(LOADED):
         groups = [(c[0].removeprefix(LOADED), c[1]) for c in changes if c[0].startswith(LOADED)]
+        groups.sort(key=lambda g: (*CAUSES, g[0]).index(g[0]))
         return (
             f"What was loaded is not what was saved: {groups[0][0]} of {groups[0][1]}",
             "Behind the load these differ from the fingerprint in the checkpoint: "
@@ -62,8 +67,42 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _of_training(f: Finding) -> tuple[str, str]:
+    first = f.evidence[0]
+    at = first.since_step
+    if f.extra.get("kind") == "clipping":
+        often = f.evidence[1]
+        gone = first.value == "none"
+        return (
+            f"Gradients are no longer clipped since step {at}"
+            if gone
+            else f"Gradients are clipped to {number(first.value)} since step {at}",
+            f"clip_grad_norm_ ran with max_norm {number(first.baseline)} in each step before, and in {often.value} steps {often.unit} the norm was "
+            f"larger. Since step {at} it {'does not run' if gone else f'runs with {number(first.value)}'}. FP8 is not the cause.",
+        )
+    num = f.extra.get("num", 1)
+    more = f" and {num - 1} more attention modules" if isinstance(num, int) and num > 1 else ""
+    return (
+        f"Attention of {first.value}{more} sees later tokens",
+        f"At each look before step {at} the mask of {first.value}{more} hid every token behind a query's own; at step {at} some of them take part. A "
+        "causal model that sees what it is to predict has a loss that falls too well, and has learnt nothing. Looked at are some heads and "
+        "rows, one module after the other: it may be some steps older. FP8 is not the cause.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("kind") == "clipping":
+        return [
+            Fix("code", "Call clip_grad_norm_ between backward and optimizer.step, in each step, with the norm of before; look at what changed at that step or restart."),
+            Fix("code", "If it is meant: nothing."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "sees-ahead":
+        return [
+            Fix("code", "Look at what makes the attention mask, and at is_causal, at that step: packing, padding, a cache of masks, another attention backend."),
+            Fix("code", "Go back to the checkpoint before that step: what was learnt since is of no use."),
+            Fix("code", "If the model is meant to see both ways from here on (prefix LM, span filling): nothing."),
+        ]  # fmt: skip
     changes = p.extra.get("changes", [])
     names = {c[0] for c in changes}
     if "coverage" in names:

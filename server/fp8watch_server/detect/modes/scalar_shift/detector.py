@@ -4,8 +4,8 @@ Shapes:     `watch.log(**anything)` -> a step's findings: of what is no number, 
 Thread:     detect worker
 
 Three rules hold for every name. A value that is not finite, of a name that always was. A level shift: six values in a
-row, on one side, further from the usual than eight of its spreads and than twice the furthest of the last 32. Growth by
-three octaves over 128 values. Rewards, entropies and losses of RL trend and spike in health, so the last two are
+row, on one side, further from the usual than eight of its spreads and than twice the furthest of the last 32; or twelve on a level
+further from the 32 before than ever (`levels`). Growth by three octaves over 128 values. Rewards, entropies and losses of RL trend and spike in health, so all but the first are
 information; a warning needs a known name (`known_names`). What a name said is told once for each level that it reaches,
 after which the new level is the usual one.
 """
@@ -19,14 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS
-from fp8watch_agent.experts import NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
+from fp8watch_agent.experts import CHECKED_EXPERT, CHECKED_PRODUCT, NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
+from fp8watch_agent.training_names import OPTIMIZER, SEES_AHEAD
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding, Severity
 from fp8watch_server.detect.hysteresis import Latch
 from fp8watch_server.detect.modes.scalar_shift.known_names import Known, known, may_grow
+from fp8watch_server.detect.modes.scalar_shift.levels import Levels
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -36,9 +38,13 @@ OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, *SHIFTS.values())
 OTHERS_DETECT = (
     "max_attention_logit",
     "checkpoint_saved",
+    CHECKED_EXPERT,
+    CHECKED_PRODUCT,
     NONFINITE_EXPERT,
     NONFINITE_EXPERT_ROW,
     NONFINITE_INPUT,
+    OPTIMIZER,
+    SEES_AHEAD,
     *OF_BATCHES,
 )
 """Logged names that have a detector of their own."""
@@ -57,7 +63,7 @@ MAX_EVIDENCE = 8
 @dataclass(frozen=True)
 class _Hit:
     name: str
-    why: str  # nonfinite | band | shift | growth
+    why: str  # nonfinite | band | shift | level | growth
     severity: Severity
     value: float
     usual: float
@@ -70,8 +76,10 @@ class ScalarShifts(Detector):
 
     modes = ("scalar-shift",)
     between_samples = True
+    parts = (Levels,)
 
     def __init__(self, num_sites: int = 0) -> None:
+        self._levels = Levels()
         self._row: dict[str, int] = {}
         self._usual = Baseline(0)
         self._long = Baseline(0)
@@ -123,6 +131,7 @@ class ScalarShifts(Detector):
         self._usual.grow(total)
         self._long.grow(total)
         self._band.grow(total)
+        self._levels.grow(total)
         for name in ("_num", "_in_a_row"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, dtype=np.int64)]))
         for name in ("_broken", "_since"):
@@ -158,6 +167,11 @@ class ScalarShifts(Detector):
                 )
             )  # fmt: skip
         hits += self._grown(ctx, names, value)
+        self._levels.forget(shifted)
+        told = {h.name for h in hits}
+        for row, level, before, since in self._levels.shifted(names, value, step):
+            if names[row] not in told and not self._whole[row]:
+                hits.append(_Hit(names[row], "level", "info", level, before, since, 0.0))
         self._learn(value, shifted)
         return hits
 

@@ -48,6 +48,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{name} grew from {usual} to {value}",
             f"{name}{what} grew from {usual} to {value} since step {at}.{also}",
         )
+    if f.extra.get("why") == "level":
+        return (
+            f"{name} stands at {value} since about step {at}, {usual} before",
+            f"{name}{what} stayed about {value} from step {at} to step {f.step}; the 32 values before were about {usual}, and its level never strayed "
+            f"half as far.{also}",
+        )
     return (
         f"{name} shifted from {usual} to {value} at step {at}",
         f"{name}{what} left its band at step {at} and stays: {usual} before, {value} since.{also}",

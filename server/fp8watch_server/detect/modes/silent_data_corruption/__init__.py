@@ -1,6 +1,7 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Two find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas.
+Three find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas, `optimizer_state`
+by moments that change while no optimizer runs.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
+from fp8watch_server.detect.modes.silent_data_corruption.optimizer_state import OptimizerState
 from fp8watch_server.detect.modes.silent_data_corruption.words import fixes, words
 
 MODE = Mode(
@@ -30,5 +32,5 @@ MODE = Mode(
             "30 × the floor of weights; the largest healthy step is 0.04",
         ),
     ),
-    detectors=(Corruption,),
+    detectors=(Corruption, OptimizerState),
 )

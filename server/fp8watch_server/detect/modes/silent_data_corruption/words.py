@@ -9,6 +9,8 @@ from fp8watch_server.detect.remedies import Fix, Place
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if f.extra.get("kind") == "moments":
+        return _of_moments(f)
     module = s.module if s else "a tensor"
     if f.extra.get("by_hash"):
         odd, host = f.extra.get("odd_ranks", []), f.extra.get("host")
@@ -45,8 +47,26 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _of_moments(f: Finding) -> tuple[str, str]:
+    changed, looked, name = f.extra.get("changed"), f.extra.get("looked"), f.extra.get("first") or "a moment"
+    some = "all" if changed == looked else f"{changed}"
+    more = "" if changed == 1 else f", and {changed - 1} more," if isinstance(changed, int) else ""
+    return (
+        f"The optimizer's state changed before step {f.step} while no optimizer ran: {some} of {looked} moments",
+        f"{name}{more} is not what the optimizer left behind its step before, and the weights are. Some elements of each of the {looked} "
+        "moments are held against what they were. A load of the optimizer's state alone does this, code that writes into it, or memory "
+        "that changed by itself. FP8 is not the cause: moments are not quantised by its recipe.",
+    )
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("kind") == "moments":
+        return [
+            Fix("code", "Look at what runs between two optimizer steps there: load_state_dict, a rollback, a hook that writes into optimizer.state."),
+            Fix("code", "Load weights and optimizer state from one checkpoint, both or neither."),
+            Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
+        ]  # fmt: skip
     host = p.extra.get("host")
     return [
         Fix(

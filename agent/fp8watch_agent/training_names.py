@@ -1,0 +1,35 @@
+"""Names of scalars by which a step says how it was trained: clipping, the optimizer's state, causal attention.
+
+Shapes:     name -> one float64 a step
+Thread:     any; data alone
+"""
+
+from __future__ import annotations
+
+OPTIMIZER = "optimizer/"
+"""Begins all of them."""
+
+CLIP_NORM = f"{OPTIMIZER}clip_norm"
+"""What the gradient norm was clipped to."""
+
+MOMENTS_CHANGED = f"{OPTIMIZER}moments_changed"
+"""Tensors of its state that are not as it left them, of those that were looked at. This and the others only where something has
+changed."""
+
+MOMENTS_LOOKED = f"{OPTIMIZER}moments_looked"
+"""Tensors of its state that were looked at."""
+
+MOMENTS_WHICH = f"{OPTIMIZER}moments_which"
+"""Which of them is the first: its number; not sent."""
+
+WEIGHTS_CHANGED = f"{OPTIMIZER}weights_changed"
+"""Weights that are not as it left them."""
+
+WEIGHTS_LOOKED = f"{OPTIMIZER}weights_looked"
+"""Weights that were looked at."""
+
+CHANGED = f"{OPTIMIZER}changed/"
+"""Before the name of the first tensor that changed, "exp_avg of layers.0.fc1.weight": 1."""
+
+SEES_AHEAD = "attention_sees_ahead/"
+"""Before the name of an attention module that never saw a later token, and does: 1."""

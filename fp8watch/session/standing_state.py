@@ -1,0 +1,289 @@
+"""Whether what an optimizer keeps stands still between its steps: moments and weights, a few elements of each.
+
+Shapes:     state of an optimizer, T tensors -> [T, WIDTH] elements, read behind one step and before the next
+Thread:     training, around each optimizer step; nothing waits for a device
+
+Between two steps nobody writes into an optimizer's moments. A load that takes the wrong file, a restore that hands them
+to other parameters, a stray kernel or a bad cell does, and the loss shows it late or never. Each tensor is looked at in
+WIDTH neighbouring elements, at another place every TURN_STEPS steps: what changes a whole tensor is seen at once, what
+changes one element is seen where it lies there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch.observer.observation_plan import ObservationPlan
+from fp8watch.observer.stopwatch import FIXED
+from fp8watch.selection.wrappers import named_modules
+from fp8watch_agent.training_names import (
+    CHANGED,
+    MOMENTS_CHANGED,
+    MOMENTS_LOOKED,
+    MOMENTS_WHICH,
+    WEIGHTS_CHANGED,
+    WEIGHTS_LOOKED,
+)
+
+WIDTH = 64
+TURN_STEPS = 64
+MAX_TENSORS = 4096
+MAX_REMADE = 8
+"""Steps in a row with other tensors than in the step before: such an optimizer makes them anew, and is left alone."""
+Optimizer = torch.optim.Optimizer
+
+
+class _Place(NamedTuple):
+    """Where one tensor lies."""
+
+    name: str
+    parameter: Tensor
+    key: str | None  # in the optimizer's state; None: the weight itself
+    holder: Any  # what the state holds; of a sharded one `local` is this rank's part
+    local: Tensor
+
+    def is_still(self, state: Any, address: int) -> bool:
+        """Whether it is the same tensor, in the same memory."""
+        held = self.parameter if self.key is None else state.get(self.parameter, {}).get(self.key)
+        return held is self.holder and getattr(held, "_local_tensor", held).data_ptr() == address
+
+
+@dataclass
+class _Kept:
+    """What one optimizer was left with."""
+
+    names: list[str]  # of the tensors, weights behind moments
+    num_moments: int
+    places: list[_Place]
+    addresses: list[int]
+    views: list[Tensor]  # [WIDTH] each
+    offset: int
+    left: int  # steps until other elements are looked at
+    values: Tensor  # [T · WIDTH]
+    num_remade: int = 0
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether all of them lie where they lay."""
+        state = optimizer.state
+        places = zip(self.places, self.addresses, strict=True)
+        return bool(self.places) and all(place.is_still(state, address) for place, address in places)
+
+    def release(self) -> None:
+        """What is loaded takes the place of these tensors: their memory must not be held any longer."""
+        self.places, self.addresses, self.views = [], [], []
+
+
+class StandingState:
+    """Looks at the optimizers of one watch.
+
+    Args:
+        model: whose parameters have names.
+        plan: with the clock of the running step; None: nothing is looked at.
+    """
+
+    def __init__(self, model: nn.Module, plan: ObservationPlan | None) -> None:
+        self._model, self._plan = model, plan
+        self._kept: weakref.WeakKeyDictionary[Optimizer, _Kept | None] = weakref.WeakKeyDictionary()
+        self._names: dict[int, str] = {}
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self.names: list[str] = []
+        """Of the moments that were looked at last, "exp_avg of layers.0.fc1.weight": MOMENTS_WHICH counts in them."""
+
+    def before(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer is about to step: what is not as it was left, as scalars of the step that ends now.
+
+        Returns:
+            name -> number, or [] tensor on the device; empty where nothing can be compared, and on a CPU where nothing
+            has changed.
+        """
+        if self._kept.get(optimizer) is None:
+            return {}
+        with self._timed():
+            return self._changes(optimizer)
+
+    def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
+        """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
+        if not looks or self._plan is None:
+            if self._kept.get(optimizer) is not None:
+                del self._kept[optimizer]
+            return
+        with self._timed():
+            self._keep(optimizer)
+
+    def stop(self) -> None:
+        """Look no more, and leave nothing on the optimizers."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._kept.clear()
+        self._plan = None
+
+    def _release(self, optimizer: Optimizer) -> None:
+        if (kept := self._kept.get(optimizer)) is not None:
+            kept.release()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        stopwatch = None if self._plan is None else self._plan.stopwatch
+        began = None if stopwatch is None else stopwatch.mark()
+        with torch.no_grad():
+            yield
+        if stopwatch is not None:
+            stopwatch.add(FIXED, began, stopwatch.mark())
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        kept = self._kept.get(optimizer)
+        if optimizer in self._kept and kept is None:
+            return
+        if kept is None or kept.left <= 0 or not kept.is_current(optimizer):
+            remade = kept.num_remade + 1 if kept is not None and kept.left > 0 else 0
+            made = self._look(optimizer, 0 if kept is None else kept.offset + WIDTH * (kept.left <= 0))
+            if made is None or remade > MAX_REMADE:
+                self._kept[optimizer] = None if remade > MAX_REMADE else kept
+                return
+            made.num_remade = remade
+            self._kept[optimizer] = made
+            if optimizer not in self._hooks:
+                released = partial(_release, weakref.WeakMethod(self._release))
+                self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
+            return
+        kept.left, kept.num_remade = kept.left - 1, 0
+        kept.values = _read(kept.views)
+
+    def _changes(self, optimizer: Optimizer) -> dict[str, Any]:
+        kept = self._kept[optimizer]
+        assert kept is not None
+        now = kept
+        if not kept.is_current(optimizer):  # loaded, or made anew: the same elements of other tensors
+            found = self._look(optimizer, kept.offset)
+            same = found is not None and found.names == kept.names and found.values.device == kept.values.device
+            if found is None or not same or found.values.shape != kept.values.shape:
+                self._kept.pop(optimizer, None)
+                return {}
+            now = found
+        values = now.values if now is not kept else _read(kept.views)
+        if values.device.type == "cpu" and torch.equal(values, kept.values):
+            return {}
+        changed = (values != kept.values).view(-1, WIDTH).any(1)
+        moments, weights = changed[: kept.num_moments], changed[kept.num_moments :]
+        self.names = kept.names
+        return {
+            MOMENTS_CHANGED: moments.sum(),
+            MOMENTS_WHICH: moments.to(torch.uint8).argmax(),
+            MOMENTS_LOOKED: len(moments),
+            WEIGHTS_CHANGED: weights.sum(),
+            WEIGHTS_LOOKED: len(weights),
+        }
+
+    def named(self, numbers: dict[str, float]) -> None:
+        """Numbers of a step that have arrived: the first tensor gets its name, and where nothing changed nothing stays."""
+        which = numbers.pop(MOMENTS_WHICH, None)
+        if which is None:
+            return
+        if numbers[MOMENTS_CHANGED]:
+            first = int(which)
+            name = self.names[first] if first < len(self.names) else f"tensor {first}"
+            numbers[f"{CHANGED}{name}"] = 1.0
+        elif not numbers[WEIGHTS_CHANGED]:
+            for name in (MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED):
+                numbers.pop(name, None)
+
+    def _look(self, optimizer: Optimizer, offset: int) -> _Kept | None:
+        """The elements from `offset` on of each tensor, and what they hold; None where there is none."""
+        moments, weights = list(self._moments(optimizer)), list(self._weights(optimizer))
+        on = Counter(place.local.device for place in (*moments, *weights)).most_common(1)
+        moments, weights = ([p for p in some if p.local.device == on[0][0]] for some in (moments, weights))
+        if not moments:
+            return None
+        places = [*moments, *weights]
+        views = [_part(place.local, offset) for place in places]
+        addresses = [place.local.data_ptr() for place in places]
+        names = [place.name for place in places]
+        return _Kept(names, len(moments), places, addresses, views, offset, TURN_STEPS, _read(views))
+
+    def _moments(self, optimizer: Optimizer) -> Iterator[_Place]:
+        """Of at most MAX_TENSORS tensors."""
+        found = (
+            _Place(f"{key} of {name}", parameter, key, value, local)
+            for name, parameter in self.parameters(optimizer)
+            for key, value in _state(optimizer, parameter).items()
+            if (local := readable(value)) is not None
+        )
+        return islice(found, MAX_TENSORS)
+
+    def _weights(self, optimizer: Optimizer) -> Iterator[_Place]:
+        found = (
+            _Place(name, parameter, None, parameter, local)
+            for name, parameter in self.parameters(optimizer)
+            if parameter.requires_grad and (local := readable(parameter.detach())) is not None
+        )
+        return islice(found, MAX_TENSORS)
+
+    def parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Each that it has, and its name in the model."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) not in self._names for p in parameters):
+            self._names = dict(parameter_names(self._model))
+        for i, p in enumerate(parameters):
+            yield self._names.get(id(p), f"parameter {i} of {type(optimizer).__name__}"), p
+
+
+def _release(method: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, _state: Any) -> None:
+    if (release := method()) is not None:
+        release(optimizer)
+
+
+def moments_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of what these optimizers keep of a parameter, under the names of `StandingState`; a step count is left out."""
+    standing = StandingState(model, None)
+    for optimizer in optimizers:
+        for name, parameter in standing.parameters(optimizer):
+            for key, value in _state(optimizer, parameter).items():
+                local = getattr(value, "_local_tensor", value)
+                if isinstance(local, Tensor) and local.numel() > 1:
+                    yield f"{key} of {name}", local
+
+
+def _state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    state = optimizer.state.get(parameter)
+    return state if isinstance(state, dict) else {}
+
+
+def parameter_names(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """(id, name) of each parameter, and of the copy that Megatron keeps on it."""
+    for module_name, module in named_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{module_name}.{name}".lstrip(".")
+            yield id(parameter), full
+            if (copy := getattr(parameter, "main_param", None)) is not None:
+                yield id(copy), full
+
+
+def readable(x: Any) -> Tensor | None:
+    """This rank's part of a tensor of floats that is wide enough and lies in one piece; None for any other."""
+    local = getattr(x, "_local_tensor", x)
+    if type(local) not in (Tensor, nn.Parameter) or not local.is_floating_point() or local.numel() < WIDTH:
+        return None
+    return local if local.layout == torch.strided and local.is_contiguous() and local.element_size() > 1 else None
+
+
+def _part(x: Tensor, offset: int) -> Tensor:
+    """WIDTH neighbouring elements, round and round. [WIDTH]"""
+    start = offset % (x.numel() - WIDTH + 1)
+    return x.view(-1)[start : start + WIDTH]
+
+
+def _read(views: Iterable[Tensor]) -> Tensor:
+    """A copy of all of them as bits, so that a NaN is equal to itself. [T · WIDTH]"""
+    copy = torch.cat([v.detach() for v in views])
+    return copy.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()])

@@ -1,0 +1,116 @@
+"""How training is set up, seen to change while it runs: mode 10, recipe-mismatch.
+
+Shapes:     what gradients are clipped to, attention modules that see ahead, per step -> findings of one step
+Thread:     detect worker
+
+Neither is a matter of FP8, and neither need show in the loss: it even falls where a causal model begins to see what it is
+to predict. Clipping is told where it was there in each step and is gone for some, or is to another norm that stays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fp8watch_agent.training_names import CLIP_NORM, SEES_AHEAD
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
+
+MIN_CLIPPED = 16
+"""Steps in a row that were clipped to one norm, before another, or none, says anything."""
+GONE_STEPS = 3
+"""Steps in a row without the usual norm, or with another."""
+REPEAT_STEPS = 5
+MAX_NAMED = 8
+
+
+class TrainingSetup(Detector):
+    """Clipping, and who sees ahead."""
+
+    modes = ("recipe-mismatch",)
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._usual, self._num_usual = math.nan, 0  # norm, steps in a row
+        self._num_clipping = 0  # of them, whose gradients were larger
+        self._now, self._num_now, self._since = math.nan, 0, -1  # another norm, NaN for none
+        self._told_ahead = -1
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """Baselines of sites go on."""
+
+    def resume(self) -> None:
+        """What was usual stays: a restart may lose it."""
+        self._num_now, self._told_ahead = 0, -1
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        logs = ctx.now.logs
+        return [
+            f for f in (self._clipping(ctx, logs.get(CLIP_NORM, math.nan)), self._ahead(ctx, logs)) if f is not None
+        ]
+
+    def _clipping(self, ctx: Context, norm: float) -> Finding | None:
+        size = ctx.now.scalar("grad_norm")
+        clips = size is not None and size > norm
+        if norm == self._usual:
+            self._num_usual, self._num_now = self._num_usual + 1, 0
+            self._num_clipping += clips
+            return None
+        if self._num_usual < MIN_CLIPPED:  # nothing is usual yet
+            self._usual, self._num_usual, self._num_clipping, self._num_now = norm, int(not math.isnan(norm)), clips, 0
+            return None
+        if not self._num_now or not _same(norm, self._now):
+            self._now, self._num_now, self._since = norm, 0, ctx.now.step
+        self._num_now += 1
+        if self._num_now < GONE_STEPS:
+            return None
+        usual, num, clipping = self._usual, self._num_usual, self._num_clipping
+        self._usual, self._num_usual, self._num_clipping, self._num_now = norm, 0, 0, 0
+        often = clipping > num // 10
+        now = "none" if math.isnan(norm) else float(f"{norm:.4g}")
+        evidence = [
+            Evidence("clip_norm", now, float(f"{usual:.4g}"), "", self._since),
+            Evidence("steps_that_were_clipped", clipping, None, f"of {num} before", self._since),
+        ]
+        severity: Severity = "warning" if often and not norm < usual else "info"
+        return self._finding(ctx, severity, evidence, "clipping", self._since)
+
+    def _ahead(self, ctx: Context, logs: dict[str, float]) -> Finding | None:
+        modules = [
+            name.removeprefix(SEES_AHEAD) for name, value in logs.items() if name.startswith(SEES_AHEAD) and value > 0
+        ]
+        if not modules:
+            return None
+        if self._told_ahead >= 0 and ctx.now.step - self._told_ahead < REPEAT_STEPS:
+            return None
+        self._told_ahead = ctx.now.step
+        evidence = [
+            Evidence("attention_sees_ahead", name, "no later token", "", ctx.now.step) for name in modules[:MAX_NAMED]
+        ]
+        return self._finding(ctx, "warning", evidence, "sees-ahead", ctx.now.step, modules[0], num=len(modules))
+
+    @staticmethod
+    def _finding(
+        ctx: Context,
+        severity: Severity,
+        evidence: list[Evidence],
+        kind: str,
+        began: int,
+        module: str = "",
+        **extra: Any,
+    ) -> Finding:
+        rows = np.array([i for i, f in enumerate(ctx.now.table.facts) if module and f.module == module], dtype=np.int64)
+        return ctx.now.finding(
+            "recipe-mismatch", severity, rows, evidence, "shared", kind=kind, began=began, not_before=began, **extra
+        )
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,69 @@
+"""Moments that did not stand still between two steps of their optimizer: mode 15, silent-data-corruption.
+
+Shapes:     tensors that changed, of those that were looked at, per step and rank -> at most one finding
+Thread:     detect worker
+
+No threshold: between two of its steps nobody else writes into an optimizer's moments. Where the weights changed with them, a
+checkpoint was loaded, and that is no failure. Where it happens again and again, the trainer does it on purpose, and it is told once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8watch_agent.training_names import CHANGED, MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding
+
+REPEAT_STEPS = 200
+
+
+class OptimizerState(Detector):
+    """What each rank says of its optimizer's moments."""
+
+    modes = ("silent-data-corruption",)
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._told = -1
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """Baselines of sites go on."""
+
+    def resume(self) -> None:
+        """A new session has an optimizer of its own."""
+        self._told = -1
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        hit = [
+            (view.rank, logs)
+            for view in ctx.now.views
+            if (logs := view.logs()).get(MOMENTS_CHANGED) and not logs.get(WEIGHTS_CHANGED)
+        ]
+        if not hit:
+            return []
+        last, self._told = self._told, ctx.now.step
+        if last >= 0 and ctx.now.step - last < REPEAT_STEPS:
+            return []
+        rank, logs = hit[0]
+        changed, looked = int(logs[MOMENTS_CHANGED]), int(logs.get(MOMENTS_LOOKED, 0))
+        name = next((n.removeprefix(CHANGED) for n in logs if n.startswith(CHANGED)), "")
+        evidence = [
+            Evidence("moments_changed", changed, 0, f"of {looked} looked at", ctx.now.step),
+            Evidence("first_of_them", name, None, "", ctx.now.step),
+        ]
+        if len(ctx.now.ranks) > 1:
+            evidence.append(Evidence("ranks", len(hit), None, f"of {len(ctx.now.ranks)}", ctx.now.step))
+        module = name.rpartition(" of ")[2].rpartition(".")[0]
+        weights = [i for i, f in enumerate(ctx.now.table.facts) if f.module == module and f.operand == "weight"]
+        return [
+            ctx.now.finding(
+                "silent-data-corruption", "warning", np.array(weights, dtype=np.int64), evidence, "shared", kind="moments", first=name, changed=changed,
+                looked=looked, rank=rank, not_before=ctx.now.step,
+            )
+        ]  # fmt: skip
