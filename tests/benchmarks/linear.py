@@ -26,6 +26,7 @@ from fp8watch.kernels.registry import available
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.session.overhead_budget import FIRST_STEPS
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.watch import Watch
 
 
@@ -229,6 +230,8 @@ def parts(shape: dict[str, int], steps: int) -> str:
         timed(ObservationPlan, "_merge", "keeping the tiles"),
         timed(ObservationPlan, "note_probe", "probes of norms and attention"),
         timed(Watch, "_close", "end of the step"),
+        timed(StandingState, "before", "what the optimizer keeps, before its step"),
+        timed(StandingState, "after", "and behind it"),
     ]
     for i in range(6 + steps):
         if i == 6:  # past the registration
