@@ -98,7 +98,7 @@ class RecomputeDiffers(Lasting):
     @classmethod
     def draw(cls, rng: np.random.Generator, training: Training, severity: str) -> RecomputeDiffers | None:
         blocks = role(training, "blocks")
-        if not blocks:
+        if not blocks or role(training, "router"):  # other rows are sent to other experts: there it is an error
             return None
         drops = [m for m in training.model.get_submodule(blocks[0]).modules() if isinstance(m, nn.Dropout) and m.p > 0]
         ways = ("rows", "dropout") if drops and severity == "medium" else ("rows",)
@@ -124,21 +124,28 @@ class RecomputeDiffers(Lasting):
     def before_step(self, t: Training, step: int) -> None:
         self.wrong = self.active(step)
 
-    def _checkpointed(self, block: nn.Module, forward: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
+    def _checkpointed(self, block: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
-            return forward(x, *rest, **named)
+            return forward(*given, **named)
         num_calls = 0
 
-        def run(x: Tensor) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 1 or not self.wrong:
-                return forward(x, *rest, **named)
+                return forward(*given, **named)
             if self.way == "dropout":
                 torch.rand(1)  # the generator is somewhere else
-                return forward(x, *rest, **named)
-            rows = max(1, round(min(1.0, self.error**2 / 2) * x[..., 0].numel()))  # of two unlike rows the error is √2
-            flat = x.reshape(-1, x.shape[-1])
-            return forward(torch.cat((flat.roll(1, 0)[:rows], flat[rows:])).view_as(x), *rest, **named)
+                return forward(*given, **named)
+            if given:
+                return forward(self._overwritten(given[0]), *given[1:], **named)
+            first = next(iter(named))
+            return forward(**{**named, first: self._overwritten(named[first])})
 
-        return checkpoint(run, x, use_reentrant=False)
+        return checkpoint(run, *given, use_reentrant=False, **named)
+
+    def _overwritten(self, x: Tensor) -> Tensor:
+        """Some rows hold their neighbours: of two unlike rows the error is √2."""
+        flat = x.reshape(-1, x.shape[-1])
+        num_rows = max(1, round(min(1.0, self.error**2 / 2) * len(flat)))
+        return torch.cat((flat.roll(1, 0)[:num_rows], flat[num_rows:])).view_as(x)

@@ -95,7 +95,7 @@ class DecayWithoutRate(Lasting):
         return cls(
             step=step,
             severity=severity,
-            expected=Expected(("optimizer-divergence", "dead-layer", "scalar-shift"), None, None, False),
+            expected=Expected(("optimizer-divergence", "scalar-shift"), None, None, False),
             drawn={"a_step": round(shrink, 4)},
             shrink=shrink,
         )
