@@ -180,6 +180,8 @@ def train_step(t: Training, model: nn.Module, step: int, seams: Seams, watch: An
         t.scaler.unscale_(t.optimizer)
     trained = [p for p in t.model.parameters() if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(trained, math.inf if t.clip_norm is None else t.clip_norm)
+    if t.clip_value is not None:
+        nn.utils.clip_grad_value_(trained, t.clip_value)
     mean = torch.stack(losses).mean()
     if watch is not None and t.logs:
         watch.log(loss=mean, grad_norm=norm, **(t.log(t, step) if t.log is not None else {}))

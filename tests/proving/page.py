@@ -26,10 +26,17 @@ from proving.score import (
     score,
     upper_bound,
 )
-from proving.split import DEV_FAMILIES, DEV_GENERATORS, HELD_OUT_FAMILIES, HELD_OUT_GENERATORS
+from proving.split import (
+    DEV_FAMILIES,
+    DEV_GENERATORS,
+    FRESH_FAMILIES,
+    FRESH_GENERATORS,
+    HELD_OUT_FAMILIES,
+    HELD_OUT_GENERATORS,
+)
 
 PAGE = ROOT / "docs" / "detection.md"
-SPLITS = ("held-out", "crossed", "dev")
+SPLITS = ("fresh", "held-out", "crossed", "dev")
 Measure = Callable[[Sequence[Judged]], float]
 
 
@@ -62,6 +69,8 @@ def middle(values: Sequence[int]) -> str:
 
 def leads(judged: Sequence[Judged]) -> str:
     """Median lead over the loss where the loss shows the fault; how often it does not."""
+    if not judged:
+        return "–"
     shown = [j.lead for j in judged if j.lead is not None]
     silent = sum(j.found and j.loss_step is None for j in judged)
     return f"{middle(shown)}; loss never showed {silent}"
@@ -92,10 +101,10 @@ def goals(splits: dict[str, Score]) -> list[str]:
         (
             "faulty runs / distinct faults",
             "",
-            lambda s: f"{len(s.scored)} / {len({j.line['change'] for j in s.scored})}",
+            lambda s: f"{len(s.scored)} / {len({j.line['change'] for j in s.scored})}" if s.scored else "–",
         ),
     ]
-    head = ["| | goal | held out | crossed | dev |", "|---|---|---|---|---|"]
+    head = ["| | goal | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|"]
     return head + [f"| {name} | {goal} | {' | '.join(f(splits[s]) for s in SPLITS)} |" for name, goal, f in rows]
 
 
@@ -147,6 +156,26 @@ def alarms(got: Score) -> list[str]:
     return ["| family | healthy event | said |", "|---|---|---|", *rows] if rows else ["None."]
 
 
+def fresh(got: Score) -> list[str]:
+    """The sections of the fresh set; nothing before it has been run."""
+    if not (got.faulty or got.healthy):
+        return []
+    return [
+        "### By mode, fresh",
+        "",
+        *by_mode(got.scored),
+        "",
+        "### By fault, fresh",
+        "",
+        *by_fault(got.faulty),
+        "",
+        "### False warnings and pages, fresh",
+        "",
+        *alarms(got),
+        "",
+    ]
+
+
 def part(lines: Sequence[dict[str, Any]]) -> str:
     """The whole part, markers apart."""
     splits = {name: score(lines, name) for name in SPLITS}
@@ -163,14 +192,18 @@ def part(lines: Sequence[dict[str, Any]]) -> str:
         "`build/proving/results.jsonl`, which holds each loss as well.",
         "",
         "*Held out*: neither the family nor the generator of the fault was used to choose anything. *Crossed*: one of the two was.",
-        f"*Dev* families: {', '.join(DEV_FAMILIES)}; held out: {', '.join(HELD_OUT_FAMILIES)}. *Dev* generators:",
-        f"{', '.join(g for g in DEV_GENERATORS if g != 'planted')}; held out: {', '.join(HELD_OUT_GENERATORS)}.",
+        "*Fresh*: faults and healthy events that nobody has tuned on, see below; a dash where none of them has been run.",
+        f"*Dev* families: {', '.join(DEV_FAMILIES)}; held out: {', '.join(HELD_OUT_FAMILIES)};",
+        f"fresh: {', '.join(FRESH_FAMILIES)}. *Dev* generators:",
+        f"{', '.join(g for g in DEV_GENERATORS if g != 'planted')}; held out: {', '.join(HELD_OUT_GENERATORS)};",
+        f"fresh: {', '.join(FRESH_GENERATORS)}.",
         "Intervals are 95 %, by resampling clusters (family × fault). *Delay* is from the first wrong step to the newest step that",
         "the incident rested on; *lead* is to the first step at which the loss is 6 σ off its twin's. An incident's first step lies",
         "before the fault where a site is looked at in turns: it is the step after the last look that was good.",
         "",
         *goals(splits),
         "",
+        *fresh(splits["fresh"]),
         "### By mode, held out",
         "",
         *by_mode(held.scored),

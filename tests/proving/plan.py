@@ -1,6 +1,6 @@
 """Which runs there are: every fault in some families, every trap in some, and the twin of each (family, seed).
 
-Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
+Fresh faults and traps are in fresh families and in held-out ones, all others in both older halves. Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proving import planted
 from proving.case import Case
 from proving.families import families
 from proving.faults import FAULTS
-from proving.split import DEV_FAMILIES, HELD_OUT_FAMILIES, split_of
+from proving.split import DEV_FAMILIES, FRESH_FAMILIES, FRESH_GENERATORS, FRESH_TRAPS, HELD_OUT_FAMILIES, split_of
 from proving.training import SEVERITIES, Training
 from proving.traps import TRAPS
 
@@ -23,6 +23,9 @@ FAMILIES_PER_FAULT = 3
 """In each half of the families."""
 
 FAMILIES_PER_TRAP = 2
+FRESH_PER_FAULT, FRESH_PER_TRAP = (3, 1), (2, 1)
+"""Of a fresh one: in the fresh families, and in the held-out ones."""
+
 SEEDS = 3
 """Weights and hyperparameters of a family."""
 
@@ -42,8 +45,16 @@ def generator_of(case: Case) -> str | None:
 
 
 def case_split(case: Case) -> str:
-    """dev, held-out or crossed."""
-    return split_of(case.family, generator_of(case))
+    """dev, held-out, crossed or fresh. A twin that shares a fresh fault's preparations is as fresh as that."""
+    generator = generator_of(case)
+    if case.setup and FAULTS[case.setup].generator in FRESH_GENERATORS:
+        generator = FAULTS[case.setup].generator
+    return split_of(case.family, generator, case.change if case.kind == "trap" else None)
+
+
+def is_fresh(change: str) -> bool:
+    """Whether a fault or a trap is of the fresh set."""
+    return change in FRESH_TRAPS or (change in FAULTS and FAULTS[change].generator in FRESH_GENERATORS)
 
 
 def cases(probe: Callable[[str, int], Training]) -> list[Case]:
@@ -57,7 +68,7 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
     """
     out: list[tuple[int, Case]] = []
     for half in (DEV_FAMILIES, HELD_OUT_FAMILIES):
-        for fault in sorted(FAULTS):
+        for fault in sorted(name for name in FAULTS if not is_fresh(name)):
             found: list[Case] = []
             for family in _shuffled(half, fault):
                 severity = SEVERITIES[(zlib.crc32(fault.encode()) + 1 + len(found)) % len(SEVERITIES)]
@@ -65,14 +76,34 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
                 if len(found) < FAMILIES_PER_FAULT and case.draw(probe(family, case.seed)) is not None:
                     found.append(case)
             out += enumerate(found)
-        for trap in sorted(TRAPS):
+        for trap in sorted(name for name in TRAPS if not is_fresh(name)):
             found = []
             for family in _shuffled(half, trap):
                 case = Case(family, trap, "trap", "", _seed(trap, family))
                 if len(found) < FAMILIES_PER_TRAP and case.draw(probe(family, case.seed)) is not None:
                     found.append(case)
             out += enumerate(found)
+    for fresh in sorted(name for name in (*FAULTS, *TRAPS) if is_fresh(name)):
+        for half, num in zip(
+            (FRESH_FAMILIES, HELD_OUT_FAMILIES), FRESH_PER_FAULT if fresh in FAULTS else FRESH_PER_TRAP, strict=True
+        ):
+            out += enumerate(_fresh(fresh, half, num, probe))
     return [case for _, case in sorted(out, key=lambda pair: pair[0])]
+
+
+def _fresh(change: str, half: tuple[str, ...], num: int, probe: Callable[[str, int], Training]) -> list[Case]:
+    """A fresh fault or trap in the first families that have a place for it; severities take turns, those without a place apart."""
+    found: list[Case] = []
+    for family in _shuffled(half, change):
+        seed, turn = _seed(change, family), zlib.crc32(change.encode()) + len(found) + (half == HELD_OUT_FAMILIES)
+        severities = [SEVERITIES[(turn + i) % len(SEVERITIES)] for i in range(len(SEVERITIES))]
+        cases = [Case(family, change, "fault", s, seed) for s in severities]
+        if change in TRAPS:
+            cases = [Case(family, change, "trap", "", seed)]
+        placed = [c for c in cases if c.draw(probe(family, seed)) is not None]
+        if placed and len(found) < num:
+            found.append(placed[0])
+    return found
 
 
 def with_twins(changed: Iterable[Case]) -> list[Case]:

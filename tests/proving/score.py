@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Score:
     faulty: list[Judged]
     healthy: list[dict[str, Any]]
     """Twins and runs with traps."""
+    said_by_twins: Mapping[str, set[tuple[str, str | None]]] = field(default_factory=dict)
+    """Id of a twin of any split -> what it says; a fresh trap's may be of the held-out half."""
 
     @property
     def scored(self) -> list[Judged]:
@@ -86,12 +88,12 @@ class Score:
 
     def false(self, *severities: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(run, incident) of healthy runs. What the twin of a trap says too is counted with the twin."""
-        twins = {line["id"]: {key(i) for i in line["incidents"]} for line in self.healthy if line["kind"] == "twin"}
         return [
             (line, i)
             for line in self.healthy
             for i in line["incidents"]
-            if i["severity"] in severities and (line["kind"] == "twin" or key(i) not in twins.get(twin_id(line), set()))
+            if i["severity"] in severities
+            and (line["kind"] == "twin" or key(i) not in self.said_by_twins.get(twin_id(line), set()))
         ]
 
 
@@ -103,7 +105,8 @@ def score(lines: Iterable[dict[str, Any]], split: str) -> Score:
         for line in by_id.values()
         if line["kind"] == "fault" and line["split"] == split and twin_id(line) in by_id
     ]
-    return Score(faulty, [x for x in by_id.values() if x["kind"] != "fault" and x["split"] == split])
+    twins = {line["id"]: {key(i) for i in line["incidents"]} for line in by_id.values() if line["kind"] == "twin"}
+    return Score(faulty, [x for x in by_id.values() if x["kind"] != "fault" and x["split"] == split], twins)
 
 
 def share(values: Sequence[bool]) -> float:

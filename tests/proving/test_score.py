@@ -15,6 +15,7 @@ from proving.score import cause, compact, interval, misses, precision, recall, s
 from proving.split import (
     DEV_FAMILIES,
     DEV_GENERATORS,
+    FRESH_GENERATORS,
     HELD_OUT_FAMILIES,
     HELD_OUT_GENERATORS,
     split_of,
@@ -152,6 +153,7 @@ def test_the_bound_of_a_rate_is_poissons() -> None:
 def test_every_family_and_generator_is_in_one_half() -> None:
     assert not set(DEV_FAMILIES) & set(HELD_OUT_FAMILIES)
     assert not set(DEV_GENERATORS) & set(HELD_OUT_GENERATORS)
+    assert not set(FRESH_GENERATORS) & set(DEV_GENERATORS + HELD_OUT_GENERATORS)
     assert split_of("llama", "codes") == "dev"
     assert split_of("vit", "scales") == "held-out"
     assert split_of("vit", "codes") == split_of("llama", "scales") == "crossed"
@@ -195,4 +197,27 @@ def test_the_page_says_how_many_faults_a_figure_rests_on() -> None:
     lines = [fault(incident("delayed-clip", STEP), split="held-out"), twin() | {"split": "held-out"}]
     text = page.part(lines)
     assert "| delayed-clip | 1 | 1 | 1.00 | 1.00 | 1.00 | 2 (of 1) |" in text
-    assert "| false pages per 1000 healthy steps | ≤ 0.1 | 0.00 (0 in 80; at most 37.45) | – | – |" in text
+    assert "| false pages per 1000 healthy steps | ≤ 0.1 | – | 0.00 (0 in 80; at most 37.45) | – | – |" in text
+
+
+def test_the_fresh_set_has_its_column_and_its_sections_once_it_has_been_run() -> None:
+    line = fault(incident("delayed-clip", STEP), family="bert", split="fresh")
+    runs = [line, twin(family="bert") | {"split": "fresh"}]
+    text = page.part(runs)
+    assert "| | goal | fresh | held out | crossed | dev |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | 1.00 (1.00–1.00) | – | – | – |" in text
+    assert "### By mode, fresh" in text
+    without = page.part([fault(), twin()])
+    assert "### By mode, fresh" not in without
+    assert "| faulty runs / distinct faults |  | – | – | – | 1 / 1 |" in without
+    assert "| median lead over the loss, in steps |  | – |" in without
+
+
+def test_what_the_twin_of_a_fresh_event_says_in_another_half_is_not_counted_again() -> None:
+    """A fresh healthy event may be in a held-out family, whose twin is scored there."""
+    said = incident("bad-batch", 50)
+    trap = twin(said, family="ssm") | {"id": "ssm-packing-begins-1", "change": "packing-begins", "kind": "trap"}
+    lines = [trap | {"split": "fresh"}, twin(said, family="ssm") | {"split": "held-out"}]
+    assert score(lines, "fresh").false("warning") == []
+    assert len(score(lines, "held-out").false("warning")) == 1
+    assert len(score(lines[:1], "fresh").false("warning")) == 1

@@ -49,6 +49,8 @@ class Training:
     """What attach(recipe=) is given, or None for its default."""
     accumulate: int = 1
     clip_norm: float | None = 1.0
+    clip_value: float | None = None
+    """Largest magnitude of an element of a gradient."""
     schedule: Callable[[int], float] | None = None
     """Step -> learning rate, set on all param groups times their `lr_scale` (default 1); None leaves them."""
     scaler: torch.amp.GradScaler | None = None
@@ -71,9 +73,10 @@ class Training:
 
     "blocks", "attention" (the whole), "attention.q", "attention.k", "attention.v", "attention.qkv" (fused), "attention.out",
     "mlp.up", "mlp.gate", "mlp.down", "norm", "embedding", "head", "router", "experts" (a list for each layer is flattened),
-    "linears" (every nn.Linear that FP8 takes over, in order), "adapter" (LoRA A and B), "recurrent".
+    "positions" (a table of them), "linears" (every nn.Linear that FP8 takes over, in order), "adapter" (LoRA A and B), "recurrent".
     Other keys: "causal": bool; "tokens": True where a batch is {"input_ids": int64 [B, T], "labels": int64 [B, T]} (−100 is
-    not scored) and may hold "attention_mask": [B, T]; "vocab": int; "classes": int where labels are classes [B].
+    not scored) and may hold "attention_mask": [B, T]; "vocab": int; "classes": int where labels are classes [B];
+    "rotary": True where `parts.rotate` turns q and k; "table_rows": int where a batch is {"history", "item"} of such rows.
     """
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from proving.training import Training
 
-SHARED = ("parts",)
+SHARED = ("optimizers", "parts")
 """Files that are no family."""
 
 
