@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8watch import recipe as recipes
-from fp8watch.kernels import BACKEND_NAMES, available, emulated_gemm, scaled_mm
-from fp8watch.kernels import reference
+from fp8watch.kernels import BACKEND_NAMES, available, emulated_gemm, reference, scaled_mm
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.shadow_gemm import Factor, check_gemm
 from fp8watch.quantize.backend_choice import NO_KERNEL, backend_of

@@ -44,6 +44,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Of Transformer Engine's random Hadamard transform: drawn once, by its authors."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_ORDINARY_AMAX = 2.0**127  # above it a number may stand for more than float32 can hold
 _GOLDEN = -0x61C8864680B583EB  # odd, 2^64 / golden ratio as int64
 _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1))  # shifts and factors of a 32-bit hash
 
@@ -171,10 +172,11 @@ def measure(cast: Nvfp4, shape: tuple[int, int], job: QuantizeJob, dtype: torch.
         dtype: of the operand.
     """
     magnitude_t, kept_t = cast.x_t.abs(), cast.kept_t()
-    amax = magnitude_t.nan_to_num(0.0, posinf=float("inf")).amax((1, 3))
+    finite = cast.amax.is_cpu and float(cast.amax) < _ORDINARY_AMAX  # another device would have to be waited for
+    amax = (magnitude_t if finite else magnitude_t.nan_to_num(0.0, posinf=float("inf"))).amax((1, 3))
     scale = torch.ones_like(cast.scale_inv).div_(cast.scale_inv)
     operand = reference_stats.Operand(
-        reference_stats.Kind.ANY,
+        reference_stats.Kind.FINITE if finite else reference_stats.Kind.ANY,
         cast.x_t,
         magnitude_t,
         kept_t.abs(),

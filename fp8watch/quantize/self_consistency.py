@@ -78,7 +78,9 @@ def check_quantiser(
     rows, columns = _elements(at, shape, (1, _PIECE) if whole else reads.tile)
     x_TE = x[rows, columns].to(torch.float32)
     amax_T = x_TE.abs().amax((1, 2))
-    if rows.shape[1] > 1 and columns.shape[2] > 1:  # all of a block gives its amax, some of its rows are enough below
+    if (
+        rows.shape[1] > _ROWS_APART and columns.shape[2] > 1
+    ):  # all of a block gives its amax, some of its rows are enough below
         x_TE, rows = x_TE[:, ::_ROWS_APART], rows[:, ::_ROWS_APART]
     x_TE = x_TE.flatten(1)
     code_TE = _gather(reads.data, rows, columns).flatten(1)
@@ -176,7 +178,7 @@ def _sampled(
     """Which tiles: [T, 2] int64 (row, column). No random numbers: the generators belong to training."""
     num_rows, num_columns = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
     of = num_rows * num_columns
-    num = min(of, NUM_TILES if tile[0] == 1 or tile[1] == 1 else NUM_BLOCKS)
+    num = min(of, NUM_BLOCKS if min(tile) > _ROWS_APART else NUM_TILES)
     flat = _ends(of, device)
     if num > 2:
         flat = torch.cat((flat, (_spread(num - 2, of - 2, device) + phase).remainder(of - 2) + 1))

@@ -65,7 +65,13 @@ class MXFP8BlockScaling(Base):
 class NVFP4BlockScaling(Base):
     """Its quantiser parameters are made by its constructor."""
 
-    fields = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation", "nvfp4_4over6")
+    fields = (
+        "disable_rht",
+        "disable_stochastic_rounding",
+        "disable_2d_quantization",
+        "row_scaled_activation",
+        "nvfp4_4over6",
+    )
     disable_rht = disable_stochastic_rounding = disable_2d_quantization = row_scaled_activation = False
     nvfp4_4over6 = "none"
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from quantize import oracle
 from recipes.linears import run
-from recipes.oracles import mxfp8 as mx_oracle, nvfp4_values
+from recipes.oracles import mxfp8 as mx_oracle
+from recipes.oracles import nvfp4_values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -104,7 +105,9 @@ def test_nvfp4(attach, linear):
         ("input", "rowwise"): (1, 16), ("input", "columnwise"): (16, 1), ("weight", "rowwise"): (16, 16),
         ("grad_output", "rowwise"): (1, 16), ("grad_output", "columnwise"): (16, 1),
     }  # fmt: skip
-    assert {(s.recipe, s.format, s.backend, s.power_2_scale) for s in sites.values()} == {("nvfp4", "E2M1", "reference", False)}
+    assert {(s.recipe, s.format, s.backend, s.power_2_scale) for s in sites.values()} == {
+        ("nvfp4", "E2M1", "reference", False)
+    }
     _, rows = watch._recorder.step(0)
     assert float(rows["0", "input", "columnwise"]["amax_max"]) == float(nvfp4.rotated(x).abs().max())
     assert not watch.guard.errors
@@ -225,7 +228,9 @@ def test_observing_with_any_recipe_leaves_every_number_as_it_was(attach, mlp, tr
         "delayed" if kind == "delayed" else "observe"
     }
     rows = watch._recorder.step(3)[1]
-    assert len(rows) == {"mxfp8": 12 - 1, "nvfp4": 10 - 1}.get(kind, 6) + 1  # the first input has no gradient; the head is probed
+    assert (
+        len(rows) == {"mxfp8": 12 - 1, "nvfp4": 10 - 1}.get(kind, 6) + 1
+    )  # the first input has no gradient; the head is probed
     assert all(
         np.isfinite(r["noise_energy"]) and r["noise_energy"] > 0 for (_, o, _), r in rows.items() if o != "output"
     )
