@@ -138,6 +138,16 @@ def test_a_block_far_below_the_tensor_is_lost_and_counts_as_underflow() -> None:
     assert (scale_inv > 0).all()
 
 
+def test_clips_are_counted_where_the_scale_of_a_block_is_rounded_down_far() -> None:
+    x = torch.ones(1, 32)
+    x[:, 16:] = 1.45 * 2.0**-9 / 448  # its scale is the smallest, and it 8.7 times that
+    stats = quantizer("input").measure(x, heavy=True)
+    assert stats.num_saturated.tolist() == [[0, 16]]
+    broken = torch.cat((x, torch.full((1, 32), NAN)))
+    assert int(quantizer("input").measure(broken, heavy=True).num_saturated.sum()) == 0, "no scale, no clip"
+    assert stats.summary()["scale_ratio_max"] == pytest.approx(1.45, rel=1e-5)
+
+
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_statistics_are_those_of_the_cast(operand, direction) -> None:
