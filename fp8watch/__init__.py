@@ -15,7 +15,18 @@ from fp8watch_agent.version import __version__
 if TYPE_CHECKING:
     from fp8watch.integrations.te_debug import te_debug
     from fp8watch.quantize import BlockwiseQuantized, TileStats, quantize_blockwise, quantize_mxfp8, quantize_per_tensor
-    from fp8watch.recipe import AmaxHistory, OperandRecipe, Recipe, blockwise, current, delayed, mxfp8, observe, rowwise
+    from fp8watch.recipe import (
+        AmaxHistory,
+        OperandRecipe,
+        Recipe,
+        blockwise,
+        current,
+        delayed,
+        mxfp8,
+        nvfp4,
+        observe,
+        rowwise,
+    )
     from fp8watch.session.attach import attach
     from fp8watch.session.mirror import mirror
     from fp8watch.session.watch import Watch
@@ -34,6 +45,7 @@ __all__ = [
     "delayed",
     "mirror",
     "mxfp8",
+    "nvfp4",
     "observe",
     "quantize_blockwise",
     "quantize_mxfp8",

@@ -16,7 +16,9 @@ from msgspec import Meta, ValidationError
 
 from fp8watch_agent.checks import Rule, argument, checked, digits
 
-RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe", "rowwise")  # the names of fp8watch.recipe.RECIPES
+RECIPES = ("blockwise", "current", "delayed", "mxfp8", "observe", "rowwise", "nvfp4")
+"""The names of fp8watch.recipe.RECIPES."""
+
 MIN_RING_BYTES = 1 << 20
 MAX_RING_BYTES = 32 << 20
 MAX_RUN_CHARS = 200

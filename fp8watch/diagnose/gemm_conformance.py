@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fp8watch import recipe as recipes
-from fp8watch.kernels import BACKEND_NAMES, available, emulated_gemm, resolve, scaled_mm
+from fp8watch.kernels import BACKEND_NAMES, available, emulated_gemm, reference, scaled_mm
 from fp8watch.kernels.scaled_mm import Codes
 from fp8watch.layers.shadow_gemm import Factor, check_gemm
+from fp8watch.quantize.backend_choice import NO_KERNEL, backend_of
 from fp8watch.quantize.self_consistency import Reads, check_quantiser
 from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, places, site_quantizer
 from fp8watch.recipe import Recipe
@@ -74,6 +75,7 @@ def named_recipes() -> dict[str, Recipe]:
         "delayed": recipes.delayed(),
         "mxfp8": recipes.mxfp8(),
         "rowwise": recipes.rowwise(),
+        "nvfp4": recipes.nvfp4(environ=none),
     }
 
 
@@ -98,15 +100,20 @@ def check_quantisers(
 ) -> Result:
     """The operands of a Linear in each direction: codes and scales, and what they stand for."""
     of, found, num_tiles = operands(shape, device, dtype), [], 0
+    where = f"{backend}, {recipe_name}"
+    if recipe.kind == "nvfp4" and backend != reference.NAME:
+        if backend != "cpu":
+            return Result("quantisers", where, str(shape), "NOT AVAILABLE", NO_KERNEL)
+        where += " (torch operations)"
     for place in places(recipe):
         x = of[place.operand]
         quantizer = _quantizer(recipe, place, backend, device, x)
         (data, scale_inv), _ = quantizer.codes(x, stats=False, heavy=False)
         values, _ = quantizer(x, stats=False, heavy=False)
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
-        tile = quantizer.tile_for((int(x.shape[0]), int(x.shape[1])))
+        tile, cast = quantizer.tile_for((int(x.shape[0]), int(x.shape[1]))), quantizer.as_cast(x)
         checks = [
-            check_quantiser(x, reads, quantizer.spec, scale, phase=phase)
+            check_quantiser(cast, reads, quantizer.spec, scale, phase=phase)
             for phase in range(PHASES)
             for reads in (Reads(data, scale_inv, tile), Reads(values, None, tile))
         ]
@@ -116,7 +123,7 @@ def check_quantisers(
         faults = {"NaN codes": nan, "elements off the grid": off, "zeroed tiles": zeroed, "wrong scales": scales}
         found += [f"{place.operand} {place.direction}: {count} {fault}" for fault, count in faults.items() if count]
     said = "; ".join(found) or f"{num_tiles} looks at tiles of {len(places(recipe))} operands"
-    return Result("quantisers", f"{backend}, {recipe_name}", str(shape), "FAIL" if found else "PASS", said)
+    return Result("quantisers", where, str(shape), "FAIL" if found else "PASS", said)
 
 
 def check_gemms(
@@ -191,9 +198,9 @@ def conformance(
                 yield check_gemms(path, name, recipe, shape, device, dtype)
 
 
-def _quantizer(recipe: Recipe, place: Any, backend: str, device: torch.device, x: Tensor) -> SiteQuantizer:
+def _quantizer(recipe: Recipe, place: Any, backend: str | None, device: torch.device, x: Tensor) -> SiteQuantizer:
     """The quantiser of a site; one with a history has seen this operand once."""
-    made = site_quantizer(recipe, place, resolve(backend, device), device)
+    made = site_quantizer(recipe, place, backend_of(recipe, backend, device), device)
     if isinstance(made, DelayedQuantizer):
         made.begin(0)
         made.end(made.measure(x, heavy=False))
@@ -207,7 +214,7 @@ def _made(
     """What the GEMMs of a path read, by operand and direction: (codes, scale_inv), or dequantised values."""
     of, made = operands(shape, device, dtype), {}
     for place in places(recipe):
-        quantizer = _quantizer(recipe, place, resolve(None, device).NAME, device, of[place.operand])
+        quantizer = _quantizer(recipe, place, None, device, of[place.operand])
         read = quantizer.codes if path == "scaled_mm" else quantizer
         made[place.operand, place.direction] = read(of[place.operand], stats=False, heavy=False)[0]
     return made

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.fp8_linear import GEMMS_KEY, SCALED_KEY, SITE_KEY, WatchedLinear, layout, take_over
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.shadow_gemm import sampled_rows
 from fp8watch.observer.observation_plan import ObservationPlan
+from fp8watch.quantize.backend_choice import backend_of
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe, resolve_recipe
@@ -139,7 +139,7 @@ def make_copies(
     used = (
         plan.sites.quantizers[0].backend
         if attached and plan is not None and backend is None
-        else resolve(backend, device)
+        else backend_of(recipe, backend, device)
     )
     if attached and plan is not None:
         _copy_states(model, fp8, plan)

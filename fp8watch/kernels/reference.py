@@ -25,7 +25,7 @@ from fp8watch.numerics.tile_stats import INF, TileStats
 
 NAME = "reference"
 _EXPONENT_BITS = 0x7F800000
-_MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
+_MANTISSA_BITS = {"E4M3": 3, "E5M2": 2, "E2M1": 1}
 _SMALLEST_ORDINARY_AMAX = 2.0**-110  # every format's FP8_MAX over it is finite
 _LARGEST_ORDINARY_AMAX = 2.0**127  # above it a code may stand for more than float32 can hold
 
@@ -59,7 +59,7 @@ def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = Non
         RuntimeError: subnormal numbers are flushed to zero in this thread (CPU).
     """
     got = _quantize(x, job, scale, dequantized=False)
-    return _untile(got.values_t.to(job.fmt.dtype), x), got.scale_inv, got.stats
+    return untiled(got.values_t.to(job.fmt.dtype), x), got.scale_inv, got.stats
 
 
 def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
@@ -70,7 +70,7 @@ def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor |
     """
     got = _quantize(x, job, scale, dequantized=True)
     assert got.dequantized_t is not None
-    return _untile(got.dequantized_t, x), got.scale_inv, got.stats
+    return untiled(got.dequantized_t, x), got.scale_inv, got.stats
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[int, int]) -> torch.Tensor:
@@ -88,7 +88,7 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, tile_shape: tuple[in
     num_tiles = (-(-data.shape[0] // bm), -(-data.shape[1] // bk))
     check_scale(scale_inv, num_tiles, data)
     check_denormals(data)
-    return _untile(tiled(data.to(torch.float32), (bm, bk)) * spread(scale_inv), data)
+    return untiled(tiled(data.to(torch.float32), (bm, bk)) * spread(scale_inv), data)
 
 
 def tile_scale(
@@ -143,7 +143,7 @@ def spread(per_tile: torch.Tensor) -> torch.Tensor:
     return per_tile[:, None, :, None]
 
 
-def _untile(values_t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def untiled(values_t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Undo `tiled`: contiguous [M, K]."""
     mt, bm, kt, bk = values_t.shape
     return values_t.view(mt * bm, kt * bk)[: x.shape[0], : x.shape[1]].contiguous()

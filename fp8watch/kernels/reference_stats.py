@@ -45,7 +45,7 @@ class Operand(NamedTuple):
     scale: torch.Tensor
     scale_inv: torch.Tensor
     quotient: torch.Tensor  # FP8_MAX / max(amax, eps)
-    saturated: torch.Tensor | None  # [Mt, Kt]; None: the plain way, where nothing can saturate
+    saturated: torch.Tensor | None  # [Mt, Kt]; None: nothing can saturate
 
 
 def saturated(y_t: torch.Tensor, magnitude_t: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
@@ -57,10 +57,11 @@ def measure(operand: Operand, shape: tuple[int, int], job: QuantizeJob) -> TileS
     """Collect the statistics of one operand [M, K] of that shape, as the job quantised it."""
     magnitude_t, amax = operand.magnitude_t, operand.amax
     first: torch.Tensor | None = None
-    if operand.saturated is None:
+    if operand.kind is not Kind.ANY:
         finite_t, finite_amax = None, amax
         counts = _plain_counts(operand)
     else:
+        assert operand.saturated is not None
         finite_t = magnitude_t < INF
         magnitude_t = magnitude_t.where(finite_t, 0.0)
         finite_amax = magnitude_t.amax((1, 3))
@@ -92,6 +93,8 @@ def _plain_counts(operand: Operand) -> torch.Tensor:
     counts = torch.zeros((5, *operand.amax.shape), dtype=torch.int64, device=operand.amax.device)
     nonzero = operand.magnitude_t.sign().sum((1, 3), dtype=exact)
     counts[0] = nonzero
+    if operand.saturated is not None:
+        counts[1] = operand.saturated
     counts[2] = nonzero - operand.rounded_t.sign().sum((1, 3), dtype=exact)
     return counts
 

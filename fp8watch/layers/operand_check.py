@@ -47,7 +47,8 @@ def hold_against_operand(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None
         near = slab.tile_to_look_at(row)
         for reads in _copies(out, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1])))):
-            slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, near, canary.phase))
+            x = quantizer.as_cast(x_MK)
+            slab.accumulate_quantiser(row, check_quantiser(x, reads, quantizer.spec, scale, near, canary.phase))
     canary.spent_s += perf_counter() - began
 
 
@@ -62,7 +63,7 @@ def hold_rows(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Seq
         return
     began = stopwatch.mark() if stopwatch is not None else None
     for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
-        if row in plan.sites.unobserved or not plan.step.holds(row, "operand"):
+        if row in plan.sites.unobserved or not quantizer.rows_bound or not plan.step.holds(row, "operand"):
             continue
         shape = int(x_MK.shape[0]), int(x_MK.shape[1])
         scale = quantizer.state.scale if isinstance(quantizer, DelayedQuantizer) else None

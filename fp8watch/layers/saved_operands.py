@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8watch.layers.custom_ops import is_eager, lookup, quantize_dequantize, run_operand
 from fp8watch.layers.operand_check import hold_kept
-from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.formats import number_format
 from fp8watch.quantize.self_consistency import Reads
 
 
@@ -80,7 +80,7 @@ def _dequantize_kept(codes: Tensor, scale_inv: Tensor, site: Tensor, operand: in
     row = plan.sites.row(first, operand, True)
     quantizer = plan.sites.quantizers[row]
     tile = quantizer.tile_for((codes.shape[0], codes.shape[1]))
-    kept = Reads(codes.view(fp8_format(quantizer.spec.format).dtype), scale_inv, tile)
+    kept = Reads(codes.view(number_format(quantizer.spec.format).dtype), scale_inv, tile)
     values = quantizer.backend.dequantize(kept.data, scale_inv, tile)
     if plan.canary.reads_rows and (plan.step.sample.full[row] or plan.stopwatch is not None):
         plan.guard.run("rows", hold_kept, plan, row, quantizer, kept, values)

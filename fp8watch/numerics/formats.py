@@ -39,11 +39,20 @@ E4M3 = Fp8Format("E4M3", "float8_e4m3fn", 448.0, 464.0, 2.0**-6, 2.0**-9, has_in
 E5M2 = Fp8Format("E5M2", "float8_e5m2", 57344.0, 61440.0, 2.0**-14, 2.0**-16, has_inf=True)
 FORMATS: dict[str, Fp8Format] = {f.name: f for f in (E4M3, E5M2)}
 
-E2M1 = Fp8Format("E2M1", "float4_e2m1fn_x2", 6.0, 7.0, 1.0, 0.5, has_inf=False)
-"""Of NVFP4: observed where others quantise in it; no recipe here does. torch's dtype holds two of its codes."""
+E2M1 = Fp8Format("E2M1", "float8_e4m3fn", 6.0, 7.0, 1.0, 0.5, has_inf=False)
+"""Of NVFP4. Each of its numbers is one of E4M3, and as such they are kept here: a byte a number."""
 
 AMAX_BUCKET_OFFSET = 48
 """Bucket k = 1…63 of amax_hist holds floor(log2(amax / 1.75)) = k − 48; 448 = 1.75·2^8, 57344 = 1.75·2^15."""
+
+
+def number_format(name: str) -> Fp8Format:
+    """The format of a recipe's numbers: as `fp8_format`, and E2M1.
+
+    Raises:
+        ValueError: as `fp8_format`.
+    """
+    return E2M1 if name == E2M1.name else fp8_format(name)
 
 
 def fp8_format(name: str) -> Fp8Format:

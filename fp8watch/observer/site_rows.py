@@ -17,6 +17,7 @@ from fp8watch.observer.foreign import Foreign
 from fp8watch.observer.step_sample import NO, YES, ByRow, StepSample
 from fp8watch.quantize.site_quantizer import (
     MxQuantizer,
+    Nvfp4Quantizer,
     RowwiseQuantizer,
     SiteQuantizer,
     can_merge,
@@ -130,7 +131,7 @@ class SiteRows:
         )
 
     def _kind_of(self, quantizers: tuple[SiteQuantizer, ...]) -> int | None:
-        if not all(type(q) in (SiteQuantizer, MxQuantizer, RowwiseQuantizer) for q in quantizers):
+        if not all(type(q) in (SiteQuantizer, MxQuantizer, Nvfp4Quantizer, RowwiseQuantizer) for q in quantizers):
             return None
         how = tuple((type(q), q.spec, q.columnwise, q.backend.NAME) for q in quantizers)
         return self._kinds.setdefault(how, len(self._kinds))

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fp8watch.kernels import cpu
-from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.formats import number_format
 from fp8watch.quantize.self_consistency import QuantiserCheck, Reads
 from fp8watch.recipe import OperandRecipe
 
-HALF_STEP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
+HALF_STEP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3, "E2M1": 2.0**-2}
 """Of a normal number, as a share of it: the most that rounding to nearest takes."""
 
 LEAST_ROWS, MOST_PARTS = 64, 8
@@ -66,7 +66,7 @@ def check_rounding(
         At least so many elements that are NaN, or off the grid, though the operand is finite: one for each row. And the
         tile where the worst of these rows lost most. None: on the CPU, where nothing is wrong.
     """
-    fmt = fp8_format(spec.format)
+    fmt = number_format(spec.format)
     exact = x[rows].detach().to(torch.float32)
     if scale is not None:
         limit = fmt.max_finite / scale.reshape(())
@@ -114,7 +114,7 @@ def rows_hold(
     """
     if not math.isfinite(amax):
         return True
-    fmt = fp8_format(spec.format)
+    fmt = number_format(spec.format)
     limit, coarsest = math.inf, max(amax, spec.eps) * (_SCALE_ROUNDING / fmt.max_finite)
     if scale is not None:
         of_history = float(scale)

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8watch.numerics.formats import Fp8Format, fp8_format
+from fp8watch.numerics.formats import Fp8Format, number_format
+from fp8watch.quantize import nvfp4
 from fp8watch.quantize.rowwise import scale_of_rows
 from fp8watch.recipe import ROW, OperandRecipe
 
@@ -31,7 +32,7 @@ _ROWS_APART = 16  # of a block, the rows whose codes are looked at
 _PIECE = 128  # elements of a row that stand for a tile that is the whole tensor
 _LEAST_AMAX, _MOST_AMAX = 2.0**-100, 2.0**120
 _ROUNDING = 2.0**-20  # relative: a float32 product and a float32 division
-_MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
+_MANTISSA_BITS = {"E4M3": 3, "E5M2": 2, "E2M1": 1}
 _EXPONENT_BITS = 0x7F800000
 _SCALED_COPY = 0.02  # of the energy: a copy in the same proportions is off by a scale, whatever else by its codes
 
@@ -63,26 +64,34 @@ def check_quantiser(
     """Hold sampled tiles of what a GEMM reads against the operand.
 
     Args:
-        x: [M, K] float32, bfloat16 or float16, as it was quantised.
+        x: [M, K] float32, bfloat16 or float16, as it was quantised; after a Hadamard transform, if it went through one.
         reads: what the GEMM is handed.
         spec: how the recipe quantises the operand.
         scale: [1, 1] float32 that multiplies before the cast where it has a history; None: the amax gives it.
         near: [2] integers (row, column) of one more tile to look at, such as that of the largest noise; −1: none.
         phase: which tiles; calls with another phase see others. The first and the last are always among them.
     """
-    fmt = fp8_format(spec.format)
+    fmt = number_format(spec.format)
     shape = (int(x.shape[0]), int(x.shape[1]))
     whole = spec.tile is None
     at = _sampled(shape, (1, _PIECE) if whole else reads.tile, x.device, None if whole else near, phase)
     rows, columns = _elements(at, shape, (1, _PIECE) if whole else reads.tile)
     x_TE = x[rows, columns].to(torch.float32)
     amax_T = x_TE.abs().amax((1, 2))
-    if rows.shape[1] > 1 and columns.shape[2] > 1:  # all of a block gives its amax, some of its rows are enough below
+    if (
+        rows.shape[1] > _ROWS_APART and columns.shape[2] > 1
+    ):  # all of a block gives its amax, some of its rows are enough below
         x_TE, rows = x_TE[:, ::_ROWS_APART], rows[:, ::_ROWS_APART]
     x_TE = x_TE.flatten(1)
     code_TE = _gather(reads.data, rows, columns).flatten(1)
     judged = (amax_T >= _LEAST_AMAX) & (amax_T <= _MOST_AMAX)  # False for NaN
-    if scale is None:
+    lost = torch.zeros_like(judged)
+    if spec.scaling == "nvfp4":
+        of = x.detach().abs().amax().to(torch.float32)
+        of_block, scale = nvfp4.block_scales(amax_T, of)
+        lost = judged & (of_block.float() == 0)  # all of it becomes zero
+        judged &= ~lost & (of >= _LEAST_AMAX) & (of <= _MOST_AMAX)
+    elif scale is None:
         of = x.detach().abs().amax().to(torch.float32).expand(len(at)) if whole else amax_T
         judged &= (of >= _LEAST_AMAX) & (of <= _MOST_AMAX)
         scale = _scale(of, spec, fmt)
@@ -94,13 +103,14 @@ def check_quantiser(
         code_TE = code_TE * scale_T[:, None]
     zeroed = judged & (y_TE.abs().amax(1) > fmt.min_subnormal) & (code_TE == 0).all(1)
     nan = code_TE.isnan() & (judged & ~zeroed)[:, None]
-    off = ~((y_TE - code_TE).abs() <= _half_step(y_TE, fmt)) & ~code_TE.isnan() & (judged & ~zeroed)[:, None]
+    most_TE = _half_step(y_TE, fmt) * (2.0 if spec.stochastic_rounding else 1.0)  # either of the two next to it
+    off = ~((y_TE - code_TE).abs() <= most_TE) & ~code_TE.isnan() & (judged & ~zeroed)[:, None]
     if reads.scale_inv is None:
         wrong_scale = off.any(1) & _is_scaled_copy(y_TE, code_TE, fmt)
         off &= ~wrong_scale[:, None]
     else:
         wrong_scale = judged & _wrong_scales(reads, shape, at, scale_T)
-    off |= ((amax_T == 0)[:, None]) & (code_TE.abs() > 0)
+    off |= ((amax_T == 0) | lost)[:, None] & (code_TE.abs() > 0)
     bad = zeroed | wrong_scale | (nan | off).any(1)
     first = bad.to(torch.int32).argmax().reshape(1)
     return QuantiserCheck(
@@ -168,7 +178,7 @@ def _sampled(
     """Which tiles: [T, 2] int64 (row, column). No random numbers: the generators belong to training."""
     num_rows, num_columns = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
     of = num_rows * num_columns
-    num = min(of, NUM_TILES if tile[0] == 1 or tile[1] == 1 else NUM_BLOCKS)
+    num = min(of, NUM_BLOCKS if min(tile) > _ROWS_APART else NUM_TILES)
     flat = _ends(of, device)
     if num > 2:
         flat = torch.cat((flat, (_spread(num - 2, of - 2, device) + phase).remainder(of - 2) + 1))

@@ -16,10 +16,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fp8watch.kernels import reference
 from fp8watch.kernels.backend import Backend, Into, Merging, measure, measure_both, quantize_dequantize_both
-from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.formats import fp8_format, number_format
 from fp8watch.numerics.quantize_job import QuantizeJob, quantize_jobs
 from fp8watch.numerics.tile_stats import TileStats
+from fp8watch.quantize import nvfp4
 from fp8watch.quantize.mxfp8 import e8m0_scale, e8m0_scale_inv, mx_amax
 from fp8watch.quantize.per_tensor import DelayedScale
 from fp8watch.quantize.rowwise import rowwise_scale
@@ -53,7 +55,7 @@ def places(recipe: Recipe) -> tuple[SitePlace, ...]:
     """The sites of a Linear under a recipe, in the order of their rows in the slab.
 
     An operand whose rowwise and columnwise copies have the same codes and scales has one site, the first: whole
-    tensors, and 128×128 blocks. So per-tensor recipes have 3 sites, blockwise 5, mxfp8 and rowwise 6; fewer where an
+    tensors, and 128×128 and 16×16 blocks. So per-tensor recipes have 3 sites, blockwise and nvfp4 5, mxfp8 and rowwise 6; fewer where an
     operand stays in high precision, because GEMMs that read it read nothing quantised.
     """
     in_fp8 = dict(zip(GEMMS, recipe.gemms, strict=True))
@@ -81,9 +83,21 @@ class SiteQuantizer:
     invariant: ClassVar[bool] = True
     """Whether scales are bound to the amax of the tensor that they quantise."""
 
+    rows_bound: ClassVar[bool] = True
+    """Whether what rounding takes of an element follows from the amax of the tensor, see `rounding_bound`."""
+
     def __post_init__(self) -> None:
         fixed = self.spec.tile not in (None, ROW)
         self._jobs = self._jobs_for(self.tile_for((0, 0))) if fixed else None
+
+    @property
+    def computed_by(self) -> str:
+        """Name of the backend whose arithmetic this is."""
+        return self.backend.NAME
+
+    def as_cast(self, x_MK: Tensor) -> Tensor:
+        """The operand as it enters the cast."""
+        return x_MK
 
     def tile_for(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Tile in the operand's own rows × columns; a columnwise tile runs along the tokens: (128, 1)."""
@@ -149,6 +163,54 @@ class RowwiseQuantizer(SiteQuantizer):
     def scale(self, x_MK: Tensor) -> Tensor:
         """What torchao computes from the amax of each row."""
         return rowwise_scale(x_MK, self.columnwise, self.spec)
+
+
+@dataclass
+class Nvfp4Quantizer(SiteQuantizer):
+    """E2M1 in blocks of 16, by torch operations whatever the backend; that one dequantises what was kept."""
+
+    invariant = False
+    rows_bound = False
+
+    @property
+    def computed_by(self) -> str:
+        """Always the reference: no other backend has these scales."""
+        return reference.NAME
+
+    def _jobs_for(self, tile: tuple[int, int]) -> tuple[QuantizeJob, QuantizeJob, QuantizeJob]:
+        fmt = number_format(self.spec.format)
+        none, light, full = (
+            QuantizeJob(tile, fmt, False, invariant=False, stats=stats, heavy=heavy)
+            for stats, heavy in ((False, False), (True, False), (True, True))
+        )
+        return none, light, full
+
+    def as_cast(self, x_MK: Tensor) -> Tensor:
+        """The operand, after the Hadamard transform where this is the columnwise copy of one that goes through it."""
+        return nvfp4.rotated(x_MK) if self.columnwise and self.spec.random_hadamard_transform else x_MK
+
+    def _cast(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[nvfp4.Nvfp4, Tensor, TileStats | None]:
+        job, x = self.job(x_MK, stats=stats, heavy=heavy), self.as_cast(x_MK)
+        noise = nvfp4.noise_of(x) if self.spec.stochastic_rounding else None
+        made = nvfp4.cast(x, job.tile, noise)
+        return made, x, nvfp4.measure(made, (x.shape[0], x.shape[1]), job, x.dtype) if stats else None
+
+    def __call__(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[Tensor, TileStats | None]:
+        """As of any quantiser."""
+        made, x, measured = self._cast(x_MK, stats=stats, heavy=heavy)
+        return reference.untiled(made.kept_t() * reference.spread(made.scale_inv), x), measured
+
+    def measure(self, x_MK: Tensor, *, heavy: bool) -> TileStats:
+        """As of any quantiser."""
+        measured = self._cast(x_MK, stats=True, heavy=heavy)[2]
+        assert measured is not None
+        return measured
+
+    def codes(self, x_MK: Tensor, *, stats: bool, heavy: bool) -> tuple[tuple[Tensor, Tensor], TileStats | None]:
+        """Codes are those of E4M3 for the same numbers."""
+        made, x, measured = self._cast(x_MK, stats=stats, heavy=heavy)
+        fmt = number_format(self.spec.format)
+        return (reference.untiled(made.kept_t().to(fmt.dtype), x), made.scale_inv), measured
 
 
 @dataclass
@@ -310,6 +372,8 @@ def site_quantizer(
         return RowwiseQuantizer(spec, columnwise, backend)
     if spec.scaling == "mx":
         return MxQuantizer(spec, columnwise, backend)
+    if spec.scaling == "nvfp4":
+        return Nvfp4Quantizer(spec, columnwise, backend if device.type == "cpu" else cast("Backend", reference))
     if spec.scaling != "delayed":
         return SiteQuantizer(spec, columnwise, backend)
     fmt, history = fp8_format(spec.format), recipe.history or AmaxHistory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, observe, rowwise
+from fp8watch.recipe.build import blockwise, current, delayed, mxfp8, nvfp4, observe, rowwise
 from fp8watch.recipe.registry import RECIPES
 from fp8watch.recipe.resolve import resolve_recipe
 from fp8watch.recipe.spec import GEMMS, OPERANDS, ROW, AmaxHistory, OperandRecipe, Recipe
@@ -19,6 +19,7 @@ __all__ = [
     "current",
     "delayed",
     "mxfp8",
+    "nvfp4",
     "observe",
     "resolve_recipe",
     "rowwise",

@@ -1,4 +1,4 @@
-"""The recipes by name: blockwise, current, delayed, mxfp8, observe, rowwise, each built from arguments and environment.
+"""The recipes by name: blockwise, current, delayed, mxfp8, observe, rowwise, nvfp4, each built from arguments and environment.
 
 Thread:     any
 
@@ -16,6 +16,7 @@ from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     EPS_VARIABLES,
     FP32_SCALES_VARIABLE,
+    NVFP4_VARIABLES,
     POWER_2_VARIABLES,
     block_scaling,
     capability,
@@ -270,3 +271,53 @@ def rowwise(
     formats = operand_formats(fp8_format)
     made = {o: OperandRecipe(ROW, formats[o], bool(power_2_scale), float(amax_epsilon)) for o in OPERANDS}
     return Recipe("rowwise", *_operands(made, high_precision), observe_only=observe_only, warmup_steps=warmup_steps)
+
+
+@register_recipe(variables=tuple(NVFP4_VARIABLES.values()), transformer_engine="NVFP4BlockScaling")
+def nvfp4(
+    *,
+    disable_rht: bool | None = None,
+    disable_stochastic_rounding: bool | None = None,
+    disable_2d_quantization: bool | None = None,
+    warmup_steps: int = 0,
+    observe_only: bool = False,
+    high_precision: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Transformer Engine's `NVFP4BlockScaling`, emulated: E2M1 in blocks of 16, an E4M3 scale each, one float32 scale a tensor.
+
+    Args:
+        disable_rht: no random Hadamard transform of what wgrad reads. None: as the environment says, else False.
+        disable_stochastic_rounding: gradients to nearest as well. None: as the environment says, else False.
+        disable_2d_quantization: weights in blocks of 1×16 in place of 16×16. None: as the environment says, else False.
+        warmup_steps: as for `blockwise`.
+        observe_only: as for `blockwise`.
+        high_precision: as for `blockwise`.
+        environ: as for `blockwise`.
+
+    Raises:
+        ValueError: an argument or environment variable that cannot be meant.
+    """
+    env, notes = environment(environ), list[str]()
+
+    def is_off(name: str, given: bool | None) -> bool:
+        said = switch(env, NVFP4_VARIABLES[name])
+        if given is not None and said is not None and bool(given) != said:
+            notes.append(_overruled(env, NVFP4_VARIABLES[name], name, bool(given)))
+        return bool(said) if given is None else bool(given)
+
+    rht = not is_off("disable_rht", disable_rht)
+    stochastic = not is_off("disable_stochastic_rounding", disable_stochastic_rounding)
+    square = not is_off("disable_2d_quantization", disable_2d_quantization)
+    made = {
+        o: OperandRecipe((1, 16), "E2M1", False, scaling="nvfp4", random_hadamard_transform=rht, stochastic_rounding=s)
+        for o, s in (("input", False), ("grad_output", stochastic))
+    }
+    made["weight"] = OperandRecipe((16, 16) if square else (1, 16), "E2M1", False, scaling="nvfp4")
+    return Recipe(
+        "nvfp4",
+        *_operands({o: made[o] for o in OPERANDS}, high_precision),
+        observe_only=observe_only,
+        warmup_steps=warmup_steps,
+        declared_not_effective=tuple(notes),
+    )

@@ -30,12 +30,25 @@ POWER_2_VARIABLES: dict[str, str] = {
 }
 FP32_SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 CURRENT_POWER_2_VARIABLE = "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"
+NVFP4_VARIABLES: dict[str, str] = {
+    "disable_rht": "NVTE_NVFP4_DISABLE_RHT",
+    "disable_stochastic_rounding": "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "disable_2d_quantization": "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+}
+"""Fields of Transformer Engine's NVFP4BlockScaling, and arguments of ours."""
 QPARAMS: dict[str, str] = {
     "input": "fp8_quant_fwd_inp",
     "weight": "fp8_quant_fwd_weight",
     "grad_output": "fp8_quant_bwd_grad",
 }
 """Attributes of Transformer Engine's recipe objects that its quantisers read."""
+
+NVFP4_QPARAMS: dict[str, str] = {
+    "input": "fp4_quant_fwd_inp",
+    "weight": "fp4_quant_fwd_weight",
+    "grad_output": "fp4_quant_bwd_grad",
+}
+"""The same of its NVFP4 recipe."""
 
 BLACKWELL = (10, 0)
 """Compute capability from which Transformer Engine runs blockwise scaling on MX hardware, whose scales are E8M0."""

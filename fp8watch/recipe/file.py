@@ -24,6 +24,7 @@ from typing import Any
 from fp8watch.recipe.spec import OPERANDS, ROW, AmaxHistory, OperandRecipe, Recipe, in_order
 
 VERSION = 1
+NVFP4_ONLY = ("random_hadamard_transform", "stochastic_rounding")
 _TILES: dict[str, tuple[int, int] | None] = {"row": ROW, "tensor": None}
 _TOP = ("version", "recipe", "measured", "site")
 _RECIPE = ("name", "warmup_steps", "observe_only", "high_precision_modules", "history", *OPERANDS)
@@ -131,6 +132,8 @@ def recipe_toml(recipe: Recipe, comment: str = "") -> str:
             continue
         tile = "tensor" if spec.tile is None else "row" if spec.tile == ROW else list(spec.tile)
         values = {"tile": tile, **{f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "tile"}}
+        if spec.scaling != "nvfp4":
+            values = {key: value for key, value in values.items() if key not in NVFP4_ONLY}
         lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
     if recipe.history is not None:
         lines += ["", "[recipe.history]", *(f"{n} = {toml_value(getattr(recipe.history, n))}" for n in _HISTORY)]

@@ -18,6 +18,8 @@ from fp8watch.recipe.build import BLOCK_TILES, delayed, mxfp8, operand_formats
 from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     FP32_SCALES_VARIABLE,
+    NVFP4_QPARAMS,
+    NVFP4_VARIABLES,
     QPARAMS,
     block_scaling,
     capability,
@@ -36,7 +38,6 @@ READ: dict[str, str] = {r.transformer_engine: r.name for r in RECIPES.values() i
 REFUSED: dict[str, str] = {
     "MXFP4QATMXFP8BlockScaling": "projects weights to FP4 first",
     "MXFP4QATFloat8BlockScaling": "projects weights to FP4 first",
-    "NVFP4BlockScaling": "is a 4-bit recipe",
     "CustomRecipe": "makes its quantisers in a function of its own",
 }
 """Classes of Transformer Engine that are known and cannot be computed here, with the reason."""
@@ -186,11 +187,37 @@ def _mx(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> 
     return mxfp8(fp8_format=_format(recipe))
 
 
+def _nvfp4(recipe: Any, environ: Mapping[str, str], cls: str, notes: list[str]) -> Recipe:
+    for name, right in (("nvfp4_4over6", "none"), ("row_scaled_activation", False)):
+        if (value := getattr(recipe, name, right)) != right:
+            raise ValueError(f"{cls}({name}={value!r}): only {right!r} is computed here")
+    made: dict[str, OperandRecipe] = {}
+    for operand, name in NVFP4_QPARAMS.items():
+        params: Any = getattr(recipe, name, None)
+        if params is None:
+            raise ValueError(f"{cls} has no {name}: not a recipe of Transformer Engine 2.x; give a name or a Recipe")
+        square = bool(params.fp4_2d_quantization)
+        made[operand] = OperandRecipe(
+            (16, 16) if square else (1, 16),
+            "E2M1",
+            power_2_scale=False,
+            scaling="nvfp4",
+            random_hadamard_transform=bool(params.random_hadamard_transform),
+            stochastic_rounding=bool(params.stochastic_rounding),
+        )
+    for field, variable in NVFP4_VARIABLES.items():
+        said, has = switch(environ, variable), getattr(recipe, field, None)
+        if said is not None and has is not None and said != bool(has):
+            notes.append(f"{variable}={environ[variable]} is declared, {cls}.{field}={has} made its quantisers")
+    return Recipe("nvfp4", *in_order(made))
+
+
 _READERS: dict[str, Callable[[Any, Mapping[str, str], str, list[str]], Recipe]] = {
     "blockwise": _block,
     "current": _current,
     "delayed": _delayed,
     "mxfp8": _mx,
+    "nvfp4": _nvfp4,
 }
 """Our recipe -> how its counterpart in Transformer Engine is read."""
 

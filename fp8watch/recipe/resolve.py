@@ -27,7 +27,8 @@ def resolve_recipe(
 
     Args:
         recipe: None (then FP8WATCH_RECIPE, else "blockwise"), one of RECIPES, a Recipe, the path of a
-            recipe file (`fp8watch.recipe.file`), or a recipe object of Transformer Engine: Float8BlockScaling, Float8CurrentScaling, DelayedScaling, MXFP8BlockScaling.
+            recipe file (`fp8watch.recipe.file`), or a recipe object of Transformer Engine: Float8BlockScaling, Float8CurrentScaling,
+            DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling.
         environ: instead of `os.environ`.
         argv: the trainer's arguments, instead of `sys.argv`.
         as_it_is: the model computes in FP8 by its trainer: its flags are those of the model.

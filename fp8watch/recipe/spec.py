@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fp8watch.numerics.formats import fp8_format
+from fp8watch.numerics.formats import E2M1, number_format
 from fp8watch_agent.checks import Rule, argument
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -20,11 +20,12 @@ OPERANDS = ("input", "weight", "grad_output")
 ROW = (1, -1)
 """Tile of one scale a row, as long as the contraction is."""
 
-TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), ROW, None)
+NVFP4_TILES = ((1, 16), (16, 16))
+TILES: tuple[tuple[int, int] | None, ...] = ((1, 128), (128, 128), (1, 32), *NVFP4_TILES, ROW, None)
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 """What each GEMM of a Linear reads."""
 
-SCALINGS = ("current", "delayed", "mx")
+SCALINGS = ("current", "delayed", "mx", "nvfp4")
 AMAX_COMPUTE_ALGOS = ("max", "most_recent")
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -40,10 +41,12 @@ WARMUP_STEPS = Annotated[int, Meta(ge=0), Rule("must be a whole number of steps,
 class OperandRecipe:
     """How one operand is quantised.
 
-    `tile` is (1, 128) or (1, 32) along the contraction axis, (128, 128), ROW for the whole of the contraction axis, or
-    None for the whole tensor. `eps` clamps
+    `tile` is (1, 128), (1, 32) or (1, 16) along the contraction axis, (128, 128), (16, 16), ROW for the whole of the
+    contraction axis, or None for the whole tensor. `eps` clamps
     the tile's amax from below. `scaling` says where a scale comes from: "current": the amax of the tile; "delayed":
-    the amax of earlier passes, whole tensors only; "mx": an E8M0 byte rounded up, tiles (1, 32) only.
+    the amax of earlier passes, whole tensors only; "mx": an E8M0 byte rounded up, tiles (1, 32) only; "nvfp4": an E4M3
+    scale of the block and one of the tensor, tiles (1, 16) and (16, 16) and format E2M1 only. Of "nvfp4" alone are
+    `random_hadamard_transform`, of the columnwise copy, and `stochastic_rounding`.
     """
 
     tile: tuple[int, int] | None
@@ -51,12 +54,14 @@ class OperandRecipe:
     power_2_scale: bool = True
     eps: float = 0.0
     scaling: str = "current"
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         if self.tile not in TILES:
-            rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', (1, -1) for a row, or None for the whole tensor"
+            rule = "must be (1, 128), (128, 128), (1, 32) for scaling='mx', (1, 16) or (16, 16) for scaling='nvfp4', (1, -1) for a row, or None for the whole tensor"
             raise ValueError(f"tile={self.tile}: {rule}")
-        fp8_format(self.format)
+        number_format(self.format)
         if not 0 <= self.eps <= FLOAT32_MAX:  # NaN too
             raise ValueError(f"eps={self.eps}: must be finite in float32 and 0 or more; 1e-12 is recommended")
         if self.scaling not in SCALINGS:
@@ -69,14 +74,28 @@ class OperandRecipe:
             raise ValueError(f"tile={self.tile}, scaling={self.scaling!r}, power_2_scale={self.power_2_scale}: {rule}")
         if self.scaling == "mx" and self.eps:
             raise ValueError(f"eps={self.eps}: an E8M0 scale has no eps; leave it at 0")
+        self._check_nvfp4()
         if self.tile == ROW and not self.eps:
             raise ValueError(f"eps={self.eps}: a row of zeros has no scale without one; 1e-12 is torchao's")
 
+    def _check_nvfp4(self) -> None:
+        is_one = self.scaling == "nvfp4"
+        if (self.tile in NVFP4_TILES) != is_one or (self.format == E2M1.name) != is_one:
+            rule = "tiles (1, 16) and (16, 16), format='E2M1' and scaling='nvfp4' belong together"
+            raise ValueError(f"tile={self.tile}, format={self.format!r}, scaling={self.scaling!r}: {rule}")
+        if is_one and (self.power_2_scale or self.eps):
+            rule = "scales of NVFP4 are E4M3 and float32, and have no eps: power_2_scale=False, eps=0.0"
+            raise ValueError(f"power_2_scale={self.power_2_scale}, eps={self.eps}: {rule}")
+        if self.random_hadamard_transform and self.tile != (1, 16):
+            raise ValueError(f"random_hadamard_transform=True with tile={self.tile}: it is of tiles (1, 16)")
+        if self.stochastic_rounding and not is_one:
+            raise ValueError(f"stochastic_rounding=True with scaling={self.scaling!r}: it is of scaling='nvfp4'")
+
     @property
     def kind(self) -> str:
-        """The recipe that this arithmetic belongs to: blockwise, current, delayed, mxfp8 or rowwise."""
-        if self.scaling == "mx":
-            return "mxfp8"
+        """The recipe that this arithmetic belongs to: blockwise, current, delayed, mxfp8, nvfp4 or rowwise."""
+        if self.scaling in ("mx", "nvfp4"):
+            return "mxfp8" if self.scaling == "mx" else "nvfp4"
         if self.tile == ROW:
             return "rowwise"
         if self.scaling == "delayed":
@@ -119,6 +138,19 @@ Operands = tuple[OperandRecipe | None, OperandRecipe | None, OperandRecipe | Non
 def in_order(made: Mapping[str, OperandRecipe | None]) -> Operands:
     """Input, weight, grad_output, as `Recipe` takes them."""
     return made["input"], made["weight"], made["grad_output"]
+
+
+def _check_transform(specs: Mapping[str, OperandRecipe]) -> None:
+    turned = {o: s.random_hadamard_transform for o, s in specs.items()}
+    if turned.get("weight"):
+        rule = "dgrad reads it beside a gradient without the transform; leave it out"
+        raise ValueError(f"random_hadamard_transform=True for weight: {rule}")
+    if {"input", "grad_output"} <= specs.keys() and turned["input"] != turned["grad_output"]:
+        rule = "wgrad multiplies input by grad_output, and the transform drops out only where both went through it"
+        raise ValueError(f"random_hadamard_transform of one of input and grad_output: {rule}")
+    stochastic = [o for o, s in specs.items() if s.stochastic_rounding and o != "grad_output"]
+    if stochastic:
+        raise ValueError(f"stochastic_rounding=True for {' and '.join(stochastic)}: it is for grad_output alone")
 
 
 @dataclass(frozen=True)
@@ -167,6 +199,7 @@ class Recipe:
             rule = "no GEMM takes 128×128 blocks on both sides: give one operand (128, 128), the others (1, 128)"
             raise ValueError(f"tile=(128, 128) for {' and '.join(blocks)}: {rule}")
         kinds = {s.kind for s in specs.values()}
+        _check_transform(specs)
         if self.history is None and "delayed" in kinds:
             object.__setattr__(self, "history", AmaxHistory())
         if self.history is not None and "delayed" not in kinds:
@@ -197,7 +230,7 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, rowwise, or mixed."""
+        """The arithmetic, observed or computed: blockwise, current, delayed, mxfp8, nvfp4, rowwise, or mixed."""
         kinds = {spec.kind for _, spec in self.quantised}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
@@ -229,6 +262,9 @@ class Recipe:
             out[f"{name}.power_2_scale"] = spec.power_2_scale
             out[f"{name}.eps"] = spec.eps
             out[f"{name}.scaling"] = spec.scaling
+            if spec.scaling == "nvfp4":
+                out[f"{name}.random_hadamard_transform"] = spec.random_hadamard_transform
+                out[f"{name}.stochastic_rounding"] = spec.stochastic_rounding
         if self.high_precision_modules:
             out["high_precision_modules"] = ", ".join(self.high_precision_modules)[:2000]
         if self.warmup_steps:

@@ -25,7 +25,7 @@ def refused(recipe: Recipe) -> str | None:
     if recipe.high_precision:
         return f"{' and '.join(recipe.high_precision)} in high precision: experts compute in FP8 in all three GEMMs or in none"
     for operand, spec in recipe.quantised:
-        if spec.tile is None or spec.tile == ROW or spec.scaling == "delayed":
+        if spec.tile is None or spec.tile == ROW or spec.scaling in ("delayed", "nvfp4"):
             return f"recipe {recipe.kind}: its scales would be of the tokens of all experts together"
         if operand != "weight" and spec.tile[0] != 1:
             return f"{operand} in blocks of {spec.tile[0]} tokens, which would be of several experts"

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from fp8watch.integrations import te_modules
-from fp8watch.kernels.registry import resolve
 from fp8watch.layers import custom_ops
 from fp8watch.layers.module_hooks import ForwardEnd
 from fp8watch.layers.training_step import LossOfTrainingStep
 from fp8watch.observer.probes import ATTENTION_LOGITS, HIGH_PRECISION
 from fp8watch.observer.probes import DEFAULT as DEFAULT_PROBES
 from fp8watch.observer.probes import select as select_probes
+from fp8watch.quantize.backend_choice import backend_of, told_backend
 from fp8watch.recipe import resolve_recipe
 from fp8watch.selection.expert_precision import computing_experts
 from fp8watch.selection.flop_coverage import Coverage, coverage
@@ -182,7 +182,8 @@ def attach(
         heads = [head for head in tied if head.reason is None]
         left_out += [LeftOut(head.fqn, head.reason or TIED) for head in tied]
         watched.heads = heads if HIGH_PRECISION in (DEFAULT_PROBES if probes is None else probes) else []
-    chosen_backend = resolve(backend, device)
+    chosen_backend = backend_of(chosen, backend, device)
+    backend_name = told_backend(chosen, chosen_backend)
     watched.probed = select_probes(named, probes, _observed_as_operands(watched, named, left_out))
     plan, table = make_plan(watched, chosen, chosen_backend, guard, observe=observe, model=model)
     plan.sites.unobserved = unobserved_rows(table, sites)
@@ -201,7 +202,7 @@ def attach(
             session,
             run,
             chosen,
-            chosen_backend.NAME,
+            backend_name,
             left_out,
             len(linears),
             model,
@@ -223,7 +224,7 @@ def attach(
         watched,
         left_out,
         chosen,
-        chosen_backend.NAME,
+        backend_name,
         settings,
         identity,
         recorder,

@@ -69,7 +69,7 @@ def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver |
         id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
         tile=quantizer.tile_for(shape), format=spec.format, power_2_scale=spec.power_2_scale, eps=spec.eps,
         recipe=recipe.site_recipe(s.operand, observe=s.as_it_is) if foreign is None else foreign.site_recipe(recipe, s.operand),
-        backend=quantizer.backend.NAME if foreign is None else foreign.backend,
+        backend=quantizer.computed_by if foreign is None else foreign.backend,
         evidence={"all": "exact"} if foreign is None else EVIDENCE,
     )  # fmt: skip
 

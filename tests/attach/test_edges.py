@@ -38,7 +38,7 @@ def test_what_follows_a_linear_may_work_in_place(attach, recipe):
     assert not watch.guard.errors
 
 
-@pytest.mark.parametrize("recipe", ["observe", "blockwise", "current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["observe", "blockwise", "current", "delayed", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_torchs_default_dtype_and_device_are_of_no_concern(attach, recipe, backend):
     x = torch.randn(8, 64)

@@ -52,7 +52,7 @@ class Odd(nn.Sequential):
         return super().forward(x).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", ["blockwise", "current", "delayed", "mxfp8", "rowwise"])
+@pytest.mark.parametrize("kind", ["blockwise", "current", "delayed", "mxfp8", "rowwise", "nvfp4"])
 def test_sizes_that_are_no_multiples_of_anything_are_observed_and_computed(attach, train, kind):
     def seeded():
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ def test_sizes_that_are_no_multiples_of_anything_are_observed_and_computed(attac
     in_fp8 = attach(seeded(), recipe=kind)
     losses = train(in_fp8._model, lr=1e-3)
     assert losses != alone
-    assert losses == pytest.approx(alone, rel=0.05)
+    assert losses == pytest.approx(alone, rel=0.25 if kind == "nvfp4" else 0.05)
     assert {m for m, operand, _ in in_fp8._recorder.step(0)[1] if operand != "output"} == {"0", "2", "3"}
     assert watch.summary()["internal_errors"] == in_fp8.summary()["internal_errors"] == {}
 
@@ -170,7 +170,7 @@ def test_compile_makes_one_graph_and_the_same_numbers(attach, train, backend):
     )
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "current", "observe"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4", "current", "observe"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_not_counted_twice(attach, reentrant, recipe):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

@@ -271,7 +271,7 @@ def test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_ob
     assert recipes == {"0": "blockwise", "1.up": "observe", "1.down": "observe"}
 
 
-@pytest.mark.parametrize("kind", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("kind", ["current", "delayed", "mxfp8", "nvfp4"])
 def test_other_recipes_observe_them_too(attach, train, kind):
     alone = train(seeded(lambda: Moe(transposed=True)), steps=2)
     recipe = getattr(recipes, kind)(observe_only=True)
@@ -279,9 +279,9 @@ def test_other_recipes_observe_them_too(attach, train, kind):
     assert train(watch._model, steps=2) == alone
     assert watch.summary()["internal_errors"] == {}
     sites = {(m, o, d) for m, o, d in operands(watch._recorder) if m.startswith("experts.")}
-    assert len(sites) == 2 * (6 if kind == "mxfp8" else 3)
+    assert len(sites) == 2 * {"mxfp8": 6, "nvfp4": 5}.get(kind, 3)
     tiles = {s.tile for s in watch._recorder.sites if s.module == "experts.up" and s.operand == "weight"}
-    assert tiles == ({(1, 32), (32, 1)} if kind == "mxfp8" else {(E * K, N)})
+    assert tiles == {"mxfp8": {(1, 32), (32, 1)}, "nvfp4": {(16, 16)}}.get(kind, {(E * K, N)})
 
 
 def test_a_parameter_whose_product_is_not_recognised_leaves_the_observed_with_its_reason(attach, train, capsys):

@@ -160,7 +160,7 @@ def train(attach, num_steps=40, **kwargs):
     return watch, rows, model
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "observe"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4", "observe"])
 def test_in_each_step_some_sites_are_full_and_all_are_light(attach, recipe):
     _, measured, _ = train(attach, every=8, recipe=recipe)
     full = np.array([holds(m, HEAVY) for m in measured])

@@ -55,7 +55,7 @@ def test_every_samples_within_windows(attach, mlp, train):
     assert observed(watch) == list(range(3, 10))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8", "observe"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", "mxfp8", "nvfp4", "observe"])
 def test_between_samples_every_row_leaves_without_what_only_samples_measure(attach, mlp, train, recipe):
     """What is not measured is absent: its bits are not set, and its fields are at their defaults."""
     watch = attach(mlp, recipe=recipe, every=1000, hash_every=0)

@@ -22,6 +22,7 @@ RECIPES = {
     "delayed": lambda: recipes.delayed(),
     "mxfp8": lambda: recipes.mxfp8(),
     "rowwise": lambda: recipes.rowwise(),
+    "nvfp4": lambda: recipes.nvfp4(environ={}),
     "observe": lambda: "observe",
 }
 
@@ -39,7 +40,7 @@ def test_a_healthy_run_is_silent(train, recipe, backend, steps) -> None:
         return
     assert checked == set(line.sites) - {i for i, s in line.sites.items() if s.operand == "output"}
     assert len(multiplied) == (
-        8 if recipe.startswith(("blockwise", "mxfp8", "rowwise")) else 6
+        8 if recipe.startswith(("blockwise", "mxfp8", "rowwise", "nvfp4")) else 6
     )  # the input of `a` has no gradient
     assert not any(row[name] for rows in line.rows for row in rows.values() for name in QUANTISER_FAULTS)
     errors = [row["gemm_error"] for rows in line.rows for row in rows.values() if row["measured"] & Measured.GEMM]

@@ -65,7 +65,7 @@ def outlier(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (x,)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "current", "delayed", "mxfp8", "nvfp4"])
 def test_a_healthy_run_is_the_same_in_both(recipe: str) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -78,7 +78,7 @@ def test_a_healthy_run_is_the_same_in_both(recipe: str) -> None:
     assert (len(got.steps), got.first_diverging_step, got.first_diverging_layer) == (10, None, None)
     assert [x.module for x in got.layers] == ["0.up", "0.down", "1.up", "1.down", "2"]
     for layer in got.layers:
-        assert 0.001 < layer.output_error < 0.1
+        assert 0.001 < layer.output_error < (0.2 if recipe == "nvfp4" else 0.1)
         assert layer.grad_cosine is not None
         assert layer.grad_cosine > 0.95
 

@@ -30,7 +30,7 @@ def correlation(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     return float(np.corrcoef(said, seen)[0, 1]), float((said * seen).sum() / (said * said).sum())
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "current", "mxfp8", "nvfp4"])
 def test_each_layers_impact_is_what_its_forward_in_fp8_does_to_the_loss(recipe: str) -> None:
     model, _ = trained()
     pairs = []

@@ -26,7 +26,7 @@ WRITE = "run python tests/house/test_wire_page.py to write it"
 MEANINGS = {
     RunBody: {
         "name": "display name; the id where it is empty",
-        "recipe": "blockwise, current, delayed, mxfp8, observe, or a name of your own",
+        "recipe": "blockwise, current, delayed, mxfp8, nvfp4, rowwise, observe, or a name of your own",
         "backend": "what quantises",
         "world_size": "ranks",
         "tags": "for people to find the run by; added to those it has",

@@ -13,6 +13,7 @@ from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     EPS_VARIABLES,
     FP32_SCALES_VARIABLE,
+    NVFP4_VARIABLES,
     POWER_2_VARIABLES,
 )
 
@@ -23,6 +24,7 @@ __all__ = ["attach", "mlp", "train_fixture"]
 def clean_host(monkeypatch):
     """No FP8 variable and no trainer's flag of whoever runs the tests."""
     names = (*EPS_VARIABLES.values(), *POWER_2_VARIABLES.values(), FP32_SCALES_VARIABLE, CURRENT_POWER_2_VARIABLE)
+    names += tuple(NVFP4_VARIABLES.values())
     for name in (*names, "FP8WATCH_RECIPE", "FP8WATCH_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])

@@ -1,4 +1,4 @@
-"""Delayed scaling and MX scaling a second time, written from the text and not from the code: numpy and fractions."""
+"""Delayed scaling, MX scaling and NVFP4 a second time, written from the text and not from the code: numpy and fractions."""
 
 from __future__ import annotations
 
@@ -64,3 +64,42 @@ def mxfp8(x: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 values[part] = oracle.TABLES[fmt][codes[part]].astype(np.float32) * scale_inv
             exponents[i, j] = byte
     return codes, exponents, values
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def e2m1(y: np.ndarray) -> np.ndarray:
+    """The nearest number of E2M1, of two equally near the one with an even code; NaN and both zeros are +0."""
+    size = np.minimum(np.abs(y.astype(np.float64)), 6)
+    midpoints = (E2M1[:-1] + E2M1[1:]) / 2
+    code = np.searchsorted(midpoints, size, side="left")
+    code = np.where(np.isin(size, midpoints) & (code % 2 == 1), code + 1, code)
+    code = np.where(np.isnan(y), 0, code)
+    return np.where(np.isnan(y) | (y == 0), 0.0, np.copysign(E2M1[code], y))
+
+
+def nvfp4(x: np.ndarray, rows: int = 1) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Numbers, E4M3 scale of each block, amax of float32 [M, K], blocks of `rows` × 16, one after the other."""
+    one, largest = np.float32(1), np.finfo(np.float32).max
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max()
+        encode = np.minimum(np.float32(2688) / amax, largest)
+        encode = one if encode == 0 else encode
+        numbers = np.zeros(x.shape)
+        scales = np.zeros((-(-x.shape[0] // rows), -(-x.shape[1] // 16)))
+        for i, j in np.ndindex(scales.shape):
+            part = np.s_[i * rows : (i + 1) * rows, j * 16 : (j + 1) * 16]
+            wanted = np.abs(x[part]).max() * (encode * (one / np.float32(6)))
+            scale = oracle.TABLES["E4M3"][oracle.encode(np.minimum(wanted, np.float32(448)), "E4M3")]
+            multiplier = np.minimum(one / (np.float32(scale) * (one / encode)), largest)
+            numbers[part], scales[i, j] = e2m1(x[part] * multiplier), scale
+    return numbers, scales, amax
+
+
+def nvfp4_values(x: np.ndarray, rows: int = 1) -> np.ndarray:
+    """What NVFP4 stands for: float32 [M, K]."""
+    numbers, scales, amax = nvfp4(x, rows)
+    level = np.float32(1) if amax == 0 else amax / np.float32(2688)
+    wide = scales.repeat(rows, 0)[: x.shape[0]].repeat(16, 1)[:, : x.shape[1]].astype(np.float32) * level
+    return numbers.astype(np.float32) * wide

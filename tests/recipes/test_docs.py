@@ -13,6 +13,7 @@ from fp8watch.recipe.environment import (
     CURRENT_POWER_2_VARIABLE,
     EPS_VARIABLES,
     FP32_SCALES_VARIABLE,
+    NVFP4_VARIABLES,
     POWER_2_VARIABLES,
 )
 from fp8watch.recipe.resolve import resolve_recipe
@@ -66,7 +67,7 @@ def test_every_variable_and_flag_is_on_the_page():
     blockwise = {*EPS_VARIABLES.values(), *POWER_2_VARIABLES.values(), FP32_SCALES_VARIABLE}
     listed = {variable: of for variable, of, _ in table("| variable | of |")}
     assert listed == {v: name for name, registered in recipes.RECIPES.items() for v in registered.variables}
-    assert set(listed) == {*blockwise, CURRENT_POWER_2_VARIABLE}
+    assert set(listed) == {*blockwise, CURRENT_POWER_2_VARIABLE, *NVFP4_VARIABLES.values()}
     for flag in FLAGS.values():
         assert f"`{flag}`" in PAGE
 

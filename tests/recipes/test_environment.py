@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8watch.recipe import blockwise, current, delayed, mxfp8, observe, resolve_recipe
+from fp8watch.recipe import blockwise, current, delayed, mxfp8, nvfp4, observe, resolve_recipe
 from fp8watch.recipe.environment import EPS_VARIABLES, FP32_SCALES_VARIABLE, POWER_2_VARIABLES, QPARAMS
 from fp8watch.recipe.framework import transformer_engine
 from fp8watch.recipe.trainer import trainer_flags
@@ -142,6 +142,7 @@ def test_every_effective_difference_changes_the_fingerprint():
         delayed(amax_compute_algo="most_recent"),
         delayed(margin=1),
         mxfp8(),
+        nvfp4(environ={}),
         resolve_recipe("blockwise", environ={}, argv=["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]),
     ]
     assert len({r.fingerprint() for r in made}) == len(made)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8watch.recipe import blockwise, current, delayed, mxfp8, resolve_recipe
+from fp8watch.recipe import blockwise, current, delayed, mxfp8, nvfp4, resolve_recipe
 from fp8watch.recipe.environment import FP32_SCALES_VARIABLE
 
 
@@ -62,6 +62,32 @@ class MXFP8BlockScaling(Base):
     margin, fp8_format, enable_2d_quantization = 0, Format.E4M3, False
 
 
+class NVFP4BlockScaling(Base):
+    """Its quantiser parameters are made by its constructor."""
+
+    fields = (
+        "disable_rht",
+        "disable_stochastic_rounding",
+        "disable_2d_quantization",
+        "row_scaled_activation",
+        "nvfp4_4over6",
+    )
+    disable_rht = disable_stochastic_rounding = disable_2d_quantization = row_scaled_activation = False
+    nvfp4_4over6 = "none"
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        rht, square = not self.disable_rht, not self.disable_2d_quantization
+        of = {"random_hadamard_transform": False, "stochastic_rounding": False, "fp4_2d_quantization": False}
+        self.fp4_quant_fwd_inp = params(**of | {"random_hadamard_transform": rht})
+        self.fp4_quant_fwd_weight = params(**of | {"fp4_2d_quantization": square})
+        rounded = {"stochastic_rounding": not self.disable_stochastic_rounding}
+        self.fp4_quant_bwd_grad = params(**of | {"random_hadamard_transform": rht} | rounded)
+
+
+OFF = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -79,6 +105,9 @@ class MXFP8BlockScaling(Base):
         ),
         (MXFP8BlockScaling(), mxfp8()),
         (MXFP8BlockScaling(fp8_format=Format.HYBRID), mxfp8(fp8_format="HYBRID")),
+        (NVFP4BlockScaling(), nvfp4(environ={})),
+        *((NVFP4BlockScaling(**{o: True}), nvfp4(environ={}, **{o: True})) for o in OFF),
+        (NVFP4BlockScaling(**OFF), nvfp4(environ={}, **OFF)),
     ],
 )
 def test_objects_mean_what_their_names_mean(theirs, ours):
@@ -160,6 +189,8 @@ class CustomRecipe(Base):
         (MXFP8BlockScaling(enable_2d_quantization=True), ValueError, "32×32"),
         (MXFP4QATMXFP8BlockScaling(), ValueError, "FP4"),
         (CustomRecipe(), ValueError, "function of its own"),
+        (NVFP4BlockScaling(nvfp4_4over6="all"), ValueError, "nvfp4_4over6='all'): only 'none'"),
+        (NVFP4BlockScaling(row_scaled_activation=True), ValueError, "row_scaled_activation=True): only False"),
         (Float8BlockScaling(backward_override="dequantized"), ValueError, "backward_override='dequantized'"),
         (Float8BlockScaling(w_block_scaling_dim=3), ValueError, "block dimension 3 of weight"),
         (SimpleNamespace(), TypeError, "must be a name"),

@@ -10,10 +10,13 @@ import torch
 from quantize import oracle
 from recipes.linears import run
 from recipes.oracles import mxfp8 as mx_oracle
+from recipes.oracles import nvfp4_values
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fp8watch import recipe as recipes
+from fp8watch.kernels import reference
+from fp8watch.quantize import nvfp4
 
 FORMATS = {"input": "E4M3", "weight": "E4M3", "grad_output": "E5M2"}
 THREE = [("input", "rowwise"), ("weight", "rowwise"), ("grad_output", "rowwise")]
@@ -78,6 +81,49 @@ def test_mxfp8(attach, linear):
     )
 
 
+def fp4(x, rows=1):
+    return torch.from_numpy(nvfp4_values(x.contiguous().numpy(), rows))
+
+
+def test_nvfp4(attach, linear):
+    model, x, grad = linear
+    watch = attach(model, recipe="nvfp4")
+    y, dx, dw = run(model, x, grad)
+    x, w = x.detach(), model[0].weight.detach()
+
+    def rounded(g, tile):
+        made = nvfp4.cast(g, tile, nvfp4.noise_of(g))
+        return reference.untiled(made.kept_t() * reference.spread(made.scale_inv), g)
+
+    of_dgrad, turned = rounded(grad, (1, 16)), rounded(nvfp4.rotated(grad), (16, 1))
+    assert torch.equal(y, fp4(x) @ fp4(w, 16).t() + model[0].bias.detach())
+    assert torch.equal(dx, of_dgrad @ fp4(w, 16))
+    assert torch.equal(dw, turned.t() @ fp4(nvfp4.rotated(x).t()).t())
+    watch.step()
+    sites = {(s.operand, s.direction): s for s in watch._recorder.sites}
+    assert {place: s.tile for place, s in sites.items()} == {
+        ("input", "rowwise"): (1, 16), ("input", "columnwise"): (16, 1), ("weight", "rowwise"): (16, 16),
+        ("grad_output", "rowwise"): (1, 16), ("grad_output", "columnwise"): (16, 1),
+    }  # fmt: skip
+    assert {(s.recipe, s.format, s.backend, s.power_2_scale) for s in sites.values()} == {
+        ("nvfp4", "E2M1", "reference", False)
+    }
+    _, rows = watch._recorder.step(0)
+    assert float(rows["0", "input", "columnwise"]["amax_max"]) == float(nvfp4.rotated(x).abs().max())
+    assert not watch.guard.errors
+
+
+def test_nvfp4_without_its_techniques_is_plain_rounding(attach, linear):
+    model, x, grad = linear
+    recipe = recipes.nvfp4(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True, environ={})
+    attach(model, recipe=recipe)
+    y, dx, dw = run(model, x, grad)
+    x, w = x.detach(), model[0].weight.detach()
+    assert torch.equal(y, fp4(x) @ fp4(w).t() + model[0].bias.detach())
+    assert torch.equal(dx, fp4(grad) @ fp4(w.t()).t())
+    assert torch.equal(dw, fp4(grad.t()) @ fp4(x.t()).t())
+
+
 def test_blockwise_with_one_dimensional_weights(attach, linear):
     model, x, grad = linear
     watch = attach(model, recipe=recipes.blockwise(environ={}, block_dims=(2, 1, 1)))
@@ -96,7 +142,7 @@ def test_blockwise_with_one_dimensional_weights(attach, linear):
     ]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4"])
 def test_frozen_weights_and_inputs_without_grad(attach, recipe):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model[0].weight.requires_grad_(False)
@@ -113,13 +159,13 @@ def test_frozen_weights_and_inputs_without_grad(attach, recipe):
     model[0].weight.requires_grad_(True)
     model(x).sum().backward()  # a first layer has a wgrad and no dgrad
     watch.step()
-    wanted = "columnwise" if recipe == "mxfp8" else "rowwise"
+    wanted = "columnwise" if recipe in ("mxfp8", "nvfp4") else "rowwise"
     assert ("0", "grad_output", wanted) in watch._recorder.step(1)[1]
     assert model[0].weight.grad.abs().sum() > 0
     assert not watch.guard.errors
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4"])
 def test_an_empty_batch_is_as_empty_as_before(attach, recipe):
     model = nn.Sequential(nn.Linear(64, 48))
     attach(model, recipe=recipe)
@@ -131,7 +177,7 @@ def test_an_empty_batch_is_as_empty_as_before(attach, recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4"])
 def test_compiled_training_is_one_graph_and_the_same_numbers(attach, recipe):
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -157,7 +203,7 @@ def test_compiled_training_is_one_graph_and_the_same_numbers(attach, recipe):
             assert a[key]["scale_inv_max"] == b[key]["scale_inv_max"]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4"])
 def test_statistics_change_no_number(attach, mlp, train, monkeypatch, recipe):
     twin = copy.deepcopy(mlp)
     attach(mlp, recipe=recipe, tile_maps="all")
@@ -168,7 +214,7 @@ def test_statistics_change_no_number(attach, mlp, train, monkeypatch, recipe):
     assert all(torch.equal(a, b) for a, b in zip(mlp.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("make", [recipes.current, recipes.delayed, recipes.mxfp8])
+@pytest.mark.parametrize("make", [recipes.current, recipes.delayed, recipes.mxfp8, recipes.nvfp4])
 def test_observing_with_any_recipe_leaves_every_number_as_it_was(attach, mlp, train, capsys, make):
     twin = copy.deepcopy(mlp)
     plain = train(twin, steps=4)
@@ -182,7 +228,9 @@ def test_observing_with_any_recipe_leaves_every_number_as_it_was(attach, mlp, tr
         "delayed" if kind == "delayed" else "observe"
     }
     rows = watch._recorder.step(3)[1]
-    assert len(rows) == (12 - 1 if kind == "mxfp8" else 6) + 1  # the first input has no gradient; the head is probed
+    assert (
+        len(rows) == {"mxfp8": 12 - 1, "nvfp4": 10 - 1}.get(kind, 6) + 1
+    )  # the first input has no gradient; the head is probed
     assert all(
         np.isfinite(r["noise_energy"]) and r["noise_energy"] > 0 for (_, o, _), r in rows.items() if o != "output"
     )

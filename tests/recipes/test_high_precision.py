@@ -41,7 +41,7 @@ def operands():
 
 
 @pytest.mark.parametrize("operand", GEMMS)
-@pytest.mark.parametrize("make", [recipes.blockwise, recipes.current, recipes.mxfp8, recipes.rowwise])
+@pytest.mark.parametrize("make", [recipes.blockwise, recipes.current, recipes.mxfp8, recipes.rowwise, recipes.nvfp4])
 def test_its_gemms_are_those_of_the_plain_linear(attach, operands, operand, make):
     model, x, grad = operands
     plain = gradients(copy.deepcopy(model), x, grad)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fp8watch import recipe as recipes
 from fp8watch.layers import fp8_linear, saved_operands
 
-RECIPES = [recipes.blockwise, recipes.current, recipes.delayed, recipes.mxfp8, recipes.rowwise]
+RECIPES = [recipes.blockwise, recipes.current, recipes.delayed, recipes.mxfp8, recipes.rowwise, recipes.nvfp4]
 
 
 def kept_bytes(model, x):

@@ -9,6 +9,8 @@ T = "tests/recipes"
 KEPT = f"{T}/test_kept_for_backward.py"
 HIGH = f"{T}/test_high_precision.py"
 ROWS = f"{T}/test_rowwise.py"
+FOUR = f"{T}/test_nvfp4.py"
+GEMMS = f"{T}/test_gemms.py"
 ASKED = f"{T}/test_declared.py"
 CHOICE = "tests/scaled_mm/test_gemm_choice.py"
 FOREIGN = "tests/attach/test_foreign_fp8.py"
@@ -41,6 +43,31 @@ BUGS = [
         "tests/attach/test_window_merge.py::test_after_a_jump_the_sites_that_jumped_send_all_and_the_others_do_not"),
     Bug("a scale of a row is divided in float64", "rowwise:scale_of_rows",
         ".to(torch.float64)", "", f"{ROWS}::test_codes_and_scales_are_torchaos"),
+    # NVFP4
+    Bug("a block has a scale in E4M3", "fp8watch/quantize/nvfp4.py", ".clamp_(max=LARGEST_SCALE).to(torch.float8_e4m3fn)",
+        ".clamp_(max=LARGEST_SCALE).to(torch.bfloat16)", f"{FOUR}::test_equals_the_oracle"),
+    Bug("a sixth is multiplied into the scale of the tensor first", "fp8watch/quantize/nvfp4.py",
+        "(of_block * (encode * sixth))", "(of_block * sixth * encode)", f"{FOUR}::test_equals_the_oracle"),
+    Bug("an Inf leaves the scale of the tensor 1", "fp8watch/quantize/nvfp4.py", "encode.masked_fill(encode == 0, 1.0)", "encode",
+        f"{FOUR}::test_equals_the_oracle"),
+    Bug("a block whose scale is 0 is lost", "fp8watch/quantize/nvfp4.py", "masked_fill(reference.spread(self.lost), 0.0)", "clone()",
+        f"{FOUR}::test_a_block_far_below_the_tensor_is_lost_and_counts_as_underflow"),
+    Bug("the transform has Transformer Engine's signs", "fp8watch/quantize/nvfp4.py", "SIGNS = (1, 1, 1, -1,", "SIGNS = (1, 1, 1, 1,",
+        f"{FOUR}::test_the_transform_is_orthonormal_and_drops_out_of_a_product"),
+    Bug("rows that are left over skip the transform", "quantize.nvfp4:rotated", "torch.cat((turned, x[whole:].detach()))",
+        "torch.cat((turned, 0 * x[whole:].detach()))", f"{FOUR}::test_the_transform_is_orthonormal_and_drops_out_of_a_product"),
+    Bug("gradients are right in expectation", "fp8watch/quantize/nvfp4.py", "add_(reference.tiled(noise, tile))",
+        "add_(reference.tiled(noise * 0.8, tile))", f"{FOUR}::test_gradients_are_right_in_expectation_and_one_step_away_at_most"),
+    Bug("noise is of all bits of the operand", "quantize.nvfp4:noise_of", "bits.sum(dtype=torch.int64)", "bits[0, 0].to(torch.int64)",
+        f"{FOUR}::test_noise_is_of_the_operand_alone"),
+    Bug("torch's generator is the training's", "quantize.nvfp4:noise_of", "    bits = x.view(", "    return torch.rand(x.shape)\n    bits = x.view(",
+        f"{FOUR}::test_noise_is_of_the_operand_alone"),
+    Bug("wgrad reads gradients after the transform", "site_quantizer:Nvfp4Quantizer.as_cast", "if self.columnwise and", "if not self.columnwise and",
+        f"{GEMMS}::test_nvfp4"),
+    Bug("clips are counted of finite operands", "reference_stats:_plain_counts", "if operand.saturated is not None:", "if False:",
+        f"{FOUR}::test_clips_are_counted_where_the_scale_of_a_block_is_rounded_down_far"),
+    Bug("one operand alone does not go through the transform", "recipe.spec:_check_transform",
+        'turned["input"] != turned["grad_output"]', "False", f"{FOUR}::test_what_cannot_be_meant_is_refused"),
     Bug("an accelerator that was made is asked before the environment", "declared:_of_accelerate",
         'str(held.get("_mixed_precision", "")) == "fp8"', 'str(held.get("_mixed_precision", "")) == "no"',
         f"{ASKED}::test_each_way_to_ask_is_read"),

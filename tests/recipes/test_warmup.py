@@ -16,7 +16,7 @@ def losses_of_plain_training(model, train, steps):
     return train(copy.deepcopy(model), steps=steps)
 
 
-@pytest.mark.parametrize("make", [recipes.blockwise, recipes.current, recipes.delayed, recipes.mxfp8])
+@pytest.mark.parametrize("make", [recipes.blockwise, recipes.current, recipes.delayed, recipes.mxfp8, recipes.nvfp4])
 def test_warm_up_is_high_precision_and_then_fp8(attach, mlp, train, capsys, make):
     plain = losses_of_plain_training(mlp, train, 5)
     twin = copy.deepcopy(mlp)
@@ -28,7 +28,8 @@ def test_warm_up_is_high_precision_and_then_fp8(attach, mlp, train, capsys, make
     assert "after 3 steps in high precision" in said
     assert f"warm-up over: GEMMs compute in FP8 ({make().name}) from step 3" in said
     rows = watch._recorder.step(0)[1]
-    assert len(rows) == {"blockwise": 9, "current": 6, "delayed": 6, "mxfp8": 10}[make().name] + 1  # the head
+    num = {"blockwise": 9, "current": 6, "delayed": 6, "mxfp8": 10, "nvfp4": 9}
+    assert len(rows) == num[make().name] + 1  # the head
     assert all(int(r["num_elements"]) > 0 for r in rows.values())
     assert watch._recorder.session.facts["warmup_steps"] == 3
     late = attach(twin, recipe=make(warmup_steps=3), start_step=3)

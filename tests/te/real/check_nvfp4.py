@@ -9,11 +9,15 @@ from check_observed import module_of
 from torch import nn
 from watched import FEATURES, HIDDEN, TOKENS
 
+from fp8watch import recipe as recipes
 from fp8watch.integrations import te_nvfp4
 from fp8watch.integrations.te_recipe import operand_of
 from fp8watch.integrations.te_stats import derived, exact
 from fp8watch.integrations.te_tensors import read
+from fp8watch.kernels import reference, resolve
 from fp8watch.numerics.formats import E2M1
+from fp8watch.quantize import nvfp4
+from fp8watch.quantize.site_quantizer import SitePlace, site_quantizer
 from fp8watch_agent.record import Measured
 
 PLACES = ("reference_nvfp4", "quantization_ref_nvfp4")
@@ -73,6 +77,78 @@ def test_codes_and_scales_are_those_of_the_reference(te, oracle, tile):
         assert summary["num_saturated"] == int((cast.float().abs() / wide >= 7).sum())
         lost = ((theirs.t() if columnwise else theirs) == 0) & (cast != 0)
         assert summary["num_underflow"] == int(lost.sum())
+
+
+KINDS = {
+    "normal": lambda x: x,
+    "octaves": lambda x: x * torch.exp2(torch.randint(-16, 4, x.shape)),
+    "rows": lambda x: x * torch.logspace(-12, 3, 96)[:, None],
+    "zeros": lambda x: x * 0,
+    "tiny": lambda x: x * 1e-38,
+    "inf": lambda x: x.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(float("inf"))),
+    "nan": lambda x: x.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(float("nan"))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_own_recipe_has_the_bits_of_the_reference(te, oracle, kind, tile, dtype):
+    torch.manual_seed(0)
+    x = KINDS[kind](torch.randn(96, 64)).to(dtype)
+    q = quantizer(oracle, tile, rht=tile == (1, 16)).quantize(x)
+    made = recipes.nvfp4(environ={}, disable_stochastic_rounding=True)
+    operand = "input" if tile == (1, 16) else "weight"
+    for columnwise, (data, scale, amax) in enumerate(
+        ((q.data, q.scale, q.global_amax_row), (q.data_t, q.scale_t, q.global_amax_col))
+    ):
+        place = SitePlace(operand, "columnwise" if columnwise else "rowwise", "")
+        ours = site_quantizer(made, place, resolve("reference", "cpu"), torch.device("cpu"))
+        seen = ours.as_cast(x)
+        mine = nvfp4.cast(seen, ours.tile_for((96, 64)))
+        numbers = reference.untiled(mine.numbers_t, seen)
+        codes = torch.bucketize(numbers.abs(), torch.tensor(te_nvfp4.VALUES)).to(torch.uint8)
+        codes |= torch.signbit(numbers).to(torch.uint8) << 3
+        scales = mine.scale.float()
+        scales = scales.repeat_interleave(tile[0], 1 if columnwise else 0)
+        packed = data.view(torch.uint8)
+        theirs = torch.stack((packed & 0xF, packed >> 4), -1).reshape(packed.shape[0], -1)
+        assert torch.equal(codes.t() if columnwise else codes, theirs)
+        same = (scales.t() if columnwise else scales), scale.float()
+        assert torch.equal(*(s.nan_to_num(7.5) for s in same))
+        assert torch.equal(mine.amax.nan_to_num(7.5).view(1), amax.float().nan_to_num(7.5).view(1))
+
+
+def test_our_own_recipe_reads_theirs(te):
+    recipe = importlib.import_module("transformer_engine.common.recipe")
+    if not hasattr(recipe, "NVFP4BlockScaling"):
+        pytest.skip("this version has no recipe of that name")
+    assert recipes.resolve_recipe(recipe.NVFP4BlockScaling(), environ={}, argv=[]) == recipes.nvfp4(environ={})
+    bare = recipe.NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True)
+    assert recipes.resolve_recipe(bare, environ={}, argv=[]) == recipes.nvfp4(
+        environ={}, disable_rht=True, disable_2d_quantization=True
+    )
+
+
+def test_our_own_products_are_those_of_the_reference(te, oracle):
+    """wgrad of a Linear whose gradients are rounded to nearest, as its GEMM multiplies."""
+    torch.manual_seed(0)
+    x, g = torch.randn(96, 64), torch.randn(96, 32)
+    gemm = importlib.import_module("transformer_engine.pytorch.custom_recipes.gemm")
+    theirs = quantizer(oracle)
+    qx, qg = theirs.quantize(x), theirs.quantize(g)
+    want = theirs.qgemm(
+        qg.data_t, qx.data_t, None, torch.float32, qg.scale_t, qx.scale_t,
+        gemm_type=gemm.GEMMType.WGRAD, qresult_x=qg, qresult_w=qx,
+    )  # fmt: skip
+    recipe = recipes.nvfp4(environ={}, disable_stochastic_rounding=True)
+    values = []
+    for operand, t in (("grad_output", g), ("input", x)):
+        q = site_quantizer(
+            recipe, SitePlace(operand, "columnwise", ""), resolve("reference", "cpu"), torch.device("cpu")
+        )
+        values.append(q(t, stats=False, heavy=False)[0])
+    assert torch.allclose(values[0].t() @ values[1], want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_block_whose_scale_is_zero_is_underflow(te, oracle):
@@ -139,14 +215,14 @@ def test_codes_alone_tell_no_counts(te, oracle):
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
 def test_a_module_that_computes_in_it_is_observed(te, oracle, watched, kind):
-    recipes = importlib.import_module("transformer_engine.common.recipe")
+    theirs = importlib.import_module("transformer_engine.common.recipe")
     watch = watched(nn.Sequential(module_of(te, kind, False)))
 
     def factory(role):
         weight = operand_of(role) == "weight"
         return quantizer(oracle, (16, 16) if weight else (1, 16), rht=not weight)
 
-    watch.train(recipes.CustomRecipe(qfactory=factory))
+    watch.train(theirs.CustomRecipe(qfactory=factory))
     watch.clean()
     assert watch.missing() == []
     facts = watch.observer.numerics.values()

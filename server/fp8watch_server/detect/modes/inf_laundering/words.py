@@ -6,13 +6,19 @@ from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import element_words, site_words, tile_words
 from fp8watch_server.detect.remedies import Fix, Place
 
-_MAX_FINITE = {"E4M3": 448, "E5M2": 57344, "E2M1": 6}
+_MAX_FINITE = {"E4M3": 448, "E5M2": 57344}
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     where, limit = site_words(s), _MAX_FINITE.get(s.format if s else "E4M3", 448)
     element = element_words(f)
+    if s is not None and s.format == "E2M1":
+        return (
+            f"Inf in the scales of {where}{tile_words(f)}",
+            f"{where} held Inf{element} before the cast. NVFP4 has one scale for all of a tensor, and that became Inf with it: "
+            f"nothing that is multiplied with it stays finite.",
+        )
     return (
         f"Inf laundered to {limit} in {where}{tile_words(f)}",
         f"{where} held Inf{element} before the cast. The tile's scale was forced to 1, the Inf was stored "
