@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class _Kept:
     left: int  # steps until other elements are looked at
     values: Tensor  # [T · WIDTH]
     num_remade: int = 0
+    last: Tensor | None = None  # values of the step before, of the same elements
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether all of them lie where they lay."""
@@ -158,7 +159,7 @@ class StandingState:
                 self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
             return
         kept.left, kept.num_remade = kept.left - 1, 0
-        kept.values = _read(kept.views)
+        kept.last, kept.values = kept.values, _read(kept.views)
 
     def _changes(self, optimizer: Optimizer) -> dict[str, Any]:
         kept = self._kept[optimizer]
@@ -197,6 +198,20 @@ class StandingState:
         elif not numbers[WEIGHTS_CHANGED]:
             for name in (MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED):
                 numbers.pop(name, None)
+
+    def update_of(self, weight: str) -> Tensor | None:
+        """How far the last update moved a weight, mean over mean of the magnitudes that are looked at: [] float32,
+        where they are; None where that is not known."""
+        for kept in self._kept.values():
+            if kept is None or kept.last is None or not kept.views or kept.last.shape != kept.values.shape:
+                continue
+            if weight not in kept.names[kept.num_moments :]:
+                continue
+            at = kept.names.index(weight, kept.num_moments)
+            dtype = reduce(torch.promote_types, (view.dtype for view in kept.views))
+            now, last = (bits.view(dtype).view(-1, WIDTH)[at].float() for bits in (kept.values, kept.last))
+            return (now - last).abs().mean() / now.abs().mean()
+        return None
 
     def _look(self, optimizer: Optimizer, offset: int) -> _Kept | None:
         """The elements from `offset` on of each tensor, and what they hold; None where there is none."""
