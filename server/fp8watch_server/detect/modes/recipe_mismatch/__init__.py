@@ -9,7 +9,7 @@ from __future__ import annotations
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.recipe_mismatch.training_setup import TrainingSetup
-from fp8watch_server.detect.modes.recipe_mismatch.words import fixes, words
+from fp8watch_server.detect.modes.recipe_mismatch.words import alternatives, fixes, words
 
 MODE = Mode(
     number=10,
@@ -26,4 +26,5 @@ MODE = Mode(
         ),
     ),
     detectors=(TrainingSetup,),
+    alternatives_of=alternatives,
 )

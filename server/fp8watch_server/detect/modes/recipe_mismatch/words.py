@@ -162,3 +162,25 @@ def _back(name: str, value: object, old: object) -> str:
     if old == NOT_GIVEN:
         return f"Leave {name} out, as before."
     return f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}."
+
+
+_ALTERNATIVES = {
+    "clipping": (
+        ("optimizer-divergence", "the gradient norm is above what it was clipped to, and loss or weights grow"),
+        ("bad-batch", "the norm leaped in one batch, and clipping goes on"),
+    ),
+    "sees-ahead": (
+        ("bad-batch", "the mask is as it was: the loss falls because the data are easier, or come again"),
+        ("scalar-shift", "another metric moved in that step: what changed in the configuration besides the mask"),
+    ),
+    IN_EFFECT: (
+        ("quantiser-fault", "the process has the declared setting: the kernel does not do what it is told"),
+        ("gradient-underflow", "the eps is the declared one, and gradients are smaller than the format holds"),
+        ("scale-rounding", "scales are of the declared kind, and rounded the wrong way"),
+    ),
+}
+
+
+def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
+    """What else it could be, of findings that are about no change of the recipe; None for those that are."""
+    return _ALTERNATIVES.get(str(f.extra.get("kind", "")))
