@@ -171,6 +171,7 @@ class Watch:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._load.before(optimizer, self._owns)
         if not self._detached and graph_task() == -1:
+            self.guard.run("norm", self._scalars.norms.measure, optimizer)
             merge(self._scalars.of_state, self._scalars.standing.before(optimizer))
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

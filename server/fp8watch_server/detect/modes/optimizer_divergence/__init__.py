@@ -1,18 +1,18 @@
 """Optimizer diverging: mode 13, optimizer-divergence.
 
-`detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `training_setup` of recipe-mismatch by
-gradients beyond what they were clipped to, `optimizer_state` of silent-data-corruption by second moments that are 0.
+`detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `families.training_setup` by
+gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.loss_jump import LossJumps
+from fp8watch_server.detect.families.optimizer_state import OptimizerState
+from fp8watch_server.detect.families.training_setup import TrainingSetup
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
 from fp8watch_server.detect.modes.optimizer_divergence.words import alternatives, fixes, words
-from fp8watch_server.detect.modes.recipe_mismatch.training_setup import TrainingSetup
-from fp8watch_server.detect.modes.silent_data_corruption.optimizer_state import OptimizerState
 
 MODE = Mode(
     number=13,
