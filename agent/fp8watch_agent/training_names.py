@@ -31,5 +31,14 @@ WEIGHTS_LOOKED = f"{OPTIMIZER}weights_looked"
 CHANGED = f"{OPTIMIZER}changed/"
 """Before the name of the first tensor that changed, "exp_avg of layers.0.fc1.weight": 1."""
 
+SECOND_ZERO = f"{OPTIMIZER}second_moments_zero"
+"""Elements of second moments that are 0 where the first moment is not, of those that were looked at; only where there are any."""
+
+SECOND_LOOKED = f"{OPTIMIZER}second_moments_looked"
+"""Elements of second moments whose first moment is not 0, of those that were looked at."""
+
+EPS = f"{OPTIMIZER}eps"
+"""The eps of the first parameter group, beside them."""
+
 SEES_AHEAD = "attention_sees_ahead/"
 """Before the name of an attention module that never saw a later token, and does: 1."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.layers.ask_why import why_codes
 from fp8watch.layers.expert_groups import Frame
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.shadow_gemm import hold_against_shadow
@@ -47,7 +48,7 @@ def hold_expert_operand(
         return
     if row in plan.sites.unobserved or canary.took(row, "operand"):
         return
-    began = perf_counter()
+    began, asking = perf_counter(), plan.why.spent_s
     quantizer: SiteQuantizer = asked.quantizers[0]
     found = _span(plan, first, row, frame, layout)
     if found is None:
@@ -65,7 +66,8 @@ def hold_expert_operand(
     at = torch.where(check.fault_tile < 0, check.fault_tile, check.fault_tile + above)
     slab.accumulate_quantiser(row, check._replace(fault_tile=at))
     plan.experts.turns.operands[row] = expert
-    canary.spent_s += perf_counter() - began
+    why_codes(plan, row, frame.rows[start:end], reads, quantizer.spec, None, check)
+    canary.spent_s += perf_counter() - began - (plan.why.spent_s - asking)
 
 
 def _span(plan: ObservationPlan, first: int, row: int, frame: Frame, layout: Layout) -> tuple[int, Span] | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8watch.layers.ask_why import why_codes
 from fp8watch.layers.custom_ops import is_virtual, plan_of, rows_by_columns
 from fp8watch.layers.impact_rows import LOOK, ImpactRows, impact_rows
 from fp8watch.layers.operand_check import capturing
@@ -144,7 +145,11 @@ class Turn:
             began = perf_counter()
             near = None if tile == tuple(x.shape) else slab.tile_to_look_at(row)
             reads = Reads(data, scale_inv, tile)
-            slab.accumulate_quantiser(row, check_quantiser(x, reads, spec, None, near, canary.phase))
+            found = check_quantiser(x, reads, spec, None, near, canary.phase)
+            slab.accumulate_quantiser(row, found)
+            asking = plan.why.spent_s
+            why_codes(plan, row, x, reads, spec, None, found)
+            began += plan.why.spent_s - asking
             if (lost := check_codes(x, reads, spec, canary.phase)) is not None:
                 slab.accumulate_quantiser(row, lost)
             canary.spent_s += perf_counter() - began

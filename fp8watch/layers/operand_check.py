@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8watch.kernels import reference
+from fp8watch.layers.ask_why import why_codes
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.site_rows import OperandRows
 from fp8watch.observer.stopwatch import SAMPLING
@@ -40,7 +41,7 @@ def hold_against_operand(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor
     slab, canary = plan.slab, plan.canary
     if slab is None or not plan.observing or plan.stopwatch is not None or capturing(x_MK):
         return
-    began = perf_counter()
+    began, asking = perf_counter(), plan.why.spent_s
     for row, quantizer, out in zip(asked.rows, asked.quantizers, outs, strict=True):
         if row in plan.sites.unobserved or not canary.takes(row, "operand"):
             continue
@@ -48,8 +49,10 @@ def hold_against_operand(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor
         near = slab.tile_to_look_at(row)
         for reads in _copies(out, quantizer.tile_for((int(x_MK.shape[0]), int(x_MK.shape[1])))):
             x = quantizer.as_cast(x_MK)
-            slab.accumulate_quantiser(row, check_quantiser(x, reads, quantizer.spec, scale, near, canary.phase))
-    canary.spent_s += perf_counter() - began
+            found = check_quantiser(x, reads, quantizer.spec, scale, near, canary.phase)
+            slab.accumulate_quantiser(row, found)
+            why_codes(plan, row, x, reads, quantizer.spec, scale, found)
+    canary.spent_s += perf_counter() - began - (plan.why.spent_s - asking)
 
 
 def hold_rows(plan: ObservationPlan, asked: OperandRows, x_MK: Tensor, outs: Sequence[Any]) -> None:
@@ -134,3 +137,5 @@ def _hold_copy(
     slab.accumulate_quantiser(row, found)
     if x_MK.is_cpu:  # what is wrong with it: elsewhere that is for the module's turn
         slab.accumulate_quantiser(row, check_quantiser(x_MK, reads, quantizer.spec, scale, found.fault_tile, phase))
+    if plan.stopwatch is None:
+        why_codes(plan, row, x_MK, reads, quantizer.spec, scale, found)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8watch.layers.ask_why import why_product
 from fp8watch.layers.operand_check import capturing
 from fp8watch.layers.random_projection import check_product
 from fp8watch.numerics.formats import Fp8Format
@@ -219,6 +220,8 @@ def hold_rows_of_output(
         slab.accumulate_gemm(row, found)
     if stopwatch is not None:
         stopwatch.add(SAMPLING, began, stopwatch.mark())
+    elif not columnwise:
+        _why(plan, row, output, Factor(a), Factor(b), bias, found)
 
 
 def hold_against_shadow(
@@ -253,8 +256,18 @@ def hold_against_shadow(
     elif operand == GRAD_OUTPUT and columnwise:
         a = a.t()
     if canary.is_forced(row):
-        slab.accumulate_gemm(row, check_gemm(output, a, b, bias, phase=plan.step.calls))
+        found = check_gemm(output, a, b, bias, phase=plan.step.calls)
+        slab.accumulate_gemm(row, found)
     else:
         found = check_gemm(output, a, b, bias, phase=canary.phase, num_rows=TURN_ROWS, num_columns=TURN_COLUMNS)
         slab.accumulate_gemm(row, found)
         canary.spent_s += perf_counter() - began
+    if not columnwise:
+        _why(plan, row, output, a, b, bias, found)
+
+
+def _why(
+    plan: ObservationPlan, row: int, output: Tensor, a: Factor, b: Factor, bias: Tensor | None, found: GemmCheck | None
+) -> None:
+    inner = int(a.data.shape[1])
+    why_product(plan, row, output, lambda at: a.some(0, at), lambda at: b.some(1, at), inner, bias, found)

@@ -25,6 +25,7 @@ from fp8watch.observer.calibration import timed_measure, timed_quantize
 from fp8watch.observer.canary import Canary
 from fp8watch.observer.checkpoint_consistency import Recomputed
 from fp8watch.observer.expert_rows import ExpertRows
+from fp8watch.observer.fault_why import FaultWhy
 from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import Passes
 from fp8watch.observer.probes import probe_numbers, probe_stats
@@ -58,6 +59,7 @@ class ObservationPlan:
     shared_input: SharedInput = field(default_factory=SharedInput)
     canary: Canary = field(default_factory=Canary)
     experts: ExpertRows = field(default_factory=ExpertRows)
+    why: FaultWhy = field(default_factory=FaultWhy)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
     resting: ByRow = NO  # of a Linear's first row: nothing of it is looked at, where its GEMMs stay as they are

@@ -94,7 +94,7 @@ def check_quantiser(
     elif scale is None:
         of = x.detach().abs().amax().to(torch.float32).expand(len(at)) if whole else amax_T
         judged &= (of >= _LEAST_AMAX) & (of <= _MOST_AMAX)
-        scale = _scale(of, spec, fmt)
+        scale = recipe_scale(of, spec, fmt)
     scale_T = torch.where(judged, scale.reshape(-1), 1.0)
     at = torch.zeros_like(at) if whole else at
 
@@ -120,7 +120,7 @@ def check_quantiser(
     )
 
 
-def _scale(amax: Tensor, spec: OperandRecipe, fmt: Fp8Format) -> Tensor:
+def recipe_scale(amax: Tensor, spec: OperandRecipe, fmt: Fp8Format) -> Tensor:
     """The scale that an amax gives, by the recipe's formula; see `tile_scale` and `e8m0_scale_inv` for the source."""
     if spec.scaling == "mx":
         mantissa, exponent = torch.frexp(amax / torch.full_like(amax, fmt.max_finite))

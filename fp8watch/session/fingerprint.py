@@ -21,7 +21,7 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer
 from fp8watch.recipe import Recipe
 from fp8watch.selection.wrappers import named_modules
 from fp8watch.session.sites import SlabSite
-from fp8watch.session.standing_state import moments_of
+from fp8watch.session.standing_state import StandingState, moments_of
 from fp8watch.sketch.weight_hash import hash_bits
 
 VERSION = 1
@@ -72,6 +72,16 @@ def fingerprint(
                 hashed.take("delayed", f"{site.fqn}.{site.operand}", state)
     made: Fingerprint = {"version": VERSION, "recipe": recipe.name, "fingerprint": recipe.fingerprint()}
     return made | {"facts": recipe.facts()} | hashed.read()
+
+
+@torch.no_grad()
+def moments_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], list[str]]:
+    """What one optimizer keeps of the parameters of a model, name -> "hash dtype shape", and the names of its parameters."""
+    hashed = _Hashes()
+    for name, moment in moments_of(model, (optimizer,)):
+        hashed.take(MOMENTS, name, moment)
+    made: dict[str, str] = hashed.read()[MOMENTS]
+    return made, [name for name, _ in StandingState(model, None).parameters(optimizer)]
 
 
 class _Hashes:

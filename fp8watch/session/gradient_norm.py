@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+MIN_CLIPPED, MEASURED_STEPS = 16, 8
+"""After so many steps in a row that were clipped, so many that are not have their norm measured here."""
 Clipped = Callable[[list[Tensor], Tensor, float], None]
 """Is told of (parameters, their norm, what it is clipped to)."""
 
@@ -35,6 +37,8 @@ class GradientNorm:
         self._ids: frozenset[int] = frozenset()
         self._norms: dict[int, Tensor] = {}
         self._clipped_to: float | None = None
+        self._num_clipped = 0  # steps in a row
+        self._to_measure = 0  # steps
 
     def see(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
         """Keep a norm of order 2, as it is: it is read when the step closes."""
@@ -52,7 +56,27 @@ class GradientNorm:
     def take_limit(self) -> float | None:
         """What gradients were clipped to in this step; None where nothing clipped them."""
         limit, self._clipped_to = self._clipped_to, None
+        if limit is not None:
+            self._num_clipped, self._to_measure = self._num_clipped + 1, 0
+        else:
+            self._to_measure = MEASURED_STEPS if self._num_clipped >= MIN_CLIPPED else max(0, self._to_measure - 1)
+            self._num_clipped = 0
         return limit
+
+    @torch.no_grad()
+    def measure(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step. Where training has just stopped to clip, nobody says the norm any more: it is measured
+        for some steps. Gradients that a GradScaler has not unscaled, and those of other kinds of tensors, are left alone."""
+        if not self._to_measure or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not held or id(held[0]) in self._norms or not (id(held[0]) in self._ids or self._holds(id(held[0]))):
+            return
+        if any(type(p.grad) is not Tensor or p.grad.is_sparse for p in held):
+            return
+        norms = torch._foreach_norm([p.grad.detach() for p in held])
+        if len({n.device for n in norms}) == 1:
+            self._norms[id(held[0])] = torch.stack([n.float() for n in norms]).square().sum().sqrt()
 
     def take(self) -> Tensor | None:
         """The norm of all gradients that were clipped in this step; None where none were. [] as it was returned"""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,9 +28,12 @@ from fp8watch.observer.stopwatch import FIXED
 from fp8watch.selection.wrappers import named_modules
 from fp8watch_agent.training_names import (
     CHANGED,
+    EPS,
     MOMENTS_CHANGED,
     MOMENTS_LOOKED,
     MOMENTS_WHICH,
+    SECOND_LOOKED,
+    SECOND_ZERO,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
 )
@@ -38,9 +41,13 @@ from fp8watch_agent.training_names import (
 WIDTH = 64
 TURN_STEPS = 64
 MAX_TENSORS = 4096
+MAX_NAMES = 8 * MAX_TENSORS
 MAX_REMADE = 8
 """Steps in a row with other tensors than in the step before: such an optimizer makes them anew, and is left alone."""
 Optimizer = torch.optim.Optimizer
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+LEAST_FIRST = 1e-18
+"""First moments below it are of gradients whose squares float32 does not hold."""
 
 
 class _Place(NamedTuple):
@@ -71,12 +78,20 @@ class _Kept:
     left: int  # steps until other elements are looked at
     values: Tensor  # [T · WIDTH]
     num_remade: int = 0
+    last: Tensor | None = None  # values of the step before, of the same elements
+    pairs: Tensor | None = None  # numbers of first and second moments of a parameter, [2, P] int64 on the device
+    is_new: bool = True  # other elements than before: their second moments were not looked at
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether all of them lie where they lay."""
         state = optimizer.state
         places = zip(self.places, self.addresses, strict=True)
         return bool(self.places) and all(place.is_still(state, address) for place, address in places)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers whose bits `values` has."""
+        return reduce(torch.promote_types, (view.dtype for view in self.views))
 
     def release(self) -> None:
         """What is loaded takes the place of these tensors: their memory must not be held any longer."""
@@ -97,7 +112,9 @@ class StandingState:
         self._names: dict[int, str] = {}
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self.names: list[str] = []
-        """Of the moments that were looked at last, "exp_avg of layers.0.fc1.weight": MOMENTS_WHICH counts in them."""
+        """Of the moments that were looked at, optimizer after optimizer, "exp_avg of layers.0.fc1.weight": MOMENTS_WHICH counts
+        in them."""
+        self._begins: weakref.WeakKeyDictionary[Optimizer, tuple[list[str], int]] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, as scalars of the step that ends now.
@@ -158,7 +175,7 @@ class StandingState:
                 self._hooks[optimizer] = optimizer.register_load_state_dict_pre_hook(released)
             return
         kept.left, kept.num_remade = kept.left - 1, 0
-        kept.values = _read(kept.views)
+        kept.last, kept.values = kept.values, _read(kept.views)
 
     def _changes(self, optimizer: Optimizer) -> dict[str, Any]:
         kept = self._kept[optimizer]
@@ -172,22 +189,41 @@ class StandingState:
                 return {}
             now = found
         values = now.values if now is not kept else _read(kept.views)
-        if values.device.type == "cpu" and torch.equal(values, kept.values):
-            return {}
+        same = values.device.type == "cpu" and torch.equal(values, kept.values)
+        zeros = {} if same and not kept.is_new else _zeros(now, values, optimizer)
+        kept.is_new = False
+        if same:
+            return zeros
         changed = (values != kept.values).view(-1, WIDTH).any(1)
         moments, weights = changed[: kept.num_moments], changed[kept.num_moments :]
-        self.names = kept.names
         return {
+            **zeros,
             MOMENTS_CHANGED: moments.sum(),
-            MOMENTS_WHICH: moments.to(torch.uint8).argmax(),
+            MOMENTS_WHICH: moments.to(torch.uint8).argmax() + self._begin(optimizer, kept.names[: kept.num_moments]),
             MOMENTS_LOOKED: len(moments),
             WEIGHTS_CHANGED: weights.sum(),
             WEIGHTS_LOOKED: len(weights),
         }
 
+    def _begin(self, optimizer: Optimizer, names: list[str]) -> int:
+        """Where the names of an optimizer's moments begin. A step on its way counts in them, so none is taken out but where
+        they would grow for ever."""
+        known, begin = self._begins.get(optimizer, ([], 0))
+        if known != names:
+            if len(self.names) > MAX_NAMES:
+                self.names.clear()
+                self._begins.clear()
+            begin = len(self.names)
+            self.names += names
+            self._begins[optimizer] = names, begin
+        return begin
+
     def named(self, numbers: dict[str, float]) -> None:
         """Numbers of a step that have arrived: the first tensor gets its name, and where nothing changed nothing stays."""
         which = numbers.pop(MOMENTS_WHICH, None)
+        if SECOND_ZERO in numbers and not numbers[SECOND_ZERO]:
+            for name in (SECOND_ZERO, SECOND_LOOKED, EPS):
+                numbers.pop(name, None)
         if which is None:
             return
         if numbers[MOMENTS_CHANGED]:
@@ -197,6 +233,19 @@ class StandingState:
         elif not numbers[WEIGHTS_CHANGED]:
             for name in (MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED):
                 numbers.pop(name, None)
+
+    def update_of(self, weight: str) -> Tensor | None:
+        """How far the last update moved a weight, mean over mean of the magnitudes that are looked at: [] float32,
+        where they are; None where that is not known."""
+        for kept in self._kept.values():
+            if kept is None or kept.last is None or not kept.views or kept.last.shape != kept.values.shape:
+                continue
+            if weight not in kept.names[kept.num_moments :]:
+                continue
+            at = kept.names.index(weight, kept.num_moments)
+            now, last = (bits.view(kept.dtype).view(-1, WIDTH)[at].float() for bits in (kept.values, kept.last))
+            return (now - last).abs().mean() / now.abs().mean()
+        return None
 
     def _look(self, optimizer: Optimizer, offset: int) -> _Kept | None:
         """The elements from `offset` on of each tensor, and what they hold; None where there is none."""
@@ -209,7 +258,12 @@ class StandingState:
         views = [_part(place.local, offset) for place in places]
         addresses = [place.local.data_ptr() for place in places]
         names = [place.name for place in places]
-        return _Kept(names, len(moments), places, addresses, views, offset, TURN_STEPS, _read(views))
+        kept = _Kept(names, len(moments), places, addresses, views, offset, TURN_STEPS, _read(views))
+        at = {(id(place.parameter), place.key): i for i, place in enumerate(moments)}
+        seconds = ((i, at.get((parameter, SECOND))) for (parameter, key), i in at.items() if key == FIRST)
+        if pairs := [pair for pair in seconds if pair[1] is not None]:
+            kept.pairs = torch.tensor(pairs, device="cpu").t().contiguous().to(kept.values.device, non_blocking=True)
+        return kept
 
     def _moments(self, optimizer: Optimizer) -> Iterator[_Place]:
         """Of at most MAX_TENSORS tensors."""
@@ -236,6 +290,35 @@ class StandingState:
             self._names = dict(parameter_names(self._model))
         for i, p in enumerate(parameters):
             yield self._names.get(id(p), f"parameter {i} of {type(optimizer).__name__}"), p
+
+
+def _zeros(kept: _Kept, values: Tensor, optimizer: Optimizer) -> dict[str, Any]:
+    """Second moments that are 0 where the first is not, of the elements that were read; nothing where there are none, on a CPU."""
+    if kept.pairs is None:
+        return {}
+    numbers = values.view(kept.dtype).view(-1, WIDTH)
+    first, second = (numbers.index_select(0, at) for at in kept.pairs)
+    moving = first.abs() >= LEAST_FIRST
+    zero, looked = (moving & (second == 0)).sum(), moving.sum()
+    if zero.is_cpu and not zero:
+        return {}
+    eps = optimizer.param_groups[0].get("eps")
+    return {SECOND_ZERO: zero, SECOND_LOOKED: looked, **({EPS: float(eps)} if isinstance(eps, float) else {})}
+
+
+def merge(known: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Put what another optimizer of the step says beside what is known: counts add up, and the first that has a changed moment
+    names it. Numbers, or [] tensors on their devices; of another device than the first's it is left out."""
+    out = dict(more)
+    for name in known.keys() & more.keys():
+        before, value = known[name], more[name]
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and before.device != value.device:
+            return
+        if name == MOMENTS_WHICH:
+            out[name] = torch.where(known[MOMENTS_CHANGED] > 0, before, value)
+        else:
+            out[name] = before if name == EPS else before + value
+    known.update(out)
 
 
 def _release(method: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, _state: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +100,7 @@ class StepFlush:
     maps: TileMapFlush
     merge: WindowMerge | None  # None: each step leaves by itself
     standing: StandingState
+    names: Callable[[int], str]  # row -> "module.operand.direction"
     expert_names: Mapping[int, str] = field(default_factory=dict)  # row -> "module.operand.direction" of experts
     mirrors: list[StepMirror] = field(default_factory=list)  # are shown the rows of each step as well
     weights: npt.NDArray[np.bool_] | None = None  # [sites], which of them are weights
@@ -132,7 +133,7 @@ class StepFlush:
         assert slab is not None
         observing = recorded and not plan.step.outside
         parts: dict[str, Tensor] = {"rows": slab.buffer}
-        numbers, waiting = self._split(values)
+        numbers, waiting = self._split({**values, **plan.why.take()})
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
         gradients: list[str] = []
@@ -226,6 +227,7 @@ class StepFlush:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))
         self.standing.named(numbers)
         self.causal.only_news(numbers)
+        self.guard.run("why", self.plan.why.arrived, numbers)
         if "gradients" in parts and any(faults := parts["gradients"].tolist()):
             numbers.update(named_gradients(left.gradients, faults))
         if any(left.turns):
@@ -235,6 +237,8 @@ class StepFlush:
             numbers.update(
                 self.guard.run("experts", named_experts, left.experts, first_rows, rows, self.expert_names) or {}
             )
+        if (why := self.guard.run("why", self.plan.why.told, rows, self.names, late=self.copies.late)) is not None:
+            numbers.update(why)
         if (scale := numbers.get("loss_scale", 1.0)) > 0:  # gradients were as much larger
             rows["impact_energy"] /= scale**2
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
@@ -300,8 +304,22 @@ def step_flush(
     if steps > 1:
         merge = WindowMerge(len(ids), steps, identity.rank)
         recorder.update_facts({"merge_steps": steps})
+    table = attachment.table
+    plan.why.scales_before = lambda row: _scales_before(maps.history, row)
+    plan.why.update_of = lambda row: _update_of(standing, table[row].fqn)
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
-        EventFollow(len(ids)), maps, merge, standing, expert_names,
+        EventFollow(len(ids)), maps, merge, standing, lambda row: site_name(table[row]), expert_names,
         weights=np.array([site.operand == "weight" for site in attachment.table], dtype=bool),
     )  # fmt: skip
+
+
+def _scales_before(history: TileHistory, row: int) -> Tensor | None:
+    """scale_inv of a row in the last step that is known."""
+    known = history.before(1 << 62, row)
+    return known[-1][1].scale_inv if known else None
+
+
+def _update_of(standing: StandingState, module: str) -> Tensor | None:
+    found = standing.update_of(f"{module}.weight")
+    return standing.update_of(module) if found is None else found

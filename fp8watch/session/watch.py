@@ -26,13 +26,13 @@ from fp8watch.session.checkpoint_hooks import holds_weights
 from fp8watch.session.checkpoint_load import CheckpointLoad
 from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, resume_state, scale_state
 from fp8watch.session.checkpoint_steps import CheckpointSteps
-from fp8watch.session.fingerprint import Fingerprint, fingerprint
+from fp8watch.session.fingerprint import Fingerprint, fingerprint, moments_fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
-from fp8watch.session.standing_state import StandingState
+from fp8watch.session.standing_state import StandingState, merge
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
@@ -71,7 +71,7 @@ class Watch:
         self._flush = step_flush(attachment, plan, recorder, cadence, session, standing)
         self._checkpoints = self._flush.checkpoints if self._flush is not None else CheckpointSteps()
         self._made = partial(fingerprint, self._model, plan, self._table, session.recipe, self._owner)
-        self._load = CheckpointLoad(self._made, session.say, self._tell)
+        self._load = CheckpointLoad(self._made, partial(moments_fingerprint, self._model), session.say, self._tell)
         self._replaced = ReplacedModules(attachment, session)
         self._cycle = StepCycle(attachment, session, cadence, self._overhead, self._flush)
         if plan is not None and recorder is not None and self._flush is not None:
@@ -169,10 +169,10 @@ class Watch:
             self._recorder.update_facts(facts)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._load.pending is not None and self._owns(optimizer):
-            self._load.compare_now()
+        self._load.before(optimizer, self._owns)
         if not self._detached and graph_task() == -1:
-            self._scalars.of_state.update(self._scalars.standing.before(optimizer))
+            self.guard.run("norm", self._scalars.norms.measure, optimizer)
+            merge(self._scalars.of_state, self._scalars.standing.before(optimizer))
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:
@@ -307,7 +307,7 @@ class Watch:
     def fingerprint(self) -> Fingerprint:
         """Recipe and effective flags, and hashes of weights, of their codes and scales, and of delayed scales with their
         amax histories: plain types, made to be saved. `state_dict` has it, and `load_state_dict` holds what was loaded
-        against it. Reads all weights once, and waits for the device; {} where that fails."""
+        against it. Reads all weights and moments once, and waits for the device; {} where that fails."""
         return dict(self.guard.run("fingerprint", self._made) or {})
 
     def checkpoint_saved(self, step: int | None = None) -> None:

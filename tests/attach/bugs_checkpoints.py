@@ -5,7 +5,26 @@ from __future__ import annotations
 from support.planted import Bug
 
 _T = "tests/attach/test_checkpoints.py::"
+_S = "tests/attach/test_standing_state.py::"
+_BOTH = f"{_S}test_what_two_optimizers_say_of_a_step_is_put_together"
+_EVERY = f"{_S}test_moments_of_every_optimizer_are_held_against_the_checkpoint"
+_ZERO = f"{_S}test_second_moments_that_are_0_are_counted_with_eps"
 CHECKPOINT_BUGS = [
+    Bug("what several optimizers say of a step adds up", "standing_state:merge", "known.update(out)", "known.update(more)", _BOTH),
+    Bug("names of several optimizers are told apart", "standing_state:StandingState._begin", "begin = len(self.names)", "begin = 0",
+        _BOTH),
+    Bug("moments of the second optimizer are compared", "checkpoint_load:CheckpointLoad.before", "if again or all(", "if True or all(",
+        f"{_EVERY}[wrong-AdamW] {_EVERY}[right-SGD]"),
+    Bug("second moments are looked at where they are new", "standing_state:StandingState._changes", "if same and not kept.is_new", "if same",
+        _ZERO),
+    Bug("a second moment of 0 counts where the first is not", "standing_state:_zeros", "(moving & (second == 0))", "(~moving & (second == 0))",
+        _ZERO),
+    Bug("how far an update moves is that of two steps", "standing_state:StandingState._keep", "kept.last, kept.values = kept.values, _read(kept.views)",
+        "kept.last = kept.values = _read(kept.views)", f"{_S}test_how_far_an_update_moves_a_weight_is_known_of_its_elements"),
+    Bug("where clipping stops the norm is measured", "gradient_norm:GradientNorm.take_limit", "MEASURED_STEPS if", "0 if",
+        "tests/attach/test_gradient_norm.py::test_where_clipping_stops_the_norm_is_measured_for_some_steps_and_never_before"),
+    Bug("a norm is measured of our parameters", "gradient_norm:GradientNorm.measure", "or not (id(held[0]) in self._ids or self._holds(id(held[0])))", "",
+        "tests/attach/test_gradient_norm.py::test_where_clipping_stops_the_norm_is_measured_for_some_steps_and_never_before"),
     Bug("a checkpoint that training writes is noticed", "checkpoint_hooks:wrap_saving",
         'undo = [_wrap(torch, "save", tell)]', "undo = []",
         f"{_T}test_a_checkpoint_that_training_writes_is_noticed_and_told"),
@@ -27,7 +46,7 @@ CHECKPOINT_BUGS = [
         "self.pending = saved", "self._told({g: found[g] for g in OF_WEIGHTS if g in found})",
         f"{_T}test_what_is_loaded_as_it_was_saved_says_nothing"),
     Bug("weights that were loaded otherwise are named", "watch:Watch._before_optimizer",
-        "self._load.compare_now()", "pass", f"{_T}test_what_is_loaded_otherwise_is_named"),
+        "self._load.before(optimizer, self._owns)", "pass", f"{_T}test_what_is_loaded_otherwise_is_named"),
     Bug("a history that was loaded otherwise is named", "checkpoint_load:CheckpointLoad.begin",
         "{DELAYED: found[DELAYED]} if DELAYED in found else {}", "{}", f"{_T}test_what_is_loaded_otherwise_is_named"),
 ]  # fmt: skip

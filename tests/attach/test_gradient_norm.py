@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from fp8watch.session.gradient_norm import MEASURED_STEPS, MIN_CLIPPED
 from fp8watch_agent.record import StepPresent
 
 
@@ -100,3 +101,35 @@ def test_what_is_logged_wins_and_an_empty_generator_still_warns(attach, mlp):
         torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
     assert any("empty generator" in str(w.message) for w in told)
     assert not watch.guard.errors
+
+
+def test_where_clipping_stops_the_norm_is_measured_for_some_steps_and_never_before(attach, mlp):
+    watch, optimizer = attach(mlp), torch.optim.SGD(mlp.parameters(), lr=0.0)
+    other = nn.Linear(4, 4)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    x, wanted = torch.randn(32, 64), []
+    for i in range(MIN_CLIPPED + MEASURED_STEPS + 4):
+        other(torch.randn(2, 4)).sum().backward()
+        others.step()
+        others.zero_grad()
+        wanted.append(step(mlp, optimizer, lambda i=i: _clip_until(mlp, i), x=x))
+    seen = norms(watch)
+    assert seen[:MIN_CLIPPED] == pytest.approx(wanted[:MIN_CLIPPED], rel=1e-6)
+    first = MIN_CLIPPED + 1  # the step without it is known by its end
+    assert seen[first : first + MEASURED_STEPS] == pytest.approx(wanted[first : first + MEASURED_STEPS], rel=1e-5)
+    assert seen[MIN_CLIPPED] is None
+    assert set(seen[first + MEASURED_STEPS :]) == {None}
+    assert not watch.guard.errors
+
+
+def _clip_until(mlp, i):
+    if i < MIN_CLIPPED:
+        return float(torch.nn.utils.clip_grad_norm_(mlp.parameters(), 1.0))
+    return float(torch.stack([p.grad.norm() for p in mlp.parameters()]).norm())
+
+
+def test_a_loop_that_never_clipped_is_not_measured(attach, mlp):
+    watch, optimizer = attach(mlp), torch.optim.SGD(mlp.parameters(), lr=0.1)
+    for _ in range(20):
+        step(mlp, optimizer, lambda: None)
+    assert set(norms(watch)) == {None}

@@ -12,12 +12,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8watch.session.standing_state import TURN_STEPS
+from fp8watch.session.standing_state import TURN_STEPS, merge
 from fp8watch_agent.training_names import (
     CHANGED,
     CLIP_NORM,
+    EPS,
     MOMENTS_CHANGED,
     MOMENTS_LOOKED,
+    MOMENTS_WHICH,
+    SECOND_LOOKED,
+    SECOND_ZERO,
     SEES_AHEAD,
     WEIGHTS_CHANGED,
     WEIGHTS_LOOKED,
@@ -186,6 +190,123 @@ def test_moments_of_a_checkpoint_are_held_against_what_was_loaded(attach, mlp, t
         assert going_on._recorder.facts.get("loaded_moments") == said
         assert not going_on.guard.errors
         going_on.detach()
+
+
+def two_optimizers(mlp, first=torch.optim.AdamW):
+    """One of the first layer, one of the rest."""
+    up, rest = list(mlp.up.parameters()), [*mlp.down.parameters(), *mlp.lm_head.parameters()]
+    return first(up, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)
+
+
+def steps(mlp, optimizers, num):
+    for _ in range(num):
+        mlp(torch.randn(32, 64)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def test_what_two_optimizers_say_of_a_step_is_put_together(attach, mlp):
+    """A step ends with the first of them, so what the second says is of the step that follows: there both are said."""
+    watch, optimizers = attach(mlp), two_optimizers(mlp)
+    steps(mlp, optimizers, 4)
+    for module, optimizer in ((mlp.down, optimizers[1]), (mlp.up, optimizers[0])):
+        optimizer.state[module.weight]["exp_avg"].view(-1)[5] += 1
+        steps(mlp, optimizers, 1)
+    optimizers[0].state[mlp.up.weight]["exp_avg"].view(-1)[5] += 1
+    steps(mlp, optimizers, 1)
+    said = logs(watch)
+    assert [s.get(MOMENTS_CHANGED) for s in said] == [None] * 5 + [2, 1]
+    named = [[n.removeprefix(CHANGED) for n in s if n.startswith(CHANGED)] for s in said[5:]]
+    assert named == [["exp_avg of down.weight"], ["exp_avg of up.weight"]]
+    assert not watch.guard.errors
+
+
+def test_a_device_reports_both_optimizers_though_nothing_of_the_first_changed():
+    """There a report comes in each step, whether anything changed or not."""
+    names = (MOMENTS_CHANGED, MOMENTS_WHICH, MOMENTS_LOOKED, WEIGHTS_CHANGED, WEIGHTS_LOOKED)
+    first, second = ([torch.tensor(n) for n in numbers] for numbers in ((2, 1, 10, 0, 5), (0, 10, 4, 1, 2)))
+    known = {}
+    for report in (first, {}, second):
+        merge(known, dict(zip(names, report, strict=False)))
+    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 7]
+    known = {}
+    for report in (second, first):
+        merge(known, dict(zip(names, report, strict=True)))
+    assert [int(known[n]) for n in names] == [2, 1, 14, 1, 7]
+
+
+@pytest.mark.parametrize("first", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("loads", ["right", "wrong", "nothing"])
+def test_moments_of_every_optimizer_are_held_against_the_checkpoint(attach, mlp, first, loads):
+    watch, optimizers = attach(mlp), two_optimizers(mlp, first)
+    steps(mlp, optimizers, 3)
+    saved, weights = watch.state_dict(), copy.deepcopy(mlp.state_dict())
+    states = [copy.deepcopy(o.state_dict()) for o in optimizers]
+    num = len(saved["contents"]["moments"])
+    if loads == "wrong":
+        states[1] = doubled(optimizers[1], "exp_avg")
+    watch.detach()
+    other = type(mlp)()
+    going_on, optimizers = attach(other), two_optimizers(other, first)
+    going_on.load_state_dict(saved)
+    other.load_state_dict(weights)
+    if loads != "nothing":
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    steps(other, optimizers, 2)
+    said = going_on._recorder.facts.get("loaded_moments")
+    if loads == "right":
+        assert said is None
+    elif loads == "wrong":
+        assert said == f"exp_avg of down.weight, exp_avg of down.bias, exp_avg of lm_head.weight and 1 more of {num}"
+    else:
+        assert said == f"none of {num}: the optimizer has none"
+    assert not going_on.guard.errors
+    going_on.detach()
+
+
+def zeroed_between(mlp, optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].zero_()
+
+
+@pytest.mark.parametrize("how", ["between two steps", "in float16", "healthy"])
+def test_second_moments_that_are_0_are_counted_with_eps(attach, mlp, train, how):
+    watch, optimizer = attach(mlp), torch.optim.AdamW(mlp.parameters(), lr=1e-3)
+    if how == "in float16":  # a state that holds nothing below 6e-8
+        optimizer.register_step_post_hook(
+            lambda o, *_: [s.update(exp_avg_sq=s["exp_avg_sq"].mul_(1e-9).half().float()) for s in o.state.values()]
+        )
+    train(mlp, 3, optimizer=optimizer)
+    if how == "between two steps":
+        zeroed_between(mlp, optimizer)
+    train(mlp, 2, optimizer=optimizer)
+    said = [{k: v for k, v in s.items() if k in (SECOND_ZERO, SECOND_LOOKED, EPS)} for s in logs(watch, "optimizer/")]
+    told = [i for i, s in enumerate(said) if s]
+    if how == "healthy":
+        assert told == []
+    else:
+        assert told[0] == (3 if how == "between two steps" else 1)
+        assert said[told[0]][SECOND_ZERO] == said[told[0]][SECOND_LOOKED] > 200
+        assert said[told[0]][EPS] == 1e-8
+    assert not watch.guard.errors
+
+
+def test_how_far_an_update_moves_a_weight_is_known_of_its_elements(attach, mlp, train):
+    watch, optimizer = attach(mlp), torch.optim.AdamW(mlp.parameters(), lr=1e-3, weight_decay=0.0)
+    standing = watch._scalars.standing
+    train(mlp, 1, optimizer=optimizer)
+    assert standing.update_of("up.weight") is None, "of one step nothing is known"
+    train(mlp, 2, optimizer=optimizer)
+    before = mlp.up.weight.detach().clone()
+    train(mlp, 1, optimizer=optimizer)
+    part = slice(0, 64)
+    now = mlp.up.weight.detach().view(-1)[part]
+    moved = (now - before.view(-1)[part]).abs().mean() / now.abs().mean()
+    assert float(standing.update_of("up.weight")) == pytest.approx(float(moved), rel=1e-5)
+    assert standing.update_of("nobody.weight") is None
 
 
 def test_what_gradients_are_clipped_to_is_recorded_and_a_mere_measure_is_not(attach, mlp):

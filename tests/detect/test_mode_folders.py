@@ -87,7 +87,7 @@ def test_precedence_names_no_mode_that_is_not_there() -> None:
     named = {*precedence.ASKED, *precedence.GLOBAL_ROOTS, *precedence.EXACT_MODES, *precedence.SETTLING}
     named |= {*precedence.SAME_PARENT, *precedence.PRECURSORS, *precedence.PRECURSORS.values(), *precedence.EXPLAINS}
     named = named.union(*precedence.EXPLAINS.values())
-    assert named - {precedence.LEAP, precedence.FALL} <= set(SLUGS)
+    assert named - {precedence.LEAP, precedence.FALL, precedence.IN_EFFECT} <= set(SLUGS)
     assert {slug for kind in DETECTORS for slug in kind.modes} == set(precedence.ASKED)
 
 

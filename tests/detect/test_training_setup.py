@@ -12,8 +12,11 @@ from detect.trace import Trace, healthy
 from fp8watch_agent.training_names import (
     CHANGED,
     CLIP_NORM,
+    EPS,
     MOMENTS_CHANGED,
     MOMENTS_LOOKED,
+    SECOND_LOOKED,
+    SECOND_ZERO,
     SEES_AHEAD,
     WEIGHTS_CHANGED,
 )
@@ -78,16 +81,74 @@ def test_clipping_that_stops_is_told_in_its_third_step_with_the_first(often: boo
     t.logs[CLIP_NORM] = only_at(0, 1e-6 if often else 1e6)
     t.logs[CLIP_NORM][AT:] = np.nan if to is None else to
     [incident] = incidents(t)
-    assert (incident.mode, incident.first.onset, incident.first.step) == ("recipe-mismatch", AT, AT + 2)
-    assert incident.severity == ("warning" if often and (to is None or to > 1e-6) else "info")
+    mode = "optimizer-divergence" if often else "recipe-mismatch"  # their norms are beyond the limit, or never were
+    assert (incident.mode, incident.first.onset, incident.first.step) == (mode, AT, AT + 2)
+    assert incident.severity == ("warning" if often else "info")
     told = explain(incident.named, t.facts)
-    assert told.title == (
-        f"Gradients are no longer clipped since step {AT}"
-        if to is None
-        else f"Gradients are clipped to 8 since step {AT}"
-    )
-    assert f"in {AT if often else 0} steps of {AT} before" in told.cause
+    if often:
+        assert told.title.endswith(f"clipped to 1e-06 until step {AT}")
+        assert ("nothing clips them" if to is None else "they are clipped to 8") in told.cause
+    else:
+        assert told.title == f"Gradients are {'no longer clipped' if to is None else 'clipped to 8'} since step {AT}"
+        assert f"in 0 steps of {AT} before" in told.cause
     assert told.fix
+
+
+@pytest.mark.parametrize("later", [0, 10], ids=["at once", "later"])
+def test_gradients_beyond_what_they_were_clipped_to_are_the_optimizers(later: int) -> None:
+    t = made()
+    t.logs[CLIP_NORM] = only_at(0, 5.0, AT)
+    norms = t.steps["grad_norm"]
+    norms[:] = 1.0
+    norms[AT + later :] = 7.5
+    found = incidents(t)
+    assert [i.mode for i in found] == ([] if not later else ["recipe-mismatch"]) + ["optimizer-divergence"]
+    beyond = next(i for i in found if i.mode == "optimizer-divergence")
+    assert (beyond.severity, beyond.first.onset, beyond.named.verdict) == ("warning", AT, "shared")
+    told = explain(beyond.named, t.facts)
+    assert told.title == f"Gradients leave their clipping: norm 7.5, clipped to 5 until step {AT}"
+    assert "clip_grad_norm_" in told.fix[0]["text"]
+
+
+def test_clipping_that_comes_back_before_gradients_grow_is_no_divergence() -> None:
+    t = made()
+    t.logs[CLIP_NORM] = only_at(0, 5.0)
+    t.logs[CLIP_NORM][AT : AT + 4] = np.nan
+    t.steps["grad_norm"][:] = 1.0
+    t.steps["grad_norm"][AT + 6 :] = 7.5
+    assert [i.mode for i in incidents(t) if i.mode == "optimizer-divergence"] == []
+
+
+@pytest.mark.parametrize("changed_too", [True, False], ids=["set to zero", "never held"])
+def test_second_moments_that_are_0_are_the_optimizers(changed_too: bool) -> None:
+    t = made()
+    t.logs[SECOND_ZERO], t.logs[SECOND_LOOKED] = only_at(AT, 300.0, AT + 1), only_at(AT, 1200.0, AT + 1)
+    t.logs[EPS] = only_at(AT, 1e-8, AT + 1)
+    if changed_too:
+        changed(t, AT)
+    [incident] = incidents(t)
+    assert (incident.mode, incident.severity, incident.named.verdict) == ("optimizer-divergence", "warning", "shared")
+    told = explain(incident.named, t.facts)
+    assert told.title == "25 % of the optimizer's second moments are 0 where first moments are not"
+    assert "1e-08" in told.cause
+    assert "float32" in told.fix[0]["text"]
+
+
+def test_a_few_second_moments_that_are_0_are_not_told() -> None:
+    t = made()
+    t.logs[SECOND_ZERO], t.logs[SECOND_LOOKED] = only_at(AT, 3.0, AT + 1), only_at(AT, 1200.0, AT + 1)
+    assert incidents(t) == []
+
+
+def test_what_else_it_could_be_fits_what_was_found() -> None:
+    t = made()
+    t.logs[CLIP_NORM] = only_at(0, 1e6, AT)
+    [of_clipping] = [i for i in incidents(t) if i.mode == "recipe-mismatch"]
+    t = made()
+    t.logs[f"{SEES_AHEAD}layers.1.attention"] = only_at(AT, 1.0)
+    [of_mask] = incidents(t)
+    told = [[a["mode"] for a in explain(i.named, t.facts).alternatives] for i in (of_clipping, of_mask)]
+    assert told == [["optimizer-divergence", "bad-batch"], ["bad-batch", "scalar-shift"]]
 
 
 def test_a_step_that_was_not_clipped_and_a_norm_that_is_scheduled_are_silent() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from detect.healthy_run import Run
 
+from fp8watch_agent.fault_names import KINDS, SETTINGS
 from fp8watch_server.detect.finding import Finding, Verdict
 from fp8watch_server.detect.modes import SLUGS
 from fp8watch_server.incidents.explain import explain
@@ -33,7 +34,13 @@ CLAIMS = (
 EXTRA: dict[str, list[dict[str, Any]]] = {
     "bad-batch": [{}, {"shift": True}, {"cut": 12}, {"level": True, "shift": True}],
     "outlier-growth": [{}, {"leap": True}],
-    "optimizer-divergence": [{}, {"by_loss": True, "lr_jump": (2e-3, 6e-2)}, {"lr_jump": (2e-3, 6e-2)}],
+    "optimizer-divergence": [
+        {},
+        {"by_loss": True, "lr_jump": (2e-3, 6e-2)},
+        {"lr_jump": (2e-3, 6e-2)},
+        {"kind": "clipping-lost"},
+        {"kind": "second-moments"},
+    ],
     "attention-logit-growth": [{}, {"bound": True}],
     "chronic-quantization-noise": [{}, {"by": "lost"}, {"by": "underflow"}, {"onset": 3, "by": "drop"}],
     "dead-layer": [
@@ -43,6 +50,8 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     "gradient-underflow": [{}, {"statistical": True}],
     "scale-collapse": [{}, {"grad_scaler": True}],
     "kernel-output-fault": [{}, {"wrong_output": True}],
+    "quantiser-fault": [{}, *({"why": kind} for kind in KINDS)],
+    "recipe-mismatch": [{}, *({"why": kind, "kind": "in-effect"} for kind in SETTINGS)],
     "scalar-shift": [{}, {"why": "fall"}, {"why": "band", "name": "kl"}, {"why": "shift", "name": "kl"}],
     "silent-data-corruption": [{}, {"by_hash": True, "odd_ranks": [3]}],
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fp8watch_server.detect.precedence import BLIND, EXACT_MODES, FACTOR, FALL, LEAP, latest
+from fp8watch_server.detect.precedence import BLIND, EXACT_MODES, FACTOR, FALL, IN_EFFECT, LEAP, latest
 
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
@@ -170,5 +170,7 @@ class Finding:
             return LEAP
         if self.mode == "recipe-mismatch" and self.extra.get("blind"):
             return BLIND
+        if self.mode == "recipe-mismatch" and self.extra.get("kind") == "in-effect":
+            return IN_EFFECT
         kinds = {"fall": FALL, "factor": FACTOR} if self.mode == "scalar-shift" else {}
         return kinds.get(str(self.extra.get("why")), self.mode)

@@ -32,3 +32,5 @@ class Mode:
     detectors: tuple[type[Detector], ...] = ()  # over the roll-up; one that finds several modes is named by each
     step_check: StepCheck | None = None  # over each step of each rank, with no memory
     verdict_words: Mapping[Verdict, str] = field(default_factory=dict)  # where the common ones are not the point
+    alternatives_of: Callable[[Finding], tuple[tuple[str, str], ...] | None] | None = None
+    """Of one finding, where the mode tells of things that are unlike each other; None: those of the mode."""

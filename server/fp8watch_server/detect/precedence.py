@@ -43,6 +43,9 @@ FACTOR = "gradient-factor"
 BLIND = "blind"
 """The kind of a `recipe-mismatch` that says what nobody observes: it explains nothing."""
 
+IN_EFFECT = "setting-in-effect"
+"""The kind of a `recipe-mismatch` that was found at the codes: it is what other sites' codes are wrong by too."""
+
 NONFINITE_MODES = frozenset(
     {"nan-in-loss", "zero-tile-eps", "inf-laundering", "nan-in-activation", "kernel-output-fault"}
 )
@@ -96,6 +99,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "scale-rounding": frozenset({"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "bad-batch"}),
     "recipe-mismatch": frozenset(
         {"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "outlier-growth"}
+    ),
+    IN_EFFECT: frozenset(
+        _STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation", "quantiser-fault"}
     ),
     "cross-rank-disagreement": frozenset(
         {

@@ -53,6 +53,28 @@ def gradients_in_e5m2(p: Place) -> list[Fix]:
     )
 
 
+def granularity(p: Place) -> list[Fix]:
+    """What sets the tile of an operand."""
+    return _one(
+        p.backend,
+        te="Use the recipe of the tiles that were declared: --fp8-recipe in Megatron, the recipe's class elsewhere.",
+        torchao=f"Set `Float8LinearConfig.cast_config_{p.operand}.scaling_granularity` as the recipe says.",
+        own=f"Take the scale of {p.operand} over the tile that the recipe says, in the module's own cast.",
+        ours="Use the tile that the recipe says: `attach(model, recipe=...)`, and look for what replaces its quantiser.",
+    )
+
+
+def format_of(p: Place) -> list[Fix]:
+    """What sets the FP8 format of an operand."""
+    return _one(
+        p.backend,
+        te="Use the format that was declared: --fp8-format in Megatron, fp8_format of the recipe elsewhere.",
+        torchao=f"Set `Float8LinearConfig.cast_config_{p.operand}.target_dtype` as the recipe says.",
+        own=f"Cast {p.operand} to the format that the recipe says, in the module's own cast.",
+        ours='Use the format that the recipe says: `attach(model, recipe=fp8watch.blockwise(fp8_format="E4M3"))` or "HYBRID".',
+    )
+
+
 def fp32_scales(backend: str) -> list[Fix]:
     """What takes the rounding of scales to powers of two out."""
     if backend in (TORCHAO, OWN_FORWARD):

@@ -46,6 +46,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
     jump = extra.get("lr_jump") or (None, None)
     mode = MODE_BY_SLUG[finding.mode]
     title, cause = mode.words(finding, facts)
+    others = mode.alternatives_of(finding) if mode.alternatives_of is not None else None
     return Explanation(
         title=title,
         verdict=finding.verdict,
@@ -69,7 +70,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
                 verdict=finding.verdict,
             )
         ],
-        alternatives=[{"mode": slug, "check": check} for slug, check in mode.alternatives],
+        alternatives=[{"mode": slug, "check": check} for slug, check in others or mode.alternatives],
     )
 
 

@@ -21,12 +21,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from fp8watch_server.db import schema
+from fp8watch_server.detect.families.fault_why import EXPLAINED
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.precedence import NONFINITE_MODES, PRECURSORS
 from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
-from fp8watch_server.incidents.match import Open, covering, explained_by, root_of, target_of
+from fp8watch_server.incidents.match import UNEXPLAINED, Open, covering, explained_by, root_of, target_of
 from fp8watch_server.incidents.messages import write_escalated, write_firing, write_rejudged
 from fp8watch_server.incidents.rows import IncidentChange, change_of, key_of, write_event
 
@@ -284,6 +285,8 @@ def _absorb(
     earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
     worse = row["severity"] == "info" and finding.severity != "info"  # what was a notice is told by what made it more
     takes_over = takes_over or ((earlier or worse) and not finding.extra.get("consequence"))
+    explains = _explains_it(row, finding)
+    takes_over = (takes_over or explains) and (explains or not _is_explained(row, finding))
     first = min(row["first_step"], finding.onset)
     if takes_over and PRECURSORS.get(finding.mode) != row["mode"]:  # an earlier consequence is not the beginning
         first = max(first, finding.earliest(window_steps * int(finding.extra.get("stride", 1))))
@@ -314,6 +317,19 @@ def _absorb(
     if grown >= 2 * row["num_sites"]:  # spread is recorded at powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))
     row["num_sites"] = grown
+
+
+def _is_explained(row: Mapping[str, Any], finding: Finding) -> bool:
+    """Whether the cause of an incident was found already, and this finding of it has none."""
+    known = any(e["field"] == EXPLAINED for e in row["evidence"])
+    return known and row["mode"] == finding.mode and not finding.extra.get("why")
+
+
+def _explains_it(row: Mapping[str, Any], finding: Finding) -> bool:
+    """Whether a finding brings the cause of what an incident says without one, at its place."""
+    if row["mode"] not in UNEXPLAINED or any(e["field"] == EXPLAINED for e in row["evidence"]):
+        return False
+    return bool(finding.extra.get("why")) and finding.extra.get("found_at") in row["sites"][:1]
 
 
 def _reads_otherwise(told: tuple[str, str], row: Mapping[str, Any]) -> bool:

@@ -22,6 +22,9 @@ from fp8watch_server.detect.precedence import (
 )
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
 
+UNEXPLAINED = ("quantiser-fault", "kernel-output-fault")
+"""Modes that say where something is wrong; why may be found by a later look."""
+
 
 @dataclass
 class Open:
@@ -63,6 +66,11 @@ def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) ->
         same_place = finding.site in i.row["sites"][:1]
         return same_place and bool(i.row["first_step"] - quiet < finding.step < i.row["last_step"] + quiet)
 
+    if finding.extra.get("why"):
+        at = finding.extra.get("found_at")
+        for i in incidents:  # told before its cause was known
+            if i.row["mode"] in UNEXPLAINED and i.row["mode"] != finding.mode and at in i.row["sites"][:1] and near(i):
+                return i
     same = [i for i in incidents if i.row["mode"] == finding.mode and _is_told(i, finding)]
     for i in same:
         if near(i) or here(i):

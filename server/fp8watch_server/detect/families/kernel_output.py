@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fp8watch_agent.experts import CHECKED_PRODUCT
 from fp8watch_agent.nonfinite_names import NONFINITE_GRADIENT, NONFINITE_INPUT
 from fp8watch_agent.record import Measured
-from fp8watch_server.detect.families import experts
+from fp8watch_server.detect.families import experts, fault_why
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding, Severity
 from fp8watch_server.detect.limits import Limits
@@ -188,7 +188,7 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
     )  # only what was looked at is right
     beside = {view.facts(int(i)).gemm for i in shadowed if view.facts(int(i)).module == facts.module}
     healthy = [g for g in ("fprop", "dgrad", "wgrad") if g in beside - wrong]
-    return Finding(
+    found = Finding(
         mode=mode,
         severity=severity,
         step=view.step,
@@ -213,3 +213,4 @@ def _wrong(view: StepView, at: npt.NDArray[np.int64], mode: str, severity: Sever
             **experts.checked(view, CHECKED_PRODUCT, facts),
         },
     )
+    return fault_why.told_of_product(found, fault_why.of(view, facts), view.columns.table, facts)

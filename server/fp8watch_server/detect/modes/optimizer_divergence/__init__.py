@@ -1,15 +1,18 @@
 """Optimizer diverging: mode 13, optimizer-divergence.
 
-Two find it: `detector` by weights, `families.loss` by a loss that jumps right after the LR did.
+`detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `families.training_setup` by
+gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.loss_jump import LossJumps
+from fp8watch_server.detect.families.optimizer_state import OptimizerState
+from fp8watch_server.detect.families.training_setup import TrainingSetup
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
-from fp8watch_server.detect.modes.optimizer_divergence.words import fixes, words
+from fp8watch_server.detect.modes.optimizer_divergence.words import alternatives, fixes, words
 
 MODE = Mode(
     number=13,
@@ -38,5 +41,8 @@ MODE = Mode(
     detectors=(
         Divergence,
         LossJumps,
+        TrainingSetup,
+        OptimizerState,
     ),
+    alternatives_of=alternatives,
 )

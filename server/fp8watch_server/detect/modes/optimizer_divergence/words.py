@@ -9,6 +9,10 @@ from fp8watch_server.detect.remedies import Fix, Place
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if f.extra.get("kind") == "clipping-lost":
+        return _of_clipping(f)
+    if f.extra.get("kind") == "second-moments":
+        return _of_second_moments(f)
     jump, grown, moving = f.extra.get("lr_jump"), f.extra.get("num_sites"), f.extra.get("num_moving")
     if jump and f.extra.get("by_loss"):
         usual, loss = number(baseline(f, "loss")), number(evidence(f, "loss"))
@@ -30,8 +34,59 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _of_clipping(f: Finding) -> tuple[str, str]:
+    limit, largest = number(baseline(f, "grad_norm")), number(evidence(f, "grad_norm"))
+    since = next((e.since_step for e in f.evidence if e.field == "clip_norm"), f.onset)
+    now = evidence(f, "clip_norm")
+    clips = "nothing clips them" if now in (None, "none") else f"they are clipped to {number(now)}"
+    return (
+        f"Gradients leave their clipping: norm {largest}, clipped to {limit} until step {since}",
+        f"clip_grad_norm_ held the gradients of each step before to a norm of {limit}. Since step {since} {clips}, and their norm has "
+        f"reached {largest}: updates are larger than they ever were allowed to be. FP8 is not the cause.",
+    )
+
+
+def _of_second_moments(f: Finding) -> tuple[str, str]:
+    share, eps = number(evidence(f, "second_moments_zero")), evidence(f, "eps")
+    name = evidence(f, "first_of_them")
+    where = f" The first is {name}." if name else ""
+    of_eps = f"eps alone, {number(eps)}" if eps else "eps alone"
+    return (
+        f"{share} % of the optimizer's second moments are 0 where first moments are not",
+        f"Adam divides by the root of the second moment and eps: where the second moment is 0 that is {of_eps}, and an ordinary first "
+        f"moment becomes a step without measure.{where} A state format that does not hold squares of small gradients does this (float16 below "
+        "6e-8, 8-bit and 4-bit states), a state that was set to zero, or one that was loaded in part. FP8 GEMMs are not the cause.",
+    )
+
+
+_SECOND = (
+    ("silent-data-corruption", "moments changed while no optimizer ran, and second moments are not 0"),
+    ("recipe-mismatch", "a checkpoint was loaded in that step, without the optimizer's state"),
+)
+_CLIPPING = (
+    ("recipe-mismatch", "another limit is meant: the gradient norm stays where it was"),
+    ("bad-batch", "the norm leaped in one batch and came back"),
+)
+
+
+def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
+    """What else it could be, of findings that are about no weights that grow; None for those that are."""
+    return {"second-moments": _SECOND, "clipping-lost": _CLIPPING}.get(str(f.extra.get("kind", "")))
+
+
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("kind") == "clipping-lost":
+        return [
+            Fix("code", "Call clip_grad_norm_ between backward and optimizer.step again, with the norm of before: look at what changed at that step."),
+            Fix("code", "Go back to the checkpoint before it where loss or weights have grown since."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "second-moments":
+        return [
+            Fix("code", "Keep second moments in float32, or in bfloat16: their dtype follows that of the parameters that the optimizer was given."),
+            Fix("code", "Raise eps above the square root of the least number that the state holds: 1e-4 in float16, where 1e-8 itself is 0."),
+            Fix("code", "Where the state was set to zero or loaded in part: load all of it from the checkpoint, or begin with a warm-up of the LR."),
+        ]  # fmt: skip
     if p.lr is not None and p.usual_lr is not None:
         first = Fix(
             "code", f"Set the LR back from {p.lr:g} to {p.usual_lr:g}, and reload the checkpoint before the jump."

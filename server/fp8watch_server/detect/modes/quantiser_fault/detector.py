@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8watch_agent.experts import CHECKED_EXPERT
 from fp8watch_agent.record import QUANTISER_FAULTS, Measured
-from fp8watch_server.detect.families import experts, gain
+from fp8watch_server.detect.families import experts, fault_why, gain
 from fp8watch_server.detect.families.invariant import tile_sqnr_db
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
@@ -66,7 +66,7 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
         evidence.append(Evidence("tile_sqnr_db", round(db, 2), "28 or more", "dB", view.step))
     if len(at) > 1:
         evidence.append(Evidence("wrong_sites", len(at), 0, "sites", view.step))
-    return [
+    found = [
         Finding(
             mode="quantiser-fault",
             severity="critical",
@@ -89,6 +89,7 @@ def quantiser_faults(view: StepView, limit: Limits) -> list[Finding]:
             },
         )
     ]
+    return [fault_why.told(f, fault_why.of(view, facts)) for f in found]
 
 
 def _rescaled(view: StepView, limit: Limits) -> Mask:

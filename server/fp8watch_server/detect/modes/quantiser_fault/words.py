@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from fp8watch_agent.fault_names import COPY_STALE
+from fp8watch_server.detect.families.fault_why import EXPLAINED, numbers
 from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.modes.quantiser_fault.why_words import reason, remedy, stale_copy
 from fp8watch_server.detect.phrases import evidence, number, site_words, tile_words
 from fp8watch_server.detect.remedies import STOCK, TORCHAO, Fix, Place
 
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    kind = str(f.extra.get("why", ""))
+    if kind == COPY_STALE:
+        return _of_stale_copy(f, s)
+    because = reason(kind, numbers(f.extra))
     where = f"{site_words(s)}, {s.direction}" if s else "an operand"
     said, causes = [], []
     if nan := evidence(f, "num_nan_codes"):
@@ -37,6 +44,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     tiles = evidence(f, "num_checked_tiles")
     of = f" In {number(tiles)} sampled tiles" if tiles else " It was so in a full sample"
+    if because is not None:
+        explains = number(evidence(f, EXPLAINED))
+        causes = (
+            [f"{because[1]}. That explains {explains} % of what is wrong: {', '.join(said)}"] if said else [because[1]]
+        )
+        said = [because[0]]
     return (
         f"The quantiser of {where} is broken{': ' + said[0] if said else ''}{tile_words(f)}",
         f"What the {s.gemm if s else ''} GEMM reads of this operand is not the operand: {'; '.join(causes)}."
@@ -44,6 +57,15 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         if causes
         else f"What the {s.gemm if s else ''} GEMM reads of this operand was found not to be the operand.",
     )
+
+
+def _of_stale_copy(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
+    gemms = f.extra.get("gemms") or ([s.gemm] if s else [])
+    right = " and ".join(f.extra.get("right_gemms", []))
+    title, cause = stale_copy(
+        s.module if s else "a module", str(f.extra.get("direction")), "/".join(gemms), right, numbers(f.extra)
+    )
+    return title, f"{cause} It was found in step {f.step}; since when is not known."
 
 
 def fixes(p: Place) -> list[Fix]:
@@ -66,9 +88,11 @@ def fixes(p: Place) -> list[Fix]:
         p.backend,
         "Try another kernel: attach(backend='reference') quantises in plain torch. If that is right, the kernel is wrong.",
     )
+    known = remedy(str(p.extra.get("why", "")))
     return [
+        *([known] if known is not None else []),
         p.keep_out,
-        Fix("code", layout),
+        *([Fix("code", layout)] if known is None else []),
         Fix("code", version),
         Fix("code", another),
         Fix("code", "Report it with the table of `fp8watch check-gemm`, which repeats it outside of training."),

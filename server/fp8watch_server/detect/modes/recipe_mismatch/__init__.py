@@ -1,15 +1,15 @@
 """Recipe changed: mode 10, recipe-mismatch.
 
-`registry` asks `detector` when sites or sessions are registered, the engine `scale_history` at a resume; `training_setup` looks
+`registry` asks `detector` when sites or sessions are registered, the engine `scale_history` at a resume; `families.training_setup` looks
 at clipping and at causal attention in each step.
 """
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.training_setup import TrainingSetup
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.recipe_mismatch.training_setup import TrainingSetup
-from fp8watch_server.detect.modes.recipe_mismatch.words import fixes, words
+from fp8watch_server.detect.modes.recipe_mismatch.words import alternatives, fixes, words
 
 MODE = Mode(
     number=10,
@@ -26,4 +26,5 @@ MODE = Mode(
         ),
     ),
     detectors=(TrainingSetup,),
+    alternatives_of=alternatives,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.fault_why import IN_EFFECT
 from fp8watch_server.detect.finding import Finding, SiteFacts
+from fp8watch_server.detect.modes.recipe_mismatch import in_effect
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
@@ -19,6 +21,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     if f.extra.get("kind") in ("clipping", "sees-ahead"):
         return _of_training(f)
+    if f.extra.get("kind") == IN_EFFECT:
+        return in_effect.words(f, s)
     changes = f.extra.get("changes", [])
     fact, value, old, against = changes[0] if changes else ("recipe", None, None, "the step before")
     kept = {c[0]: c for c in changes}
@@ -92,6 +96,8 @@ def _of_training(f: Finding) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("kind") == IN_EFFECT:
+        return in_effect.fixes(p)
     if p.extra.get("kind") == "clipping":
         return [
             Fix("code", "Call clip_grad_norm_ between backward and optimizer.step, in each step, with the norm of before; look at what changed at that step or restart."),
@@ -156,3 +162,25 @@ def _back(name: str, value: object, old: object) -> str:
     if old == NOT_GIVEN:
         return f"Leave {name} out, as before."
     return f"Give {name} the value it had: {old}." if old not in (None, "") else f"Resolve: {value}."
+
+
+_ALTERNATIVES = {
+    "clipping": (
+        ("optimizer-divergence", "the gradient norm is above what it was clipped to, and loss or weights grow"),
+        ("bad-batch", "the norm leaped in one batch, and clipping goes on"),
+    ),
+    "sees-ahead": (
+        ("bad-batch", "the mask is as it was: the loss falls because the data are easier, or come again"),
+        ("scalar-shift", "another metric moved in that step: what changed in the configuration besides the mask"),
+    ),
+    IN_EFFECT: (
+        ("quantiser-fault", "the process has the declared setting: the kernel does not do what it is told"),
+        ("gradient-underflow", "the eps is the declared one, and gradients are smaller than the format holds"),
+        ("scale-rounding", "scales are of the declared kind, and rounded the wrong way"),
+    ),
+}
+
+
+def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
+    """What else it could be, of findings that are about no change of the recipe; None for those that are."""
+    return _ALTERNATIVES.get(str(f.extra.get("kind", "")))

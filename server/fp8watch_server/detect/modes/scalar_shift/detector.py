@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS
 from fp8watch_agent.experts import CHECKED_EXPERT, CHECKED_PRODUCT, NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
+from fp8watch_agent.fault_names import WHY
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.training_names import OPTIMIZER, SEES_AHEAD
 from fp8watch_server.detect.baseline import Baseline
@@ -45,6 +46,7 @@ OTHERS_DETECT = (
     NONFINITE_INPUT,
     OPTIMIZER,
     SEES_AHEAD,
+    WHY,
     *OF_BATCHES,
 )
 """Logged names that have a detector of their own."""

@@ -1,15 +1,15 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Three find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas, `optimizer_state`
+Three find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas, `families.optimizer_state`
 by moments that change while no optimizer runs.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.corruption import Corruption
+from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.silent_data_corruption.optimizer_state import OptimizerState
 from fp8watch_server.detect.modes.silent_data_corruption.words import fixes, words
 
 MODE = Mode(

@@ -1,4 +1,5 @@
-"""Moments that did not stand still between two steps of their optimizer: mode 15, silent-data-corruption.
+"""Moments that did not stand still between two steps of their optimizer: mode 15, silent-data-corruption; and second moments that are
+0, where Adam divides by them: mode 13, optimizer-divergence.
 
 Shapes:     tensors that changed, of those that were looked at, per step and rank -> at most one finding
 Thread:     detect worker
@@ -9,24 +10,36 @@ checkpoint was loaded, and that is no failure. Where it happens again and again,
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from fp8watch_agent.training_names import CHANGED, MOMENTS_CHANGED, MOMENTS_LOOKED, WEIGHTS_CHANGED
+from fp8watch_agent.training_names import (
+    CHANGED,
+    EPS,
+    MOMENTS_CHANGED,
+    MOMENTS_LOOKED,
+    SECOND_LOOKED,
+    SECOND_ZERO,
+    WEIGHTS_CHANGED,
+)
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 
 REPEAT_STEPS = 200
+ZERO_SHARE = 0.01
+"""Of second moments whose first moment is not 0: in float32 none is."""
 
 
 class OptimizerState(Detector):
     """What each rank says of its optimizer's moments."""
 
-    modes = ("silent-data-corruption",)
+    modes = ("silent-data-corruption", "optimizer-divergence")
     between_samples = True
 
     def __init__(self, num_sites: int = 0) -> None:
-        self._told = -1
+        self._told = self._told_zero = -1
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -36,10 +49,13 @@ class OptimizerState(Detector):
 
     def resume(self) -> None:
         """A new session has an optimizer of its own."""
-        self._told = -1
+        self._told = self._told_zero = -1
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
+        zeros = self._zeros(ctx)
+        if zeros is not None:
+            return zeros
         hit = [
             (view.rank, logs)
             for view in ctx.now.views
@@ -65,5 +81,33 @@ class OptimizerState(Detector):
             ctx.now.finding(
                 "silent-data-corruption", "warning", np.array(weights, dtype=np.int64), evidence, "shared", kind="moments", first=name, changed=changed,
                 looked=looked, rank=rank, not_before=ctx.now.step,
+            )
+        ]  # fmt: skip
+
+    def _zeros(self, ctx: Context) -> list[Finding] | None:
+        """Second moments that are 0; None where there are not many."""
+        hit = [
+            (view.rank, logs)
+            for view in ctx.now.views
+            if (logs := view.logs()).get(SECOND_ZERO, 0.0) > ZERO_SHARE * logs.get(SECOND_LOOKED, math.inf)
+        ]
+        if not hit:
+            return None
+        last, self._told_zero = self._told_zero, ctx.now.step
+        if last >= 0 and ctx.now.step - last < REPEAT_STEPS:
+            return []
+        rank, logs = hit[0]
+        share = 100 * logs[SECOND_ZERO] / logs[SECOND_LOOKED]
+        name = next((n.removeprefix(CHANGED) for n in logs if n.startswith(CHANGED)), "")
+        looked = f"% of {int(logs[SECOND_LOOKED])} looked at"
+        evidence = [Evidence("second_moments_zero", float(f"{share:.3g}"), 0, looked, ctx.now.step)]
+        if EPS in logs:
+            evidence.append(Evidence("eps", logs[EPS], None, "", None))
+        if name:
+            evidence.append(Evidence("first_of_them", name, None, "", ctx.now.step))
+        return [
+            ctx.now.finding(
+                "optimizer-divergence", "warning", np.array([], dtype=np.int64), evidence, "shared", kind="second-moments", rank=rank,
+                not_before=0 if last < 0 and not logs.get(MOMENTS_CHANGED) else ctx.now.step,
             )
         ]  # fmt: skip

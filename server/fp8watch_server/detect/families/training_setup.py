@@ -1,4 +1,5 @@
-"""How training is set up, seen to change while it runs: mode 10, recipe-mismatch.
+"""How training is set up, seen to change while it runs: mode 10, recipe-mismatch; and mode 13, where gradients leave what they
+were clipped to.
 
 Shapes:     what gradients are clipped to, attention modules that see ahead, per step -> findings of one step
 Thread:     detect worker
@@ -30,13 +31,15 @@ MAX_NAMED = 8
 class TrainingSetup(Detector):
     """Clipping, and who sees ahead."""
 
-    modes = ("recipe-mismatch",)
+    modes = ("recipe-mismatch", "optimizer-divergence")
     between_samples = True
 
     def __init__(self, num_sites: int = 0) -> None:
         self._usual, self._num_usual = math.nan, 0  # norm, steps in a row
         self._num_clipping = 0  # of them, whose gradients were larger
         self._now, self._num_now, self._since = math.nan, 0, -1  # another norm, NaN for none
+        self._lost, self._lost_since = math.nan, -1  # norm that gradients are clipped to no longer
+        self._largest = 0.0  # norm since they may not have been
         self._told_ahead = -1
 
     def grow(self, num_sites: int) -> None:
@@ -47,20 +50,43 @@ class TrainingSetup(Detector):
 
     def resume(self) -> None:
         """What was usual stays: a restart may lose it."""
-        self._num_now, self._told_ahead = 0, -1
+        self._num_now, self._told_ahead, self._largest = 0, -1, 0.0
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
         logs = ctx.now.logs
-        return [
-            f for f in (self._clipping(ctx, logs.get(CLIP_NORM, math.nan)), self._ahead(ctx, logs)) if f is not None
+        norm = logs.get(CLIP_NORM, math.nan)
+        clipping, beyond = self._clipping(ctx, norm), self._beyond(ctx, norm)
+        clipping = None if beyond is not None else clipping  # it says both
+        return [f for f in (clipping, beyond, self._ahead(ctx, logs)) if f is not None]
+
+    def _beyond(self, ctx: Context, norm: float) -> Finding | None:
+        """Gradients that are larger than what they were clipped to, since nothing clips them there."""
+        if norm <= self._lost:
+            self._lost = math.nan
+        size = ctx.now.scalar("grad_norm")
+        if size is not None and math.isfinite(size):
+            self._largest = max(self._largest, size)
+        if math.isnan(self._lost) or not self._largest > self._lost:
+            return None
+        lost, since, largest, self._lost = self._lost, self._lost_since, self._largest, math.nan
+        evidence = [
+            Evidence("grad_norm", float(f"{largest:.4g}"), float(f"{lost:.4g}"), "", since),
+            Evidence(
+                "clip_norm", "none" if math.isnan(norm) else float(f"{norm:.4g}"), float(f"{lost:.4g}"), "", since
+            ),
         ]
+        return ctx.now.finding(
+            "optimizer-divergence", "warning", np.array([], dtype=np.int64), evidence, "shared", kind="clipping-lost",
+            began=since, not_before=since,
+        )  # fmt: skip
 
     def _clipping(self, ctx: Context, norm: float) -> Finding | None:
         size = ctx.now.scalar("grad_norm")
         clips = size is not None and size > norm
         if norm == self._usual:
             self._num_usual, self._num_now = self._num_usual + 1, 0
+            self._largest = 0.0 if math.isnan(self._lost) else self._largest
             self._num_clipping += clips
             return None
         if self._num_usual < MIN_CLIPPED:  # nothing is usual yet
@@ -68,12 +94,15 @@ class TrainingSetup(Detector):
             return None
         if not self._num_now or not _same(norm, self._now):
             self._now, self._num_now, self._since = norm, 0, ctx.now.step
+            self._largest = 0.0
         self._num_now += 1
         if self._num_now < GONE_STEPS:
             return None
         usual, num, clipping = self._usual, self._num_usual, self._num_clipping
         self._usual, self._num_usual, self._num_clipping, self._num_now = norm, 0, 0, 0
         often = clipping > num // 10
+        if not norm < usual:
+            self._lost, self._lost_since = usual, self._since
         now = "none" if math.isnan(norm) else float(f"{norm:.4g}")
         evidence = [
             Evidence("clip_norm", now, float(f"{usual:.4g}"), "", self._since),
