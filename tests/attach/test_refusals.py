@@ -14,7 +14,7 @@ from fp8watch.recipe import blockwise, resolve_recipe
     ("arguments", "error", "says"),
     [
         ({"recipe": "int4"}, ValueError, "recipe='int4' is unknown"),
-        ({"recipe": "nvfp4"}, ValueError, "'delayed'"),
+        ({"recipe": "int4"}, ValueError, "'delayed'"),
         ({"recipe": 8}, TypeError, "recipe=8"),
         ({"collector": "localhost:8900"}, ValueError, "collector='localhost:8900'"),
         ({"collector": "ftp://x"}, ValueError, "http://"),
