@@ -11,10 +11,10 @@ OTHERS = f"{T}::test_while_a_run_is_refused_the_others_go_on[run-0-503]"
 RELAY = [
     Bug(
         "a relay turns to another collector",
-        "relay_forward:Forwarder._round",
-        "for at in order:",
-        "for at in order[:1]:",
-        f"{TURNS}[503]",
+        "relay_collectors:Collectors.order",
+        "key=lambda i: (i in self._away, i)",
+        "key=lambda i: i",
+        f"{TURNS}[hangs]",
     ),
     Bug(
         "a broken batch does not wait for a collector that hangs",
@@ -28,7 +28,7 @@ RELAY = [
         "relay_express:Express._settle",
         "job.asked[at] = True",
         "pass",
-        f"{TURNS}[503]",
+        f"{T}::test_who_refuses_a_broken_batch_is_not_waited_for",
     ),
     Bug(
         "a collector that is there again is used again",
@@ -52,11 +52,18 @@ RELAY = [
         OTHERS,
     ),
     Bug(
-        "who was held goes on when a batch of it is taken",
-        "relay_forward:Forwarder._release",
-        "was_held, refused_by = self.holds.release(entry.session)",
-        "was_held, refused_by = False, None",
+        "who is held is tried again",
+        "relay_holds:Holds.due",
+        "if hold.until <= now",
+        "if False",
         OTHERS,
+    ),
+    Bug(
+        "a request that was not answered in time is smaller the next time",
+        "relay_forward:Forwarder._round",
+        "lane.most = max(MIN_JOINED, lane.most // 2)",
+        "pass",
+        f"{T}::test_a_collector_that_is_slow_gets_smaller_requests",
     ),
     Bug(
         "a run whose database hangs is asked about once at a time",
@@ -75,8 +82,8 @@ RELAY = [
     Bug(
         "sessions that are refused leave room to the others",
         "relay_journals:Journals.append",
-        "if held else",
-        "if False else",
+        "room = int(self._max_bytes * ROOM_OF_HELD) if held else self._max_bytes",
+        "room = self._max_bytes",
         f"{T}::test_who_is_refused_leaves_room_and_files_to_the_others",
     ),
     Bug(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,7 +19,7 @@ class FakeCollector:
     """Listens until it is closed; `open_again` on the same port.
 
     `refused` has runs (or "run/rank") and the status that their batches and registrations get; `status` is that of every request,
-    `hangs` lets requests wait, `slow` has runs whose batches wait. `taken` has (run, rank, seq) as they were taken first, `repeated` counts those that came again.
+    `hangs` lets requests wait, `slow` has runs whose batches wait; a joined request waits `batch_s` for each batch. `taken` has (run, rank, seq) as they were taken first, `repeated` counts those that came again.
     """
 
     def __init__(self, store: FakeCollector | None = None) -> None:
@@ -26,6 +27,7 @@ class FakeCollector:
         self.status = 0
         self.hangs = False
         self.slow: set[str] = set()
+        self.batch_s = 0.0
         self._go_on = threading.Event()
         self._lock = threading.Lock() if store is None else store._lock
         self.store = self if store is None else store  # who has the database
@@ -65,6 +67,7 @@ class FakeCollector:
         """Let what hangs be answered."""
         self.hangs = False
         self.slow: set[str] = set()
+        self.batch_s = 0.0
         self._go_on.set()
         self._go_on = threading.Event()
 
@@ -81,7 +84,9 @@ class FakeCollector:
             return status, {}
         self.num_posts += 1
         if path == JOINED_PATH:
-            return 200, {"answers": [self._take(raw) for _, raw in split_bodies(body)]}
+            bodies = split_bodies(body)
+            time.sleep(self.batch_s * len(bodies))
+            return 200, {"answers": [self._take(raw) for _, raw in bodies]}
         one = self._take(body)
         return one["status"], one
 

@@ -135,6 +135,37 @@ def test_a_broken_batch_goes_to_a_collector_that_answers(
     assert relay.health()["refused"] == 0
 
 
+def test_who_refuses_a_broken_batch_is_not_waited_for(
+    tmp_path: Path,
+    collectors: list[FakeCollector],
+    relays: Callable[..., Relay],
+    agent_of: Callable[..., Agent],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_express, "HEDGE_S", 60.0)
+    first, second = collectors
+    relay = relays(tmp_path, first.url, second.url, join_s=60.0)
+    first.status = 503
+    agent_of(relay).send(SITES, [1], fields=BROKEN)
+    assert until(lambda: first.of("run-0") == [1], relay.health) < 1.5
+    assert second.num_posts == 1
+
+
+def test_a_collector_that_is_slow_gets_smaller_requests(
+    tmp_path: Path, collectors: list[FakeCollector], relays: Callable[..., Relay], agent_of: Callable[..., Agent]
+) -> None:
+    """One that would not answer a large one in time, and says that it is ready: it is not left, and not asked for the same again."""
+    first, second = collectors
+    relay = relays(tmp_path, first.url, second.url, join_s=1.0)
+    agent = agent_of(relay)
+    first.batch_s = second.batch_s = 0.15
+    for step in range(1, 33):
+        agent.send(SITES, [step])
+    until(lambda: relay.health()["waiting"] == 0, relay.health, 60)
+    assert first.of("run-0") == list(range(1, 33))
+    assert not relay.health()["away"]
+
+
 def test_what_one_collector_refuses_another_one_takes(
     tmp_path: Path, collectors: list[FakeCollector], relays: Callable[..., Relay], agent_of: Callable[..., Agent]
 ) -> None:
