@@ -60,6 +60,7 @@ class Collectors:
         if not urls:
             raise ValueError(f"collectors={urls!r}: a relay needs one; {ADDRESS}")
         self.urls = list(urls)
+        self.timeout_s = settings.request_timeout_s
         self._settings = settings
         self._lock = threading.Lock()
         self._away: dict[int, str] = {}  # those that did not answer, and what they did
@@ -77,7 +78,7 @@ class Collectors:
     def transports(self) -> list[Transport]:
         """A connection to each, for one thread."""
         s = self._settings
-        return [Transport(url, s.token, s.token_file, s.request_timeout_s) for url in self.urls]
+        return [Transport(url, s.token, s.token_file, self.timeout_s) for url in self.urls]
 
     def start(self) -> None:
         """Start the thread."""

@@ -167,14 +167,16 @@ class Forwarder:
         verdict, answer = ResponseMeaning.RETRY, Answer(0)
         for at in order:
             lane.uploader.transport = lane.transports[at]
+            began = time.monotonic()
             verdict, answer = self._some(lane, at, entries)
             if answer.status and answer.status < 500:
                 self._collectors.answered(at)
-                lane.most = min(MAX_JOINED, 2 * lane.most)
+                if time.monotonic() - began < self._collectors.timeout_s / 4:
+                    lane.most = min(MAX_JOINED, 2 * lane.most)
                 break
             if verdict is ResponseMeaning.ACKNOWLEDGED:
                 break
-            lane.most = max(MIN_JOINED, lane.most // 2)
+            lane.most = max(MIN_JOINED, min(lane.most, len(entries)) // 2)
             if not self._collectors.unanswered(at, answer):
                 break
         return verdict, answer

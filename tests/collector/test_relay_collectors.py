@@ -158,11 +158,11 @@ def test_a_collector_that_is_slow_gets_smaller_requests(
     first, second = collectors
     relay = relays(tmp_path, first.url, second.url, join_s=1.0)
     agent = agent_of(relay)
-    first.batch_s = second.batch_s = 0.15
-    for step in range(1, 33):
+    first.batch_s = second.batch_s = 0.3
+    for step in range(1, 25):
         agent.send(SITES, [step])
     until(lambda: relay.health()["waiting"] == 0, relay.health, 60)
-    assert first.of("run-0") == list(range(1, 33))
+    assert first.of("run-0") == list(range(1, 25))
     assert not relay.health()["away"]
 
 
