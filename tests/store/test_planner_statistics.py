@@ -45,7 +45,9 @@ def test_a_table_that_has_grown_fourfold_is_analysed_once(engine: sa.Engine) -> 
     with writing(engine) as conn:
         conn.execute(sa.text("SELECT pg_stat_force_next_flush()"))
         conn.execute(sa.update(t.session).values(last_seen_at=2.0))
-    found = PlannerStatistics(engine).renew()  # of other tables the server may still count what an earlier test left there
+    found = PlannerStatistics(
+        engine
+    ).renew()  # of other tables the server may still count what an earlier test left there
     assert found.count("session") == 1
     again = PlannerStatistics(engine)
     assert again.renew() == []
