@@ -1,7 +1,7 @@
 """`fp8watch relay`: takes the batches of a host's ranks, keeps them on disk, and sends them on together.
 
 Upstream:   fp8watch_agent.transport (HTTP)
-Downstream: fp8watch_agent.relay_journal
+Downstream: fp8watch_agent.relay_journals
 Shapes:     the collector's ingest interface -> the journal; an answer of 200 means written to disk
 Thread:     one a connection
 
@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from urllib.parse import unquote
 import msgspec
 
 from fp8watch_agent.batch import Kind
+from fp8watch_agent.relay_collectors import Collectors, read_collectors
 from fp8watch_agent.relay_express import Express
 from fp8watch_agent.relay_forward import Forwarder
-from fp8watch_agent.relay_journal import Journal
+from fp8watch_agent.relay_journals import Journals
 from fp8watch_agent.relay_sessions import Sessions
 from fp8watch_agent.settings import AgentSettings, read_token_file
-from fp8watch_agent.transport import SESSION_KEY, Transport
-from fp8watch_agent.uploader import Uploader
+from fp8watch_agent.transport import SESSION_KEY
+from fp8watch_agent.uploader import Told
 from fp8watch_agent.urgency import is_urgent
 from fp8watch_agent.wire import (
     BATCH_CONTENT_TYPE,
@@ -68,26 +69,24 @@ class Relay:
     """One relay: a folder, a listening server, and what forwards.
 
     Args:
-        settings: collector, token, folder.
+        settings: token, folder.
+        collectors: URLs, the preferred one first.
         max_bytes: of bodies that wait.
         join_s: how long the first batch of a request waits for others.
         port: to listen on; 0 takes any.
     """
 
-    def __init__(self, settings: AgentSettings, *, max_bytes: int, join_s: float, port: int = PORT) -> None:
-        if settings.collector is None:
-            raise ValueError("--collector=None: a relay needs a collector; give its URL, or set FP8WATCH_COLLECTOR")
+    def __init__(
+        self, settings: AgentSettings, collectors: Sequence[str], *, max_bytes: int, join_s: float, port: int = PORT
+    ) -> None:
         self.directory = settings.spool_dir / "relay"
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._settings = settings
-        self.journal = Journal(self.directory, max_bytes)
-        self.sessions = Sessions(self.directory, {e.session for e in self.journal.first(1 << 30, 1 << 62)})
-        ways = [
-            Uploader(Transport(settings.collector, settings.token, settings.token_file, settings.request_timeout_s))
-            for _ in range(2)
-        ]
-        self.forwarder = Forwarder(self.journal, self.sessions, ways[0], self.directory, join_s)
-        self.express = Express(self.journal, self.sessions, ways[1])
+        self.journals = Journals(self.directory, max_bytes)
+        self.sessions = Sessions(self.directory, self.journals.sessions)
+        self.collectors, told = Collectors(settings, collectors), Told()
+        self.forwarder = Forwarder(self.journals, self.sessions, self.collectors, told, self.directory, join_s)
+        self.express = Express(self.journals, self.sessions, self.collectors, told)
         self.num_taken = 0
         relay = self
 
@@ -104,8 +103,9 @@ class Relay:
 
     def start(self) -> None:
         """Listen and forward."""
-        self.forwarder.start()
+        self.collectors.start()
         self.express.start()
+        self.forwarder.start()
         self._serving.start()
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -114,7 +114,8 @@ class Relay:
         self.server.server_close()
         self.express.stop()
         self.forwarder.stop(timeout_s)
-        self.journal.close()
+        self.collectors.stop()
+        self.journals.close()
 
     def admits(self, given: str) -> bool:
         """Whether an Authorization header is that of the relay's own token; without one anybody on this host may send."""
@@ -162,7 +163,8 @@ class Relay:
             raise _Refused(424, "unknown-session", "register run, session and sites, and send the same again")
         if known.session.key != key:
             raise _Refused(403, "session-key", "the session was registered with another key")
-        entry = self.journal.append(kind, session, seq, amount, body)
+        held = session in self.forwarder.holds
+        entry = self.journals.append(kind, session, seq, amount, body, urgent=urgent, held=held)
         if urgent:
             self.express.add(entry)
         self.num_taken += 1
@@ -179,9 +181,11 @@ class Relay:
             "refused": f.num_refused,
             "requests": f.num_requests,
             "express": self.express.num_delivered,
-            "waiting": self.journal.num_waiting,
-            "waiting_bytes": self.journal.num_bytes,
-            "damaged_bytes": self.journal.num_damaged_bytes,
+            "waiting": self.journals.num_waiting,
+            "waiting_bytes": self.journals.num_bytes,
+            "damaged_bytes": self.journals.num_damaged_bytes,
+            "held_sessions": len(f.holds),
+            "away": self.collectors.away(),
             "problem": f.problem,
         }
 
@@ -293,7 +297,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fp8watch relay", description="Take the batches of this host's ranks, and send them on together."
     )
-    parser.add_argument("--collector", help="URL of the collector (FP8WATCH_COLLECTOR)")
+    parser.add_argument(
+        "--collector", help="URLs of collectors, separated by commas, the preferred one first (FP8WATCH_COLLECTOR)"
+    )
     parser.add_argument("--spool-dir", help="folder; what waits lies in relay/ (FP8WATCH_SPOOL_DIR)")
     parser.add_argument("--port", type=int, default=PORT, help=f"TCP port on 127.0.0.1; 0 takes any ({PORT})")
     parser.add_argument("--join", type=float, default=0.5, metavar="S", help="wait for other ranks so long (0.5)")
@@ -305,12 +311,19 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--join={args.join}: must be from 0 to 10; give seconds, such as 0.5")
         if args.max_mib < 32:
             raise ValueError(f"--max-mib={args.max_mib}: must be 32 or more; give mebibytes, such as 1024")
-        settings = AgentSettings.from_environ(spool_dir=args.spool_dir, collector=args.collector)
+        environ = dict(os.environ)
+        text, source = environ.pop("FP8WATCH_COLLECTOR", ""), "FP8WATCH_COLLECTOR"
+        if args.collector is not None:
+            text, source = args.collector, "--collector"
+        if not text:
+            raise ValueError("--collector=None: a relay needs a collector; give its URL, or set FP8WATCH_COLLECTOR")
+        collectors = read_collectors(text, source)
+        settings = AgentSettings.from_environ(environ, spool_dir=args.spool_dir)
         with _locked(settings.spool_dir / "relay") as ours:
             if not ours:
                 print(f"another `fp8watch relay` is at work in {settings.spool_dir}", file=sys.stderr)
                 return 1
-            relay = Relay(settings, max_bytes=args.max_mib << 20, join_s=args.join, port=args.port)
+            relay = Relay(settings, collectors, max_bytes=args.max_mib << 20, join_s=args.join, port=args.port)
             return _serve(relay)
     except (ValueError, OSError) as e:
         print(f"fp8watch relay: {e}", file=sys.stderr)
@@ -322,10 +335,10 @@ def _serve(relay: Relay) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     relay.start()
-    print(f"fp8watch relay on {relay.url} ({relay.journal.num_waiting} bodies wait)", flush=True)
+    print(f"fp8watch relay on {relay.url} ({relay.journals.num_waiting} bodies wait)", flush=True)
     stop.wait()
     relay.stop()
-    left = relay.journal.num_waiting
+    left = relay.journals.num_waiting
     if left:
         print(f"{left} bodies wait in {relay.directory}: they are sent when the relay is started again", flush=True)
     return 1 if left else 0

@@ -1,9 +1,7 @@
-"""What a relay has taken and the collector has not acknowledged yet: files on disk, written before anything is answered.
+"""What a relay has taken of one session and no collector has acknowledged yet: files on disk, written before it is answered.
 
-Upstream:   fp8watch_agent.relay
-Downstream: fp8watch_agent.relay_forward, fp8watch_agent.relay_express
-Shapes:     bodies with their session -> frames in numbered files; a position up to which they were delivered
-Thread:     any number append, one reads
+Shapes:     bodies of a session -> frames in numbered files; a position up to which they were delivered
+Thread:     any number append, one advances
 
 Each frame has a CRC over its header and one over its payload. A file that was cut or damaged is read as far as it is
 intact. The position is written after delivery: what a crash makes the relay send twice has the same key and the same bytes.
@@ -15,22 +13,33 @@ import contextlib
 import os
 import struct
 import threading
+import time
 import zlib
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 SUFFIX = ".relay"
 POSITION = "delivered"
-FILE_BYTES = 16 << 20
+FILE_BYTES = 1 << 20
+DRAINED_BYTES = 256 << 10
+"""A file of which nothing waits is given up from this size on."""
 _MAGIC = b"FP8R"
-_HEAD = struct.Struct("<4sBBHQIII")  # magic, version, kind, bytes of the session, seq, amount, bytes of the body, CRC
+_FIRST_HEAD = "<4sBBHQIII"  # magic, version, kind, bytes of the session, seq, amount, bytes of the body, CRC
+_HEADS = {1: struct.Struct(_FIRST_HEAD), 2: struct.Struct(_FIRST_HEAD + "d")}  # from 2 on: when it was taken
+VERSION = 2
+_URGENT = 0x80
+"""Bit of the kind, from version 2 on."""
 _HEAD_CRC = struct.Struct("<I")
-HEAD_BYTES = _HEAD.size + _HEAD_CRC.size
 
 
 class Full(OSError):
     """The journal has no room: nothing was taken."""
+
+
+class Closed(Exception):
+    """The journal was closed: nothing was taken."""
 
 
 class DamagedEntry(Exception):
@@ -39,7 +48,7 @@ class DamagedEntry(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """A body that waits. `file`, `at` and `num_bytes` say where its frame lies."""
+    """A body that waits. `file`, `at` and `num_bytes` say where its frame lies, `body_at` where the body begins in it."""
 
     kind: int
     session: str
@@ -48,30 +57,34 @@ class Entry:
     file: int
     at: int
     num_bytes: int
+    body_at: int
+    taken_at: float  # seconds since 1970; 0: an earlier relay did not write it
+    urgent: bool
 
 
 class Journal:
-    """The folder of a relay.
+    """A folder. Its first file is made when something is taken.
 
     Args:
         directory: exists.
-        max_bytes: of all files; beyond it `append` raises Full.
+        max_bytes: of what waits; beyond it `append` raises Full. The files may have FILE_BYTES more.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._more = threading.Condition(self._lock)
         self._waiting: deque[Entry] = deque()
         self._sizes: dict[int, int] = {}
         self._fd = -1
         self._written = self._synced = 0
+        self._closed = False
         self.num_damaged_bytes = 0
         done_file = self._read_all()
-        self._open(max(self._sizes, default=done_file) + 1)
+        self._num_bytes = sum(entry.num_bytes for entry in self._waiting)
+        self._file = max(self._sizes, default=done_file)  # the last one; the next is opened to write
         if not self._waiting:
-            self._forget(self._file)
+            self._forget(self._file + 1)
 
     def _path(self, file: int) -> Path:
         return self._directory / f"{file:08d}{SUFFIX}"
@@ -130,25 +143,31 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
-        with self._lock:
-            return sum(self._sizes.values())
+        """Of what waits."""
+        return self._num_bytes
 
-    def append(self, kind: int, session: str, seq: int, amount: int, body: bytes) -> Entry:
+    def append(self, kind: int, session: str, seq: int, amount: int, body: bytes, *, urgent: bool = False) -> Entry:
         """Write a body, and return its entry when it is on disk.
 
         Raises:
             OSError: it is not; Full where there is no room.
+            Closed: the journal was closed.
         """
-        name = session.encode()
+        name, now = session.encode(), time.time()
         payload = name + body
-        head = _HEAD.pack(_MAGIC, 1, kind, len(name), seq, amount, len(body), zlib.crc32(payload))
+        marked = kind | (_URGENT if urgent else 0)
+        fields = (VERSION, marked, len(name), seq, amount, len(body), zlib.crc32(payload), now)
+        head = _HEADS[VERSION].pack(_MAGIC, *fields)
         raw = head + _HEAD_CRC.pack(zlib.crc32(head)) + payload
         with self._lock:
-            if self._sizes[self._file] >= FILE_BYTES:
+            if self._closed:
+                raise Closed(str(self._directory))
+            if self._fd < 0:
+                self._open(self._file + 1)
+            elif self._sizes[self._file] >= FILE_BYTES:
                 self._sync()
                 self._open(self._file + 1)
-            if sum(self._sizes.values()) + len(raw) > self._max_bytes:
+            if self._num_bytes + len(raw) > self._max_bytes:
                 raise Full(f"{self._max_bytes} bytes wait already")
             at = self._sizes[self._file]
             written = 0
@@ -161,17 +180,19 @@ class Journal:
             self._sizes[self._file] = at + len(raw)
             self._written += len(raw)
             mine = self._written
-            entry = Entry(kind, session, seq, amount, self._file, at, len(raw))
+            body_at = len(raw) - len(body)
+            entry = Entry(kind, session, seq, amount, self._file, at, len(raw), body_at, now, urgent)
             self._waiting.append(entry)
-            self._more.notify_all()
+            self._num_bytes += len(raw)
         with self._sync_lock:  # one fsync for all that were written while the last one went on
             if self._synced < mine:
                 with self._lock:
-                    fd, upto = os.dup(self._fd), self._written
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                    fd, upto = os.dup(self._fd) if self._fd >= 0 else -1, self._written
+                if fd >= 0:  # else all of it has been delivered meanwhile
+                    try:
+                        os.fsync(fd)
+                    finally:
+                        os.close(fd)
                 self._synced = max(self._synced, upto)
         return entry
 
@@ -179,22 +200,15 @@ class Journal:
         os.fsync(self._fd)
         self._synced = self._written
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something waits to be delivered."""
-        with self._more:
-            return bool(self._waiting) or self._more.wait_for(lambda: bool(self._waiting), timeout_s)
-
-    def first(self, max_entries: int, max_bytes: int) -> list[Entry]:
-        """The oldest entries; at least one where there is any."""
-        out: list[Entry] = []
-        size = 0
+    def first(self, max_entries: int) -> list[Entry]:
+        """The oldest entries."""
         with self._lock:
-            for entry in self._waiting:
-                if out and (len(out) >= max_entries or size + entry.num_bytes > max_bytes):
-                    break
-                out.append(entry)
-                size += entry.num_bytes
-        return out
+            return list(islice(self._waiting, max_entries))
+
+    def urgent(self) -> list[Entry]:
+        """The broken batches that wait."""
+        with self._lock:
+            return [entry for entry in self._waiting if entry.urgent]
 
     def waits(self, entry: Entry) -> bool:
         """Whether an entry is not delivered yet."""
@@ -215,22 +229,36 @@ class Journal:
             raw = b""
         if _entry_at(raw, entry.file, 0) is None:
             raise DamagedEntry(f"{self._path(entry.file)}: damaged at {entry.at}")
-        return raw[HEAD_BYTES + len(entry.session.encode()) :]
+        return raw[entry.body_at :]
 
-    def advance(self, num_entries: int) -> None:
-        """The oldest entries are delivered, or given up."""
+    def advance(self, last: Entry) -> None:
+        """The entries up to this one are delivered, or given up."""
         with self._lock:
-            for _ in range(num_entries):
-                last = self._waiting.popleft()
+            place = (last.file, last.at)
+            while self._waiting and (self._waiting[0].file, self._waiting[0].at) <= place:
+                self._num_bytes -= self._waiting.popleft().num_bytes
             done = (last.file, last.at + last.num_bytes)
             part = self._directory / f"{POSITION}.new"
             part.write_text(f"{done[0]} {done[1]}")
             os.replace(part, self._directory / POSITION)
+            if not self._waiting and self._fd >= 0 and self._sizes[self._file] >= DRAINED_BYTES:
+                os.close(self._fd)
+                self._fd = -1
+                self._forget(self._file + 1)
             self._forget(self._waiting[0].file if self._waiting else self._file)
+
+    def close_drained(self) -> bool:
+        """Close it if nothing waits: nothing more is taken then, and its files may go."""
+        with self._lock:
+            self._closed = not self._waiting
+        if self._closed:
+            self.close()
+        return self._closed
 
     def close(self) -> None:
         """Close the file; what waits is found again."""
         with self._lock:
+            self._closed = True
             if self._fd >= 0:
                 with contextlib.suppress(OSError):
                     os.fsync(self._fd)
@@ -239,14 +267,18 @@ class Journal:
 
 
 def _entry_at(raw: bytes, file: int, at: int) -> Entry | None:
-    if at + HEAD_BYTES > len(raw):
+    layout = _HEADS.get(raw[at + 4]) if at + 4 < len(raw) else None
+    if layout is None or at + layout.size + _HEAD_CRC.size > len(raw):
         return None
-    magic, version, kind, name, seq, amount, length, crc = _HEAD.unpack_from(raw, at)
-    (head_crc,) = _HEAD_CRC.unpack_from(raw, at + _HEAD.size)
-    if magic != _MAGIC or version != 1 or zlib.crc32(raw[at : at + _HEAD.size]) != head_crc:
+    magic, version, kind, name, seq, amount, length, crc, *rest = layout.unpack_from(raw, at)
+    (head_crc,) = _HEAD_CRC.unpack_from(raw, at + layout.size)
+    if magic != _MAGIC or zlib.crc32(raw[at : at + layout.size]) != head_crc:
         return None
-    start = at + HEAD_BYTES
-    payload = raw[start : start + name + length]
+    head = layout.size + _HEAD_CRC.size
+    payload = raw[at + head : at + head + name + length]
     if len(payload) != name + length or zlib.crc32(payload) != crc:
         return None
-    return Entry(kind, payload[:name].decode(), seq, amount, file, at, HEAD_BYTES + name + length)
+    urgent = version > 1 and bool(kind & _URGENT)
+    session, taken_at = payload[:name].decode(), rest[0] if rest else 0.0
+    num_bytes = head + name + length
+    return Entry(kind & ~_URGENT, session, seq, amount, file, at, num_bytes, head + name, taken_at, urgent)

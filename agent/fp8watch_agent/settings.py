@@ -29,6 +29,8 @@ ADDRESS = "give the address of `fp8watch serve`, such as http://127.0.0.1:8420"
 
 def _collector(text: str) -> str:
     value = text.strip().rstrip("/")
+    if "," in value and "://" in value.partition(",")[2]:
+        raise ValueError("must be one URL; give several to fp8watch relay, and the relay's address here")
     try:
         parts = urlsplit(value)
         port = parts.port

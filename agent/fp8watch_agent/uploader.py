@@ -57,19 +57,30 @@ class Receipt:
             self.captures = other.captures
 
 
+@dataclass
+class Told:
+    """What a database has been told. Several threads may share it: at worst the same is said twice."""
+
+    known: dict[str, int] = field(default_factory=dict)  # session -> number of registrations that it has
+    versions: dict[str, int] = field(default_factory=dict)  # session -> version of its facts that it has
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)  # run -> its facts that it has
+    sites: dict[str, dict[int, Site]] = field(default_factory=dict)  # run -> its sites that it has
+    halved: set[tuple[str, int]] = field(default_factory=set)  # (session, seq) of bodies that were found too large
+
+
 class Uploader:
-    """Connection to one collector, for any number of sessions.
+    """Connection to one collector at a time, for any number of sessions.
 
     What a session says of its run and of sites is not said again by another session of the run: the ranks of a host say the same.
+
+    Args:
+        transport: may be replaced by one to another collector of the same database.
+        told: by others to the same database.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, told: Told | None = None) -> None:
         self.transport = transport
-        self._known: dict[str, int] = {}  # session -> number of registrations that the collector has
-        self._versions: dict[str, int] = {}  # session -> version of its facts that the collector has
-        self._told_runs: dict[str, dict[str, Any]] = {}  # run -> its facts that the collector has
-        self._told_sites: dict[str, dict[int, Site]] = {}  # run -> its sites that the collector has
-        self._halved: set[tuple[str, int]] = set()  # (session, seq) of bodies that were found too large
+        self._told = Told() if told is None else told
         self.refused_registrations: list[Answer] = []
 
     def register(self, registration: Registration) -> Answer | None:
@@ -77,26 +88,26 @@ class Uploader:
         version, session = registration.version, registration.session
         run = f"/v1/runs/{quote(session.run_id, safe='')}"
         of_session = f"{run}/sessions/{quote(session.session, safe='')}"
-        start = self._known.get(session.session, -1)
+        start = self._told.known.get(session.session, -1)
         if start < 0:
             facts = session.run_facts()
-            if self._told_runs.get(session.run_id) != facts:
+            if self._told.runs.get(session.run_id) != facts:
                 failed = self._put(run, facts, session.key)
                 if failed is not None:
                     return failed
-                self._told_runs[session.run_id] = facts
+                self._told.runs[session.run_id] = facts
             failed = self._put(of_session, session.session_facts(), session.key)
             if failed is not None:
                 return failed
-            start = self._known[session.session] = 0
-            self._versions[session.session] = version
-        elif self._versions.get(session.session, version) != version:
+            start = self._told.known[session.session] = 0
+            self._told.versions[session.session] = version
+        elif self._told.versions.get(session.session, version) != version:
             failed = self._put(of_session, session.session_facts(), session.key)
             if failed is not None:
                 return failed
-            self._versions[session.session] = version
+            self._told.versions[session.session] = version
         count = len(registration)
-        told = self._told_sites.setdefault(session.run_id, {})
+        told = self._told.sites.setdefault(session.run_id, {})
         sites = [s for s in registration.sites(start) if told.get(s.id) != s] if count > start else []
         for at in range(0, len(sites), SITES_PER_REQUEST):
             part = sites[at : at + SITES_PER_REQUEST]
@@ -105,14 +116,14 @@ class Uploader:
             if failed is not None:
                 return failed
             told.update({site.id: site for site in part})
-        self._known[session.session] = count
+        self._told.known[session.session] = count
         return None
 
     def forget(self, session: Session) -> None:
         """The collector does not know something of this session: the next registration says everything."""
-        self._known.pop(session.session, None)
-        self._told_runs.pop(session.run_id, None)
-        self._told_sites.pop(session.run_id, None)
+        self._told.known.pop(session.session, None)
+        self._told.runs.pop(session.run_id, None)
+        self._told.sites.pop(session.run_id, None)
 
     def _put(self, path: str, value: object, key: str) -> Answer | None:
         answer = self.transport.put(path, value, key)
@@ -130,7 +141,7 @@ class Uploader:
         Args:
             rekey: whether it goes under another key where somebody else's body has its own.
         """
-        if (registration.session.session, parcel.seq) in self._halved:
+        if (registration.session.session, parcel.seq) in self._told.halved:
             halves = split(parcel)
             if halves is not None:  # one half may be stored already: the whole would store it again under another key
                 return self._send_halves(parcel, halves, registration, Answer(413))
@@ -170,7 +181,7 @@ class Uploader:
         if verdict is ResponseMeaning.SPLIT:
             halves = split(parcel)
             if halves is not None:
-                self._halved.add((registration.session.session, parcel.seq))
+                self._told.halved.add((registration.session.session, parcel.seq))
                 return self._send_halves(parcel, halves, registration, answer)
             verdict = ResponseMeaning.REFUSED
         if verdict is ResponseMeaning.REFUSED:
@@ -189,7 +200,7 @@ class Uploader:
                 return receipt  # the parent is retried as a whole, and splits into the same halves
             whole.merge(receipt)
             whole.answer = receipt.answer
-        self._halved.discard((registration.session.session, parcel.seq))
+        self._told.halved.discard((registration.session.session, parcel.seq))
         return whole
 
 

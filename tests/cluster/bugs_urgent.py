@@ -117,9 +117,9 @@ URGENT = [
     ),
     Bug(
         "a relay that is started again sends broken batches first",
-        "relay_express:Express._looked_at",
-        "return (_Waiting(entry, time.monotonic()),)",
-        "return ()",
+        "relay_express:Express.__init__",
+        "            self._add(entry)\n",
+        "            pass\n",
         R,
     ),
     Bug(
@@ -138,9 +138,9 @@ URGENT = [
     ),
     Bug(
         "what a relay takes goes before what an earlier one has left",
-        "relay_express:Express._run",
-        "if news is not None:",
-        "if news is not None and not unlooked:",
-        "tests/collector/test_relay.py::test_a_new_broken_batch_goes_before_those_of_an_earlier_relay",
+        "relay_express:Express._take",
+        "for job in reversed(self._jobs):",
+        "for job in self._jobs:",
+        "tests/collector/test_relay_collectors.py::test_a_relay_that_starts_again_sends_the_newest_broken_batch_first",
     ),
 ]

@@ -56,6 +56,8 @@ class Failures:
             number = 1
             while not self._stop.wait(self._every_s):
                 self._send(agent, 2, BROKEN)
+                if str(agent.client.base_url).rstrip("/") == self._urls[-1]:
+                    self.relayed.add(agent.run)
                 self.at[agent.run] = time.time()
                 agent.client.close()
                 agent = self._prepared(number)

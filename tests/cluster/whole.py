@@ -71,7 +71,7 @@ class Whole:
 
     @property
     def relay_url(self) -> str:
-        """Of the relay, which sends to the first collector."""
+        """Of the relay, which knows both collectors."""
         return f"http://127.0.0.1:{self._relay_port}"
 
     def __enter__(self) -> Whole:
@@ -109,7 +109,7 @@ class Whole:
     def _start_relay(self) -> None:
         if self._relay is not None:
             self._relay.kill()
-        command = [sys.executable, "-m", "fp8watch_agent.relay", "--collector", self.urls[0]]
+        command = [sys.executable, "-m", "fp8watch_agent.relay", "--collector", ",".join(self.urls)]
         command += ["--port", str(self._relay_port), "--spool-dir", str(self._folder / "relay")]
         self._relay = Serving(self._folder, command=command).start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collector.bugs_export import EXPORT
 from collector.bugs_limits import EDGE
 from collector.bugs_quotas import QUOTAS
+from collector.bugs_relay import RELAY
 from collector.bugs_runs import RUNS
 from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
@@ -276,4 +277,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *EXPORT]
+BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *EXPORT]

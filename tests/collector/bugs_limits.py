@@ -252,7 +252,7 @@ LOGS = [
     Bug(
         "the ranks of a host say of their sites again when the run was deleted",
         "uploader:Uploader.forget",
-        "        self._told_sites.pop(session.run_id, None)\n",
+        "        self._told.sites.pop(session.run_id, None)\n",
         "        pass\n",
         "tests/load/test_fleet.py::test_ranks_of_a_host_say_of_their_run_and_sites_once_and_again_when_it_was_deleted",
     ),

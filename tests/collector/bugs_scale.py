@@ -18,7 +18,7 @@ SCALE = [
     Bug(
         "a relay answers when a body is on disk",
         "relay:Relay.post",
-        "entry = self.journal.append(kind, session, seq, amount, body)",
+        "entry = self.journals.append(kind, session, seq, amount, body, urgent=urgent, held=held)",
         "entry, urgent = None, False",
         f"{C}::test_what_was_answered_outlives_the_relay_and_the_collector",
     ),

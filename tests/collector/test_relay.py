@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from collector.kit import Agent, Serving
 from fp8watch_agent import joined
 from fp8watch_agent.batch import Kind
 from fp8watch_agent.relay import Relay
-from fp8watch_agent.relay_express import Express
 from fp8watch_agent.relay_journal import SUFFIX, Full, Journal
 from fp8watch_agent.settings import AgentSettings
 from fp8watch_agent.transport import SESSION_KEY
@@ -51,16 +49,16 @@ def collecting(tmp_path: Path, database_url: str) -> Iterator[Serving]:
         serving.kill()
 
 
-def relay_at(folder: Path, collector: str, **given: Any) -> Relay:
-    settings = AgentSettings(collector=collector, spool_dir=folder, token=given.pop("token", None))
-    made = Relay(settings, **{"max_bytes": 64 * MIB, "join_s": 0.0, "port": 0, **given})
+def relay_at(folder: Path, *collectors: str, **given: Any) -> Relay:
+    settings = AgentSettings(spool_dir=folder, token=given.pop("token", None))
+    made = Relay(settings, collectors, **{"max_bytes": 64 * MIB, "join_s": 0.0, "port": 0, **given})
     made.start()
     return made
 
 
 def delivered(relay: Relay, timeout_s: float = 20.0) -> None:
     until = time.monotonic() + timeout_s
-    while relay.journal.num_waiting:
+    while relay.journals.num_waiting:
         assert time.monotonic() < until, relay.health()
         time.sleep(0.01)
 
@@ -129,44 +127,6 @@ def test_a_broken_batch_waits_for_no_other(tmp_path: Path, database_url: str, st
         assert (second.health()["delivered"], second.health()["refused"]) == (4, 0)
 
 
-def test_a_new_broken_batch_goes_before_those_of_an_earlier_relay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of those the newest first; what is not taken is tried again, and holds up nobody."""
-    tried: list[int] = []
-    begun, held = threading.Event(), threading.Event()
-
-    def is_done(self: Express, one: Any) -> bool:
-        tried.append(one.entry.seq)
-        begun.set()
-        held.wait(20)
-        return tried.count(one.entry.seq) > 1
-
-    monkeypatch.setattr(Express, "_is_done", is_done)
-    held.set()
-    first = relay_at(tmp_path, NOWHERE, join_s=60.0)
-    ((agent, client),) = ranks(first, 1)
-    for step in (1, 2, 3):
-        agent.send(SITES, [step], fields={"num_nan": 3})
-    client.close()
-    first.stop(0)
-    for event in (begun, held):
-        event.clear()
-    tried.clear()
-    second = relay_at(tmp_path, NOWHERE, join_s=60.0)
-    assert begun.wait(20)
-    with httpx.Client(base_url=second.url, trust_env=False, headers={SESSION_KEY: "key0"}) as client:
-        agent.client = client
-        agent.send(SITES, [4], fields={"num_nan": 3})
-    held.set()
-    until = time.monotonic() + 20
-    while len(tried) < 8 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert tried[:4] == [3, 4, 2, 1]
-    assert sorted(tried[4:]) == [1, 2, 3, 4]
-    second.stop(0)
-
-
 def test_each_session_shows_its_key_and_each_client_the_token(tmp_path: Path) -> None:
     relay = relay_at(tmp_path, NOWHERE, token="fp8w_" + "a" * 40)
     with httpx.Client(base_url=relay.url, trust_env=False) as nobody:
@@ -193,7 +153,7 @@ def test_without_room_nothing_is_answered_for(tmp_path: Path) -> None:
             journal.append(Kind.BATCH, "a" * 32, seq, 1, bytes(9_000))
             taken += 1
     assert journal.num_waiting == taken > 10
-    journal.advance(taken)
+    journal.advance(journal.first(99)[-1])
     journal.close()
 
 
@@ -201,8 +161,8 @@ def test_a_journal_that_was_cut_or_damaged_is_read_as_far_as_it_is_intact(tmp_pa
     journal = Journal(tmp_path, MIB)
     for seq in range(9):
         journal.append(Kind.BATCH, "a" * 32, seq, 1, bytes([seq]) * 50)
-    entries = journal.first(99, MIB)
-    journal.advance(2)
+    entries = journal.first(99)
+    journal.advance(entries[1])
     journal.close()
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     whole = path.read_bytes()
@@ -215,8 +175,8 @@ def test_a_journal_that_was_cut_or_damaged_is_read_as_far_as_it_is_intact(tmp_pa
         path.write_bytes(raw[:cut])
         want = [e.seq for e in entries[2:] if e.at + e.num_bytes <= cut and not e.at <= at < e.at + e.num_bytes]
         again = Journal(tmp_path, MIB)
-        assert [e.seq for e in again.first(99, MIB)] == want, (at, cut)
-        assert [again.body(e) for e in again.first(99, MIB)] == [bytes([seq]) * 50 for seq in want]
+        assert [e.seq for e in again.first(99)] == want, (at, cut)
+        assert [again.body(e) for e in again.first(99)] == [bytes([seq]) * 50 for seq in want]
         again.close()
         for other in tmp_path.glob(f"*{SUFFIX}"):
             if other != path:
