@@ -53,3 +53,10 @@ def test_other_sites_under_one_setting_are_one_incident(store) -> None:
     put(store, found(store, "recipe-mismatch", 80, **EPS))
     put(store, found(store, "quantiser-fault", 82, OTHER))
     assert modes(store) == ["recipe-mismatch"]
+
+
+@pytest.mark.parametrize("other", [{"operands": ["weight"]}, ROLLED], ids=["operand", "cause"])
+def test_another_fault_is_told_beside_a_setting_that_is_in_effect(store, other) -> None:
+    put(store, found(store, "recipe-mismatch", 80, **EPS))
+    put(store, found(store, "quantiser-fault", 82, OTHER, **other))
+    assert sorted(modes(store)) == ["quantiser-fault", "recipe-mismatch"]

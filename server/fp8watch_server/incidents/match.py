@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.precedence import (
     GLOBAL_ROOTS,
+    IN_EFFECT,
     NONFINITE_MODES,
     PRECURSORS,
     SAME_PARENT,
@@ -117,6 +118,8 @@ def root_of(
     for i in incidents:
         if not explains(i.cause, finding.kind) or not _related(i, finding, sites, i.row["mode"], window_steps):
             continue
+        if i.cause == IN_EFFECT and finding.mode == "quantiser-fault" and not _may_be_set_so(i, finding, sites):
+            continue
         begins = i.row["first_step"] if i.earliest is None else i.earliest
         if begins <= finding.latest(_window(i, finding, window_steps)):
             return i
@@ -146,6 +149,13 @@ def explained_by(
         if finding.earliest(window) <= latest(i.cause, i.row["first_step"], window):
             return i
     return None
+
+
+def _may_be_set_so(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
+    """Whether wrong codes may be those of a setting that is in effect: settings are of an operand, whatever its module; what
+    has a cause of its own is another fault."""
+    operands = {sites[s].operand for s in i.row["sites"][:1] if s in sites}
+    return not finding.extra.get("why") and (not operands or set(finding.extra.get("operands", ())) <= operands)
 
 
 def _accounts_for(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
