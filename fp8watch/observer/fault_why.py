@@ -40,12 +40,14 @@ class FaultWhy:
     """Row -> scale_inv of the step before, where it is held."""
     update_of: Callable[[int], Tensor | None] = _unknown
     """Row -> how far one update moved the weight of its module, mean over mean of magnitudes, []."""
+    late: bool = False
+    """The device is read late: sites are asked where they are wrong again."""
     spent_s: float = 0.0  # by asking: not of the turns in which it was asked
     found: dict[int, Why] = field(default_factory=dict)  # row -> what explains it
     _asked: dict[int, int] = field(default_factory=dict)  # row -> step
     _armed: set[int] = field(default_factory=set)
-    _on_the_way: dict[str, Tensor] = field(default_factory=dict)  # what the step that runs has asked
-    _kinds: dict[str, tuple[int, int, str, str]] = field(default_factory=dict)  # name -> row, place, kind, number
+    on_the_way: dict[str, Tensor] = field(default_factory=dict)  # what the step that runs has asked
+    kinds: dict[str, tuple[int, int, str, str]] = field(default_factory=dict)  # name -> row, place, kind, number
 
     def due(self, row: int, step: int, bad: Tensor | None) -> bool:
         """Whether to ask, in a look at a row.
@@ -80,18 +82,18 @@ class FaultWhy:
                 if isinstance(value, float):
                     value = guess.share.new_full((), value)
                 name = f"{WHY}{row}/{place}/{number}"
-                self._on_the_way[name], self._kinds[name] = value, (row, place, guess.kind, number)
+                self.on_the_way[name], self.kinds[name] = value, (row, place, guess.kind, number)
 
     def take(self) -> dict[str, Tensor]:
         """What the step that ends has asked on a device, to be copied with its scalars."""
-        asked, self._on_the_way = self._on_the_way, {}
+        asked, self.on_the_way = self.on_the_way, {}
         return asked
 
     def arrived(self, numbers: dict[str, float]) -> None:
         """Scalars of a step have arrived: answers are taken out of them, of each site the first that holds."""
         answers: dict[tuple[int, int, str], dict[str, float]] = {}
         for name in [n for n in numbers if n.startswith(WHY)]:
-            value, (row, place, kind, number) = numbers.pop(name), self._kinds.pop(name)
+            value, (row, place, kind, number) = numbers.pop(name), self.kinds.pop(name)
             answers.setdefault((row, place, kind), {})[number] = value
         for (row, _, kind), given in sorted(answers.items()):
             if given.get(SHARE, 0.0) >= TOLD_SHARE and row not in self.found:
@@ -100,18 +102,17 @@ class FaultWhy:
     def _found(self, row: int, kind: str, numbers: Mapping[str, float]) -> None:
         self.found[row] = Why(kind, {name: value for name, value in numbers.items() if np.isfinite(value)})
 
-    def told(self, rows: npt.NDArray[np.void], names: Callable[[int], str], *, late: bool) -> dict[str, float]:
+    def told(self, rows: npt.NDArray[np.void], names: Callable[[int], str]) -> dict[str, float]:
         """Scalars of a step: why its sites are wrong, of those that are and of which it is known.
 
         Args:
             rows: of the slab, of ROW.
             names: row -> "module.operand.direction".
-            late: sites are asked where they are wrong again.
         """
-        if not late and not self.found:
+        if not self.late and not self.found:
             return {}
         wrong = _wrong(rows)
-        if late:
+        if self.late:
             self._armed.update(row for row in wrong if row not in self._asked)
         out: dict[str, float] = {}
         for row in wrong:

@@ -38,7 +38,7 @@ class GradientNorm:
         self._norms: dict[int, Tensor] = {}
         self._clipped_to: float | None = None
         self._num_clipped = 0  # steps in a row
-        self._to_measure = 0  # steps
+        self.to_measure = 0  # steps
 
     def see(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
         """Keep a norm of order 2, as it is: it is read when the step closes."""
@@ -57,9 +57,9 @@ class GradientNorm:
         """What gradients were clipped to in this step; None where nothing clipped them."""
         limit, self._clipped_to = self._clipped_to, None
         if limit is not None:
-            self._num_clipped, self._to_measure = self._num_clipped + 1, 0
+            self._num_clipped, self.to_measure = self._num_clipped + 1, 0
         else:
-            self._to_measure = MEASURED_STEPS if self._num_clipped >= MIN_CLIPPED else max(0, self._to_measure - 1)
+            self.to_measure = MEASURED_STEPS if self._num_clipped >= MIN_CLIPPED else max(0, self.to_measure - 1)
             self._num_clipped = 0
         return limit
 
@@ -67,7 +67,7 @@ class GradientNorm:
     def measure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. Where training has just stopped to clip, nobody says the norm any more: it is measured
         for some steps. Gradients that a GradScaler has not unscaled, and those of other kinds of tensors, are left alone."""
-        if not self._to_measure or getattr(optimizer, "grad_scale", None) is not None:
+        if not self.to_measure or getattr(optimizer, "grad_scale", None) is not None:
             return
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not held or id(held[0]) in self._norms or not (id(held[0]) in self._ids or self._holds(id(held[0]))):

@@ -13,6 +13,7 @@ Where training ends (an exception, SIGTERM, exit, detach) everything is handed o
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class StepFlush:
         assert slab is not None
         observing = recorded and not plan.step.outside
         parts: dict[str, Tensor] = {"rows": slab.buffer}
-        numbers, waiting = self._split({**values, **plan.why.take()})
+        numbers, waiting = self._split({**values, **plan.why.take()} if plan.why.on_the_way else values)
         if waiting:
             parts["numbers"] = torch.stack([v.detach().double().mean() for v in waiting.values()])
         gradients: list[str] = []
@@ -227,7 +228,8 @@ class StepFlush:
             numbers.update(zip(left.names, parts["numbers"].tolist(), strict=True))
         self.standing.named(numbers)
         self.causal.only_news(numbers)
-        self.guard.run("why", self.plan.why.arrived, numbers)
+        if self.plan.why.kinds:
+            self.guard.run("why", self.plan.why.arrived, numbers)
         if "gradients" in parts and any(faults := parts["gradients"].tolist()):
             numbers.update(named_gradients(left.gradients, faults))
         if any(left.turns):
@@ -237,8 +239,8 @@ class StepFlush:
             numbers.update(
                 self.guard.run("experts", named_experts, left.experts, first_rows, rows, self.expert_names) or {}
             )
-        if (why := self.guard.run("why", self.plan.why.told, rows, self.names, late=self.copies.late)) is not None:
-            numbers.update(why)
+        if self.plan.why.late or self.plan.why.found:
+            numbers.update(self.guard.run("why", self.plan.why.told, rows, self.names) or {})
         if (scale := numbers.get("loss_scale", 1.0)) > 0:  # gradients were as much larger
             rows["impact_energy"] /= scale**2
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
@@ -304,9 +306,10 @@ def step_flush(
     if steps > 1:
         merge = WindowMerge(len(ids), steps, identity.rank)
         recorder.update_facts({"merge_steps": steps})
-    table = attachment.table
+    table, of_state = attachment.table, weakref.ref(standing)  # which holds the model: the plan must not
+    plan.why.late = copies.late
     plan.why.scales_before = lambda row: _scales_before(maps.history, row)
-    plan.why.update_of = lambda row: _update_of(standing, table[row].fqn)
+    plan.why.update_of = lambda row: _update_of(of_state(), table[row].fqn)
     return StepFlush(
         plan, ids, recorder, session.guard, registration, attachment.te, attachment.model, copies,
         EventFollow(len(ids)), maps, merge, standing, lambda row: site_name(table[row]), expert_names,
@@ -320,6 +323,8 @@ def _scales_before(history: TileHistory, row: int) -> Tensor | None:
     return known[-1][1].scale_inv if known else None
 
 
-def _update_of(standing: StandingState, module: str) -> Tensor | None:
+def _update_of(standing: StandingState | None, module: str) -> Tensor | None:
+    if standing is None:
+        return None
     found = standing.update_of(f"{module}.weight")
     return standing.update_of(module) if found is None else found

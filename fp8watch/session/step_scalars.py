@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.step_state import StepState
 from fp8watch.session.gradient_norm import GradientNorm
-from fp8watch.session.standing_state import StandingState
+from fp8watch.session.standing_state import StandingState, merge
 from fp8watch.session.step_optimizer import FOUND_INF
 from fp8watch_agent.guard import Guard
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
@@ -59,6 +60,13 @@ class StepScalars:
     def see_loss_scale(self, scale: Tensor) -> None:
         """Keep the scale that a GradScaler works with: a copy where it lies on a device, as the next update writes into it."""
         self.of_optimizer["loss_scale"] = float(scale) if scale.device.type == "cpu" else scale.detach().clone()
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: what it keeps is looked at, and gradients that nobody clips any more."""
+        if self.norms.to_measure:
+            self._guard.run("norm", self.norms.measure, optimizer)
+        if found := self.standing.before(optimizer):
+            merge(self.of_state, found)
 
     def take(self, step: StepState) -> tuple[dict[str, Any], str | None]:
         """All of the step that ends, by name, and the name of its data; what belongs to it alone is forgotten. What

@@ -32,7 +32,7 @@ from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
-from fp8watch.session.standing_state import StandingState, merge
+from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
@@ -169,10 +169,10 @@ class Watch:
             self._recorder.update_facts(facts)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._load.before(optimizer, self._owns)
+        if self._load.pending is not None:
+            self._load.before(optimizer, self._owns)
         if not self._detached and graph_task() == -1:
-            self.guard.run("norm", self._scalars.norms.measure, optimizer)
-            merge(self._scalars.of_state, self._scalars.standing.before(optimizer))
+            self._scalars.before(optimizer)
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._plan is None or self._detached:

@@ -119,9 +119,9 @@ class Away(torch.Tensor):
 
 
 def test_on_a_device_nothing_is_read_back_and_the_next_look_asks() -> None:
-    why, bad = FaultWhy(), torch.tensor(True).as_subclass(Away)
+    why, bad = FaultWhy(late=True), torch.tensor(True).as_subclass(Away)
     assert not why.due(2, 1, bad)
-    assert why.told(wrong_rows(2), str, late=True) == {}
+    assert why.told(wrong_rows(2), str) == {}
     assert why.due(2, 2, bad)
     guesses = [
         Guess(kind, {"share": torch.tensor(share).as_subclass(Away)}) for kind, share in (("eps", 0.5), ("tile", 1.0))
@@ -133,8 +133,8 @@ def test_on_a_device_nothing_is_read_back_and_the_next_look_asks() -> None:
     numbers = {**asked, "loss": 1.0}
     why.arrived(numbers)
     assert numbers == {"loss": 1.0}
-    assert why.told(wrong_rows(1, 2), str, late=True) == {"fault_why/tile/share/2": 1.0}
-    assert why.told(wrong_rows(), str, late=True) == {}, "of a site that is right nothing is said"
+    assert why.told(wrong_rows(1, 2), str) == {"fault_why/tile/share/2": 1.0}
+    assert why.told(wrong_rows(), str) == {}, "of a site that is right nothing is said"
 
 
 def test_a_site_is_asked_once_and_some_of_them_in_a_session() -> None:

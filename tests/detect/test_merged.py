@@ -17,7 +17,7 @@ from detect.trace import Trace
 AT = 120
 
 
-RANKS = 16
+RANKS = 10
 
 
 def ranks_of(traces: list[Trace]) -> list[Trace]:

@@ -27,7 +27,7 @@ BUGS = [
         "p.copy_(before)", "p.copy_(p)", f"{IMPACT}::test_backward_gemms_cost_what_a_step_with_them_shows"),
     Bug("MX exponents are rounded down where the format says so", "readers:MxFloorReader.see",
         "- 127 - self._max_exponent", "- 126 - self._max_exponent", f"{FORMATS}::test_mxfp8_and_nvfp4_are_torchaos"),
-    Bug("a block of NVFP4 has an E4M3 scale", "nvfp4:quantize_nvfp4",
+    Bug("a block of NVFP4 has an E4M3 scale", "diagnose.nvfp4:quantize_nvfp4",
         ".to(torch.float8_e4m3fn).float()", "", f"{FORMATS}::test_mxfp8_and_nvfp4_are_torchaos"),
     Bug("of two numbers as near the even one is taken", "number_grid:Grid.round",
         "torch.round(scaled)", "torch.floor(scaled + 0.5)",

@@ -78,7 +78,7 @@ def check(zygote: Zygote, num_steps: int, tmp_path: Path, refused_url: str) -> N
 
 
 def test_steps_are_quiet_in_all_six(zygote: Zygote, tmp_path: Path, refused_url: str) -> None:
-    check(zygote, 100, tmp_path, refused_url)
+    check(zygote, 60, tmp_path, refused_url)
 
 
 @pytest.mark.heavy(6, "fp8watch/session", "agent/fp8watch_agent")

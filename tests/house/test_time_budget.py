@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import time_budget
 from support.time_budget import CLOCK, Spent, complaint
 
 TESTS = Path(__file__).parents[1]
@@ -15,10 +16,10 @@ CASES = """
 import subprocess, sys, time
 import pytest
 
-BURN = "import time\\nwhile time.process_time() < 0.25: pass"
+BURN = "import time\\nwhile time.process_time() < 1.0: pass"
 
 def burn():
-    until = time.process_time() + 0.25
+    until = time.process_time() + 1.0
     while time.process_time() < until: pass
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_what_takes_too_long_fails_and_is_told_what_to_do(tmp_path: Path) -> Non
     slow = {"test_slow", "test_slow_child", "test_waits_for_long", "test_wrong"}
     quick = {"test_quick", "test_waits", "test_dear_fixture", "test_long"}
     assert found == dict.fromkeys(slow, "FAILED") | dict.fromkeys(quick, "PASSED")
-    assert "test_cases.py::test_slow took 0." in text
+    assert "test_cases.py::test_slow took 1." in text
     assert "test_waits_for_long took 2.0 s by the clock" in text
     assert "make it faster, or mark it with pytest.mark.long (then it runs with `make test-long`)" in text
     assert "assert 1 == 2" in text
@@ -81,8 +82,17 @@ def test_the_limit_can_be_lifted(tmp_path: Path) -> None:
         (4.9, 59.0, False),
     ],
 )
-def test_a_busy_machine_has_twelve_times_as_long(processor: float, clock: float, is_over: bool) -> None:
+def test_a_busy_machine_has_twelve_times_as_long(
+    monkeypatch: pytest.MonkeyPatch, processor: float, clock: float, is_over: bool
+) -> None:
+    monkeypatch.setattr(time_budget, "slowness", lambda: 1.0)
     assert (complaint(Spent(processor, clock), 5.0) is not None) == is_over
+
+
+def test_a_slower_machine_has_as_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_budget, "slowness", lambda: 2.0)
+    assert complaint(Spent(14.9, 20.0), 5.0) is None
+    assert complaint(Spent(15.1, 20.0), 5.0) is not None
 
 
 def test_every_change_is_held_to_it(pytestconfig: pytest.Config) -> None:

@@ -246,6 +246,7 @@ class TestUpdates:
         with torch.no_grad():
             weight.add_(meant)
         fault.after_update(t, 0)
+        weight = weight.detach()
         assert float((weight - before).sum()) == pytest.approx(float(meant.sum()), rel=1e-5)
         assert 0.3 < float(((weight - before - meant).abs() > 1e-3).any(1).float().mean()) <= 1.0
 

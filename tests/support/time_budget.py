@@ -2,7 +2,7 @@
 
 Counted is the processor time of a test's own phase: this process, and the children that the test has waited for. Others at
 work on the same cores and caches make that longer by up to half, which is allowed on top, so that a test fails where it is
-slow and not where the machine is busy. What a test spends waiting is bounded as well, far above, by the clock. Fixtures are
+slow and not where the machine is busy. A slower machine has as much longer: it is measured where a test is over. What a test spends waiting is bounded as well, far above, by the clock. Fixtures are
 set apart: whoever comes first pays for all.
 """
 
@@ -18,6 +18,9 @@ import pytest
 OPTION = "time_budget_s"
 BUSY = 1.5
 """Times the budget: what a test may take on a machine that others use."""
+LOOP, LOOP_S = 200_000, 0.0125
+"""Squares that are added up, and the seconds that a core takes whose seconds the budget is in."""
+MAX_SLOWNESS = 3.0
 CLOCK = 12
 """Seconds of the clock for one of the budget."""
 
@@ -43,9 +46,20 @@ def now() -> Spent:
     return Spent(t.user + t.system + t.children_user + t.children_system + sum(_elsewhere), time.monotonic())
 
 
+def slowness() -> float:
+    """How many times longer this machine takes now, 1 to MAX_SLOWNESS; the median of five tries."""
+    took = []
+    for _ in range(5):
+        began, total = time.process_time(), 0
+        for i in range(LOOP):
+            total += i * i
+        took.append(time.process_time() - began)
+    return min(MAX_SLOWNESS, max(1.0, sorted(took)[2] / LOOP_S))
+
+
 def complaint(spent: Spent, budget_s: float) -> str | None:
     """What a test over its budget is told; None within it."""
-    if spent.processor > BUSY * budget_s:
+    if spent.processor > BUSY * budget_s and spent.processor > BUSY * budget_s * slowness():
         what = f"took {spent.processor:.1f} s of processor time, and a test of every change has {budget_s:g} s"
     elif spent.clock > CLOCK * budget_s:
         what = f"took {spent.clock:.1f} s by the clock, and a test of every change has {CLOCK * budget_s:g} s"
