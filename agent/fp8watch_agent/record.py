@@ -309,15 +309,24 @@ STEP_SCALARS: dict[str, StepPresent] = {
 }
 
 
+PROBE = "probe"
+"""`recipe` of what no quantiser reads: outputs of modules, and what is given to Linears in high precision. `gemm` where none made it."""
+
+
+def is_probe(operand: str, recipe: str) -> bool:
+    """Whether no quantiser reads a site of this operand and recipe."""
+    return recipe == PROBE or operand == "output"
+
+
 @dataclass(frozen=True)
 class Site:
     """One quantised operand: static facts, sent once, and again when they change."""
 
     id: int
     module: str  # fully qualified name
-    operand: str  # input | weight | grad_output
+    operand: str  # input | weight | grad_output; output: what a probed module returned
     direction: str  # rowwise | columnwise
-    gemm: str  # fprop | dgrad | wgrad: the GEMM that reads it
+    gemm: str  # fprop | dgrad | wgrad: the GEMM that reads it; of an output the one that made it
     order: int  # place in data-flow order within the model: modules as they run, input before weight before grad_output
     shape: tuple[int, int]  # of the operand as quantised, rows × columns, at registration
     tile: tuple[
@@ -326,7 +335,7 @@ class Site:
     format: str  # E4M3 | E5M2 | E2M1
     power_2_scale: bool
     eps: float
-    recipe: str  # blockwise | current | delayed | mxfp8 | nvfp4 | rowwise | observe
+    recipe: str  # blockwise | current | delayed | mxfp8 | nvfp4 | rowwise | observe; PROBE
     backend: str
     evidence: dict[str, str]  # group of fields -> exact | derived | absent
 

@@ -86,6 +86,25 @@ class LossHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+class GivenHook:
+    """Forward hook of a Linear in high precision: what it was given. A copy or a pickle of the model gets a hook of the standard
+    library that does nothing, as of a probe."""
+
+    def __init__(self, site: Tensor) -> None:
+        self._site, self._number = site, int(site)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not module.training:
+            return
+        if torch.compiler.is_compiling():
+            look_at_probe_in_graph(args, self._site)
+        else:
+            look_at_probe(args, self._number)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class ProbeHook:
     """Forward hook of a probed module; of a Linear with its name. A copy or a pickle of the model gets a hook of the standard library that does
     nothing, so that files load without fp8watch and copies write into no slab."""

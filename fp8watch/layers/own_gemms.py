@@ -59,7 +59,8 @@ class HeadSite(NamedTuple):
     """A head that is no Linear."""
 
     fqn: str
-    site: Tensor  # of its output
+    given: Tensor | None  # site of its input, where that is looked at
+    site: Tensor | None  # of its output
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class OwnGemms:
 
     Args:
         sites: path of a parameter from the module, such as "down_proj" -> its site.
-        heads: path of an embedding's weight -> the head that it is: the output of products with it is looked at.
+        heads: path of an embedding's weight -> the head that it is: input and output of products with it are looked at.
         computes: paths of parameters of experts whose products are computed in FP8.
     """
 
@@ -85,7 +86,9 @@ class OwnGemms:
     @property
     def any_site(self) -> Tensor:
         """One of them."""
-        return next(iter((*self.sites.values(), *(head.site for head in self.heads.values()))))
+        return next(
+            iter((*self.sites.values(), *(s for h in self.heads.values() for s in (h.given, h.site) if s is not None)))
+        )
 
     def due(self) -> bool:
         """Whether this forward is looked into; products with own parameters are in each."""
@@ -273,8 +276,11 @@ class GemmMode(TorchFunctionMode):
     def _head(self, path: str, x: Tensor, y: Tensor) -> None:
         """The product of a head that is no Linear: its output, and what came into it."""
         self._gemms.seen.add(path)
-        fqn, site = self._gemms.heads[path]
-        look_at_probe(y, int(site), (fqn, x))
+        fqn, given, site = self._gemms.heads[path]
+        if given is not None:
+            look_at_probe(x, int(given))
+        if site is not None:
+            look_at_probe(y, int(site), (fqn, x))
 
     def _gemm(
         self, product: _Product, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor, w: Tensor, y: Tensor,

@@ -1,6 +1,6 @@
-"""Custom op of probes: what a module put out, and whether the logits of its attention are looked at now.
+"""Custom op of probes: what a module put out or was given, and whether the logits of its attention are looked at now.
 
-Shapes:     output [..., N] -> one slab row
+Shapes:     output or input [..., N] -> one slab row
 Thread:     training
 """
 
@@ -32,10 +32,10 @@ def _(y: Tensor, site: Tensor) -> Tensor:
 
 
 def look_at_probe(output: Any, number: int, entered: tuple[str, Any] | None = None) -> None:
-    """Look at what a probed module put out, in eager code.
+    """Look at what a probed module put out, or was given, in eager code.
 
     Args:
-        output: of its forward.
+        output: of its forward; or its arguments.
         number: that the site of its probe stands for. By it alone is asked whether anything is to be looked at: behind a
             large GEMM nothing is in a processor's caches, and each thing that is touched costs.
         entered: of a Linear its name and the arguments of its forward.

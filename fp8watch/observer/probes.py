@@ -1,10 +1,11 @@
-"""Probes: what norms, attention, layers in high precision and modules named by the user put out, as sites without a
-quantiser.
+"""Probes: what norms, attention, layers in high precision and modules named by the user put out, and what Linears in
+high precision are given, as sites without a quantiser.
 
 Shapes:     output [..., N] -> one slab row     Thread: training
 
 A value that breaks outside of a GEMM shows first in what a module returns. A probe reads it once: largest magnitude,
-NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well. On a
+NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well, and
+then what the Linear was given. On a
 GPU it looks as often as at the outputs of GEMMs, and counts in some rows only where an output is large, as a head's is:
 the memory that counting takes belongs to training. Logits of attention: see attention_logits.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.numerics.tile_stats import Heavy, Invariant, PerTile, TileStats
 from fp8watch.quantize.output_checks import ProbeNumbers
-from fp8watch_agent.record import Measured
+from fp8watch_agent.record import PROBE, Measured
 from fp8watch_agent.roles import ROUTER, role_of
 
 NORMS, ATTENTION, HIGH_PRECISION = "norms", "attention", "high_precision"
@@ -33,8 +34,6 @@ _NORM = re.compile(r"norm(?:\dd)?$")
 _WEIGHTED = (nn.Linear, nn.Embedding)
 MAX_COUNTED = 1 << 23
 """Elements of an output that are counted on a GPU: for a moment that takes about 25 bytes each."""
-PROBE = "probe"
-"""`gemm` of a probe on a module that is no Linear, and its recipe."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class Probe:
     def gemm(self) -> str:
         """The GEMM whose output it is: fprop for a Linear."""
         return "fprop" if isinstance(self.module, nn.Linear) else PROBE
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it multiplies what it is given with a weight of its own: a Linear, or a router."""
+        return not isinstance(self.module, (nn.Embedding, nn.EmbeddingBag)) and _keeps_precision(self.fqn, self.module)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -249,7 +249,7 @@ def attach(
         handles += guard.call(
             "probes",
             lambda: place_probes(
-                plan, table, watched.probed, fused=ATTENTION_LOGITS in (DEFAULT_PROBES if probes is None else probes)
+                plan, table, watched, fused=ATTENTION_LOGITS in (DEFAULT_PROBES if probes is None else probes)
             ),
             [],
         )

@@ -18,7 +18,7 @@ from fp8watch.integrations.te_modules import TeModule
 from fp8watch.kernels.backend import Backend
 from fp8watch.layers.attention_calls import look_at_attention
 from fp8watch.layers.custom_ops import site_tensor
-from fp8watch.layers.module_hooks import ProbeHook
+from fp8watch.layers.module_hooks import GivenHook, ProbeHook
 from fp8watch.layers.own_class import look_at
 from fp8watch.layers.own_gemms import HeadSite, OwnGemms
 from fp8watch.observer.expert_rows import ExpertRows
@@ -31,11 +31,11 @@ from fp8watch.quantize.site_quantizer import DelayedQuantizer, SiteQuantizer, pl
 from fp8watch.recipe import Recipe
 from fp8watch.selection.own_parameters import OwnModule
 from fp8watch.selection.tied_heads import TiedHead
-from fp8watch.session.sites import OUTPUT, SlabSite
+from fp8watch.session.sites import INPUT, OUTPUT, SlabSite
 from fp8watch.sketch.slab import Slab
 from fp8watch_agent.experts import EXPERTS_FACT, encode_experts
 from fp8watch_agent.guard import Guard
-from fp8watch_agent.record import site_id
+from fp8watch_agent.record import PROBE, site_id
 
 states_of_module: weakref.WeakKeyDictionary[nn.Module, dict[str, DelayedScale]] = weakref.WeakKeyDictionary()
 """Delayed scales of a module, operand by operand: a later attach with the same recipe goes on with them."""
@@ -60,6 +60,10 @@ class Watched:
         for own in self.own:
             for p in own.parameters:
                 yield p.fqn, own.module, f"{p.path}.", own.tensor(p), 0, p.num_experts
+
+    def given(self) -> list[str]:
+        """Names of the GEMMs in high precision whose input is looked at beside their output: heads, Linears, routers."""
+        return [head.fqn for head in self.heads] + [p.fqn for p in self.probed if p.multiplies]
 
     def only_computing(self) -> list[OwnModule]:
         """Modules with experts that compute in FP8, and no other parameter of them."""
@@ -109,10 +113,9 @@ def make_plan(
     for site in (site for found in watched.te for site in found.sites):
         identity = site_id(site.fqn, site.operand, site.direction)
         table.append(SlabSite(site.fqn, site.operand, site.direction, site.gemm, identity))
-    for head in watched.heads:
-        table.append(SlabSite(head.fqn, OUTPUT, "rowwise", "fprop", site_id(head.fqn, OUTPUT, "rowwise")))
-    for p in watched.probed:
-        table.append(SlabSite(p.fqn, OUTPUT, "rowwise", p.gemm, site_id(p.fqn, OUTPUT, "rowwise")))
+    table += [_probe_site(fqn, INPUT, PROBE) for fqn in watched.given()]
+    table += [_probe_site(head.fqn, OUTPUT, "fprop") for head in watched.heads]
+    table += [_probe_site(p.fqn, OUTPUT, p.gemm) for p in watched.probed]
     slab = None
     if observe:
         first = next((module for _, module, *_ in watched.operands()), watched.te[0].module if watched.te else model)
@@ -120,7 +123,19 @@ def make_plan(
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     rows, found = SiteRows(quantizers, rows_of(recipe)), ExpertRows(experts)
     found.vectors.cover(tuple(row for row in experts if table[row].direction == "rowwise"))
-    return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found), table
+    in_turns = frozenset(_given_rows(table, watched).values())
+    return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found, in_turns=in_turns), table
+
+
+def _probe_site(fqn: str, operand: str, gemm: str) -> SlabSite:
+    return SlabSite(fqn, operand, "rowwise", gemm, site_id(fqn, operand, "rowwise"), probed=True)
+
+
+def _given_rows(table: Sequence[SlabSite], watched: Watched) -> dict[str, int]:
+    """GEMMs in high precision -> the row of their input. These come before the outputs of heads and of probes."""
+    given = watched.given()
+    first = len(table) - len(watched.probed) - len(watched.heads) - len(given)
+    return dict(zip(given, range(first, first + len(given)), strict=True))
 
 
 def look_at_own(plan: ObservationPlan, watched: Watched, table: Sequence[SlabSite]) -> dict[str, tuple[OwnGemms, str]]:
@@ -132,9 +147,12 @@ def look_at_own(plan: ObservationPlan, watched: Watched, table: Sequence[SlabSit
     heads: dict[int, dict[str, HeadSite]] = {}  # of each module, by path
     looked_at: dict[int, OwnGemms] = {}
     of_heads = len(table) - len(watched.probed) - len(watched.heads)
+    given = _given_rows(table, watched)
     for at, head in enumerate(watched.heads, of_heads):
-        if at not in plan.sites.unobserved:
-            heads.setdefault(id(head.module), {})[head.path] = HeadSite(head.fqn, site_tensor(plan, at))
+        rows_of_head = (given[head.fqn], at)
+        if not plan.sites.unobserved.issuperset(rows_of_head):
+            sites_of_head = [None if r in plan.sites.unobserved else site_tensor(plan, r) for r in rows_of_head]
+            heads.setdefault(id(head.module), {})[head.path] = HeadSite(head.fqn, *sites_of_head)
     for own in watched.own:
         sites = {p.path: site_tensor(plan, row + i * each) for i, p in enumerate(own.parameters)}
         rows, row = range(row, row + len(sites) * each), row + len(sites) * each
@@ -156,12 +174,16 @@ def look_at_own(plan: ObservationPlan, watched: Watched, table: Sequence[SlabSit
 
 
 def place_probes(
-    plan: ObservationPlan, table: list[SlabSite], probed: Sequence[Probe], *, fused: bool
+    plan: ObservationPlan, table: list[SlabSite], watched: Watched, *, fused: bool
 ) -> list[RemovableHandle]:
-    """Hooks on the probed modules, and those that see the logits of attention. Rows of probes come last in the table."""
+    """Hooks on the probed modules, and those that see the logits of attention. Rows of outputs come last in the table."""
+    probed, given = watched.probed, _given_rows(table, watched)
     first = len(table) - len(probed)
     handles: list[RemovableHandle] = []
     for row, probe in enumerate(probed, first):
+        entry = given.get(probe.fqn)
+        if entry is not None and entry not in plan.sites.unobserved:
+            handles.append(probe.module.register_forward_hook(GivenHook(site_tensor(plan, entry))))
         if row not in plan.sites.unobserved:
             linear = probe.fqn if isinstance(probe.module, nn.Linear) else None
             handles.append(probe.module.register_forward_hook(ProbeHook(site_tensor(plan, row), linear)))

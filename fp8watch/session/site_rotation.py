@@ -157,7 +157,7 @@ def rotating_units(table: Sequence[SlabSite], together: Iterable[Sequence[int]] 
 
 def light_units(table: Sequence[SlabSite], together: Iterable[Sequence[int]] = ()) -> Ints:
     """Which rows are looked at in the same steps: those of a Linear, and of Linears that may read the same input. [rows]"""
-    of_input = {site.fqn: _unit(site) for site in table if site.operand == "input"}
+    of_input = {site.fqn: _unit(site) for site in table if site.operand == "input" and not site.probed}
     keys: list[Hashable] = [of_input.get(site.fqn, site.fqn) for site in table]
     for rows in together:
         for row in rows:
@@ -184,6 +184,8 @@ def site_rotation(attachment: Attachment, cadence: Cadence, rank: int, world_siz
 
 def _unit(site: SlabSite) -> Hashable:
     parent, _, name = site.fqn.rpartition(".")
+    if site.probed:  # what a head is given is looked at when its output is
+        return site.fqn, "output"
     if site.operand == "input" and not name.isdecimal():  # numbers are layers one after the other
         return parent, site.width
     return site.fqn, site.operand

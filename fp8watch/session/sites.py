@@ -11,13 +11,12 @@ from fnmatch import fnmatchcase
 
 from fp8watch.integrations.transformer_engine import TeObserver
 from fp8watch.observer.foreign import EVIDENCE
-from fp8watch.observer.probes import PROBE
 from fp8watch.observer.site_rows import SiteRows
 from fp8watch.recipe import Recipe
-from fp8watch_agent.record import Site
+from fp8watch_agent.record import PROBE, Site
 
-OUTPUT = "output"
-"""`operand` of a probe."""
+INPUT, OUTPUT = "input", "output"
+"""`operand` of what a Linear in high precision is given, and of what a probed module returns."""
 
 
 @dataclass
@@ -32,6 +31,7 @@ class SlabSite:
     width: int = 0  # in_features of its Linear
     as_it_is: bool = False  # its GEMM computes as before, whatever the recipe is
     is_own: bool = False  # of a parameter that its module multiplies with itself
+    probed: bool = False  # looked at where no quantiser is
 
 
 def operand_name(table: Sequence[SlabSite], row: int) -> str:
@@ -46,9 +46,9 @@ def site_name(s: SlabSite) -> str:
 
 def describe(row: int, s: SlabSite, order: int, rows: SiteRows, te: TeObserver | None, recipe: Recipe) -> Site:
     """The site of a row whose operand has been seen. One of Transformer Engine is what its tensors say, whatever our
-    recipe is; a probe has no recipe: its tile is the output as it came first."""
+    recipe is; a probe has no recipe: its tile is the tensor as it came first."""
     shape = rows.shapes[row]
-    if s.operand == OUTPUT:
+    if s.probed:
         return Site(
             id=s.site_id, module=s.fqn, operand=s.operand, direction=s.direction, gemm=s.gemm, order=order, shape=shape,
             tile=shape, format="", power_2_scale=False, eps=0.0, recipe=PROBE, backend="torch",
@@ -118,7 +118,7 @@ def first_rows(table: Sequence[SlabSite], modules: Iterable[str]) -> set[int]:
     Raises:
         ValueError: a name that is not watched.
     """
-    first = {site.fqn: row for row, site in reversed(list(enumerate(table))) if site.operand != OUTPUT}
+    first = {site.fqn: row for row, site in reversed(list(enumerate(table))) if not site.probed}
     for name in modules:
         if name not in first:
             raise ValueError(f"{name!r} is not watched; watched are {', '.join(sorted(first)) or 'none'}")

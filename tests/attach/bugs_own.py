@@ -9,6 +9,7 @@ _V = "tests/attach/test_expert_vectors.py::"
 OWN_TILES = f"{_T}test_each_expert_has_tiles_of_its_own_and_rows_of_nobody_count_nowhere"
 _W = "tests/attach/test_wrapped_forward.py::"
 _H = "tests/attach/test_tied_heads.py::"
+_P = "tests/attach/test_probes.py::"
 _RANKS = "tests/attach/test_tensor_parallel.py::test_each_rank_observes_its_part_and_no_number_changes"
 _HEAD_SEEN = f"{_H}test_a_product_with_the_embedding_is_looked_at_and_changes_nothing"
 OWN_BUGS = [
@@ -22,7 +23,13 @@ OWN_BUGS = [
     Bug("a router with a weight of its own is looked at", "observer.probes:_keeps_precision", "weight.dim() == 2", "weight.dim() == 3",
         "tests/attach/test_probes.py::test_a_router_with_a_weight_of_its_own_is_looked_at_too"),
     Bug("a head without a Linear is found", "tied_heads:find_tied_heads", "if head is not None:", "if False:", _HEAD_SEEN),
-    Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(", "(lambda *_: None)(", _HEAD_SEEN),
+    Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(y,", "(lambda *_: None)(y,", _HEAD_SEEN),
+    Bug("what a head without a Linear is given is looked at", "own_gemms:GemmMode._head", "look_at_probe(x,", "(lambda *_: None)(x,",
+        _HEAD_SEEN),
+    Bug("what a head is given has turns", "observation_plan:ObservationPlan.note_probe", "y.is_cpu and row not in self.in_turns", "y.is_cpu",
+        f"{_P}test_what_a_head_is_given_has_its_turn_where_its_output_has"),
+    Bug("what a head is given is looked at in a graph", "module_hooks:GivenHook.__call__", "look_at_probe_in_graph(args", "(lambda *_: None)(args",
+        f"{_P}test_what_a_head_is_given_is_looked_at_in_a_graph"),
     Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",
         "sum(2.0 * _numel(head.embedding.weight) for head in heads)", "0.0", _HEAD_SEEN),
     Bug("a method that a subclass hands on to is read", "tied_heads:_codes", "for base in cls.__mro__:", "for base in cls.__mro__[:1]:",

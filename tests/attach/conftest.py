@@ -13,7 +13,7 @@ import fp8watch
 import fp8watch.session.start as start_module
 from fp8watch.session import step_boundary
 from fp8watch_agent.health import Health
-from fp8watch_agent.record import StepPresent
+from fp8watch_agent.record import StepPresent, is_probe
 
 
 class Kept:
@@ -60,7 +60,7 @@ class Kept:
 
     def of_operands(self, ids, rows):
         """The rows of sites that have an operand; probes have none."""
-        operands = {site.id for site in self.sites if site.operand != "output"}
+        operands = {site.id for site in self.sites if not is_probe(site.operand, site.recipe)}
         return rows[[int(i) in operands for i in ids]]
 
     def step(self, i):

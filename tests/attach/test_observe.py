@@ -24,9 +24,8 @@ def test_observe_leaves_every_number_bitwise_as_it_was(attach, mlp, train):
     assert train(mlp, steps=5) == plain
     assert all(torch.equal(a, b) for a, b in zip(weights(mlp), weights(twin), strict=True))
     assert len(watch._recorder.steps) == 5
-    assert (
-        len(watch._recorder.step(0)[1]) == 9 + 1
-    )  # the first input has no gradient: its dgrad does not exist; the head is probed
+    # the first input has no gradient: its dgrad does not exist; the head is probed, and what it is given
+    assert len(watch._recorder.step(0)[1]) == 9 + 2
 
 
 def test_statistics_change_no_number(attach, mlp, train, monkeypatch):
@@ -144,7 +143,7 @@ def test_a_first_forward_in_inference_mode_spoils_nothing(attach, mlp, train, re
         mlp(torch.randn(8, 64))
     train(mlp, steps=2)
     assert not watch.guard.errors
-    assert len(watch._recorder.step(1)[1]) == 10
+    assert len(watch._recorder.step(1)[1]) == 11
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

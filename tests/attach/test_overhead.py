@@ -310,7 +310,7 @@ def test_observing_never_makes_what_nobody_multiplies(attach, mlp, train, monkey
     watch = attach(mlp, recipe="observe", every=2, backend="cpu")
     train(mlp, steps=4)
     assert not watch.guard.errors
-    assert len(watch._recorder.step(0)[1]) == 10
+    assert len(watch._recorder.step(0)[1]) == 11
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,14 @@ def test_what_stays_in_high_precision_is_looked_at_by_default(attach, recipe):
     probed = {module: row for (module, operand, _), row in rows.items() if operand == "output"}
     assert set(probed) == {"embed", "lm_head"}
     assert probed["embed"]["amax_max"] == float(model.embed.weight.detach()[tokens].abs().max())
-    assert not {m for m, operand, _ in rows if operand != "output"} & set(probed)
+    assert {m for m, operand, _ in rows if operand != "output"} == {"up", "lm_head"}
+    (given,) = [(key, row) for key, row in rows.items() if key[0] == "lm_head" and key[1] != "output"]
+    assert given[0] == ("lm_head", "input", "rowwise")
+    assert float(given[1]["amax_max"]) == pytest.approx(
+        float(model.up(model.embed(tokens)).detach().abs().max()), rel=0.1
+    )
+    site = next(s for s in watch._recorder.sites if (s.module, s.operand) == ("lm_head", "input"))
+    assert (site.recipe, site.format, site.gemm, site.shape) == ("probe", "", "probe", (16, 32))
 
     with torch.no_grad():
         model.lm_head.bias[3] = float("inf")
@@ -305,6 +312,47 @@ def test_what_stays_in_high_precision_is_looked_at_by_default(attach, recipe):
     watch.step()
     (found,) = [r for (m, o, _), r in watch._recorder.step(1)[1].items() if (m, o) == ("lm_head", "output")]
     assert (found["num_inf"], tuple(found["first_nonfinite"][:2])) == (16, (0, 3))
+
+
+def test_what_a_head_is_given_has_its_turn_where_its_output_has(attach, tmp_path):
+    model, tokens = Tagger(), torch.randint(0, 40, (16,))
+    watch = attach(model, every=4)
+    seen = []
+    for step in range(12):
+        model(tokens).square().mean().backward()
+        watch.step()
+        rows = watch._recorder.step(step)[1]
+        seen.append(("lm_head", "input", "rowwise") in rows)
+        assert ("lm_head", "output", "rowwise") in rows
+    assert seen[0]
+    assert 2 <= sum(seen[4:]) <= 4
+    assert not watch.guard.errors
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [("lm_head.input", {("lm_head", "input")}), ("lm_head.output", {("lm_head", "output")})],
+)
+def test_what_a_head_is_given_is_a_site_of_its_own(attach, pattern, wanted):
+    model, tokens = Tagger(), torch.randint(0, 40, (16,))
+    watch = attach(model, sites=[pattern])
+    model(tokens).square().mean().backward()
+    watch.step()
+    assert {(module, operand) for module, operand, _ in watch._recorder.step(0)[1]} == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_what_a_head_is_given_is_looked_at_in_a_graph(attach):
+    model, tokens = Tagger(), torch.randint(0, 40, (16,))
+    watch = attach(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=False)
+    compiled(tokens).square().mean().backward()
+    watch.step()
+    row = watch._recorder.step(0)[1]["lm_head", "input", "rowwise"]
+    assert (int(row["num_elements"]), int(row["num_calls"])) == (16 * 32, 1)
+    assert not watch.guard.errors
 
 
 class TopKRouter(nn.Module):
@@ -326,8 +374,10 @@ def test_a_router_with_a_weight_of_its_own_is_looked_at_too(attach):
     logits, _ = model["choice"](x)
     logits.square().mean().backward()
     watch.step()
-    row = watch._recorder.step(0)[1]["choice", "output", "rowwise"]
+    rows = watch._recorder.step(0)[1]
+    row = rows["choice", "output", "rowwise"]
     assert (int(row["num_elements"]), float(row["amax_max"])) == (64, float(logits.detach().abs().max()))
+    assert float(rows["choice", "input", "rowwise"]["amax_max"]) == float(x.detach().abs().max())
 
 
 def test_layers_in_high_precision_can_be_left_alone(attach):

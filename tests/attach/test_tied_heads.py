@@ -79,6 +79,8 @@ def test_a_product_with_the_embedding_is_looked_at_and_changes_nothing(attach, t
     row = watch._recorder.step(1)[1]["body.wte.tied_head", "output", "rowwise"]
     assert int(row["num_elements"]) == 32 * VOCAB
     assert float(row["amax_max"]) > 0
+    given = watch._recorder.step(0)[1]["body.wte.tied_head", "input", "rowwise"]
+    assert int(given["num_elements"]) == 32 * K
     assert "left out: body.wte.tied_head (weight tied to an embedding)" in capsys.readouterr().err
     facts = watch._recorder.session.facts
     assert facts["left_out"] == "body.wte.tied_head (weight tied to an embedding)"

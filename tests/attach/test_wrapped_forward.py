@@ -80,7 +80,7 @@ def test_what_the_forward_on_a_module_calls_is_observed_and_nothing_changes(atta
     assert losses_of(model) == wanted
     kept = watch._recorder
     _, rows = kept.step(-1)
-    assert {name for name, operand, _ in rows if operand == "input"} == {"up", "down", "experts.w1"}
+    assert {name for name, operand, _ in rows if operand == "input"} == {"up", "down", "experts.w1", "lm_head"}
     assert {name for name, operand, _ in rows if operand == "grad_output"} == {"up", "down", "experts.w1"}
     watch.detach()
     assert own == {name: m.__dict__["forward"] for name, m in model.named_modules() if "forward" in m.__dict__}
@@ -113,4 +113,4 @@ def test_a_forward_that_stands_in_for_the_class_is_left_alone_with_the_reason(at
     watch = attach(model, recipe="observe")
     assert capsys.readouterr().err.count("up (") == 1
     losses_of(model)
-    assert {s.module for s in watch._recorder.sites if s.operand == "input"} == {"down", "experts.w1"}
+    assert {s.module for s in watch._recorder.sites if s.operand == "weight"} == {"down", "experts.w1"}

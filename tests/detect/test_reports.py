@@ -327,6 +327,34 @@ def test_what_entered_a_head_was_not_made_by_its_gemm(entered: float | None, mod
     assert ("32 elements of its input were not finite already" in words.cause) is (mode == "nan-in-activation")
 
 
+@pytest.mark.parametrize("fault", ["nan", "leap"])
+def test_what_a_head_is_given_is_judged_as_what_no_quantiser_reads(fault: str) -> None:
+    t = healthy(14, 60)
+    like = t.sites[t.one("layers.1.mlp.gate_proj", "input")]
+    given = replace(like, id=site_id("lm_head", "input", "rowwise"), module="lm_head", gemm="probe", tile=like.shape, order=10_000,
+                    format="", recipe="probe")  # fmt: skip
+    put_out = replace(given, id=site_id("lm_head", "output", "rowwise"), operand="output", gemm="fprop", order=10_001)
+    j, k = t.add_sites([given, put_out], measured=int(Measured.COUNTS | Measured.AMAX))
+    for at in (j, k):
+        t.columns["amax_max"][:, at] = 3.0
+    if fault == "nan":
+        put_nan(t, 50, np.isin(np.arange(len(t.sites)), (j, k)))
+        t.logs["nonfinite_input/lm_head"] = np.where(np.arange(60) == 50, 32.0, NAN)
+    else:
+        t.columns["amax_max"][50:, j] = 3000.0
+    finding, words = said(Case([t], 50))
+    assert words.place["module"] == "lm_head"
+    assert words.place["operand"] == "input"
+    if fault == "nan":
+        assert (finding.mode, words.title.split(",")[0]) == ("nan-in-activation", "NaN entered lm_head")
+        assert "What lm_head was given is the first measured value" in words.cause
+    else:
+        assert finding.mode == "outlier-growth"
+        assert "the input of lm_head: amax leaped" in words.title
+        assert "lm_head stays in high precision: what runs before it made it like that" in words.cause
+        assert "runs right before lm_head" in words.fix[0]["text"]
+
+
 def test_fused_attention_is_a_bound_and_is_said_to_be_one() -> None:
     from detect.scenarios import BY_NAME
 

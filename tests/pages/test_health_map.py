@@ -71,24 +71,29 @@ def test_what_was_never_quantised_is_no_alarm_and_its_nan_is_one(tmp_path_factor
     probe = Site(
         **{**first, "id": 77, "module": "norm", "operand": "output", "gemm": "probe", "format": "", "order": 99}
     )
+    given = Site(
+        **{**first, "id": 76, "module": "lm_head", "gemm": "probe", "recipe": "probe", "format": "", "order": 98}
+    )
     run = None
 
     def spoil(steps: Any, rows: Any) -> None:
-        of_probe = [k for k in range(len(rows)) if k % len(run.sites) == len(run.sites) - 1]  # type: ignore[union-attr]
-        rows["tile_noise_ratio_sum"][of_probe] = 0.0
-        rows["tile_noise_ratio_max"][of_probe] = 0.0
-        rows["noise_energy"][of_probe] = 0.0
+        num = len(run.sites)  # type: ignore[union-attr]
+        of_probe = [k for k in range(len(rows)) if k % num == num - 1]
+        lossless = [k for k in range(len(rows)) if k % num >= num - 2]  # type: ignore[union-attr]
+        for field in ("tile_noise_ratio_sum", "tile_noise_ratio_max", "noise_energy"):
+            rows[field][lossless] = 0.0
         rows["tile_noise_ratio_sum"][0] = 0.0  # and a quantiser that lost nothing
         if steps["step"][0] == 20:
             rows["num_nan"][of_probe[3]] = 5
 
     app = make_app(tmp_path_factory.mktemp("probes"))
     with serving(app) as client:
-        run = synthetic.Run(client, "probes", "with probes", sites=[*sites, probe]).register()
+        run = synthetic.Run(client, "probes", "with probes", sites=[*sites, given, probe]).register()
         run.send(range(20), fault=False, change=spoil)
         got = client.get("/runs/probes/health.json?field=tile_sqnr_db").json()
         assert got["marks"] == []
-        assert "norm" not in [r["label"] for r in got["rows"]]
+        assert not {"norm", "lm_head"} & {r["label"] for r in got["rows"]}
+        assert "lm_head" in [r["label"] for r in client.get("/runs/probes/health.json?field=amax_max").json()["rows"]]
         assert got["rows"][0]["values"][0] is not None
         html = client.get("/runs/probes").text
         worst = html[html.index('id="worst"') :]

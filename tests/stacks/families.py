@@ -29,6 +29,8 @@ from stacks.family_models import FAMILIES, Family  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from fp8watch_agent.record import PROBE  # noqa: E402
+
 PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 STEPS, BREAKS_AT = 6, 4
@@ -67,7 +69,7 @@ class Row:
     family: str
     observed: float
     meant: float  # of what the precision map takes
-    looked_at: float  # observed, or its output is looked at
+    looked_at: float  # observed, or its input and output are looked at
     rest: str  # what is not observed, with its share
     identical: bool
     steps: int
@@ -130,7 +132,7 @@ def made(family: Family) -> nn.Module:
 
 def observed_flops(kept: Arrived) -> float:
     """2·M·K·N of each GEMM whose operands arrived: features of the input times elements of the gradient."""
-    features = {s.module: s.shape[1] for s in kept.sites.values() if s.operand == "input"}
+    features = {s.module: s.shape[1] for s in kept.sites.values() if s.operand == "input" and s.recipe != PROBE}
     elements: dict[str, int] = {}
     for i, s in kept.sites.items():
         if s.operand == "grad_output" and i in kept.elements:
@@ -177,7 +179,7 @@ def measure(family: Family) -> Row:
         if any(d.match(f) for d in design) and hasattr(m, "weight")
     ]
     meant = total - sum(products.flops.get(n, 0.0) for n in set(tied))
-    looked = observed + sum(products.flops.get(n, 0.0) for n in outputs_seen(model, kept))
+    looked = observed + sum(products.flops.get(n, 0.0) for n in looked_at(model, kept))
     rest = rest_of({n: flops / total for n, flops in products.flops.items() if n in set(tied)})
     return Row(family.name, observed / total, observed / meant, looked / total, rest, losses == alone, kept.steps, "")
 
@@ -191,10 +193,14 @@ def rest_of(shares: dict[str, float]) -> str:
     return ", ".join(f"`{n}` {100 * s:.1f} %" for n, s in sorted(found.items(), key=lambda row: -row[1]))
 
 
-def outputs_seen(model: nn.Module, kept: Arrived) -> set[str]:
-    """Weights of heads and routers whose outputs arrived, though their operands are not observed."""
-    operands = {s.module for s in kept.sites.values() if s.operand != "output"}
-    arrived = {s.module for i, s in kept.sites.items() if s.operand == "output" and i in kept.ever} - operands
+def looked_at(model: nn.Module, kept: Arrived) -> set[str]:
+    """Weights of heads and routers whose inputs and outputs arrived, though no operand of theirs is one of FP8."""
+    operands = {s.module for s in kept.sites.values() if s.recipe != PROBE}
+    given, put_out = (
+        {s.module for i, s in kept.sites.items() if s.recipe == PROBE and s.operand == operand and i in kept.ever}
+        for operand in ("input", "output")
+    )
+    arrived = given & put_out - operands
     names = {id(p): n for n, p in model.named_parameters()}
     found = set()
     for fqn, module in model.named_modules():
@@ -238,11 +244,11 @@ def table(rows: list[Row], versions: str) -> str:
         BEGIN,
         f"Made by `make families` ({versions}; CPU, tiny models, observe mode, {STEPS} steps). The share is of the GEMM FLOPs",
         "of a forward as torch's dispatcher counts them, without products of activations (attention); the second leaves out",
-        "heads and routers, which the precision map keeps in high precision; the third counts them where what they put out is looked",
-        "at. What is missing from the first stands beside it: heads, which tiny models make large, and routers. Last column: the",
+        "heads and routers, which the precision map keeps in high precision; the third counts them where what they are given and what",
+        "they put out is looked at. What is missing from the first stands beside it: heads, which tiny models make large, and routers. Last column: the",
         "first incident after an Inf was put into one weight.",
         "",
-        "| family | observed | in high precision | of what is meant for FP8 | with outputs looked at | losses bit-identical | steps | an Inf in a weight |",
+        "| family | observed | in high precision | of what is meant for FP8 | with inputs and outputs looked at | losses bit-identical | steps | an Inf in a weight |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:

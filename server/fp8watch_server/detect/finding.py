@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from fp8watch_agent.record import is_probe
 from fp8watch_server.detect.precedence import BLIND, EXACT_MODES, FACTOR, FALL, IN_EFFECT, LEAP, latest
 
 Severity = Literal["info", "warning", "critical"]
@@ -27,11 +28,11 @@ LOSS_FLOW = 1 << 40
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """Static facts of one quantised operand, as registered."""
+    """Static facts of one quantised operand, or of what a probe looks at, as registered."""
 
     id: int
     module: str
-    operand: str  # input | weight | grad_output
+    operand: str  # input | weight | grad_output | output
     direction: str  # rowwise | columnwise
     gemm: str  # fprop | dgrad | wgrad
     order: int  # place in data-flow order within the model
@@ -42,6 +43,11 @@ class SiteFacts:
     eps: float
     recipe: str
     backend: str
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether no quantiser reads it: what a module returned, or what a Linear in high precision was given."""
+        return is_probe(self.operand, self.recipe)
 
 
 class _SiteLike(Protocol):

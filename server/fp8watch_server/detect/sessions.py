@@ -215,7 +215,7 @@ def site_changes(new: SiteFacts, old: SiteFacts) -> list[Change]:
     return [
         Change(f"{new.operand}.{name}", _plain(getattr(new, name)), _plain(getattr(old, name)), "the step before")
         for name in _SITE_FACTS
-        if new.operand != "output" and getattr(new, name) != getattr(old, name)
+        if not (new.is_probe and old.is_probe) and getattr(new, name) != getattr(old, name)
     ]
 
 

@@ -26,11 +26,15 @@ Mask = npt.NDArray[np.bool_]
 
 INPUT, WEIGHT, GRAD_OUTPUT, OUTPUT = 0, 1, 2, 3
 ROLES = ("input", "weight", "grad_output", "output")
-"""`output` is a probe: what a module returned, never quantised."""
+"""`output` is a probe: what a module returned, never quantised, or what a Linear in high precision was given."""
 
 
 PER_TENSOR = ("delayed", "current")
 """Recipes with one scale a tensor."""
+
+
+def _role(f: SiteFacts) -> int:
+    return OUTPUT if f.is_probe else ROLES.index(f.operand) if f.operand in ROLES else -1
 
 
 class SiteTable:
@@ -59,7 +63,7 @@ class SiteTable:
         self._by_id = np.argsort(self.ids, kind="stable").astype(np.int64)
         self._sorted = self.ids[self._by_id]
         self._asked: tuple[Array, npt.NDArray[np.int64]] | None = None
-        self.role = np.array([ROLES.index(f.operand) if f.operand in ROLES else -1 for f in facts], dtype=np.int8)
+        self.role = np.array([_role(f) for f in facts], dtype=np.int8)
         self.order = np.array([f.order for f in facts], dtype=np.int64)
         self.power_2_scale = np.array([f.power_2_scale for f in facts], dtype=np.bool_)
         # A delayed scale comes from history: its ratio is the clip depth, not an invariant.

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8watch_agent.record import is_probe
 from fp8watch_server.pages.formatting import ago_at, number
 from fp8watch_server.store.queries import STALLED_AFTER_S
 from fp8watch_server.store.rows import RunWithSessions, SessionRow, SiteRow
 
 Dict = dict[str, Any]
-PROBE = "output"
 NUM_LEFT_OUT = 40
 NUM_RANKS = 32
 NUM_PRECISIONS = 16
@@ -56,7 +56,7 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
     facts = newest_facts(run.get("sessions") or [])
     groups: dict[tuple[Any, ...], set[str]] = {}
     for site in sites:
-        if site["operand"] == PROBE:
+        if is_probe(site["operand"], site["recipe"]):
             continue
         tile = "×".join(str(n) for n in site["tile"])
         scales = "power of two" if site["power_2_scale"] else "FP32"
@@ -66,10 +66,11 @@ def coverage(run: RunWithSessions, sites: Sequence[SiteRow]) -> Dict:
     rows = [dict(zip(names, key, strict=True)) | {"num_modules": len(of)} for key, of in groups.items()]
     out = left_out(facts.get("left_out"))
     not_called = [name for name in str(facts.get("not_called") or "").split("; ") if name]
-    quantised = {s["module"] for s in sites if s["operand"] != PROBE}
+    probed = {s["module"] for s in sites if is_probe(s["operand"], s["recipe"])}
+    quantised = {s["module"] for s in sites if not is_probe(s["operand"], s["recipe"])}
     return {
         "num_quantised": len(quantised),
-        "num_probes": len({s["module"] for s in sites if s["operand"] == PROBE}),
+        "num_probes": len(probed),
         "observe_only": bool(facts.get("observe_only")),
         "groups": rows[:24],
         "left_out": out[:NUM_LEFT_OUT],

@@ -25,7 +25,6 @@ from fp8watch_server.store.site_rows import rows_of as rows_of
 
 Floats = npt.NDArray[np.float64]
 
-PROBE = "output"
 MAX_COLUMNS = 1000
 MAX_MARKS = 4000
 MAX_FINE_RECORDS = 400_000
@@ -104,11 +103,11 @@ def health_map(
     of_count = field == "num_nonfinite"
     bad = found if of_count else queries.heatmap(conn, run_id, "num_nonfinite", from_step, to_step, points)
     num_bad = _aligned(found, bad)
+    probes = queries.probes(conn, run_id) if of_quantiser(field) else frozenset[int]()
     shown = [
         i
         for i, s in enumerate(found["sites"])
-        if (not operand or s["operand"] == operand)
-        and (not of_quantiser(field) or s["operand"] != PROBE or num_bad[i].any())
+        if (not operand or s["operand"] == operand) and (int(s["id"]) not in probes or num_bad[i].any())
     ]
     ids = [int(s["id"]) for s in found["sites"]]
     sign = 1.0 if field in SERIES_FIELDS and SERIES_FIELDS[field].worst == "min" else -1.0

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import Connection
 from starlette.exceptions import HTTPException
 
+from fp8watch_agent.record import is_probe
 from fp8watch_server.http.databases import connect_everywhere, connect_for
 from fp8watch_server.http.security_headers import SecurityHeaders
 from fp8watch_server.incidents.fix_files import TARGETS
@@ -214,8 +215,8 @@ def run_page(request: Request, run_id: str) -> Response:
             sites = queries.sites(conn, run["id"])
             return {
                 "worst": page_queries.worst_sites(conn, run, sites, pressing),
-                "num_rows": len(health.rows_of([s for s in sites if s["operand"] != health.PROBE])),
-                "has_probes": any(s["operand"] == health.PROBE for s in sites),
+                "num_rows": len(health.rows_of([s for s in sites if not is_probe(s["operand"], s["recipe"])])),
+                "has_probes": any(s["operand"] == "output" for s in sites),
                 "costs": layer_costs.layer_costs(conn, run, sites),
                 "coverage": coverage.coverage(run, sites),
                 "logged": logged_scalars(conn, run, open_incidents),

@@ -20,6 +20,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fp8watch_agent.record import PROBE
 from fp8watch_server.db import schema as t
 from fp8watch_server.store import incident_states
 from fp8watch_server.store.charts import heatmap, top
@@ -256,6 +257,13 @@ def sites(conn: Connection, run_id: str) -> list[SiteRow]:
         }
         for row in rows
     ]
+
+
+def probes(conn: Connection, run_id: str) -> frozenset[int]:
+    """Those of the sites of a run that no quantiser reads."""
+    c = t.site.c
+    told = sa.select(c.site).where(c.run_id == run_id, c.tenant == t.DEFAULT_TENANT)
+    return frozenset(conn.execute(told.where(sa.or_(c.recipe == PROBE, c.operand == "output"))).scalars())
 
 
 def as_incident(row: Any) -> IncidentRow:

@@ -25,8 +25,6 @@ from fp8watch_server.detect.step_view import GRAD_OUTPUT, INPUT, OUTPUT, WEIGHT,
 READS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 FACTOR_REST = 0.1
 """Of a gain's distance from 1: an error that is as large, but for this share, is the gain's, and nothing else is wrong."""
-PROBE = "probe"
-"""`gemm` of a probe on a module that is no Linear."""
 
 
 def faulty_outputs(view: StepView) -> Mask:
@@ -45,7 +43,7 @@ def faulty_outputs(view: StepView) -> Mask:
 
 def num_entered(view: StepView, i: int) -> int:
     """Elements that were not finite in the input of the Linear whose output record i is; 0 where nothing is known."""
-    if view.role[i] != OUTPUT:
+    if view.role[i] != OUTPUT or view.facts(i).operand != "output":
         return 0
     num = view.logs().get(NONFINITE_INPUT + view.facts(i).module, 0.0)
     return int(num) if 0 < num < 1 << 53 else 0
@@ -70,7 +68,7 @@ def finding(view: StepView, at: npt.NDArray[np.int64], broken: npt.NDArray[np.in
     """Mode 19 for records `at`, and `broken` behind them, in the order of execution."""
     first = int(at[0])
     facts = view.facts(first)
-    probe = facts.operand == "output"
+    probe = facts.is_probe
     count = int(view.raw("num_nan")[first] + view.raw("num_inf")[first]) if probe else 0
     count = count or int(_nonfinite_outputs(view)[first])
     operands = np.flatnonzero(_operands(view, first))

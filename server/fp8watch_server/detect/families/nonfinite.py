@@ -128,7 +128,7 @@ def _in_operand(view: StepView, mode: str, first: int, broken: npt.NDArray[np.in
             "num_sites": len(broken),
             "operands": [facts.operand],
             "weight_born": weight_born,
-            "probe": facts.operand == "output",
+            "probe": facts.is_probe,
             "entered": kernel_output.num_entered(view, first),
             "kind": "inf" if view.infinite[first] else "nan",
             **_expert(view, f"{facts.module}.{facts.operand}.{facts.direction}"),

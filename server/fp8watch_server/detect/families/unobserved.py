@@ -35,9 +35,7 @@ def with_unobserved(found: Finding, table: SiteTable, facts: Mapping[str, Any]) 
     if not names or row < 0:
         return found
     inside = _innermost(table, row)
-    seen = {
-        f.module for f in table.facts if f.operand != "output"
-    }  # left out of the FP8 path, and observed all the same
+    seen = {f.module for f in table.facts if not f.is_probe}  # left out of the FP8 path, and observed all the same
     suspects = [name for name in names if name not in seen and _lies_in(name, inside)]
     return replace(found, extra={**found.extra, "unobserved": suspects[:MAX_NAMED]}) if suspects else found
 

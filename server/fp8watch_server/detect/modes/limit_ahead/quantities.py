@@ -38,8 +38,9 @@ CLIPS_ABOVE = 1.0
 
 
 def flushes(operand: str, number_format: str) -> bool:
-    """Whether the limit of underflow is one of such a site. Four bits flush a tenth to 0 at their best."""
-    return operand in ("input", "weight") and number_format != "E2M1"
+    """Whether the limit of underflow is one of such a site. Four bits flush a tenth to 0 at their best, and a
+    probe has no format."""
+    return operand in ("input", "weight") and number_format not in ("E2M1", "")
 
 
 def carries(recipe: str) -> bool:

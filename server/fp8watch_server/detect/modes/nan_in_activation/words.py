@@ -18,6 +18,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             f"{where} was not finite before it was quantised{element}. A weight changes between steps: an update wrote "
             "it, or what loads or edits weights.",
         )
+    if s is not None and s.is_probe and s.operand == "input":
+        return (
+            f"{kind} entered {s.module}{at}",
+            f"What {s.module} was given is the first measured value of the step that is not finite{element}: it was made before, by "
+            "a norm, attention, an elementwise operation, or what is not observed there.",
+        )
     if s is not None and (entered := f.extra.get("entered")):
         came = f"{entered} elements of its input were" if entered > 1 else "its input was"
         return (

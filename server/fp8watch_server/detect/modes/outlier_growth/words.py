@@ -21,7 +21,10 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             gap = f" Its usual size was last seen before step {first}, so it may have begun in any step since."
         site, why = site_words(s), "Under one scale a few giants take the range from the rest."
         if f.extra.get("probe") and s is not None:
-            site, why = f"the output of {s.module}", "No quantiser lies between: the module returned it like that."
+            site = f"the {s.operand} of {s.module}"
+            why = "No quantiser lies between: the module returned it like that."
+            if s.operand == "input":
+                why = f"{s.module} stays in high precision: what runs before it made it like that."
         elif (depth := evidence(f, "clip_depth")) is not None:
             why += f" The delayed scale clips it at 1/{number(depth)}; a scale of this very tensor would flush the rest instead."
         jumped = f" The loss is {number(loss)}, and was {number(baseline(f, 'loss'))}." if loss is not None else ""
@@ -48,6 +51,11 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if p.extra.get("probe") and p.operand == "input":
+        return [
+            Fix("code", f"Look at what runs right before {p.module}: a norm's weight, a residual stream that grows."),
+            p.batch,
+        ]
     if p.extra.get("probe"):
         return [
             Fix("code", f"Look at what {p.module} returns: its table, its weights, and what scales its output."),

@@ -25,7 +25,7 @@ def sensitive(
     hit: list[tuple[SiteFacts, str]] = []
     told = decode_roles((facts or {}).get(ROLES_FACT))
     for site in sites:
-        if site.recipe == "observe" or site.operand not in ("input", "weight"):
+        if site.is_probe or site.recipe == "observe" or site.operand not in ("input", "weight"):
             continue
         what = SENSITIVE.get(told.get(pattern(site.module)) or role_of(site.module) or "")
         if what is not None:
