@@ -62,7 +62,6 @@ class ObservationPlan:
     why: FaultWhy = field(default_factory=FaultWhy)
     tiles: HeldTiles = field(default_factory=lambda: HeldTiles(TILE_BYTES // 4))
     stopwatch: Stopwatch | None = None  # in a step in which observing is timed
-    in_turns: frozenset[int] = frozenset()  # rows of probes that are looked at in their turns alone
     resting: ByRow = NO  # of a Linear's first row: nothing of it is looked at, where its GEMMs stay as they are
     handle: int = 0
     turns: dict[int, Any] = field(default_factory=dict)  # first row of a foreign Linear -> the call that is looked at
@@ -293,8 +292,7 @@ class ObservationPlan:
         """Merge an output, or an input, into the row of its probe. `entered`, of a Linear: its name and what it was given, which says whether
         what is not finite came in or was made there."""
         step, shapes = self.step, self.sites.shapes
-        each = y.is_cpu and row not in self.in_turns
-        if self.slab is None or not y.numel() or not (each or step.sample.outputs[row]):
+        if self.slab is None or not y.numel() or not (y.is_cpu or step.sample.outputs[row]):
             return
         began = self.stopwatch.mark() if self.stopwatch is not None else None
         heavy = bool(step.sample.full[row])

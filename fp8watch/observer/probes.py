@@ -4,8 +4,7 @@ high precision are given, as sites without a quantiser.
 Shapes:     output [..., N] -> one slab row     Thread: training
 
 A value that breaks outside of a GEMM shows first in what a module returns. A probe reads it once: largest magnitude,
-NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well, and
-then what the Linear was given. On a
+NaN, Inf and where the first of them is; in sampled steps its energy (RMS² = signal_energy / num_elements) as well. On a
 GPU it looks as often as at the outputs of GEMMs, and counts in some rows only where an output is large, as a head's is:
 the memory that counting takes belongs to training. Logits of attention: see attention_logits.
 """

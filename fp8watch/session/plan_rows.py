@@ -123,8 +123,7 @@ def make_plan(
         slab = guard.run("slab", Slab, max(1, len(table)), next(iter(devices), torch.device("cpu")))
     rows, found = SiteRows(quantizers, rows_of(recipe)), ExpertRows(experts)
     found.vectors.cover(tuple(row for row in experts if table[row].direction == "rowwise"))
-    in_turns = frozenset(_given_rows(table, watched).values())
-    return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found, in_turns=in_turns), table
+    return ObservationPlan(rows, slab, guard, recipe, StepState(guard), experts=found), table
 
 
 def _probe_site(fqn: str, operand: str, gemm: str) -> SlabSite:

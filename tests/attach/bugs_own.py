@@ -26,8 +26,6 @@ OWN_BUGS = [
     Bug("a head without a Linear is looked at", "own_gemms:GemmMode._head", "look_at_probe(y,", "(lambda *_: None)(y,", _HEAD_SEEN),
     Bug("what a head without a Linear is given is looked at", "own_gemms:GemmMode._head", "look_at_probe(x,", "(lambda *_: None)(x,",
         _HEAD_SEEN),
-    Bug("what a head is given has turns", "observation_plan:ObservationPlan.note_probe", "y.is_cpu and row not in self.in_turns", "y.is_cpu",
-        f"{_P}test_what_a_head_is_given_has_its_turn_where_its_output_has"),
     Bug("what a head is given is looked at in a graph", "module_hooks:GivenHook.__call__", "look_at_probe_in_graph(args", "(lambda *_: None)(args",
         f"{_P}test_what_a_head_is_given_is_looked_at_in_a_graph"),
     Bug("a head without a Linear counts among the GEMMs", "flop_coverage:coverage",
