@@ -267,7 +267,7 @@ def test_where_linears_compute_in_fp8_what_is_no_expert_stays_as_it_is_and_is_ob
     watch = attach(seeded(lambda: nn.Sequential(nn.Linear(K, K), Small())), recipe="blockwise")
     train(watch._model, steps=2)
     assert "2 parameters observed where their modules multiply with them" in capsys.readouterr().err
-    recipes = {s.module: s.recipe for s in watch._recorder.sites if s.operand != "output"}
+    recipes = {s.module: s.recipe for s in watch._recorder.sites if s.recipe != "probe"}
     assert recipes == {"0": "blockwise", "1.up": "observe", "1.down": "observe"}
 
 

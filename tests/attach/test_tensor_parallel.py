@@ -64,7 +64,7 @@ SCRIPT = textwrap.dedent(
     seen = {}
     for i, row in Kept.rows.items():
         s = Kept.sites[i]
-        if s.operand != "output":
+        if s.recipe != "probe":
             seen[f"{s.module}.{s.operand}.{s.direction}"] = [int(row["num_elements"]), s.recipe]
     facts, summary = watch._recorder._session.facts, watch.summary()
     watch.detach()

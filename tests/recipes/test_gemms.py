@@ -224,12 +224,12 @@ def test_observing_with_any_recipe_leaves_every_number_as_it_was(attach, mlp, tr
     kind = make().kind
     assert f"2 Linears observed, computing as before ({kind}, " in capsys.readouterr().err
     assert watch._recorder.session.recipe == "observe"
-    assert {s.recipe for s in watch._recorder.sites if s.operand != "output"} == {
+    assert {s.recipe for s in watch._recorder.sites if s.recipe != "probe"} == {
         "delayed" if kind == "delayed" else "observe"
     }
     rows = watch._recorder.step(3)[1]
     assert (
-        len(rows) == {"mxfp8": 12 - 1, "nvfp4": 10 - 1}.get(kind, 6) + 1
+        len(rows) == {"mxfp8": 12 - 1, "nvfp4": 10 - 1}.get(kind, 6) + 2
     )  # the first input has no gradient; the head is probed
     assert all(
         np.isfinite(r["noise_energy"]) and r["noise_energy"] > 0 for (_, o, _), r in rows.items() if o != "output"

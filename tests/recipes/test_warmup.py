@@ -29,7 +29,7 @@ def test_warm_up_is_high_precision_and_then_fp8(attach, mlp, train, capsys, make
     assert f"warm-up over: GEMMs compute in FP8 ({make().name}) from step 3" in said
     rows = watch._recorder.step(0)[1]
     num = {"blockwise": 9, "current": 6, "delayed": 6, "mxfp8": 10, "nvfp4": 9}
-    assert len(rows) == num[make().name] + 1  # the head
+    assert len(rows) == num[make().name] + 2  # the head, and what it is given
     assert all(int(r["num_elements"]) > 0 for r in rows.values())
     assert watch._recorder.session.facts["warmup_steps"] == 3
     late = attach(twin, recipe=make(warmup_steps=3), start_step=3)

@@ -80,7 +80,7 @@ def test_losses_norms_and_steps_are_the_engines_and_nothing_changes(kept, stage)
     assert kept.steps() == list(range(1, 7))
     assert list(kept.losses().values()) == pytest.approx([loss for loss, _ in seen], abs=1e-4)
     assert list(kept.norms().values()) == pytest.approx([norm for _, norm in seen], rel=1e-3)
-    assert {site.module for site in kept[0].sites if site.operand != "output"} == {"up", "down"}
+    assert {site.module for site in kept[0].sites if site.recipe != "probe"} == {"up", "down"}
     assert "step" not in engine.__dict__
     assert watch.guard.errors == {}
 

@@ -100,7 +100,7 @@ def test_each_step_has_its_number_and_loss_and_nothing_changes(kept, tmp_path, h
     assert made.global_step == 12
     assert list(kept.losses().values()) == pytest.approx(watched.seen, abs=1e-4)
     assert type(watched) is Automatic
-    assert {site.module for site in kept[0].sites if site.operand != "output"} == {"up", "down"}
+    assert {site.module for site in kept[0].sites if site.recipe != "probe"} == {"up", "down"}
 
 
 def test_accumulated_batches_are_one_step_with_the_mean_of_their_losses(kept, tmp_path):

@@ -32,7 +32,7 @@ def sites(kept, attached: nn.Module, run: nn.Module | None = None) -> set[str]:
         (run or attached)(input_ids=ids, labels=ids).loss.backward()
         watch.step()
     assert watch.guard.errors == {}
-    return {s.module for s in kept[-1].sites if s.operand != "output" and "lora_" not in s.module}
+    return {s.module for s in kept[-1].sites if s.recipe != "probe" and "lora_" not in s.module}
 
 
 def test_lora_around_a_model_leaves_its_names(kept):
@@ -51,7 +51,7 @@ def test_attach_before_the_adapter_and_behind_it_are_the_same(kept):
         ids = torch.randint(0, 64, (2, 16))
         wrapped(input_ids=ids, labels=ids).loss.backward()
         watch.step()
-    before = {s.module for s in kept[-1].sites if s.operand != "output"}
+    before = {s.module for s in kept[-1].sites if s.recipe != "probe"}
     assert before <= sites(kept, adapted(llama()))
 
 
