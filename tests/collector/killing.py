@@ -245,7 +245,7 @@ def serve(tmp_path: Path, database_url: str, *args: str, **env: str) -> Serving:
     Its fake detectors need no past, whose replay would take most of the time between two kills.
     """
     given = {"FP8WATCH_DATABASE_URL": database_url, "FP8WATCH_TEST_ANSWER_LATE_S": "0.08"}
-    given |= {"FP8WATCH_TEST_REPLAY_SAMPLES": "1", **env}
+    given |= {"FP8WATCH_TEST_REPLAY_SAMPLES": "1", "FP8WATCH_TEST_KEEPS_BATCHES": "1", **env}
     return Serving(tmp_path, "--port", "0", *args, **given).start()
 
 

@@ -16,6 +16,7 @@ from fp8watch_server import cli
 from fp8watch_server.app import create_app
 from fp8watch_server.ingest import group_commit
 from fp8watch_server.pipeline import engine_restore
+from fp8watch_server.store import compact
 
 
 def answer_late(seconds: float) -> None:
@@ -42,6 +43,8 @@ def main(argv: list[str]) -> int:
     )
     answer_late(float(os.environ.get("FP8WATCH_TEST_ANSWER_LATE_S", "0")))
     engine_restore.REPLAY_SAMPLES = int(os.environ.get("FP8WATCH_TEST_REPLAY_SAMPLES", engine_restore.REPLAY_SAMPLES))
+    if os.environ.get("FP8WATCH_TEST_KEEPS_BATCHES"):  # however long a busy machine takes, each is there to be compared
+        compact.CLOSE_AFTER_STEPS = 1 << 40
     return cli.main(argv)
 
 

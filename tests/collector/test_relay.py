@@ -221,10 +221,7 @@ def test_of_joined_batches_each_is_answered_by_itself(tmp_path: Path, database_u
 def test_kill_9_of_the_relay_under_load(
     tmp_path: Path, database_url: str, store: Store, num_kills: int, seed: int
 ) -> None:
-    """The collector is killed, too, with every third kill. It answers late, so that kills fall between commit and answer.
-
-    So few kills, because a step that is old enough to become a block could not be compared with what was sent.
-    """
+    """The collector is killed, too, with every third kill. It answers late, so that kills fall between commit and answer."""
     collectors: list[Serving] = []
 
     def relay() -> Serving:
