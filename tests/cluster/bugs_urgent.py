@@ -83,9 +83,30 @@ URGENT = [
     Bug(
         "broken batches that nobody told of are looked for",
         "detect_worker:DetectWorker.drain",
+        "self._look_through()",
+        "pass",
+        f"{U}::test_what_nobody_told_of_is_looked_for_however_much_waits_before_it",
+    ),
+    Bug(
+        "which batches are broken is stored with them",
+        "store.commit:_row",
+        '"urgent": is_urgent(item.batch)',
+        '"urgent": False',
+        f"{U}::test_what_nobody_told_of_is_looked_for_however_much_waits_before_it",
+    ),
+    Bug(
+        "broken batches are looked for while an engine is restored",
+        "detect_worker:DetectWorker._take_urgent_of_others",
         "if self._unheard.is_set():",
         "if False:",
-        f"{U}::test_what_nobody_told_of_is_looked_for",
+        f"{U}::test_who_listens_again_looks_for_it_while_engines_are_restored",
+    ),
+    Bug(
+        "a run that is moving is not tried in each round",
+        "detect_worker:DetectWorker._look_through",
+        "if not self._is_fenced(run):",
+        "if True:",
+        f"{U}::test_a_run_that_is_moving_is_not_tried_again_in_each_round",
     ),
     Bug(
         "a broken batch does not wait for an engine that is restored",

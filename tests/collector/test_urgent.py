@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -120,16 +121,57 @@ def test_a_backlog_does_not_hide_it(
     assert seen(recorder)[0] == ("c", 1)
 
 
-def test_what_nobody_told_of_is_looked_for(client: Any, app: Any, recorder: Recorder, ordered: Any) -> None:
+def test_what_nobody_told_of_is_looked_for_however_much_waits_before_it(
+    client: Any, app: Any, recorder: Recorder, ordered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever takes detection over has not heard what was committed before."""
+    for module in (worker_module, pending_module):
+        monkeypatch.setattr(module, "BATCHES_AT_ONCE", 2)
     old = Agent(client, run="old", session="a" * 32).register([UP])
-    old.send([UP], [1])
-    old.send([UP], [2])
+    for step in (1, 2, 3, 4):
+        old.send([UP], [step])
     Agent(client, run="ill", session="c" * 32).register([UP]).send([UP], [1], **BROKEN)
     app.state.worker._urgent.clear()
-    app.state.worker.look_for_urgent()
     app.state.worker.drain()
     assert seen(recorder) == [("c", 1), ("a", 1), ("a", 2)]
+    app.state.worker.drain()
+    assert seen(recorder)[3:] == [("a", 3), ("a", 4)]
+
+
+def test_who_listens_again_looks_for_it_while_engines_are_restored(
+    client: Any, app: Any, recorder: Recorder, ordered: Any
+) -> None:
+    old = Agent(client, run="old", session="a" * 32).register([UP])
+    ill = Agent(client, run="ill", session="c" * 32).register([UP])
+    for step in (1, 2, 3):
+        old.send([UP], [step])
+    app.state.worker.drain()
+    app.state.worker._forget()
+    old.send([UP], [4])
+
+    def unheard() -> None:
+        ill.send([UP], [1], **BROKEN)
+        app.state.worker._urgent.clear()
+        app.state.worker.look_for_urgent()
+
+    ordered["a", 2] = unheard
+    app.state.worker.drain()
+    assert seen(recorder)[3:] == [("a", 1), ("a", 2), ("c", 1), ("a", 3), ("a", 4)]
+
+
+def test_a_run_that_is_moving_is_not_tried_again_in_each_round(
+    client: Any, app: Any, recorder: Recorder, ordered: Any
+) -> None:
+    ill = Agent(client, run="ill", session="c" * 32).register([UP])
+    ill.send([UP], [1], **BROKEN)
+    worker = app.state.worker
+    worker._urgent.clear()
+    worker._fenced["ill", "default"] = time.monotonic()
+    worker.drain()
+    assert seen(recorder) == []
+    worker._fenced.clear()
+    worker.drain()
+    assert [run for run, _, found in recorder.folded if found] == ["ill"]
 
 
 def test_an_urgent_batch_does_not_wait_for_engines_that_are_restored(

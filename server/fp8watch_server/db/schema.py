@@ -199,6 +199,9 @@ hot_batch = sa.Table(
     sa.Column("received_at", sa.Double, nullable=False),
     sa.Column("detected", sa.SmallInteger, nullable=False, server_default="0"),
     sa.Column("detect_error", sa.Text),
+    sa.Column(
+        "urgent", sa.Boolean, nullable=False, server_default=sa.false()
+    ),  # it holds what the detectors take first
     of_session(),
 )
 sa.Index(None, hot_batch.c.run_id, hot_batch.c.tenant, hot_batch.c.arrival, unique=True)
@@ -212,6 +215,12 @@ sa.Index(
     hot_batch.c.received_at,
     sqlite_where=hot_batch.c.detected == BATCH_PENDING,
     postgresql_where=hot_batch.c.detected == BATCH_PENDING,
+)
+sa.Index(
+    "ix_hot_batch_urgent",
+    *(hot_batch.c[name] for name in ("received_at", "run_id", "tenant")),
+    sqlite_where=sa.and_(hot_batch.c.detected == BATCH_PENDING, hot_batch.c.urgent),
+    postgresql_where=sa.and_(hot_batch.c.detected == BATCH_PENDING, hot_batch.c.urgent),
 )
 sa.Index(
     "ix_hot_batch_failed",

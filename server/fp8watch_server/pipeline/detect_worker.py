@@ -36,10 +36,10 @@ from fp8watch_server.db.lease import lease_transaction
 from fp8watch_server.db.planner_statistics import PlannerStatistics
 from fp8watch_server.pipeline import engine_restore
 from fp8watch_server.pipeline.detection import Detection as Detection
-from fp8watch_server.pipeline.priority import PriorityLane, Run, is_urgent
+from fp8watch_server.pipeline.priority import PriorityLane, Run
 from fp8watch_server.pipeline.run_engines import RunEngines, Running
 from fp8watch_server.store import hot_batches
-from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending
+from fp8watch_server.store.pending import BATCHES_AT_ONCE, Overtaken, mark, pending, urgent_runs
 from fp8watch_server.store.totals import add_totals
 
 log = logging.getLogger("fp8watch.detect")
@@ -141,11 +141,10 @@ class DetectWorker:
     def drain(self) -> int:
         """Process what is pending now, urgent runs first; returns the number of batches."""
         self._taken_to.clear()
+        self._look_through()
         taken = self._take_urgent()
         with self._db.connect() as conn:
             rows = [row for row in pending(conn) if not self._is_fenced((row.run_id, row.tenant))]
-            if self._unheard.is_set():
-                self._look_through(conn, rows)
         taken += self._take_urgent()
         for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
             waiting = list(of_run)
@@ -156,13 +155,14 @@ class DetectWorker:
                 self._take_urgent()
         return taken + len(rows)
 
-    def _look_through(self, conn: Connection, rows: Sequence[Any]) -> None:
-        """Find the urgent runs in what waits, before the engines of large runs are restored, which takes seconds."""
-        if len(rows) < BATCHES_AT_ONCE:
-            self._unheard.clear()
-        for key, of_run in groupby(rows, key=lambda row: (row.run_id, row.tenant)):
-            if any(is_urgent(batch) for _, batch in hot_batches.load_all(conn, list(of_run))):
-                self._urgent.add(key)
+    def _look_through(self) -> None:
+        """Find the urgent runs in all that waits: nobody need have told of them, and much may wait before them."""
+        self._unheard.clear()
+        with self._db.connect() as conn:
+            found = urgent_runs(conn)
+        for run in found:
+            if not self._is_fenced(run):
+                self._urgent.add(run)
 
     def _is_fenced(self, key: tuple[str, str]) -> bool:
         """Whether a run was found to be moving a moment ago."""
@@ -173,7 +173,9 @@ class DetectWorker:
         return at is not None
 
     def _take_urgent_of_others(self, restoring: Collection[Run]) -> None:
-        """While the engines of some runs are being restored: they cannot be used yet."""
+        """While the engines of some runs are being restored, which takes seconds: they cannot be used yet."""
+        if self._unheard.is_set():
+            self._look_through()
         if self._urgent:
             self._take_urgent(restoring)
 

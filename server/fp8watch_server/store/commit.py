@@ -25,6 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import STEP_SCALARS
+from fp8watch_agent.urgency import is_urgent
 from fp8watch_agent.wire import Batch
 from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import Json, upsert
@@ -295,6 +296,7 @@ def _row(item: Incoming, run_id: str, tenant: str, attempt: int, arrival: int, n
         "step_min": int(steps[0]) if len(steps) else None,
         "step_max": int(steps[-1]) if len(steps) else None,
         "num_records": h.num_records,
+        "urgent": is_urgent(item.batch),
     }
 
 

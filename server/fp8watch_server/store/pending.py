@@ -47,6 +47,16 @@ def pending(conn: Connection, of_run: Run | None = None) -> Sequence[Any]:
     return conn.execute(joined.order_by(waiting.c.since, b.run_id, b.tenant, b.arrival)).all()
 
 
+def urgent_runs(conn: Connection) -> Sequence[Run]:
+    """Runs in which a batch waits that is to be taken first, by the oldest of them, however much waits before it."""
+    b = t.hot_batch.c
+    of_runs = sa.select(b.run_id, b.tenant).where(b.detected == t.BATCH_PENDING, b.urgent)
+    rows = conn.execute(
+        of_runs.group_by(b.run_id, b.tenant).order_by(sa.func.min(b.received_at)).limit(BATCHES_AT_ONCE)
+    )
+    return [(row.run_id, row.tenant) for row in rows]
+
+
 def mark(conn: Connection, run: Run, arrivals: list[int], state: int, error: str | None) -> None:
     """Mark batches as processed.
 
