@@ -129,7 +129,7 @@ def lates(failures: Failures, opened: dict[str, float], kills: Sequence[Kill], s
 
 def table(found: Sequence[Late]) -> dict[str, dict[str, float]]:
     """Per way and kind of kill: how many failures, median, 90 and 99 %, worst, and how many beyond 2 s."""
-    out: dict[str, dict[str, float]] = {}
+    out = {"both ways, all": _row([late.wait_s for late in found])} if found else {}
     for way, relayed in (("to a collector", False), ("through the relay", True)):
         of_way = [late for late in found if late.relayed is relayed]
         kinds = sorted({kind for late in of_way for kind in late.near})
