@@ -39,6 +39,20 @@ BUGS = [
         "tests/browser/test_live.py::test_an_incident_is_silenced_for_a_while_and_heard_again",
     ),
     Bug(
+        "nothing is replaced under a press",
+        f"{J}/live.js",
+        "  await released();\n",
+        "",
+        f"{B}/test_live.py::test_a_click_and_the_focus_outlive_the_renewal_of_their_part",
+    ),
+    Bug(
+        "a link that has the focus keeps it",
+        f"{J}/live.js",
+        "if (focused) next",
+        "if (false) next",
+        f"{B}/test_live.py::test_a_click_and_the_focus_outlive_the_renewal_of_their_part",
+    ),
+    Bug(
         "a map that comes alone is told of",
         "tile_maps:commit_tile_maps",
         "conn.execute(sa.update(t.run).where(*heard).values(last_seen_at=now))",

@@ -166,3 +166,29 @@ def test_times_grow_old_without_a_word_from_the_collector(page: Page, collector:
     first = page.locator("time[data-at]").first
     first.evaluate("(e) => { e.dataset.at = String(Date.now() / 1000 - 7300); }")
     expect(first).to_have_text("2 h ago", timeout=15_000)
+
+
+def test_a_click_and_the_focus_outlive_the_renewal_of_their_part(page: Page, collector: Collector) -> None:
+    synthetic.Run(
+        collector.client, "pressed", "pressed run", sites=synthetic.make_sites(1), session="8" * 32
+    ).register()
+    page.goto(collector.url("/"))
+    until(page, "document.getElementById('live').textContent === 'live'")
+    link = page.locator("#runs thead").get_by_role("link", name="Owner")
+    row = page.locator("#runs tbody a[href='/runs/pressed']")
+    row.focus()
+    with page.expect_response(collector.url("/")) as renewed:
+        collector.client.patch("/api/v1/runs/pressed", json={"tags": ["told-while-focused"]})
+    assert renewed.value.ok
+    expect(page.locator("#runs")).to_contain_text("told-while-focused")
+    expect(row).to_be_focused()
+
+    link.hover()
+    page.mouse.down()
+    with page.expect_response(collector.url("/")) as renewed:
+        collector.client.patch("/api/v1/runs/pressed", json={"tags": ["told-while-pressed"]})
+    renewed.value.finished()
+    page.wait_for_timeout(300)  # for what would be replaced now
+    page.mouse.up()
+    page.wait_for_url("**sort=owner*")
+    collector.client.delete("/api/v1/runs/pressed")  # other tests sort by tags

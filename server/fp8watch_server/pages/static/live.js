@@ -2,7 +2,7 @@
 // [data-live] parts are replaced, and charts are told to draw anew. A page that nobody sees holds no connection.
 
 const body = document.body;
-const LEAST_MS = 1000, AGAIN_MS = 2000;
+const LEAST_MS = 1000, AGAIN_MS = 2000, PRESS_MS = 3000;
 const badge = document.getElementById("live");
 let seen = body.dataset.version ?? null, source = null, timer = null, readyAt = 0, due = null;
 
@@ -15,10 +15,21 @@ function say(state, text) {
 const status = () => document.querySelector("[data-status]")?.dataset.status ?? "running";
 const well = () => say(status() === "running" ? "on" : "ended", status() === "running" ? "live" : status());
 
+// A press ends on what it began on, or it is no click: nothing is replaced between the two, for as long as a press takes.
+let pressed = false;
+addEventListener("pointerdown", () => { pressed = true; }, true);
+for (const end of ["pointerup", "pointercancel", "dragend"]) {
+  addEventListener(end, () => setTimeout(() => { pressed = false; }), true); // the click comes behind it
+}
+const released = async () => {
+  for (const late = performance.now() + PRESS_MS; pressed && performance.now() < late; ) await new Promise((resolve) => setTimeout(resolve, 20));
+};
+
 export async function refresh() {
   const answer = await fetch(location.href, { headers: { accept: "text/html" } });
   if (!answer.ok) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"); // scripts in it do not run
+  await released();
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const next = fresh.getElementById(part.id);
     // What somebody is using stays until they are done with it: a list that is open, a field that has the focus.
@@ -29,8 +40,10 @@ export async function refresh() {
       if (same && !list.selectedOptions[0]?.defaultSelected) same.value = list.value;
     }
     const { scrollLeft } = part; // a table wider than the window stays where it was scrolled to
+    const focused = part.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     part.replaceWith(document.adoptNode(next));
     next.scrollLeft = scrollLeft;
+    if (focused) next.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true }); // keys go on from there
   }
   Object.assign(body.dataset, fresh.body.dataset); // what scripts are told: steps of an incident, maps that there are
   document.dispatchEvent(new CustomEvent("fp8watch:live", { detail: fresh }));
