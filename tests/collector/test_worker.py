@@ -54,18 +54,19 @@ def test_sites_that_come_later_reach_the_engine(client: Any, app: Any, recorder:
     assert set(engine.sites) == {UP.id, DOWN.id}
 
 
+@pytest.mark.parametrize("broken", [0, 1], ids=["healthy", "broken"])  # a broken one has a way of its own
 def test_a_restart_rebuilds_the_engine_silently_and_takes_what_was_pending(
-    client: Any, app: Any, recorder: Recorder, settings: Any
+    client: Any, app: Any, recorder: Recorder, settings: Any, broken: int
 ) -> None:
     agent = Agent(client).register([UP])
     agent.send([UP], [1], fields={"num_inf": 1})
     app.state.worker.drain()
-    agent.send([UP], [2], fields={"num_inf": 1})
+    agent.send([UP], [2], fields={"num_inf": broken})
     after = Recorder()
     worker = DetectWorker(app.state.engine, after.detection())
     worker.drain()
-    assert [seq for _, seq in after.engines[0].seen] == [1, 2]
-    assert after.folded == [("run-1", 1, ((2, UP.id),))]  # of step 1 it was said before
+    assert [[seq for _, seq in engine.seen] for engine in after.engines] == [[1, 2]]
+    assert after.folded == [("run-1", 1, ((2, UP.id),))] * broken  # of step 1 it was said before
 
 
 def test_a_detector_that_breaks_harms_one_batch(client: Any, app: Any, recorder: Recorder) -> None:
