@@ -38,7 +38,6 @@ for line in sys.stdin:
     for rank in range(order["world"]):
         child = os.fork()
         if not child:
-            os.setpgid(0, ranks[0] if ranks else 0)
             os.environ.clear()
             os.environ.update(order["env"], RANK=str(rank), LOCAL_RANK=str(rank))
             sys.argv, script = ["rank", *order["arguments"]], order["script"]
@@ -48,6 +47,7 @@ for line in sys.stdin:
                 os.close(file)
             break
         ranks.append(child)
+        os.setpgid(child, ranks[0])  # here: by itself a rank may come before the first one has made the group
     if script:
         break
     print(ranks[0], flush=True)
