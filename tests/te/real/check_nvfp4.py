@@ -96,7 +96,8 @@ KINDS = {
 def test_our_own_recipe_has_the_bits_of_the_reference(te, oracle, kind, tile, dtype):
     torch.manual_seed(0)
     x = KINDS[kind](torch.randn(96, 64)).to(dtype)
-    q = quantizer(oracle, tile, rht=tile == (1, 16)).quantize(x)
+    with torch.backends.mkldnn.flags(enabled=False):  # AVX-512 takes subnormals of bfloat16 for 0; a GPU does not
+        q = quantizer(oracle, tile, rht=tile == (1, 16)).quantize(x)
     made = recipes.nvfp4(environ={}, disable_stochastic_rounding=True)
     operand = "input" if tile == (1, 16) else "weight"
     for columnwise, (data, scale, amax) in enumerate(
