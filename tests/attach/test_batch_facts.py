@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8watch.observer import batch_arithmetic, batch_facts
 from fp8watch_agent.batch_names import BATCH, CONCENTRATION, HASH, MASK, SCORED, SHIFTS
 
 NEXT, SECOND = SHIFTS[1], SHIFTS[2]
@@ -95,6 +96,37 @@ def test_one_token_more_or_in_another_place_is_another_hash(attach, lm):
     assert len(set(hashes)) == 3
     assert hashes[0] == hashes[3]
     assert all(NEXT not in f for f in logged(watch)), "no labels were seen: absent, not 0"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_a_device_computes_what_the_host_computes(monkeypatch, dtype):
+    x = rows(1).to(dtype)
+    mask = x.bool()
+
+    def facts():
+        pair = batch_arithmetic.shares_of_shifts(x[:, :-1], x[:, 1:], 3)
+        others = [
+            batch_arithmetic.hash_integers(x.flatten()),
+            batch_arithmetic.concentration(x),
+            batch_arithmetic.scored(x, -100),
+            batch_arithmetic.scored(x, 3),
+            *(batch_arithmetic.mean(mask.to(t)) for t in (torch.bool, dtype, torch.float16, torch.bfloat16)),
+            *batch_arithmetic.shares_of_shifts(x[:, :-1], x[:, 1:] * 0 + 3, 3).values(),
+        ]
+        return [*map(float, others), *map(float, pair.values())]
+
+    host = facts()
+    monkeypatch.setattr(batch_arithmetic, "_on_host", lambda x: False)
+    assert facts() == pytest.approx(host, rel=1e-12, nan_ok=True)
+    assert host[2] == 1
+    assert 0 < host[3] < 1
+
+
+def test_hashes_of_two_devices_add_up_as_those_of_one():
+    a, b = (batch_arithmetic.hash_integers(rows(seed).flatten()) for seed in (1, 2))
+    one = batch_facts._sum(a, b) & batch_facts._HASH_BITS
+    for mixed in ((torch.tensor(a), b), (a, torch.tensor(b)), (torch.tensor(a), torch.tensor(b))):
+        assert int(batch_facts._sum(*mixed)) & batch_facts._HASH_BITS == one
 
 
 def test_the_mask_and_what_is_scored_are_shares(attach, lm):

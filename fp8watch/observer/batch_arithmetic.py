@@ -1,0 +1,118 @@
+"""The arithmetic of batch facts: a hash, and shares of tokens and labels.
+
+Shapes:     tokens, labels [B, T] -> one number each: a float or an int of a tensor on the CPU, 0-d on its device of any other
+Thread:     training
+
+A batch has a few thousand tokens, and there is no time for a dozen calls of torch, each of which costs more than what it
+computes. On the CPU numpy computes the same from the same memory. Elsewhere nothing waits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fp8watch_agent.batch_names import BUCKETS, SHIFTS
+
+HASHED_ELEMENTS = 1 << 16
+"""At most so many of a tensor are hashed, evenly spread."""
+
+Number = Tensor | float
+_GOLDEN = 0x1E3779B97F4A7C15  # odd, and of as many ones as zeros
+_FIRST, _LAST = min(SHIFTS), max(SHIFTS)
+_ODD = np.arange(1, 2 * HASHED_ELEMENTS, 2, dtype=np.int64)
+
+
+def hash_integers(x: Tensor) -> Tensor | int:
+    """As `hash_bits`, with all bits in use: tokens have few, and sums of few bits are soon the same.
+
+    Args:
+        x: integers [n], n at most HASHED_ELEMENTS.
+
+    Returns:
+        The sum modulo 2^64, read as two's complement.
+    """
+    if _on_host(x):
+        wide = _host(x).astype(np.int64)
+        wide *= _GOLDEN
+        wide ^= wide >> 32
+        wide *= _ODD[: len(wide)]
+        return int(wide.sum())
+    wide_x = x.long() * _GOLDEN
+    return ((wide_x ^ (wide_x >> 32)) * _odd(x.device)[: len(wide_x)]).sum()
+
+
+def concentration(tokens: Tensor) -> Number:
+    """Σ p² over buckets. [B, T]"""
+    if _on_host(tokens):
+        bucket = _host(tokens).astype(np.int64).ravel() & (BUCKETS - 1)
+        share = np.bincount(bucket) / bucket.size
+        return float(np.dot(share, share))
+    buckets = tokens.reshape(-1).long() & (BUCKETS - 1)
+    count = torch.zeros(BUCKETS, dtype=torch.float64, device=tokens.device)
+    count.scatter_add_(0, buckets, torch.ones_like(buckets, dtype=torch.float64))
+    return (count / tokens.numel()).square().sum()
+
+
+def mean(mask: Tensor) -> Number:
+    """Of all elements."""
+    if _on_host(mask) and mask.dtype is not torch.bfloat16:  # which numpy does not know
+        return float(_host(mask).mean(dtype=np.float64))
+    return mask.double().mean()
+
+
+def scored(targets: Tensor, ignored: int) -> Number:
+    """Share of the targets that are not `ignored`."""
+    if _on_host(targets):
+        return float(np.count_nonzero(_host(targets) != ignored) / targets.numel())
+    return (targets != ignored).double().mean()
+
+
+def fits_shifts(tokens: Tensor) -> bool:
+    """Whether rows are long enough for each shift."""
+    return tokens.shape[1] >= _LAST - _FIRST + 2
+
+
+def shares_of_shifts(tokens: Tensor, labels: Tensor, ignored: int) -> dict[str, Number]:
+    """Of each shift the share of the scored labels that are the token so many places further on; NaN where none is scored.
+
+    Args:
+        tokens, labels: [B, T], or labels [B, T − 1].
+        ignored: the label that is not scored.
+    """
+    width = labels.shape[1] - (_LAST - _FIRST)
+    if _on_host(tokens) and _on_host(labels):
+        known, inner_x = _host(tokens), _host(labels)[:, -_FIRST : -_FIRST + width]
+        scored_x = inner_x != ignored
+        num = np.count_nonzero(scored_x)
+        shares: dict[str, Number] = {}
+        for place, name in enumerate(SHIFTS.values()):
+            same_x = (known[:, place : place + width] == inner_x) & scored_x
+            shares[name] = np.count_nonzero(same_x) / num if num else np.nan
+        return shares
+    inner = labels[:, -_FIRST : -_FIRST + width]
+    is_scored = inner != ignored
+    shifted = tokens[:, : labels.shape[1]].unfold(1, width, 1)  # [B, shifts, width]
+    same = ((shifted == inner[:, None]) & is_scored[:, None]).sum((0, 2))
+    share = same.double() / is_scored.sum()
+    return {name: share[place] for place, name in enumerate(SHIFTS.values())}
+
+
+def _on_host(x: Tensor) -> bool:
+    return x.is_cpu
+
+
+def _host(x: Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor on the CPU."""
+    return x.detach().numpy()
+
+
+@lru_cache(maxsize=8)
+def _odd(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1, 2 * HASHED_ELEMENTS, 2, dtype=torch.int64, device=device)
