@@ -3,9 +3,10 @@
 Shapes:     slab rows [sites] of ROW, and the scalars of a step -> the sites whose tile maps follow
 Thread:     training
 
-A jump begins a burst: `BURST_STEPS` steps with full statistics and tile maps. Bursts are rationed, so that a restless
-run stays near its budget. What breaks (non-finite values, a broken invariant) has a ration of its own, and needs no
-distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps later, so the burst
+A jump begins a burst: tile maps for `BURST_STEPS` steps, and full statistics of all sites in the first `WHOLE_STEPS` of
+them, of each site once in `TURN_STEPS` in the others. Bursts are rationed, so that a restless run stays near its budget.
+What breaks (non-finite values, a broken invariant) has full statistics in all steps of its burst, a ration of its own, and
+needs no distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps later, so the burst
 begins that much later; tile maps of the jump's own step are held until then.
 """
 
@@ -23,6 +24,8 @@ from fp8watch.session.jumps import RowJumps, Rows, ScalarJumps, most_telling
 from fp8watch_agent.record import QUANTISER_FAULTS
 
 BURST_STEPS = 16
+WHOLE_STEPS = 4  # at the beginning of a burst that a jump began: all sites in each
+TURN_STEPS = 4  # behind them: each site once in so many
 APART_STEPS = 64  # from the beginning of one burst to that of the next, for jumps
 MAX_BURSTS = 4  # that a quiet run has saved up
 REFILL_STEPS = 256  # for one more of them
@@ -34,7 +37,8 @@ class Follow:
 
     def __init__(self) -> None:
         self.outputs_until = -1  # the last step in which every output and gradient is looked at
-        self.full_until = -1  # the last step with full statistics
+        self.full_until = -1  # the last step with full statistics of all sites
+        self.burst_until = -1  # the last step of the burst
         self._begun = -APART_STEPS
         self._saved = self._saved_for_breaks = float(MAX_BURSTS)
         self._seen = 0
@@ -51,7 +55,7 @@ class Follow:
         self.outputs_until = max(self.outputs_until, step + ALERT_STEPS)
         if fresh and self._saved_for_breaks >= 1:
             self._saved_for_breaks -= 1
-            self._begin(newest)
+            self._begin(newest, BURST_STEPS)
 
     def jumped(self, newest: int) -> bool:
         """Something jumped. True where a burst begins; False where one is on, or was just now, or none is saved up."""
@@ -59,18 +63,23 @@ class Follow:
         if newest - self._begun < APART_STEPS or self._saved < 1:
             return False
         self._saved -= 1
-        self._begin(newest)
+        self._begin(newest, WHOLE_STEPS)
         return True
 
-    def _begin(self, newest: int) -> None:
+    def every(self, step: int, every: int) -> int:
+        """Steps in which each site has one turn, where it is `every` outside of bursts."""
+        return min(every, TURN_STEPS) if step <= self.burst_until else every
+
+    def _begin(self, newest: int, whole: int) -> None:
         self._begun = newest
-        self.full_until = newest + BURST_STEPS
-        self.outputs_until = max(self.outputs_until, self.full_until)
+        self.full_until = max(self.full_until, newest + whole)
+        self.burst_until = newest + BURST_STEPS
+        self.outputs_until = max(self.outputs_until, self.burst_until)
 
     def reached(self, newest: int) -> None:
         """Training is at this step: what is saved up grows, and where training went back nothing is on any more."""
         if newest < self._seen:
-            self._begun, self.full_until, self.outputs_until = -APART_STEPS, -1, -1
+            self._begun, self.full_until, self.burst_until, self.outputs_until = -APART_STEPS, -1, -1, -1
         more = max(0, newest - self._seen) / REFILL_STEPS
         self._saved = min(MAX_BURSTS, self._saved + more)
         self._saved_for_breaks = min(MAX_BURSTS, self._saved_for_breaks + more)
@@ -100,7 +109,7 @@ class EventFollow:
         self.follow = Follow()
         self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
         self.is_broken = False  # in the step that was looked at last
-        self._broken_until = -1  # the last step with full statistics because of that
+        self._broken_until = -1  # the last step of the burst because of that
         self._rows: list[int] = []
 
     def look(
@@ -121,14 +130,14 @@ class EventFollow:
         follow.reached(newest)
         if is_broken:
             follow.broke(step, newest, fresh=not self.is_broken)
-            self._broken_until = follow.full_until
+            self._broken_until = follow.burst_until
         self.is_broken = is_broken
         score = self._row_jumps.see(rows, broken)
         jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
         begun = jumped and not is_broken and follow.jumped(newest)
         if begun:
             self._rows = most_telling(score, rows["order"], MAX_FOLLOWED)
-        elif step > follow.full_until:
+        elif step > follow.burst_until:
             self._rows = []
         calm = None
         if not is_broken and step > self._broken_until:

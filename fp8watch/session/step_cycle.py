@@ -62,7 +62,7 @@ class StepCycle:
                 plan.canary.follow(follow.full_until)
             sample = self._rotation.sample(
                 step // self._apart,  # where training counts by tens, turns must not
-                overhead.every,
+                follow.every(step, overhead.every),
                 1 if plan.stopwatch is not None else overhead.light_every,
                 first=self._is_first,
                 full=step <= follow.full_until,

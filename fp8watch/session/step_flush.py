@@ -255,7 +255,7 @@ class StepFlush:
         leaves = rows["measured"] != 0  # between samples too: then without energies, moments and depth
         records = None
         if self.merge is not None and followed.calm is not None and left.status == StepStatus.OK:
-            in_burst = left.step <= self.events.follow.full_until
+            in_burst = left.step <= self.events.follow.burst_until
             leaves, records = self.merge.leaving(left.step, rows, followed.calm, in_burst=in_burst)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
         records = rows[leaves] if records is None else records

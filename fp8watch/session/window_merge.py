@@ -67,7 +67,7 @@ class WindowMerge:
             step: its number.
             rows: [sites] of ROW; not changed.
             calm: [sites], those whose numbers lie inside their band.
-            in_burst: all sites were looked at in full, because something jumped.
+            in_burst: sites were looked at in full because something jumped.
 
         Returns:
             Which sites leave a record now, and the records of these, in the order of the sites.

@@ -10,7 +10,15 @@ import torch
 
 from fp8watch.numerics.tile_stats import HEAVY, LIGHT
 from fp8watch.session import jumps, tile_map_flush
-from fp8watch.session.event_follow import APART_STEPS, BURST_STEPS, MAX_BURSTS, REFILL_STEPS, Follow
+from fp8watch.session.event_follow import (
+    APART_STEPS,
+    BURST_STEPS,
+    MAX_BURSTS,
+    REFILL_STEPS,
+    TURN_STEPS,
+    WHOLE_STEPS,
+    Follow,
+)
 from fp8watch.session.jumps import RowJumps, ScalarJumps
 from fp8watch.sketch.tile_cache import HISTORY_STEPS
 from fp8watch_agent.record import Measured, empty_rows, holds
@@ -111,7 +119,8 @@ def test_bursts_are_rationed_whatever_jumps():
     begun = [step for step in range(num_steps) if follow.jumped(step)]
     assert min(np.diff(begun)) >= APART_STEPS
     assert MAX_BURSTS <= len(begun) <= MAX_BURSTS + num_steps // REFILL_STEPS + 1
-    assert follow.full_until == begun[-1] + BURST_STEPS
+    assert follow.full_until == begun[-1] + WHOLE_STEPS
+    assert follow.burst_until == begun[-1] + BURST_STEPS
 
 
 def test_a_break_needs_no_ration_and_what_stays_broken_begins_once():
@@ -144,6 +153,23 @@ def test_where_training_went_back_nothing_is_followed_any_more():
     follow.reached(0)
     assert follow.outputs_until < 0
     assert follow.full_until < 0
+    assert follow.burst_until < 0
+
+
+def test_a_jump_takes_nothing_from_the_burst_of_a_break():
+    follow = Follow()
+    follow.broke(100, 100, fresh=True)
+    assert not follow.jumped(110), "one is on"
+    assert follow.jumped(100 + APART_STEPS)
+    follow.broke(100 + APART_STEPS + 2, 100 + APART_STEPS + 2, fresh=True)
+    assert follow.full_until == follow.burst_until == 100 + APART_STEPS + 2 + BURST_STEPS
+
+
+def test_in_a_burst_each_site_has_its_turn_soon():
+    follow = Follow()
+    follow.jumped(100)
+    assert [follow.every(step, 64) for step in (100, 101, 116, 117)] == [TURN_STEPS] * 3 + [64]
+    assert follow.every(110, 2) == 2, "no rarer than outside of it"
 
 
 def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
@@ -156,14 +182,23 @@ def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
         watch.step()
 
 
-def full_steps(watch):
-    """Steps with full statistics of every site; between them each has its turn."""
-    steps = [
-        (int(h["step"]), watch._recorder.of_operands(ids, rows))
+def heavy_rows(watch):
+    """Of each step which of its rows are in full."""
+    return {
+        int(h["step"]): holds(watch._recorder.of_operands(ids, rows)["measured"], HEAVY)
         for h, ids, rows, *_ in watch._recorder.steps
         if len(rows)
-    ]
-    return [step for step, rows in steps if holds(rows["measured"], HEAVY).all()]
+    }
+
+
+def full_steps(watch):
+    """Steps with full statistics of every site; between them each has its turn."""
+    return [step for step, full in heavy_rows(watch).items() if full.all()]
+
+
+def full_rows(watch):
+    """Of each step how many rows are in full."""
+    return {step: int(full.sum()) for step, full in heavy_rows(watch).items()}
 
 
 def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
@@ -177,7 +212,11 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
 
     train(watch, mlp, at + BURST_STEPS + 8, outlier)
     assert not watch.guard.errors
-    assert full_steps(watch) == [0, *range(at + 1, at + 1 + BURST_STEPS)]
+    assert full_steps(watch) == [0, *range(at + 1, at + 1 + WHOLE_STEPS)]
+    num_full = full_rows(watch)
+    turns = {step: num_full[step] for step in range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS)}
+    assert sum(turns.values()) == (BURST_STEPS - WHOLE_STEPS) // TURN_STEPS * num_full[at + 1]
+    assert max(turns.values()) < num_full[at + 1], "in turns"
     by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
     steps = sorted(m.step for m in watch._recorder.maps if by_id[m.site] == ("up", "input", "rowwise"))
     assert steps == list(range(at - HISTORY_STEPS, at + BURST_STEPS + 1))
@@ -187,7 +226,7 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
 def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
     watch, at = attach(mlp, every=64), 30
     train(watch, mlp, 60, grad_norm=lambda step: torch.tensor(50.0 if step == at else 1.0 + 0.1 * (step % 3)))
-    assert full_steps(watch) == [0, *range(at + 1, at + 1 + BURST_STEPS)]
+    assert full_steps(watch) == [0, *range(at + 1, at + 1 + WHOLE_STEPS)]
     assert {m.step for m in watch._recorder.maps} >= {at, at + 1, at + BURST_STEPS}
 
 

@@ -38,7 +38,7 @@ class MergedTrace(Trace):
                 followed = follow.look(step, step, rows, broken, numbers)
                 leaves, out = np.ones(num, dtype=bool), rows
                 if followed.calm is not None:
-                    leaves, out = merge.leaving(step, rows, followed.calm, in_burst=step <= follow.follow.full_until)
+                    leaves, out = merge.leaving(step, rows, followed.calm, in_burst=step <= follow.follow.burst_until)
                 records.append(out)
                 steps.append(np.full(len(out), step))
                 sites.append(batch.site[part][leaves])
