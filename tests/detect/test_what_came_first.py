@@ -143,6 +143,44 @@ def test_inputs_of_ordinary_size_are_told_with_the_step_in_which_they_were_measu
     assert words.verdict == "shared"
 
 
+def larger(t: Trace, but_the_first: bool = False) -> None:
+    """Inputs are three times what they were, from a step on."""
+    t.grow(t.mask(None, "input"), 1.6 * (np.arange(t.num_steps) >= AT))
+    if but_the_first:
+        first = min((s for s in t.sites if s.operand == "input"), key=lambda s: s.order).module
+        t.grow(t.mask(first, "input"), -1.6 * (np.arange(t.num_steps) >= AT))
+
+
+@pytest.mark.parametrize("steps", [2, STEPS])
+def test_what_enters_the_model_larger_is_told_where_the_first_input_is(steps: int) -> None:
+    t = made()
+    loss_jumps(t, AT, steps)
+    larger(t)
+    words = said(t)
+    assert words.title.startswith("What enters the model is larger" if steps == STEPS else "Bad batch")
+    assert "from the first GEMM on" in words.cause
+    assert "2.04 octaves" in words.cause, "of the one that is furthest above its own past"
+    assert "normalisation" in words.fix[1]["text"]
+    assert words.verdict == "shared"
+
+
+def test_inputs_that_are_larger_behind_the_first_gemm_are_no_matter_of_the_data() -> None:
+    t = made()
+    loss_jumps(t, AT)
+    larger(t, but_the_first=True)
+    assert "bad-batch" not in {i.mode for i in incidents(t)}
+
+
+def test_a_loss_that_came_back_and_jumps_again_is_told() -> None:
+    t = healthy(3, 200)
+    loss_jumps(t, AT, 12)
+    larger(t, but_the_first=True)
+    t.grow(t.mask(None, "input"), -1.6 * (np.arange(t.num_steps) >= AT + 12))
+    loss_jumps(t, 180, 3)
+    found = [i for i in incidents(t) if i.mode == "bad-batch"]
+    assert [i.first.onset for i in found] == [180]
+
+
 @pytest.mark.parametrize("steps", [2, STEPS])
 def test_a_jump_in_steps_without_measurements_makes_no_claim_about_inputs(steps: int) -> None:
     t = made()

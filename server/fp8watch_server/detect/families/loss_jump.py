@@ -5,7 +5,8 @@ Thread:     detect worker
 
 Told when it is over: until then a bad batch and the beginning of a divergence look alike. The jump is measured against
 a median that the jump does not move, and the gradient norm must jump as well. What the data did is said of inputs that
-were measured, each with its step; an input that leaped is another cause, which `outlier` tells. A learning rate that
+were measured, each with its step; an input that leaped is another cause, which `outlier` tells. Where most inputs moved,
+weights did it or what enters the model did: it is told where the input of the first GEMM moved as well. A learning rate that
 leaped at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
 """
 
@@ -28,6 +29,8 @@ SIGMA_FLOOR_SHARE = 0.01
 INPUT_SIGMA = 4.0
 LR_BEFORE = 6
 """Observed steps before the jump of the loss in which a leap of the LR is its cause."""
+ENTERS_OCTAVES = 0.5
+"""Above its own past, of the input of the first GEMM: what enters the model is larger."""
 BRIEF_STEPS = 1
 BRIEF_RATIO = 2.0
 """A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
@@ -47,6 +50,7 @@ class _Inputs:
     ordinary: bool
     moved: bool  # most of them, or one that leaped: no matter of the data
     healthy: bool | None  # the quantisers; None where they were not measured
+    entered: bool = False  # most of them, from the first GEMM on
 
 
 @dataclass
@@ -70,6 +74,8 @@ class LossJumps(Detector):
     modes = ("bad-batch", "optimizer-divergence")
     between_samples = True
     parts = (_Inputs, _Jump)
+    _left = False
+    """The loss is still up after a jump that others tell: it does not begin again."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -82,7 +88,7 @@ class LossJumps(Detector):
 
     def resume(self) -> None:
         """A jump of the attempt before is over."""
-        self._jump = None
+        self._jump, self._left = None, False
 
     @property
     def holds_loss(self) -> bool:
@@ -113,7 +119,9 @@ class LossJumps(Detector):
         self._jump = None
         if back and not _norm_jumped(jump, ctx.limit):
             return []
-        return _finding(ctx.now, jump, back=back)
+        told = _finding(ctx.now, jump, back=back)
+        self._left = not told and not back
+        return told
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
@@ -128,6 +136,9 @@ class LossJumps(Detector):
         usual = float(ctx.base.loss.median()[0])
         spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
         if loss - usual <= max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual)):
+            self._left = False
+            return None
+        if self._left:
             return None
         usual_norm = float(ctx.base.grad_norm.median()[0])
         step, leap = ctx.now.step, ctx.schedule.last_leap
@@ -153,9 +164,9 @@ def _look(ctx: Context) -> _Inputs | None:
     known = np.isfinite(up)
     if not known.any():
         return None
-    row = int(np.nanargmax(up))
-    moved = np.abs(up[known]) / ctx.base.amax.spread(ctx.floor)[known]
-    common = float(np.median(moved)) > INPUT_SIGMA
+    row, first = int(np.nanargmax(up)), int(ctx.now.in_flow(inputs)[0])
+    spread = ctx.base.amax.spread(ctx.floor)
+    common = float(np.median(np.abs(up[known]) / spread[known])) > INPUT_SIGMA
     octaves = float(up[row])
     looked_at = (inputs | ctx.weights()) & ctx.health_known
     return _Inputs(
@@ -167,6 +178,8 @@ def _look(ctx: Context) -> _Inputs | None:
         ordinary=not common and octaves <= ctx.limit.outlier_input_octaves,
         moved=common or octaves >= ctx.limit.outlier_leap_octaves,
         healthy=not np.any(ctx.unhealthy[looked_at]) if looked_at.any() else None,
+        entered=bool(common and up[first] > max(INPUT_SIGMA * spread[first], ENTERS_OCTAVES))
+        and octaves < ctx.limit.outlier_leap_octaves,
     )
 
 
@@ -179,7 +192,7 @@ def _norm_jumped(jump: _Jump, limit: Limits) -> bool:
 
 def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) -> list[Finding]:
     inputs, lr = jump.inputs, jump.lr
-    if lr is None and inputs is not None and inputs.moved:
+    if lr is None and inputs is not None and inputs.moved and not inputs.entered:
         return []
     after = now.step - jump.step
     evidence = [Evidence("loss", round(jump.loss, 4), round(jump.usual, 4), "", jump.peak)]
@@ -205,7 +218,7 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         "cut": now.step if cut else None,
         "inputs": None
         if inputs is None
-        else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site},
+        else {"ordinary": inputs.ordinary, "octaves": inputs.octaves, "site": inputs.site, "entered": inputs.entered},
     }
     if lr is not None:
         at, usual_lr, value = lr
@@ -213,7 +226,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         about |= {"began": at, "not_before": at, "lr_jump": (usual_lr, value), "by_loss": True}
         verdict: Verdict = "shared" if healthy else "unknown"
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
-    verdict = "shared" if healthy and inputs is not None and inputs.ordinary and not cut else "unknown"
+    known = inputs is not None and (inputs.ordinary or inputs.entered)
+    verdict = "shared" if healthy and known and not cut else "unknown"
     notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 

@@ -17,6 +17,11 @@ def _inputs_words(f: Finding) -> str:
     at, usual = f"at step {measured.since_step}", number(measured.baseline)
     if about["ordinary"]:
         return f"Inputs are of ordinary size (largest against its own past: amax {number(measured.value)} {at}, {usual} before)"
+    if about.get("entered"):
+        return (
+            f"Most inputs are larger than they were, from the first GEMM on (largest against its own past: amax {number(measured.value)} {at}, "
+            f"{usual} before: {number(about['octaves'])} octaves)"
+        )
     return (
         f"An input is larger than it was (amax {number(measured.value)} {at}, {usual} before: "
         f"{number(about['octaves'])} octaves)"
@@ -41,7 +46,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if f.extra.get("kind"):
         return batch_words.words(f)
     loss, usual = number(evidence(f, "loss")), number(baseline(f, "loss"))
-    known = bool((f.extra.get("inputs") or {}).get("ordinary"))
+    about = f.extra.get("inputs") or {}
+    known, entered = bool(about.get("ordinary")), bool(about.get("entered"))
     at, inputs = f.onset, _inputs_words(f)
     norm = "Loss and gradient norm" if evidence(f, "grad_norm") is not None else "The loss"
     if f.extra.get("cut") is not None:
@@ -65,6 +71,12 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             "or a setting of the loss.",
         )
     if f.extra.get("shift"):
+        if entered:
+            return (
+                f"What enters the model is larger since step {at}: loss {usual} → {loss}",
+                f"The loss jumped from {usual} to {loss} at step {at} and stays. {inputs}: data in another unit or without their "
+                "normalisation, or what stands in front of the first GEMM.",
+            )
         if not known:
             return (
                 f"The loss jumped at step {at} and stays: {usual} → {loss}",
@@ -77,10 +89,10 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         )
     took = evidence(f, "recovered_after")
     back = f"came back within {took} steps" if took is not None else "came back"
-    unlike = ": one batch was unlike the others" if known else ""
+    unlike = ": one batch was unlike the others" if known or entered else ""
     return (
         f"Bad batch at step {at}: loss {usual} → {loss}, and back"
-        if known
+        if known or entered
         else f"Loss jumped at step {at}: {usual} → {loss}, and back",
         f"{norm} jumped at step {at} and {back}. {inputs}{unlike}.",
     )
@@ -95,6 +107,11 @@ def fixes(p: Place) -> list[Fix]:
         return [
             p.batch,
             Fix("data", "Compare labels, mixture and tokenizer of the batches before and after that step."),
+        ]
+    if about and about.get("entered"):
+        return [
+            p.batch,
+            Fix("data", "Compare units, dtype and normalisation of what the loader gives before and after that step."),
         ]
     if not about or not about.get("ordinary"):
         return [
