@@ -1,6 +1,5 @@
 """What entered the model in a step, as a hash and a few shares: batches that repeat, labels beside their tokens, padding.
 
-Downstream: fp8watch.session.step_scalars
 Shapes:     inputs of the model, targets of its loss -> numbers, or 0-d tensors, once a step     Thread: training
 
 Inputs come from the forward hook of the root module, targets from `torch.nn.functional.cross_entropy`. Both are read on

@@ -3,8 +3,8 @@
 Shapes:     slab rows [sites] of ROW, and the scalars of a step -> the sites whose tile maps follow
 Thread:     training
 
-A jump begins a burst: tile maps for `BURST_STEPS` steps, and full statistics of all sites in the first `WHOLE_STEPS` of
-them, of each site once in `TURN_STEPS` in the others. Bursts are rationed, so that a restless run stays near its budget.
+A jump begins a burst: tile maps and full statistics of the sites that told of it for `BURST_STEPS` steps, full statistics of
+all sites in the first `WHOLE_STEPS` of them, of each once in `TURN_STEPS` in the others. Bursts are rationed, so that a restless run stays near its budget.
 What breaks (non-finite values, a broken invariant) has full statistics in all steps of its burst, a ration of its own, and
 needs no distance; beyond that only outputs are looked at. The host learns of a step on a GPU one or two steps later, so the burst
 begins that much later; tile maps of the jump's own step are held until then.
@@ -66,10 +66,6 @@ class Follow:
         self._begin(newest, WHOLE_STEPS)
         return True
 
-    def every(self, step: int, every: int) -> int:
-        """Steps in which each site has one turn, where it is `every` outside of bursts."""
-        return min(every, TURN_STEPS) if step <= self.burst_until else every
-
     def _begin(self, newest: int, whole: int) -> None:
         self._begun = newest
         self.full_until = max(self.full_until, newest + whole)
@@ -110,7 +106,8 @@ class EventFollow:
         self._row_jumps, self._scalar_jumps = RowJumps(num_rows), ScalarJumps()
         self.is_broken = False  # in the step that was looked at last
         self._broken_until = -1  # the last step of the burst because of that
-        self._rows: list[int] = []
+        self.rows: list[int] = []
+        """Sites that told of the jump whose burst is on."""
 
     def look(
         self, step: int, newest: int, rows: Rows, broken: npt.NDArray[np.bool_], numbers: Mapping[str, float]
@@ -136,14 +133,14 @@ class EventFollow:
         jumped = self._scalar_jumps.see(numbers) or bool((score > 1).any())
         begun = jumped and not is_broken and follow.jumped(newest)
         if begun:
-            self._rows = most_telling(score, rows["order"], MAX_FOLLOWED)
+            self.rows = most_telling(score, rows["order"], MAX_FOLLOWED)
         elif step > follow.burst_until:
-            self._rows = []
+            self.rows = []
         calm = None
         if not is_broken and step > self._broken_until:
             calm = self._row_jumps.known & (score <= 1)
-            calm[self._rows] = False
-        return Followed(self._rows, begun, jumped, calm)
+            calm[self.rows] = False
+        return Followed(self.rows, begun, jumped, calm)
 
 
 def broken_rows(rows: Rows) -> npt.NDArray[np.bool_]:

@@ -88,7 +88,17 @@ class SiteRotation:
         self._hashes, self._hash_every = Turns(weights), schedule.hash_every
         self._mode, self._late = tile_maps, late
 
-    def sample(self, step: int, every: int, light_every: int, *, first: bool, full: bool, outputs: bool) -> StepSample:
+    def sample(
+        self,
+        step: int,
+        every: int,
+        light_every: int,
+        *,
+        first: bool,
+        full: bool,
+        outputs: bool,
+        followed: Sequence[int] = (),
+    ) -> StepSample:
         """What a step looks at.
 
         Args:
@@ -98,6 +108,7 @@ class SiteRotation:
             first: nothing was observed in the step before: everything is looked at, to show what there is.
             full: full statistics of all sites.
             outputs: all outputs and gradients.
+            followed: rows with full statistics whoever's turn it is.
         """
         mode, n = self._mode
         maps: ByRow = self._maps.of(step, n) if mode == "every" else YES if mode == "all" else NO
@@ -115,6 +126,8 @@ class SiteRotation:
                 light = YES
             elif maps is not NO:
                 light = self._whole_units(light, maps)
+        if followed and not full:
+            mine = self._with(mine, followed)
         return StepSample(
             full=YES if full else mine,
             outputs=YES if outputs else looked,
@@ -125,6 +138,12 @@ class SiteRotation:
             gradients=(0, 1) if outputs else (step % period, period),
             light=light,
         )
+
+    def _with(self, mine: bytes, followed: Sequence[int]) -> bytes:
+        """Of each row whether its turn is in this step, or it is one of these, or has its turn with one of these. [rows]"""
+        also = np.isin(self._units, self._units[list(followed)])
+        turn: bytes = (np.frombuffer(mine, dtype=np.bool_) | also).tobytes()
+        return turn
 
     def _among(self, light: bytes, step: int, light_every: int, every: int) -> bytes:
         """Of each row whether its turn is in this step: of the turns in which its Linear is looked at, one in so many. [rows]"""

@@ -12,6 +12,7 @@ from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.step_sample import NOTHING
 from fp8watch.observer.stopwatch import FIXED
 from fp8watch.session.attachment import Attachment, Cadence, Session
+from fp8watch.session.event_follow import TURN_STEPS
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.site_rotation import site_rotation
 from fp8watch.session.step_flush import StepFlush
@@ -60,12 +61,14 @@ class StepCycle:
             follow = flush.events.follow
             if follow.full_until != plan.canary.followed:
                 plan.canary.follow(follow.full_until)
+            in_burst = step <= follow.burst_until
             sample = self._rotation.sample(
                 step // self._apart,  # where training counts by tens, turns must not
-                follow.every(step, overhead.every),
+                min(overhead.every, TURN_STEPS) if in_burst else overhead.every,
                 1 if plan.stopwatch is not None else overhead.light_every,
                 first=self._is_first,
                 full=step <= follow.full_until,
+                followed=flush.events.rows if in_burst else (),
                 # on the CPU looked at in a step that is measured: part of what full statistics cost
                 outputs=step <= follow.outputs_until or (plan.stopwatch is not None and not flush.copies.late),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -165,13 +166,6 @@ def test_a_jump_takes_nothing_from_the_burst_of_a_break():
     assert follow.full_until == follow.burst_until == 100 + APART_STEPS + 2 + BURST_STEPS
 
 
-def test_in_a_burst_each_site_has_its_turn_soon():
-    follow = Follow()
-    follow.jumped(100)
-    assert [follow.every(step, 64) for step in (100, 101, 116, 117)] == [TURN_STEPS] * 3 + [64]
-    assert follow.every(110, 2) == 2, "no rarer than outside of it"
-
-
 def train(watch, model, num_steps, change=lambda step, x: x, seed=0, **log):
     torch.manual_seed(seed)
     for step in range(num_steps):
@@ -196,9 +190,14 @@ def full_steps(watch):
     return [step for step, full in heavy_rows(watch).items() if full.all()]
 
 
-def full_rows(watch):
-    """Of each step how many rows are in full."""
-    return {step: int(full.sum()) for step, full in heavy_rows(watch).items()}
+def full_turns(watch, steps):
+    """(module, operand) -> in how many of these steps it is in full."""
+    names = {site.id: (site.module, site.operand) for site in watch._recorder.sites}
+    found = Counter()
+    for header, ids, rows, *_ in watch._recorder.steps:
+        if int(header["step"]) in steps:
+            found.update({names[int(i)] for i, full in zip(ids, holds(rows["measured"], HEAVY), strict=True) if full})
+    return found
 
 
 def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
@@ -213,11 +212,13 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
     train(watch, mlp, at + BURST_STEPS + 8, outlier)
     assert not watch.guard.errors
     assert full_steps(watch) == [0, *range(at + 1, at + 1 + WHOLE_STEPS)]
-    num_full = full_rows(watch)
-    turns = {step: num_full[step] for step in range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS)}
-    assert sum(turns.values()) == (BURST_STEPS - WHOLE_STEPS) // TURN_STEPS * num_full[at + 1]
-    assert max(turns.values()) < num_full[at + 1], "in turns"
+    behind = range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS)
+    turns = full_turns(watch, behind)
     by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
+    jumped = {by_id[m.site][:2] for m in watch._recorder.maps if m.step in behind}
+    assert ("up", "input") in jumped
+    assert {turns[site] for site in jumped} == {len(behind)}, "sites that jumped, in each step"
+    assert {n for site, n in turns.items() if site not in jumped} == {len(behind) // TURN_STEPS}
     steps = sorted(m.step for m in watch._recorder.maps if by_id[m.site] == ("up", "input", "rowwise"))
     assert steps == list(range(at - HISTORY_STEPS, at + BURST_STEPS + 1))
     assert at + 1 in watch._recorder.hurried, "the step of the jump does not wait for others"

@@ -124,6 +124,22 @@ def test_linears_that_read_one_tensor_are_looked_at_in_the_same_step():
     assert light_units(sites).tolist() == [0] * 6 + [1]
 
 
+def test_what_is_followed_is_full_with_all_that_has_its_turn_with_it():
+    sites = table(4)
+    units = rotating_units(sites)
+    rotation = SiteRotation(units, units, units, Schedule(), ("triggered", 0))
+    row = next(i for i, site in enumerate(sites) if site.operand == "input")
+    unit = set(np.flatnonzero(units == units[row]).tolist())
+    assert len(unit) > 1
+    for step in range(64):
+        alone, followed = (
+            rotation.sample(step, 64, 1, first=False, full=False, outputs=False, followed=rows) for rows in ((), (row,))
+        )
+        full = {i for i in range(len(sites)) if followed.full[i]}
+        assert full == unit | {i for i in range(len(sites)) if alone.full[i]}
+        assert followed.any_full
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch traces its own
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
