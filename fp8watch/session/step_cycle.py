@@ -65,7 +65,7 @@ class StepCycle:
             sample = self._rotation.sample(
                 step // self._apart,  # where training counts by tens, turns must not
                 min(overhead.every, TURN_STEPS) if in_burst else overhead.every,
-                1 if plan.stopwatch is not None else overhead.light_every,
+                1 if plan.stopwatch is not None or in_burst else overhead.light_every,
                 first=self._is_first,
                 full=step <= follow.full_until,
                 followed=flush.events.rows if in_burst else (),

@@ -224,6 +224,16 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
     assert at + 1 in watch._recorder.hurried, "the step of the jump does not wait for others"
 
 
+def test_sites_that_are_only_observed_have_their_turns_in_a_burst_as_soon(attach, mlp):
+    watch, at = attach(mlp, every=64, recipe="observe", overhead_budget=None), 40
+    watch._overhead.light_every = 16  # as where reading operands takes more than the budget
+    train(watch, mlp, at + BURST_STEPS + 8, loss=lambda step: 9.0 if step == at else 2.0 + 0.01 * (step % 3))
+    assert not watch.guard.errors
+    turns = full_turns(watch, range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS))
+    assert len(turns) == 6, "three operands of two Linears"
+    assert set(turns.values()) == {(BURST_STEPS - WHOLE_STEPS) // TURN_STEPS}
+
+
 def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
     watch, at = attach(mlp, every=64), 30
     train(watch, mlp, 60, grad_norm=lambda step: torch.tensor(50.0 if step == at else 1.0 + 0.1 * (step % 3)))
