@@ -66,14 +66,11 @@ class HostCopies:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        self.late = self.device.type == "cuda"
+        """Whether copies arrive later than they are begun; else they are to be read at once."""
         self._stream: Any = None  # torch.cuda.Stream, made when it is needed
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._free_bytes = 0
-
-    @property
-    def late(self) -> bool:
-        """Whether copies arrive later than they are begun; else they are to be read at once."""
-        return self.device.type == "cuda"
 
     def begin(self, *tensors: torch.Tensor) -> HostCopy:
         """Begin to copy tensors of this device, without waiting for anything.
