@@ -10,7 +10,6 @@ and `fp8watch.quantize.site_quantizer` call the plain ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -62,10 +61,10 @@ class Merging(Protocol):
     """The functions of a backend with `MERGES = True`, which write what they measure into a slab on the way."""
 
     def values_into(
-        self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool, codes: Sequence[bool] = ()
+        self, x: torch.Tensor, job: QuantizeJob, into: Into, *, codes: tuple[bool, ...]
     ) -> tuple[list[Any], list[TileStats]]:
-        """`quantize_dequantize` of a job with statistics, or with `both` that of both directions: what the codes stand
-        for, or `Codes` where `codes` says so, and what was measured, one a direction."""
+        """`quantize_dequantize` of a job with statistics in one direction, or in both: what the codes stand for, or `Codes`
+        where `codes`, one a direction, says so, and what was measured."""
 
     def measure_into(self, x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:
         """The statistics alone."""

@@ -11,14 +11,13 @@ which tells whether all of them is finite. Where there is no compiler torch's ow
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fp8watch.kernels import cpu_library, reference
 from fp8watch.kernels.backend import Codes, Into, Quantized, Scales
-from fp8watch.kernels.cpu_call import CODES, DTYPES, NOTHING, THREADED_ELEMENTS, VALUES, call, call_into
+from fp8watch.kernels.cpu_call import CODES, DTYPES, NOTHING, THREADED_ELEMENTS, VALUES, Kinds, call, call_into
 from fp8watch.kernels.cpu_compiler import Unavailable
 from fp8watch.numerics.operand_checks import (
     DOUBLE_SUBNORMAL,
@@ -35,6 +34,10 @@ MERGES = True
 """What is measured goes straight into rows of a slab: see `fp8watch.kernels.backend.Into`."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KINDS: dict[tuple[bool, ...], Kinds] = {
+    asked: tuple(CODES if c else VALUES for c in asked)
+    for asked in ((False,), (True,), (False, False), (False, True), (True, False), (True, True))
+}
 
 
 def probe(device: torch.device) -> str | None:
@@ -52,7 +55,7 @@ def quantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = Non
     """As `fp8watch.kernels.reference.quantize`."""
     x = _readable(x)
     ((codes, scale_inv, stats),) = call(x, job, (CODES,), given=(_scale(scale, x, job), None))
-    return codes.view(job.fmt.dtype), scale_inv, stats
+    return codes, scale_inv, stats
 
 
 def quantize_dequantize(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> Quantized:
@@ -76,7 +79,7 @@ def values_and_codes(
     """What a forward needs of an operand, from one read: rowwise what the codes stand for, columnwise the codes."""
     x = _readable(x)
     (values, _, of_row), (data, scale_inv, of_column) = call(x, job, (VALUES, CODES), given=_scales(scales, x, job))
-    return values, of_row, (data.view(job.fmt.dtype), scale_inv), of_column
+    return values, of_row, (data, scale_inv), of_column
 
 
 def measure(x: torch.Tensor, job: QuantizeJob, scale: torch.Tensor | None = None) -> TileStats:
@@ -97,11 +100,10 @@ def measure_both(x: torch.Tensor, job: QuantizeJob, scales: Scales | None = None
 
 
 def values_into(
-    x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool, codes: Sequence[bool] = ()
+    x: torch.Tensor, job: QuantizeJob, into: Into, *, codes: tuple[bool, ...]
 ) -> tuple[list[Any], list[TileStats]]:
     """As `fp8watch.kernels.backend.Merging.values_into`."""
-    kinds = tuple(CODES if c else VALUES for c in codes) or ((VALUES, VALUES) if both else (VALUES,))
-    return call_into(_readable(x), job, kinds, into)
+    return call_into(_readable(x), job, _KINDS[codes], into)
 
 
 def measure_into(x: torch.Tensor, job: QuantizeJob, into: Into, *, both: bool) -> list[TileStats]:

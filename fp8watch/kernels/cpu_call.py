@@ -26,7 +26,6 @@ from fp8watch_agent.record import ROW, TileFlag
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES, VALUES, NOTHING = 0, 1, 2
 _FORMATS = {"E4M3": 0, "E5M2": 1}
-_CODE_DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()}
 THREADED_ELEMENTS = 1 << 19
 _MAX_SHAPES = 256  # prepared for one job: where every step has another length, memory stays bounded
 _JOB = struct.Struct("P5q6P9ifP")  # struct job in job.h
@@ -35,6 +34,7 @@ _empty = functools.partial(torch.empty, device="cpu")  # torch's default device 
 # a tensor that makes others like itself takes half as long as torch.empty
 _new_f32 = _empty(0, dtype=torch.float32).new_empty
 _new_u8 = _empty(0, dtype=torch.uint8).new_empty
+_NEW_CODES = {name: _empty(0, dtype=fmt.dtype).new_empty for name, fmt in FORMATS.items()}
 _no_output = _empty(0, dtype=torch.float32)
 
 Scale = torch.Tensor | None
@@ -190,25 +190,28 @@ def call(
         MemoryError: no working space.
     """
     known = job.prepared.get((x.shape, x.dtype, kinds)) or prepare(x, job, kinds)
-    directions, size = known.directions, x.shape
-    outs = [_no_output if k == NOTHING else _new_u8(size) if k == CODES else _new_f32(size) for k in kinds]
-    scales = [_new_f32(at.num_tiles) for at in directions]
-    piece = _new_u8(known.num_bytes) if job.stats else _no_output
+    directions = known.directions
+    first, last = directions[0], directions[-1]
+    out, scale = _output(kinds[0], x.shape, first), _new_f32(first.num_tiles)
+    both = len(directions) == 2
+    out_t, scale_t = (_output(kinds[1], x.shape, last), _new_f32(last.num_tiles)) if both else (out, scale)
+    piece = _new_u8(known.num_bytes) if job.stats else None
     one, other = given
-    _checked(
-        cpu_library.load().fp8watch_operand(
-            known.jobs, len(directions), x.data_ptr(), x.stride(0), None if one is None else one.data_ptr(),
-            None if other is None else other.data_ptr(), outs[0].data_ptr(), outs[-1].data_ptr(), scales[0].data_ptr(),
-            scales[-1].data_ptr(), piece.data_ptr(), torch.get_num_threads() if known.is_large else 1, None, None, -1,
-        )
+    status = cpu_library.load().fp8watch_operand(
+        known.jobs, len(directions), x.data_ptr(), x.stride(0), None if one is None else one.data_ptr(),
+        None if other is None else other.data_ptr(), out.data_ptr(), out_t.data_ptr(), scale.data_ptr(),
+        scale_t.data_ptr(), None, None, None if piece is None else piece.data_ptr(),
+        torch.get_num_threads() if known.is_large else 1, None, None, -1,
     )  # fmt: skip
-    if not job.stats:
-        return tuple((out, scale, None) for out, scale in zip(outs, scales, strict=True))
+    if status:
+        raise MemoryError(_NO_MEMORY)
+    if piece is None:
+        return ((out, scale, None), (out_t, scale_t, None)) if both else ((out, scale, None),)
     found = []
-    for out, scale, at in zip(outs, scales, directions, strict=True):
+    for made, its_scale, at in zip((out, out_t), (scale, scale_t), directions, strict=False):
         measured = Measured(at, piece, 0)
-        measured.scale_inv.copy_(scale)
-        found.append((out, scale, measured))
+        measured.scale_inv.copy_(its_scale)
+        found.append((made, its_scale, measured))
     return tuple(found)
 
 
@@ -220,31 +223,43 @@ def call_into(x: torch.Tensor, job: QuantizeJob, kinds: Kinds, into: Into) -> tu
         MemoryError: no working space.
     """
     known = job.prepared.get((x.shape, x.dtype, kinds)) or prepare(x, job, kinds)
-    memory, directions, size = _memory, known.directions, x.shape
+    memory, directions = _memory, known.directions
     start = memory.take(known.num_bytes)
     block, at, first, last = memory.block, memory.at + start, directions[0], directions[-1]
-    outs = [_new_u8(size) if k == CODES else _new_f32(size) for k in kinds if k != NOTHING]
+    # what is measured lies in memory that is held for some steps: scales that go along with codes are written a second time
+    kind, kind_t = kinds[0], kinds[-1]
+    out = None if kind == NOTHING else _output(kind, x.shape, first)
+    kept = _new_f32(first.num_tiles) if kind == CODES else None
+    out_t, kept_t = out, None
+    if both := len(kinds) == 2:
+        out_t = None if kind_t == NOTHING else _output(kind_t, x.shape, last)
+        kept_t = _new_f32(last.num_tiles) if kind_t == CODES else None
     _, (row, row_t), order = into
-    _checked(
-        cpu_library.load().fp8watch_operand(
-            known.jobs, len(directions), x.data_ptr(), x.stride(0), None, None, outs[0].data_ptr() if outs else None,
-            outs[-1].data_ptr() if outs else None, at + first.scale_at, at + last.scale_at, at,
-            torch.get_num_threads() if known.is_large else 1, row, row_t, order,
-        )
+    status = cpu_library.load().fp8watch_operand(
+        known.jobs, len(directions), x.data_ptr(), x.stride(0), None, None, None if out is None else out.data_ptr(),
+        None if out_t is None else out_t.data_ptr(), at + first.scale_at, at + last.scale_at,
+        None if kept is None else kept.data_ptr(), None if kept_t is None else kept_t.data_ptr(), at,
+        torch.get_num_threads() if known.is_large else 1, row, row_t, order,
     )  # fmt: skip
-    seen: list[TileStats] = [Measured(first, block, start)]
-    if len(kinds) == 2:
-        seen.append(Measured(last, block, start))
-    if CODES not in kinds:
-        return outs, seen
-    # what was measured lies in memory that is held for some steps: scales that go along with codes are their own
-    pairs = zip(kinds, outs, seen, strict=True)
-    return [(o.view(_CODE_DTYPES[job.fmt.name]), s.scale_inv.clone()) if k == CODES else o for k, o, s in pairs], seen
-
-
-def _checked(status: int) -> None:
     if status:
-        raise MemoryError("no memory for the working space of quantisation: a few MiB a thread are needed")
+        raise MemoryError(_NO_MEMORY)
+    outs: list[Any] = [] if out is None else [out if kept is None else (out, kept)]
+    seen: list[TileStats] = [Measured(first, block, start)]
+    if both:
+        if out_t is not None:
+            outs.append(out_t if kept_t is None else (out_t, kept_t))
+        seen.append(Measured(last, block, start))
+    return outs, seen
+
+
+_NO_MEMORY = "no memory for the working space of quantisation: a few MiB a thread are needed"
+
+
+def _output(kind: int, shape: torch.Size, at: Direction) -> torch.Tensor:
+    """Memory for what a direction gives: values, or codes as numbers of their format."""
+    if kind == VALUES:
+        return _new_f32(shape)
+    return _no_output if kind == NOTHING else _NEW_CODES[at.job.fmt.name](shape)
 
 
 def _wide(size: int) -> torch.dtype:

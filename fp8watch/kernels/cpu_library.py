@@ -239,7 +239,7 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_quantize.argtypes = [ctypes.c_char_p]
         library.fp8watch_quantize_both.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         library.fp8watch_operand.argtypes = [
-            ctypes.c_char_p, i32, pointer, i64, *[pointer] * 7, i32, pointer, pointer, i32
+            ctypes.c_char_p, i32, pointer, i64, *[pointer] * 9, i32, pointer, pointer, i32
         ]  # fmt: skip
         library.fp8watch_merge.argtypes = [pointer, pointer, i32]
         library.fp8watch_merge.restype = None

@@ -178,10 +178,18 @@ def _quantize_dequantize(
     return (outs[0], none) if rowwise else (none, outs[0] if columnwise else none)
 
 
-quantize_dequantize = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
+quantize_dequantize_op = torch.library.custom_op("fp8watch::quantize_dequantize", mutates_args=())(_quantize_dequantize)
 
 
-@quantize_dequantize.register_fake
+def quantize_dequantize(
+    x: Tensor, site: Tensor, operand: int, *, count: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor]:
+    """What the codes of an operand stand for, in the directions that are asked for: float32 [M, K] each, empty else."""
+    quantized = _quantize_dequantize if runs_now(x) else quantize_dequantize_op
+    return quantized(x, site, operand, count, rowwise, columnwise)
+
+
+@quantize_dequantize_op.register_fake
 def _(x: Tensor, site: Tensor, operand: int, count: bool, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
     full, none = x.new_empty(x.shape, dtype=torch.float32), x.new_empty((0,), dtype=torch.float32)
     return (full if rowwise else none), (torch.empty_like(full) if columnwise else none)
@@ -220,6 +228,12 @@ def rows_by_columns(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def runs_now(x: Tensor) -> bool:
+    """Whether an op need not be called to run: nobody compiles, traces or transforms what works on this tensor. A call
+    through torch's dispatcher takes as long as a small operand."""
+    return is_eager(x) and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
 
 
 def is_eager(*tensors: Tensor) -> bool:

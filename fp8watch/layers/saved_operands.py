@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8watch.layers.custom_ops import is_eager, lookup, quantize_dequantize, run_operand
+from fp8watch.layers.custom_ops import is_eager, lookup, quantize_dequantize, run_operand, runs_now
 from fp8watch.layers.operand_check import hold_kept
 from fp8watch.numerics.formats import number_format
 from fp8watch.quantize.self_consistency import Reads
@@ -69,7 +69,8 @@ def quantize_for_backward(
     if warms and torch.compiler.is_compiling():
         row, column = quantize_dequantize(x, site, operand, count=count, rowwise=now, columnwise=later)
         return row, column, x.new_empty((0,), dtype=torch.float32)
-    values, kept, scale_inv = quantize_for_backward_op(x, site, operand, count, now, later, *tile)
+    quantized = _quantize_for_backward if runs_now(x) else quantize_for_backward_op
+    values, kept, scale_inv = quantized(x, site, operand, count, now, later, *tile)
     if later and not torch.compiler.is_compiling() and not kept.numel():
         return values, values, scale_inv
     return values, kept, scale_inv

@@ -5,7 +5,6 @@ Thread:     training, and autograd's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +21,7 @@ def timed_quantize(
     asked: OperandRows,
     x_MK: Tensor,
     *,
-    wanted: Sequence[Wanted],
+    wanted: tuple[Wanted, ...],
     into: Into | None,
     scratch: Into | None,
 ) -> list[tuple[Any, TileStats | None]]:

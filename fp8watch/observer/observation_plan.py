@@ -34,7 +34,7 @@ from fp8watch.observer.site_rows import GRAD_OUTPUT, INPUT, WEIGHT, OperandRows,
 from fp8watch.observer.step_sample import NO, YES, ByRow, StepSample
 from fp8watch.observer.step_state import StepState
 from fp8watch.observer.stopwatch import FIXED, LIGHT, SAMPLING, Stopwatch
-from fp8watch.quantize.site_quantizer import Wanted, measure_operand, run_quantizers
+from fp8watch.quantize.site_quantizer import Wanted, measure_operand, run_into, run_quantizers
 from fp8watch.recipe import Recipe
 from fp8watch.sketch.slab import Slab
 from fp8watch.sketch.tile_cache import HeldTiles
@@ -94,7 +94,7 @@ class ObservationPlan:
         return self.slab is not None and not self.step.paused and not self.step.outside
 
     def quantize(
-        self, asked: OperandRows, x_MK: Tensor, *, number: int | None, wanted: Sequence[Wanted] = ()
+        self, asked: OperandRows, x_MK: Tensor, *, number: int | None, wanted: tuple[Wanted, ...] = ()
     ) -> list[Any]:
         """Quantise for the GEMM, one result a row; observe on the way where it counts.
 
@@ -110,13 +110,17 @@ class ObservationPlan:
             for quantizer in asked.quantizers:
                 quantizer.begin(number)
         observe = counts and asked.observed and self.observing
+        heavy = observe and bool(step.sample.full[asked.rows[0]])
         into = self._into(asked) if observe else None
+        if into is not None and stopwatch is None:
+            made, merged = run_into(asked.quantizers, x_MK, heavy=heavy, wanted=wanted, into=into)
+            self._keep(asked, x_MK, merged, into.order)
+            return made
         if observe and stopwatch is not None:
             scratch = None if into is None else self._into(asked, scratch=True)
             results = timed_quantize(stopwatch, asked, x_MK, wanted=wanted, into=into, scratch=scratch)
         else:
             stats = observe or (counts and asked.stateful)
-            heavy = observe and bool(step.sample.full[asked.rows[0]])
             results = run_quantizers(
                 asked.quantizers, x_MK, together=asked.together, stats=stats, heavy=heavy, wanted=wanted, into=into
             )
@@ -230,12 +234,7 @@ class ObservationPlan:
         where it is not there yet. Whatever fails in the latter is counted and costs its row alone."""
         unobserved = self.sites.unobserved
         if into is not None:
-            try:
-                for order, (row, stats) in enumerate(zip(asked.rows, measured, strict=True), into.order):
-                    self._hold(row, order, stats)
-                self._hash(asked.rows[0], x_MK)
-            except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
-                self.guard.swallow("accumulate", error)
+            self._keep(asked, x_MK, measured, into.order)
             return
         for row, quantizer, stats in zip(asked.rows, asked.quantizers, measured, strict=True):
             if asked.stateful:
@@ -247,6 +246,17 @@ class ObservationPlan:
                 self._hash(row, x_MK)
             except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
                 self.guard.swallow("accumulate", error)
+
+    def _keep(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], order: int) -> None:
+        """Hold the tiles of what is merged already until the step closes, and hash a weight whose turn it is."""
+        try:
+            for row, stats in zip(asked.rows, measured, strict=True):
+                self._hold(row, order, stats)
+                order += 1
+            if self.step.sample.hashes[asked.rows[0]]:
+                self._hash(asked.rows[0], x_MK)
+        except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+            self.guard.swallow("accumulate", error)
 
     def _hash(self, row: int, x_MK: Tensor) -> None:
         """Put the hash of a weight into its row, once in each step in which it has its turn."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -34,6 +34,8 @@ class Wanted(Enum):
     VALUES = "what the codes stand for"
     CODES = "codes and scale_inv"
     BOTH = "values now, codes and scale_inv for later"
+
+    __hash__ = object.__hash__  # there is one of each, and Enum's own is a call of Python
 
 
 class SitePlace(NamedTuple):
@@ -253,7 +255,7 @@ def run_quantizers(
     together: bool,
     stats: bool,
     heavy: bool,
-    wanted: Sequence[Wanted] = (),
+    wanted: tuple[Wanted, ...] = (),
     into: Into | None = None,
 ) -> list[tuple[Any, TileStats | None]]:
     """Run one quantiser, or both directions of an operand: from one read where `read_together` says so.
@@ -261,12 +263,10 @@ def run_quantizers(
     `wanted` says for each what the result is: values (as without it), (codes, scale_inv), or (values, (codes, scale_inv)).
     `into` may be given where `can_merge` says so.
     """
-    first, codes = used[0], [w is not Wanted.VALUES for w in wanted] or [False] * len(used)
     if into is not None:
-        job = first.job(x_MK, stats=True, heavy=heavy)
-        outs, seen = cast(Merging, first.backend).values_into(x_MK, job, into, both=together, codes=codes)
-        found: list[tuple[Any, TileStats | None]] = list(zip(outs, seen, strict=True))
-    elif all(codes):
+        return [*zip(*run_into(used, x_MK, heavy=heavy, wanted=wanted, into=into), strict=True)]
+    first, codes = used[0], [w is not Wanted.VALUES for w in wanted] or [False] * len(used)
+    if all(codes):
         found = _run_for_codes(used, x_MK, stats=stats, heavy=heavy)
     elif not together or any(codes):
         mixed = getattr(first.backend, "values_and_codes", None)
@@ -284,6 +284,25 @@ def run_quantizers(
             for q, w, (out, seen) in zip(used, wanted, found, strict=True)
         ]
     return found
+
+
+def run_into(
+    used: Sequence[SiteQuantizer], x_MK: Tensor, *, heavy: bool, wanted: tuple[Wanted, ...], into: Into
+) -> tuple[list[Any], list[TileStats]]:
+    """As `run_quantizers` with statistics, in one call that merges them: results, and statistics, one a quantiser. In each
+    step each operand goes this way, so little is done here."""
+    first = used[0]
+    job = first.job(x_MK, stats=True, heavy=heavy)
+    outs, seen = cast(Merging, first.backend).values_into(x_MK, job, into, codes=_asks_codes(len(used), wanted))
+    if wanted and wanted[0] is Wanted.BOTH:
+        codes, scale_inv = outs[0]
+        outs[0] = first.backend.dequantize(codes, scale_inv, job.tile), outs[0]
+    return outs, seen
+
+
+@lru_cache(maxsize=64)
+def _asks_codes(num: int, wanted: tuple[Wanted, ...]) -> tuple[bool, ...]:
+    return tuple(w is not Wanted.VALUES for w in wanted) or (False,) * num
 
 
 def _run_together(

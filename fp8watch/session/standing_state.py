@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.stopwatch import FIXED
 from fp8watch.selection.wrappers import named_modules
+from fp8watch.session.tensor_places import Optimizer, TensorPlace, TensorPlaces, state_of
 from fp8watch_agent.training_names import (
     CHANGED,
     EPS,
@@ -44,25 +45,9 @@ MAX_TENSORS = 4096
 MAX_NAMES = 8 * MAX_TENSORS
 MAX_REMADE = 8
 """Steps in a row with other tensors than in the step before: such an optimizer makes them anew, and is left alone."""
-Optimizer = torch.optim.Optimizer
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 LEAST_FIRST = 1e-18
 """First moments below it are of gradients whose squares float32 does not hold."""
-
-
-class _Place(NamedTuple):
-    """Where one tensor lies."""
-
-    name: str
-    parameter: Tensor
-    key: str | None  # in the optimizer's state; None: the weight itself
-    holder: Any  # what the state holds; of a sharded one `local` is this rank's part
-    local: Tensor
-
-    def is_still(self, state: Any, address: int) -> bool:
-        """Whether it is the same tensor, in the same memory."""
-        held = self.parameter if self.key is None else state.get(self.parameter, {}).get(self.key)
-        return held is self.holder and getattr(held, "_local_tensor", held).data_ptr() == address
 
 
 @dataclass
@@ -71,8 +56,7 @@ class _Kept:
 
     names: list[str]  # of the tensors, weights behind moments
     num_moments: int
-    places: list[_Place]
-    addresses: list[int]
+    places: TensorPlaces
     views: list[Tensor]  # [WIDTH] each
     offset: int
     left: int  # steps until other elements are looked at
@@ -84,9 +68,7 @@ class _Kept:
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether all of them lie where they lay."""
-        state = optimizer.state
-        places = zip(self.places, self.addresses, strict=True)
-        return bool(self.places) and all(place.is_still(state, address) for place, address in places)
+        return self.places.is_current(optimizer)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +77,7 @@ class _Kept:
 
     def release(self) -> None:
         """What is loaded takes the place of these tensors: their memory must not be held any longer."""
-        self.places, self.addresses, self.views = [], [], []
+        self.places, self.views = TensorPlaces(), []
 
 
 class StandingState:
@@ -256,28 +238,27 @@ class StandingState:
             return None
         places = [*moments, *weights]
         views = [_part(place.local, offset) for place in places]
-        addresses = [place.local.data_ptr() for place in places]
         names = [place.name for place in places]
-        kept = _Kept(names, len(moments), places, addresses, views, offset, TURN_STEPS, _read(views))
+        kept = _Kept(names, len(moments), TensorPlaces.of(optimizer, places), views, offset, TURN_STEPS, _read(views))
         at = {(id(place.parameter), place.key): i for i, place in enumerate(moments)}
         seconds = ((i, at.get((parameter, SECOND))) for (parameter, key), i in at.items() if key == FIRST)
         if pairs := [pair for pair in seconds if pair[1] is not None]:
             kept.pairs = torch.tensor(pairs, device="cpu").t().contiguous().to(kept.values.device, non_blocking=True)
         return kept
 
-    def _moments(self, optimizer: Optimizer) -> Iterator[_Place]:
+    def _moments(self, optimizer: Optimizer) -> Iterator[TensorPlace]:
         """Of at most MAX_TENSORS tensors."""
         found = (
-            _Place(f"{key} of {name}", parameter, key, value, local)
+            TensorPlace(f"{key} of {name}", parameter, key, value, local)
             for name, parameter in self.parameters(optimizer)
-            for key, value in _state(optimizer, parameter).items()
+            for key, value in state_of(optimizer, parameter).items()
             if (local := readable(value)) is not None
         )
         return islice(found, MAX_TENSORS)
 
-    def _weights(self, optimizer: Optimizer) -> Iterator[_Place]:
+    def _weights(self, optimizer: Optimizer) -> Iterator[TensorPlace]:
         found = (
-            _Place(name, parameter, None, parameter, local)
+            TensorPlace(name, parameter, None, parameter, local)
             for name, parameter in self.parameters(optimizer)
             if parameter.requires_grad and (local := readable(parameter.detach())) is not None
         )
@@ -331,15 +312,10 @@ def moments_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tu
     standing = StandingState(model, None)
     for optimizer in optimizers:
         for name, parameter in standing.parameters(optimizer):
-            for key, value in _state(optimizer, parameter).items():
+            for key, value in state_of(optimizer, parameter).items():
                 local = getattr(value, "_local_tensor", value)
                 if isinstance(local, Tensor) and local.numel() > 1:
                     yield f"{key} of {name}", local
-
-
-def _state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    state = optimizer.state.get(parameter)
-    return state if isinstance(state, dict) else {}
 
 
 def parameter_names(model: nn.Module) -> Iterator[tuple[int, str]]:

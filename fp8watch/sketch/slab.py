@@ -46,6 +46,7 @@ class Slab:
         self.buffer = self._defaults.repeat(capacity, 1)
         self.scratch = new_rows(2, self.device)  # where what is done once more to be timed is merged
         self._views: dict[int, RowViews] = {}
+        self._places: dict[tuple[int, ...], tuple[int, int]] = {}  # addresses of rows that a call merges into
         self._on_host: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None  # num_nan, amax_max
 
     def into(self, rows: tuple[int, ...], call_order: int, *, scratch: bool = False) -> Into:
@@ -59,10 +60,13 @@ class Slab:
         if scratch:
             first = self.scratch.data_ptr()
             return Into(self.scratch, (first, first + ROW.itemsize), call_order)
-        for row in rows:
-            self._check_row(row)
-        at = self.buffer.data_ptr()
-        return Into(self.buffer, (at + rows[0] * ROW.itemsize, at + rows[-1] * ROW.itemsize), call_order)
+        places = self._places.get(rows)
+        if places is None:
+            for row in rows:
+                self._check_row(row)
+            at = self.buffer.data_ptr()
+            places = self._places[rows] = at + rows[0] * ROW.itemsize, at + rows[-1] * ROW.itemsize
+        return Into(self.buffer, places, call_order)
 
     def accumulate(self, row: int, stats: TileStats, call_order: int) -> None:
         """Merge one quantisation into a row.

@@ -36,7 +36,13 @@ class HeldTiles:
 
     def add(self, row: int, order: int, stats: TileStats) -> None:
         """Hold one call. Past the budget older calls of this site go first, then the call itself is let go."""
-        size, calls = stats.num_bytes, self._held.get(row, [])
+        size, held = stats.num_bytes, self._held
+        if row not in held and 2 * (self._bytes + size) <= self.max_bytes:
+            held[row] = [(order, stats)]
+            self._bytes += size
+            self._last_bytes += size
+            return
+        calls = held.get(row, [])
         limit = self.max_bytes if row in self.wanted else self.max_bytes // 2
         self._last_bytes -= calls[-1][1].num_bytes if calls else 0
         while calls and self._bytes + size > limit:
@@ -44,10 +50,10 @@ class HeldTiles:
         if self._bytes + size <= limit or (self.keeps_one and not calls):
             self._last_bytes += size
             calls.append((order, stats))
-            self._held[row] = calls
+            held[row] = calls
             self._bytes += size
         elif not calls:
-            self._held.pop(row, None)
+            held.pop(row, None)
 
     def take(self) -> tuple[Held, int]:
         """What the step has left, and what the last calls take of it; from here on nothing is held."""

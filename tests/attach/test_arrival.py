@@ -35,11 +35,7 @@ class Device(HostCopies):
 
     def __init__(self, device="cpu"):
         super().__init__(device)
-        self.events, self.released = [], 0
-
-    @property
-    def late(self):
-        return True
+        self.late, self.events, self.released = True, [], 0
 
     def begin(self, *tensors):
         event = Event()

@@ -125,11 +125,11 @@ _alive: list[torch.Tensor] = []
 
 def arguments(x: torch.Tensor, job: QuantizeJob) -> tuple[object, ...]:
     """What the library is given for codes of one operand; the tensors live as long as the benchmark."""
-    known = cpu_call.prepare(x, job, cpu_call.CODES, False)
+    known = cpu_call.prepare(x, job, (cpu_call.CODES,))
     out, piece = torch.empty(x.shape, dtype=torch.uint8), torch.empty(known.num_bytes, dtype=torch.uint8)
     scale_inv = torch.empty(known.directions[0].num_tiles)
     _alive.extend((x, out, piece, scale_inv))
-    here = x.data_ptr(), x.stride(0), None, None, out.data_ptr(), 0, scale_inv.data_ptr(), 0, piece.data_ptr()
+    here = x.data_ptr(), x.stride(0), None, None, out.data_ptr(), 0, scale_inv.data_ptr(), 0, 0, 0, piece.data_ptr()
     return known.jobs, 1, *here, 1, 0, 0, -1
 
 

@@ -177,15 +177,16 @@ int fp8watch_quantize_both(const struct job *rowwise, const struct job *columnwi
 
 /* One operand in one direction or in both, by jobs made once for a site and a shape: what differs from call to call comes
  * beside them. What is measured goes to `piece` (for each direction a row, then marks and amax of its tiles) and from
- * there into the slab's rows, where those are given, as calls `order` and `order` + 1. */
+ * there into the slab's rows, where those are given, as calls `order` and `order` + 1; scale_inv a second time to `kept`,
+ * where that is given. */
 int fp8watch_operand(const struct job *made, int32_t num, const void *x, int64_t ld, const float *given0, const float *given1,
-                     void *out0, void *out1, float *scale_inv0, float *scale_inv1, char *piece, int32_t threads,
-                     struct row *into0, struct row *into1, int32_t order) {
+                     void *out0, void *out1, float *scale_inv0, float *scale_inv1, float *kept0, float *kept1,
+                     char *piece, int32_t threads, struct row *into0, struct row *into1, int32_t order) {
     struct job jobs[2];
     struct row *into[2] = {into0, into1};
     const float *given[2] = {given0, given1};
     void *out[2] = {out0, out1};
-    float *scale_inv[2] = {scale_inv0, scale_inv1};
+    float *scale_inv[2] = {scale_inv0, scale_inv1}, *kept[2] = {kept0, kept1};
     for (int k = 0; k < num; k++) {
         struct job *job = jobs + k;
         *job = made[k];
@@ -198,8 +199,10 @@ int fp8watch_operand(const struct job *made, int32_t num, const void *x, int64_t
         piece = (char *)(job->amax + tiles + (tiles & 1)); /* rows hold numbers of eight bytes */
     }
     if (num == 1 ? fp8watch_quantize(jobs) : fp8watch_quantize_both(jobs, jobs + 1)) return -1;
-    for (int k = 0; k < num; k++)
+    for (int k = 0; k < num; k++) {
         if (jobs[k].stats && into[k]) row_merge(into[k], jobs[k].row, order++);
+        if (kept[k]) memcpy(kept[k], jobs[k].scale_inv, (size_t)(ceil_div(jobs[k].M, jobs[k].bm) * ceil_div(jobs[k].K, jobs[k].bk)) * sizeof(float));
+    }
     return 0;
 }
 
