@@ -216,6 +216,55 @@ def rows_hold(
         return False
 
 
+def product_holds(
+    output: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    signs: torch.Tensor,
+    rows: slice,
+    allowed: float,
+) -> bool:
+    """Whether rows of a GEMM's output are those of a·b + bias, as far as their products with signs tell.
+
+    Args:
+        output: [M, N] float32, bfloat16 or float16.
+        a, b: [M, K] and [K, N] float32, row by row or column by column in memory.
+        bias: float32 [N] or None.
+        signs: float32 [N].
+        rows: start and step; to the end.
+        allowed: what may be off, as a share of what is right, over all of these rows.
+
+    Returns:
+        False as well where it cannot be told: something is not finite, all of it is 0, or the library is not to be had or
+        does not read these tensors.
+    """
+    dtype, (M, N), K = DTYPES.get(output.dtype), output.shape, a.shape[1]
+    given = (output, a, b, signs) if bias is None else (output, a, b, signs, bias)
+    if dtype is None or any(type(t) not in _PLAIN or not t.is_cpu or t.is_neg() for t in given) or not K * N:
+        return False
+    if any(t.dtype is not torch.float32 for t in given[1:]) or any(t.layout is not torch.strided for t in given):
+        return False
+    if (
+        output.stride(1) != 1
+        or 1 not in a.stride()
+        or 1 not in b.stride()
+        or not all(t.is_contiguous() for t in given[3:])
+    ):
+        return False
+    if max(M * K, K * N) >= THREADED_ELEMENTS and torch.get_num_threads() > 1:
+        return False  # torch shares the work
+    try:
+        return bool(
+            cpu_library.load().fp8watch_product_holds(
+                output.data_ptr(), output.stride(0), dtype, a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(),
+                None if bias is None else bias.data_ptr(), signs.data_ptr(), M, K, N, rows.start, rows.step, allowed,
+            )
+        )  # fmt: skip
+    except Unavailable:
+        return False
+
+
 def _scale(given: torch.Tensor | None, x: torch.Tensor, job: QuantizeJob) -> torch.Tensor | None:
     if given is None:
         return None

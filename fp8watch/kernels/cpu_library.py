@@ -251,6 +251,9 @@ def _open(path: Path) -> ctypes.CDLL:
         library.fp8watch_rows_hold.argtypes = [
             pointer, i64, i32, *[i64] * 4, pointer, pointer, pointer, i64, i64, i32, *[ctypes.c_float] * 4
         ]  # fmt: skip
+        library.fp8watch_product_holds.argtypes = [
+            pointer, i64, i32, pointer, i64, i64, pointer, i64, i64, pointer, pointer, *[i64] * 5, ctypes.c_double
+        ]  # fmt: skip
         wrong = library.fp8watch_check()
     except (OSError, AttributeError) as error:
         raise _Broken(f"the compiled library cannot be loaded: {error}") from None

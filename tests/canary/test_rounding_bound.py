@@ -8,7 +8,7 @@ import pytest
 import torch
 from canary.quantised_operands import BLOCK, COLUMN, REFERENCE, ROW, operand, quantised, spec_of
 
-from fp8watch.kernels import resolve
+from fp8watch.kernels import cpu, resolve
 from fp8watch.layers.random_projection import check_product, signs
 from fp8watch.numerics.formats import fp8_format
 from fp8watch.numerics.quantize_job import quantize_jobs
@@ -246,6 +246,39 @@ def test_a_projection_sees_what_a_right_product_never_shows() -> None:
     broken[3, 4] = torch.inf
     assert check_product(broken @ b, broken, b) is None
     assert check_product(torch.zeros(8, 4), torch.zeros(8, 16), torch.ones(16, 4)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_library_tells_right_products_however_their_operands_lie(dtype, transposed) -> None:
+    if cpu.probe(torch.device("cpu")) is not None:
+        pytest.skip("no compiler here")
+    g = torch.Generator().manual_seed(7)
+    for m, k, n in ((1, 1, 1), (65, 130, 33), (256, 96, 200)):
+        a, b = (
+            torch.randn(y, x, generator=g).t() if across else torch.randn(x, y, generator=g)
+            for across, (x, y) in zip(transposed, ((m, k), (k, n)), strict=True)
+        )
+        bias, r = torch.randn(n, generator=g), signs(n, torch.device("cpu"))
+        allowed = 8 * torch.finfo(dtype).eps
+        for added in (None, bias):
+            right = (a @ b if added is None else a @ b + added).to(dtype)
+            for rows in (slice(0, m, 1), slice(m // 2, m, 8)):
+                assert cpu.product_holds(right, a, b, added, r, rows, allowed)
+                wrong = right.clone()
+                wrong[rows.start] *= 8
+                assert not cpu.product_holds(wrong, a, b, added, r, rows, allowed)
+                wrong[rows.start] = torch.nan
+                assert not cpu.product_holds(wrong, a, b, added, r, rows, allowed)
+    assert not cpu.product_holds(
+        torch.zeros(8, 4),
+        torch.zeros(8, 16),
+        torch.ones(16, 4),
+        None,
+        signs(4, torch.device("cpu")),
+        slice(0, 8, 1),
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

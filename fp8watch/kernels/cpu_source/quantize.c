@@ -64,6 +64,8 @@ static struct mode enter(void) { struct mode m = {0}; return m; }
 static void leave(struct mode m) { (void)m; }
 #endif
 
+#include "product_holds.h"
+
 static int tiles_of(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
     switch (job->dtype) {
     case FLOAT32: return tiles_f32(job, f, i0, i1, j0, j1);

@@ -9,6 +9,7 @@
 #include "tiles.h"
 #include "stretches.h"
 #include "held.h"
+#include "product.h"
 
 /* Tiles [i0, i1) × [j0, j1), each way with its own code for each kind of output and each level of statistics. */
 static int NAME(tiles)(const struct job *job, struct fold *f, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
