@@ -303,6 +303,11 @@ def _(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> Tensor:
     return loss.new_empty((0,))
 
 
+def tell_loss(loss: Tensor, site: Tensor, adds_up: bool, grad: bool) -> None:
+    """The model returned this loss, with gradients or not; `adds_up` where it is a share of one."""
+    (_note_loss if runs_now(loss) else note_loss)(loss, site, adds_up, grad)
+
+
 def _forward_ended(after: Tensor, site: Tensor, grad: bool) -> Tensor:
     plan = _plans.get(int(site) >> 32)
     if plan is not None and graph_task() == -1:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp8watch.layers.custom_ops import forward_ended, note_loss, root_returned
+from fp8watch.layers.custom_ops import forward_ended, root_returned, tell_loss
 from fp8watch.layers.probe_ops import look_at_probe, look_at_probe_in_graph
 from fp8watch.observer.batch_facts import BatchFacts
 from fp8watch.observer.observation_plan import ObservationPlan
@@ -78,7 +78,7 @@ class LossHook:
             loss = output[0] if isinstance(output, tuple) and output else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             # given the tokens of the whole step, a model divides by them: what it returns are shares, to be added
-            note_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
+            tell_loss(loss.detach(), self._site, kwargs.get("num_items_in_batch") is not None, grad)
             return
         root_returned(output, self._site, grad)
 

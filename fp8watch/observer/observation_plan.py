@@ -249,12 +249,18 @@ class ObservationPlan:
 
     def _keep(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], order: int) -> None:
         """Hold the tiles of what is merged already until the step closes, and hash a weight whose turn it is."""
+        rows, hold = asked.rows, self.tiles.add
         try:
-            for row, stats in zip(asked.rows, measured, strict=True):
-                self._hold(row, order, stats)
-                order += 1
-            if self.step.sample.hashes[asked.rows[0]]:
-                self._hash(asked.rows[0], x_MK)
+            if rows[0] not in self.sites.shapes or self.experts.num_experts:
+                for row, stats in zip(rows, measured, strict=True):
+                    self._hold(row, order, stats)
+                    order += 1
+            else:
+                hold(rows[0], order, measured[0])
+                if len(rows) == 2:
+                    hold(rows[1], order + 1, measured[1])
+            if self.step.sample.hashes[rows[0]]:
+                self._hash(rows[0], x_MK)
         except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
             self.guard.swallow("accumulate", error)
 

@@ -342,7 +342,7 @@ def _part(x: Tensor, offset: int) -> Tensor:
     return x.view(-1)[start : start + WIDTH]
 
 
-def _read(views: Iterable[Tensor]) -> Tensor:
+def _read(views: list[Tensor]) -> Tensor:
     """A copy of all of them as bits, so that a NaN is equal to itself. [T · WIDTH]"""
-    copy = torch.cat([v.detach() for v in views])
+    copy = torch.cat(views)
     return copy.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()])
