@@ -249,9 +249,9 @@ class ObservationPlan:
 
     def _keep(self, asked: OperandRows, x_MK: Tensor, measured: Sequence[TileStats], order: int) -> None:
         """Hold the tiles of what is merged already until the step closes, and hash a weight whose turn it is."""
-        rows, hold = asked.rows, self.tiles.add
+        rows, hold, shapes = asked.rows, self.tiles.add, self.sites.shapes
         try:
-            if rows[0] not in self.sites.shapes or self.experts.num_experts:
+            if rows[0] not in shapes or rows[-1] not in shapes or self.experts.num_experts:
                 for row, stats in zip(rows, measured, strict=True):
                     self._hold(row, order, stats)
                     order += 1

@@ -289,8 +289,7 @@ def run_quantizers(
 def run_into(
     used: Sequence[SiteQuantizer], x_MK: Tensor, *, heavy: bool, wanted: tuple[Wanted, ...], into: Into
 ) -> tuple[list[Any], list[TileStats]]:
-    """As `run_quantizers` with statistics, in one call that merges them: results, and statistics, one a quantiser. In each
-    step each operand goes this way, so little is done here."""
+    """As `run_quantizers`, in one call that merges what it measures: results, and statistics, one a quantiser."""
     first = used[0]
     job = first.job(x_MK, stats=True, heavy=heavy)
     outs, seen = cast(Merging, first.backend).values_into(x_MK, job, into, codes=_asks_codes(len(used), wanted))
