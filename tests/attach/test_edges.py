@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8watch.kernels import cpu
 from fp8watch.layers import custom_ops
@@ -178,6 +179,31 @@ def test_a_model_that_is_traced_while_it_is_observed_traces_as_it_computes(attac
     assert torch.equal(traced(x), want)
     other = torch.randn(8, 64)
     assert torch.equal(traced(other), model(other))
+    assert watch.summary()["internal_errors"] == {}
+
+
+@torch.no_grad()
+def test_what_traces_or_listens_meets_an_op_and_what_runs_now_does_without(attach):
+    model, x, other = chain(), torch.randn(8, 64), torch.randn(8, 64)
+    watch = attach(model)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, (x,))
+    assert torch.equal(traced(other), model(other))
+    heard = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            heard.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Listening():
+        model(x)
+    assert any("fp8watch::" in name or "fp8watch." in name for name in heard)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as calls:
+        model(x)
+    assert not [e.name for e in calls.events() if "fp8watch" in e.name]
     assert watch.summary()["internal_errors"] == {}
 
 
