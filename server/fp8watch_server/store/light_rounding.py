@@ -68,7 +68,9 @@ def round_light(columns: dict[str, Array], sent: Mapping[str, Array], index: Ind
     asked = [name for name in WITHIN if name in columns and name in sent]
     if not asked:
         return
-    may = _in_order(sent, index, len(columns[asked[0]]))
+    may = _in_order(sent, index)
+    if may is not None and not may.any():
+        return
     for name in asked:
         values = columns[name]
         if name == "amax_min_nonzero":
@@ -81,7 +83,7 @@ def round_light(columns: dict[str, Array], sent: Mapping[str, Array], index: Ind
         columns[name] = rounded if may is None else np.where(may, rounded, values)
 
 
-def _in_order(sent: Mapping[str, Array], index: Index, n: int) -> npt.NDArray[np.bool_] | None:
+def _in_order(sent: Mapping[str, Array], index: Index) -> npt.NDArray[np.bool_] | None:
     """Which records are light and count nothing wrong; None: all are."""
     may: npt.NDArray[np.bool_] | None = None
     for name in ("measured", *WRONG):
