@@ -20,7 +20,7 @@ from fp8watch_agent import wire
 from fp8watch_agent.record import FIELDS, ROW, STEP, Measured
 
 RING_BYTES = 32 << 20
-SAMPLED = int(Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH | Measured.HASH | Measured.GEMM)
+SAMPLED = int(Measured.ENERGIES | Measured.MOMENTS | Measured.DEPTH | Measured.HASH | Measured.GEMM | Measured.GAIN)
 ROTATION = 16
 
 

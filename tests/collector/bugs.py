@@ -6,6 +6,7 @@ from collector.bugs_export import EXPORT
 from collector.bugs_limits import EDGE
 from collector.bugs_quotas import QUOTAS
 from collector.bugs_relay import RELAY
+from collector.bugs_rounding import ROUNDING
 from collector.bugs_runs import RUNS
 from collector.bugs_scale import SCALE
 from collector.bugs_security import DEFENCES
@@ -277,4 +278,4 @@ STORE = [
     ),
 ]
 
-BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *EXPORT]
+BUGS = [*INGEST, *DEFENCES, *RELAY, *SCALE, *EDGE, *RUNS, *QUOTAS, *STORE, *ROUNDING, *EXPORT]

@@ -250,7 +250,7 @@ def get_series(
     rank: Rank = None,
     format: Format = "json",
 ) -> Response:
-    """One field of one site over steps; without a site, a scalar of the run such as loss."""
+    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss."""
     require_run(conn, run_id)
     if site is not None:
         _require_site(conn, run_id, site)

@@ -52,7 +52,7 @@ class SiteChart:
 
 CHARTS = (
     SiteChart(
-        "amax", "amax", "of the tiles: largest and smallest above zero", "octaves",
+        "amax", "amax", "of the tiles: largest, and smallest above zero (within 0.05 %)", "octaves",
         (Curve("amax_max", "largest", "series-1"), Curve("amax_min_nonzero", "smallest above 0", "series-2")),
         drawn_first=True,
     ),
@@ -73,7 +73,7 @@ CHARTS = (
         (Curve("gain_error", "gain error", "series-1"),),
     ),
     SiteChart(
-        "clip", "Clip depth", "largest amax × scale ÷ largest code; above 1 values were clipped", "octaves",
+        "clip", "Clip depth", "largest amax × scale ÷ largest code; above 1 values were clipped; below 1 within 0.2 %", "octaves",
         (Curve("clip_depth", "clip depth", "series-1"),), limit=0.0,
     ),
     SiteChart(

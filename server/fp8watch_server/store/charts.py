@@ -171,7 +171,7 @@ def top(
                 item = {**facts[site], "step": int(found.step[i]), "value": data[i], "nonfinite": marks.get(i)}
                 worst.append((rank_of[i], item.pop("order"), item))
     worst.sort(key=lambda entry: (-entry[0], entry[1]))
-    return {"field": field, "unit": f.unit, "items": [item for _, _, item in worst[: max(n, 0)]]}
+    return {**f.said, "items": [item for _, _, item in worst[: max(n, 0)]]}
 
 
 def heatmap(
@@ -227,8 +227,7 @@ def _heatmap(
     flat, marks = as_data(grid.reshape(-1), shown.reshape(-1))
     width = len(steps)
     return {
-        "field": f.name,
-        "unit": f.unit,
+        **f.said,
         "sites": [{k: v for k, v in facts[site].items() if k != "order"} | {"id": site} for site in rows],
         "steps": steps.tolist(),
         "values": [flat[r * width : (r + 1) * width] for r in range(len(rows))],

@@ -27,6 +27,7 @@ from fp8watch_server.db import schema as t
 from fp8watch_server.db.dialect import upsert, writing
 from fp8watch_server.store import batch_dedup, blocks, hot_batches, sheets
 from fp8watch_server.store.cell_records import SITES_AT_ONCE, drop_records, joined, put_records, read_records, size_of
+from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.rank_merge import over_ranks
 from fp8watch_server.store.records import Parts, join, newest_of_each
 from fp8watch_server.store.scalars import put_scalar_block
@@ -119,8 +120,10 @@ def compact(engine: Engine, group: Group, now: float, *, crash: CrashPoint = no_
         got = hot_batches.load_all(conn, _first_here(conn, group))
         sent = {"measured"}.union(*(batch.sent for _, batch in got))
         names = [name for name in blocks.ALL_FIELDS if name in sent]  # what no batch has takes no time
-        fresh = [hot_batches.parts_of(row, batch, names, *_steps(group)) for row, batch in got]
-        new = newest_of_each(join([p for p in fresh if p is not None], names))
+        fresh = [hot_batches.parts_of(row, batch, names, *_steps(group), rounded=False) for row, batch in got]
+        sent_now = join([p for p in fresh if p is not None], names)
+        round_light(sent_now.columns, sent_now.columns, slice(None))
+        new = newest_of_each(sent_now)
         old = _there(conn, group, cell, new)
     if not got:
         return 0

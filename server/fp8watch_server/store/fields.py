@@ -9,14 +9,16 @@ Source of the formulas: docs/glossary.md. What was not measured, or is undefined
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fp8watch_agent.record import FIELD_BY_NAME, FIELDS, Measured, holds
+from fp8watch_server.store.light_rounding import WITHIN
 
 Array = npt.NDArray[Any]
 Columns = dict[str, Array]
@@ -41,6 +43,17 @@ class SeriesField:
     values: Callable[[Columns], Array]
     defined: Callable[[Columns], Array] | None = None  # where the value is defined
     derived: bool = True
+
+    @property
+    def rounded_within(self) -> float:
+        """Largest relative error of its values in light records in order (light_rounding); 0: they are not rounded."""
+        return max((WITHIN.get(name, 0.0) for name in self.needs), default=0.0)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What answers say of it: its name and unit, and `rounded_within` where it is rounded."""
+        within = self.rounded_within
+        return {"field": self.name, "unit": self.unit, **({"rounded_within": within} if within else {})}
 
 
 def _ratio(top: Array, bottom: Array) -> Array:
@@ -161,9 +174,15 @@ def _plain(name: str) -> SeriesField:
     return SeriesField(name, needs, groups, f.unit, f.doc, worst, lambda c: c[name], defined, derived=False)
 
 
+def _with_rounding(f: SeriesField) -> SeriesField:
+    within = f.rounded_within
+    return (
+        replace(f, doc=f"{f.doc}; of a light record in order within 2^{math.log2(within):.0f} of it") if within else f
+    )
+
+
 SERIES_FIELDS: dict[str, SeriesField] = {
-    **{f.name: _plain(f.name) for f in FIELDS if f.size == 1},
-    **{f.name: f for f in _DERIVED},
+    f.name: _with_rounding(f) for f in (*(_plain(f.name) for f in FIELDS if f.size == 1), *_DERIVED)
 }
 
 

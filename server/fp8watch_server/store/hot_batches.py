@@ -24,6 +24,7 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.wire import Batch, WireError, decode_batch
 from fp8watch_server.db import schema as t
+from fp8watch_server.store.light_rounding import round_light
 from fp8watch_server.store.records import Parts, filled, kept
 
 log = logging.getLogger("fp8watch.store")
@@ -197,8 +198,13 @@ def parts_of(
     from_step: int,
     to_step: int,
     sites: npt.NDArray[np.uint64] | None = None,
+    *,
+    rounded: bool = True,
 ) -> Parts | None:
-    """Records of a batch between two steps; None when there are none."""
+    """Records of a batch between two steps; None when there are none.
+
+    Whoever takes those of many batches rounds them together (light_rounding), and asks for them not `rounded`.
+    """
     from_step = max(from_step, row.step_min)
     index: Any
     if sites is None and from_step <= row.step_min and to_step >= row.step_max and _whole(batch, row):
@@ -216,6 +222,8 @@ def parts_of(
     for name in names:
         sent = batch.sent.get(name)
         columns[name] = filled(name, n) if sent is None else kept(name, sent[index])
+    if rounded:
+        round_light(columns, batch.sent, index)
     rank, attempt, seq = (np.full(n, key, dtype=np.int64) for key in (row.rank, row.attempt, row.seq))
     return Parts(batch.site[index], batch.step[index], rank, attempt, seq, columns)
 

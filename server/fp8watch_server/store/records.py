@@ -4,7 +4,8 @@ Shapes:     columns [N], [N, size]; histograms as codes on the way in, as counts
 Thread:     any; only pure functions
 
 Reading from hot batches and from blocks must give bit-identical results, so both go through here: sums are kept to 20
-bits of fraction (within 5e-7), histograms that were added over ranks are encoded once more.
+bits of fraction (within 5e-7), histograms that were added over ranks are encoded once more, and three numbers of light
+records in order are rounded on their way in (light_rounding).
 """
 
 from __future__ import annotations

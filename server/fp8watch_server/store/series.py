@@ -81,7 +81,8 @@ def series(
     """One field of one site over steps: {site, field, unit, steps, values, nonfinite, stride}.
 
     `rank=None` merges the ranks as the field merges. Steps without a record are absent; a value that was not
-    measured is null; NaN and ±Inf are null with an entry in `nonfinite`.
+    measured is null; NaN and ±Inf are null with an entry in `nonfinite`. `rounded_within` is there where light records in
+    order are rounded, as the largest relative error.
 
     Raises:
         FieldError: a field that nobody knows.
@@ -89,7 +90,7 @@ def series(
     f = series_field(field)
     records = gather(conn, run_id, f.needs, sites=[site], from_step=from_step, to_step=to_step, rank=rank)
     values, present = evaluate(f, records.columns)
-    return {"site": site, "field": field, "unit": f.unit, **_chart(records.step, values, present, points)}
+    return {"site": site, **f.said, **_chart(records.step, values, present, points)}
 
 
 def scalars(
@@ -147,9 +148,7 @@ def several_series(
     needs = {column for f in known for column in f.needs}
     records = gather(conn, run_id, needs, sites=[site], from_step=from_step, to_step=to_step)
     return {
-        f.name: {"site": site, "field": f.name, "unit": f.unit}
-        | _chart(records.step, *evaluate(f, records.columns), points)
-        for f in known
+        f.name: {"site": site, **f.said, **_chart(records.step, *evaluate(f, records.columns), points)} for f in known
     }
 
 

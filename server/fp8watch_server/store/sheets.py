@@ -5,6 +5,9 @@ Downstream: fp8watch_server.store.reading
 Shapes:     Parts of one source, sorted by site and step -> a row of `sheet` for 32 sites; and back
 Thread:     compactor (write), query pool (read)
 
+What was put in comes out to the last bit; three numbers of light records in order have been rounded before
+(store.light_rounding). Sheets of collectors that did not round are read as they are.
+
 Collectors before this one stored a block for each site (store.blocks). Those stay readable, and become sheets when records
 join them.
 """
