@@ -1,5 +1,5 @@
-"""Speech recognition in small: spectra of spelled text, a convolutional stem, conformer blocks (half MLP, attention, convolution, half
-MLP) with dropout, a CTC loss, an inverse square root schedule, MXFP8."""
+"""Speech recognition in small: spectra of letters that follow a text, a convolutional stem, conformer blocks (half MLP, attention,
+convolution, half MLP) with dropout, a CTC loss, an inverse square root schedule, MXFP8."""
 
 from __future__ import annotations
 
@@ -116,9 +116,10 @@ ROLES = {
 
 
 def spoken(seed: int, number: int, rows: int) -> dict[str, Tensor]:
-    """Each letter of some text is a few frames of its own spectrum, by a speaker with a gain and a tilt, under noise."""
-    letters, random = windows(seed, number, rows, SPELLED) % SYMBOLS, generator(seed, number, 1)
-    letters = torch.where(letters == letters.roll(1, 1), (letters + 1) % SYMBOLS, letters)  # no letter twice in a row
+    """Bytes of some text are steps along an alphabet; each letter is a few frames of its own spectrum, by a speaker with a gain and a
+    tilt, under noise."""
+    steps, random = 1 + windows(seed, number, rows, SPELLED) % (SYMBOLS - 1), generator(seed, number, 1)
+    letters = steps.cumsum(1) % SYMBOLS  # no letter twice in a row: CTC would need a blank between
     alphabet = torch.randn(SYMBOLS, BANDS, generator=torch.Generator().manual_seed(1))
     span = torch.randint(SHORTEST, LONGEST + 1, (rows, SPELLED), generator=random)
     ends = span.cumsum(1)
