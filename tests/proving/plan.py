@@ -36,7 +36,7 @@ FAMILIES_PER_FAULT = 3
 FAMILIES_PER_TRAP = 2
 FRESH_PER_FAULT, FRESH_PER_TRAP = (3, 1), (2, 1)
 """Of a fresh one: in the fresh families, and in the held-out ones."""
-UNSEEN_PER_FAULT, UNSEEN_PER_TRAP = (2, 1), (2, 1)
+UNSEEN_PER_FAULT, UNSEEN_PER_TRAP = (2, 1), (2, 0)
 """Of an unseen one: in the unseen families, other seeds of them where few have a place, and in the fresh and held-out ones."""
 
 SEEDS = 3

@@ -127,7 +127,8 @@ def _rotary_modules(t: Training) -> list[str]:
 
 class KvHeadsTiled(Lasting):
     """Keys and values of grouped queries are repeated as a whole and not one by one, so that queries read another group's (onnx #7274,
-    candle-vllm #52, VeOmni #162): 0 1 0 1 in place of 0 0 1 1. Severity is in how many layers."""
+    candle-vllm #52, VeOmni #162): 0 1 0 1 in place of 0 0 1 1. Mild in one layer, medium in all: a small model does
+    not ask much of its groups."""
 
     name = "kv-heads-tiled"
 
@@ -141,9 +142,9 @@ class KvHeadsTiled(Lasting):
         own = [m for m in training.model.modules() if isinstance(m, parts.Attention)]
         kv_heads = int(training.notes.get("kv_heads", own[0].num_kv_heads if own else 1))
         num = len(role(training, "attention"))
-        if kv_heads < 2 or (own and own[0].num_heads == kv_heads) or severity == "mild" or not num:
+        if kv_heads < 2 or (own and own[0].num_heads == kv_heads) or severity == "severe" or not num:
             return None
-        layers, step = [int(rng.integers(num))] if severity == "medium" else list(range(num)), onset(rng, training)
+        layers, step = [int(rng.integers(num))] if severity == "mild" else list(range(num)), onset(rng, training)
         return cls(
             step=step,
             until=until(rng, step, 5, 40, stays=0.8),

@@ -177,7 +177,8 @@ class OutputFragmentsTransposed(ProductFault):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.start = float(self.rng.random())
-        self.num_bands: dict[tuple[int, ...], int] = {}
+        self.bands: dict[tuple[int, ...], Tensor] = {}
+        """Of a shape, those that are stored wrongly."""
 
     def wrong(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         bands, num_columns = out.shape[0] // 8, out.shape[1] // 8 * 8
@@ -187,10 +188,13 @@ class OutputFragmentsTransposed(ProductFault):
         got = out.clone()
         view = got[: bands * 8, :num_columns].unflatten(0, (bands, 8)).unflatten(2, (-1, 8))
         wrong, order = view.transpose(1, 3), (torch.arange(bands) + int(self.start * bands)) % bands
-        if (key := tuple(out.shape)) not in self.num_bands:
-            errors = (wrong - view).double().square().sum((1, 2, 3))[order].cumsum(0)
-            self.num_bands[key] = min(bands, int((errors < self.error**2 * energy).sum()) + 1)
-        chosen = order[: self.num_bands[key]]
+        if (key := tuple(out.shape)) not in self.bands:
+            errors, enough = (wrong - view).double().square().sum((1, 2, 3))[order], self.error**2 * energy
+            spared = errors > 2 * enough  # a band that alone is worse than was drawn
+            if self.severity != "severe" and not spared.all():
+                order, errors = order[~spared], errors[~spared]
+            self.bands[key] = order[: int((errors.cumsum(0) < enough).sum()) + 1]
+        chosen = self.bands[key]
         view[chosen] = wrong[chosen].clone()
         return got
 
