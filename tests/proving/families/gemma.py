@@ -68,8 +68,7 @@ def build(seed: int, rank: int = 0) -> Training:
         loss=loss,
         accumulate=2,
         seed=seed,
-        notes=parts.roles(model, ROLES)
-        | {"causal": True, "tokens": True, "vocab": 256, "kv_heads": KV_HEADS},
+        notes=parts.roles(model, ROLES) | {"causal": True, "tokens": True, "vocab": 256, "kv_heads": KV_HEADS},
     )
     t.schedule = lambda step: peak * min((step + 1) / WARM, 1.0, (t.steps - step) / (END * t.steps))
     return t

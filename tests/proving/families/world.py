@@ -95,7 +95,8 @@ def divergence(of: Tensor, beside: Tensor) -> Tensor:
     log_std, other_log_std = log_std.clamp(-5, 2), other_log_std.clamp(-5, 2)
     ratio = (2 * (log_std - other_log_std)).exp()
     far = ((mean - other) / other_log_std.exp()).square()
-    return 0.5 * (ratio + far - 1 - ratio.log()).sum(-1)
+    out: Tensor = 0.5 * (ratio + far - 1 - ratio.log()).sum(-1)
+    return out
 
 
 class Loss:

@@ -68,7 +68,7 @@ class PositionsRounded(Lasting):
     transformers #29285): so many tokens in a row are turned alike. Severity is how many."""
 
     name = "positions-rounded"
-    alike: ClassVar[dict[str, tuple[int, int]]] = {"mild": (2, 2), "medium": (4, 8), "severe": (16, 64)}
+    lengths: ClassVar[dict[str, tuple[int, int]]] = {"mild": (2, 2), "medium": (4, 8), "severe": (16, 64)}
 
     def __init__(self, *, alike: int, first: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -79,7 +79,7 @@ class PositionsRounded(Lasting):
         rotary = training.notes.get("rotary") or any(isinstance(m, parts.Attention) for m in training.model.modules())
         if not rotary and not _rotary_modules(training):
             return None
-        low, high = (int(np.log2(n)) for n in cls.alike[severity])
+        low, high = (int(np.log2(n)) for n in cls.lengths[severity])
         alike, step = 2 ** int(rng.integers(low, high + 1)), onset(rng, training)
         return cls(
             step=step,
@@ -172,6 +172,6 @@ class KvHeadsTiled(Lasting):
         F.scaled_dot_product_attention = tiled  # type: ignore[assignment]
 
         def put_back() -> None:
-            F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+            F.scaled_dot_product_attention = attend
 
         self.later(put_back)

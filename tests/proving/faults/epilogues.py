@@ -177,7 +177,7 @@ class OutputFragmentsTransposed(ProductFault):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.start = float(self.rng.random())
-        self.bands: dict[tuple[int, ...], Tensor] = {}
+        self.misplaced: dict[tuple[int, ...], Tensor] = {}
         """Of a shape, those that are stored wrongly."""
 
     def wrong(self, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -188,13 +188,13 @@ class OutputFragmentsTransposed(ProductFault):
         got = out.clone()
         view = got[: bands * 8, :num_columns].unflatten(0, (bands, 8)).unflatten(2, (-1, 8))
         wrong, order = view.transpose(1, 3), (torch.arange(bands) + int(self.start * bands)) % bands
-        if (key := tuple(out.shape)) not in self.bands:
+        if (key := tuple(out.shape)) not in self.misplaced:
             errors, enough = (wrong - view).double().square().sum((1, 2, 3))[order], self.error**2 * energy
             spared = errors > 2 * enough  # a band that alone is worse than was drawn
             if self.severity != "severe" and not spared.all():
                 order, errors = order[~spared], errors[~spared]
-            self.bands[key] = order[: int((errors.cumsum(0) < enough).sum()) + 1]
-        chosen = self.bands[key]
+            self.misplaced[key] = order[: int((errors.cumsum(0) < enough).sum()) + 1]
+        chosen = self.misplaced[key]
         view[chosen] = wrong[chosen].clone()
         return got
 
