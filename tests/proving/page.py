@@ -33,10 +33,12 @@ from proving.split import (
     FRESH_GENERATORS,
     HELD_OUT_FAMILIES,
     HELD_OUT_GENERATORS,
+    UNSEEN_FAMILIES,
+    UNSEEN_GENERATORS,
 )
 
 PAGE = ROOT / "docs" / "detection.md"
-SPLITS = ("fresh", "held-out", "crossed", "dev")
+SPLITS = ("unseen", "fresh", "held-out", "crossed", "dev")
 Measure = Callable[[Sequence[Judged]], float]
 
 
@@ -104,7 +106,7 @@ def goals(splits: dict[str, Score]) -> list[str]:
             lambda s: f"{len(s.scored)} / {len({j.line['change'] for j in s.scored})}" if s.scored else "–",
         ),
     ]
-    head = ["| | goal | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|"]
+    head = ["| | goal | unseen | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|---|"]
     return head + [f"| {name} | {goal} | {' | '.join(f(splits[s]) for s in SPLITS)} |" for name, goal, f in rows]
 
 
@@ -156,20 +158,20 @@ def alarms(got: Score) -> list[str]:
     return ["| family | healthy event | said |", "|---|---|---|", *rows] if rows else ["None."]
 
 
-def fresh(got: Score) -> list[str]:
-    """The sections of the fresh set; nothing before it has been run."""
+def newer(name: str, got: Score) -> list[str]:
+    """The sections of the unseen or the fresh set; nothing before it has been run."""
     if not (got.faulty or got.healthy):
         return []
     return [
-        "### By mode, fresh",
+        f"### By mode, {name}",
         "",
         *by_mode(got.scored),
         "",
-        "### By fault, fresh",
+        f"### By fault, {name}",
         "",
         *by_fault(got.faulty),
         "",
-        "### False warnings and pages, fresh",
+        f"### False warnings and pages, {name}",
         "",
         *alarms(got),
         "",
@@ -192,18 +194,20 @@ def part(lines: Sequence[dict[str, Any]]) -> str:
         "`build/proving/results.jsonl`, which holds each loss as well.",
         "",
         "*Held out*: neither the family nor the generator of the fault was used to choose anything. *Crossed*: one of the two was.",
-        "*Fresh*: faults and healthy events that nobody has tuned on, see below; a dash where none of them has been run.",
+        "*Fresh*: faults and healthy events that nobody had tuned on when they were made, see below; *unseen*: such ones made after the fresh",
+        "ones had been read. A dash where none of them has been run.",
         f"*Dev* families: {', '.join(DEV_FAMILIES)}; held out: {', '.join(HELD_OUT_FAMILIES)};",
-        f"fresh: {', '.join(FRESH_FAMILIES)}. *Dev* generators:",
+        f"fresh: {', '.join(FRESH_FAMILIES)}; unseen: {', '.join(UNSEEN_FAMILIES)}. *Dev* generators:",
         f"{', '.join(g for g in DEV_GENERATORS if g != 'planted')}; held out: {', '.join(HELD_OUT_GENERATORS)};",
-        f"fresh: {', '.join(FRESH_GENERATORS)}.",
+        f"fresh: {', '.join(FRESH_GENERATORS)}; unseen: {', '.join(UNSEEN_GENERATORS)}.",
         "Intervals are 95 %, by resampling clusters (family × fault). *Delay* is from the first wrong step to the newest step that",
         "the incident rested on; *lead* is to the first step at which the loss is 6 σ off its twin's. An incident's first step lies",
         "before the fault where a site is looked at in turns: it is the step after the last look that was good.",
         "",
         *goals(splits),
         "",
-        *fresh(splits["fresh"]),
+        *newer("unseen", splits["unseen"]),
+        *newer("fresh", splits["fresh"]),
         "### By mode, held out",
         "",
         *by_mode(held.scored),

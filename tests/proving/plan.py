@@ -1,6 +1,7 @@
 """Which runs there are: every fault in some families, every trap in some, and the twin of each (family, seed).
 
-Fresh faults and traps are in fresh families and in held-out ones, all others in both older halves. Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
+Fresh and unseen faults and traps are in families of their own and in older ones that chose nothing for them, all others in both older halves.
+Families are drawn for a fault by its name, so the plan is the same everywhere and grows without being reshuffled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from proving import planted
 from proving.case import Case
 from proving.families import families
 from proving.faults import FAULTS
-from proving.split import DEV_FAMILIES, FRESH_FAMILIES, FRESH_GENERATORS, FRESH_TRAPS, HELD_OUT_FAMILIES, split_of
+from proving.split import (
+    DEV_FAMILIES,
+    FRESH_FAMILIES,
+    FRESH_GENERATORS,
+    FRESH_TRAPS,
+    HELD_OUT_FAMILIES,
+    UNSEEN_FAMILIES,
+    UNSEEN_GENERATORS,
+    UNSEEN_TRAPS,
+    split_of,
+)
 from proving.training import SEVERITIES, Training
 from proving.traps import TRAPS
 
@@ -25,6 +36,8 @@ FAMILIES_PER_FAULT = 3
 FAMILIES_PER_TRAP = 2
 FRESH_PER_FAULT, FRESH_PER_TRAP = (3, 1), (2, 1)
 """Of a fresh one: in the fresh families, and in the held-out ones."""
+UNSEEN_PER_FAULT, UNSEEN_PER_TRAP = (2, 1), (2, 0)
+"""Of an unseen one: in the unseen families, other seeds of them where few have a place, and in the fresh and held-out ones."""
 
 SEEDS = 3
 """Weights and hyperparameters of a family."""
@@ -45,16 +58,23 @@ def generator_of(case: Case) -> str | None:
 
 
 def case_split(case: Case) -> str:
-    """dev, held-out, crossed or fresh. A twin that shares a fresh fault's preparations is as fresh as that."""
+    """dev, held-out, crossed, fresh or unseen. A twin that shares a newer fault's preparations is as new as that."""
     generator = generator_of(case)
-    if case.setup and FAULTS[case.setup].generator in FRESH_GENERATORS:
+    if case.setup and newer(case.setup):
         generator = FAULTS[case.setup].generator
     return split_of(case.family, generator, case.change if case.kind == "trap" else None)
 
 
-def is_fresh(change: str) -> bool:
-    """Whether a fault or a trap is of the fresh set."""
-    return change in FRESH_TRAPS or (change in FAULTS and FAULTS[change].generator in FRESH_GENERATORS)
+def newer(change: str) -> str | None:
+    """Of which newer set a fault or a trap is: "fresh", "unseen", or None for those of the two older halves."""
+    generator = FAULTS[change].generator if change in FAULTS else None
+    for name, generators, traps in (
+        ("fresh", FRESH_GENERATORS, FRESH_TRAPS),
+        ("unseen", UNSEEN_GENERATORS, UNSEEN_TRAPS),
+    ):
+        if generator in generators or change in traps:
+            return name
+    return None
 
 
 def cases(probe: Callable[[str, int], Training]) -> list[Case]:
@@ -68,7 +88,7 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
     """
     out: list[tuple[int, Case]] = []
     for half in (DEV_FAMILIES, HELD_OUT_FAMILIES):
-        for fault in sorted(name for name in FAULTS if not is_fresh(name)):
+        for fault in sorted(name for name in FAULTS if newer(name) is None):
             found: list[Case] = []
             for family in _shuffled(half, fault):
                 severity = SEVERITIES[(zlib.crc32(fault.encode()) + 1 + len(found)) % len(SEVERITIES)]
@@ -76,33 +96,46 @@ def cases(probe: Callable[[str, int], Training]) -> list[Case]:
                 if len(found) < FAMILIES_PER_FAULT and case.draw(probe(family, case.seed)) is not None:
                     found.append(case)
             out += enumerate(found)
-        for trap in sorted(name for name in TRAPS if not is_fresh(name)):
+        for trap in sorted(name for name in TRAPS if newer(name) is None):
             found = []
             for family in _shuffled(half, trap):
                 case = Case(family, trap, "trap", "", _seed(trap, family))
                 if len(found) < FAMILIES_PER_TRAP and case.draw(probe(family, case.seed)) is not None:
                     found.append(case)
             out += enumerate(found)
-    for fresh in sorted(name for name in (*FAULTS, *TRAPS) if is_fresh(name)):
-        for half, num in zip(
-            (FRESH_FAMILIES, HELD_OUT_FAMILIES), FRESH_PER_FAULT if fresh in FAULTS else FRESH_PER_TRAP, strict=True
-        ):
-            out += enumerate(_fresh(fresh, half, num, probe))
+    for change in sorted(name for name in (*FAULTS, *TRAPS) if newer(name) == "fresh"):
+        per = FRESH_PER_FAULT if change in FAULTS else FRESH_PER_TRAP
+        for half, num in zip((FRESH_FAMILIES, HELD_OUT_FAMILIES), per, strict=True):
+            out += enumerate(_placed(change, half, num, int(half == HELD_OUT_FAMILIES), 1, probe))
+    for change in sorted(name for name in (*FAULTS, *TRAPS) if newer(name) == "unseen"):
+        per = UNSEEN_PER_FAULT if change in FAULTS else UNSEEN_PER_TRAP
+        out += enumerate(_placed(change, UNSEEN_FAMILIES, per[0], 0, SEEDS, probe))
+        out += enumerate(_placed(change, FRESH_FAMILIES + HELD_OUT_FAMILIES, per[1], per[0], 1, probe))
     return [case for _, case in sorted(out, key=lambda pair: pair[0])]
 
 
-def _fresh(change: str, half: tuple[str, ...], num: int, probe: Callable[[str, int], Training]) -> list[Case]:
-    """A fresh fault or trap in the first families that have a place for it; severities take turns, those without a place apart."""
+def _placed(
+    change: str, half: tuple[str, ...], num: int, turn: int, seeds: int, probe: Callable[[str, int], Training]
+) -> list[Case]:
+    """A newer fault or trap in the first families that have a place for it, then in those again with other seeds.
+
+    Args:
+        turn: with which severity it begins; they take turns, those without a place apart.
+        seeds: how many of a family, at most.
+    """
     found: list[Case] = []
-    for family in _shuffled(half, change):
-        seed, turn = _seed(change, family), zlib.crc32(change.encode()) + len(found) + (half == HELD_OUT_FAMILIES)
-        severities = [SEVERITIES[(turn + i) % len(SEVERITIES)] for i in range(len(SEVERITIES))]
-        cases = [Case(family, change, "fault", s, seed) for s in severities]
-        if change in TRAPS:
-            cases = [Case(family, change, "trap", "", seed)]
-        placed = [c for c in cases if c.draw(probe(family, seed)) is not None]
-        if placed and len(found) < num:
-            found.append(placed[0])
+    for more in range(seeds):
+        for family in _shuffled(half, change):
+            if len(found) == num:
+                return found
+            seed = 1 + (_seed(change, family) - 1 + more) % SEEDS
+            first = zlib.crc32(change.encode()) + len(found) + turn
+            severities = [SEVERITIES[(first + i) % len(SEVERITIES)] for i in range(len(SEVERITIES))]
+            cases = [Case(family, change, "fault", s, seed) for s in severities]
+            if change in TRAPS:
+                cases = [Case(family, change, "trap", "", seed)]
+            placed = [c for c in cases if c.draw(probe(family, seed)) is not None]
+            found += placed[:1]
     return found
 
 

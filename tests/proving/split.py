@@ -5,7 +5,9 @@ seen, so it neither chooses nor scores, and is shown apart. Traps are split by f
 
 `fresh` came later, when the misses of the held-out half had been read: generators and traps whose author had not seen the
 detectors, in families made with them and in the held-out ones. In a dev family they are crossed, as are older faults in a
-fresh family.
+fresh family. `unseen` came when the fresh set had been read too, and is made alike: by an author who had not seen the
+detectors, with accepted names, places and FP8-or-not fixed before the first run, in families of its own, in fresh and in
+held-out ones. What was tried before is that each fault bites where it says and nowhere before; no incident was read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 DEV_FAMILIES = ("accumulate", "diffusion", "gpt", "llama", "moe", "recurrent", "t5")
 HELD_OUT_FAMILIES = ("ddp", "delayed", "fp16", "lora", "qwen_moe", "resume", "rl", "ssm", "vit")
 FRESH_FAMILIES = ("bert", "mixer", "muon", "towers")
-
+UNSEEN_FAMILIES = ("gemma", "speech", "world")
 
 DEV_GENERATORS = (
     "activations", "codes", "configuration", "data", "gradients", "nonfinite", "outputs", "planted", "products", "rounding", "weight_cache",
@@ -26,7 +28,14 @@ HELD_OUT_GENERATORS = (
 FRESH_GENERATORS = ("backward", "feeding", "stores", "updates")
 FRESH_TRAPS = ("averages-written-back", "clipping-tightened", "packing-begins", "param-group-added", "rate-in-cycles")
 
-HALVES = ("dev", "held-out", "fresh")
+UNSEEN_GENERATORS = ("arithmetic", "epilogues", "ranges", "reductions", "samples", "states")
+UNSEEN_TRAPS = (
+    "batch-ramped", "cooldown-to-zero", "input-masking-begins", "label-smoothing-begins", "little-scored", "unfrozen-late",
+)  # fmt: skip
+
+HALVES = ("dev", "held-out", "fresh", "unseen")
+NEWER: dict[str, tuple[str, ...]] = {"dev": (), "held-out": (), "fresh": ("held-out",), "unseen": ("held-out", "fresh")}
+"""Of a change: families of which other halves chose nothing for it."""
 
 
 def _half(name: str, *lists: tuple[str, ...]) -> str:
@@ -37,7 +46,7 @@ def _half(name: str, *lists: tuple[str, ...]) -> str:
 
 
 def split_of(family: str, generator: str | None = None, trap: str | None = None) -> str:
-    """One of "dev", "held-out", "crossed", "fresh".
+    """One of "dev", "held-out", "crossed", "fresh", "unseen".
 
     Args:
         generator: of the fault, None where there is none.
@@ -46,12 +55,14 @@ def split_of(family: str, generator: str | None = None, trap: str | None = None)
     Raises:
         ValueError: a family or a generator that is in no list.
     """
-    of_family = _half(family, DEV_FAMILIES, HELD_OUT_FAMILIES, FRESH_FAMILIES)
+    of_family = _half(family, DEV_FAMILIES, HELD_OUT_FAMILIES, FRESH_FAMILIES, UNSEEN_FAMILIES)
+    of_change = of_family
     if trap in FRESH_TRAPS:
-        return "crossed" if of_family == "dev" else "fresh"
-    if generator is None:
-        return of_family
-    of_generator = _half(generator, DEV_GENERATORS, HELD_OUT_GENERATORS, FRESH_GENERATORS)
-    if of_generator == "fresh" and of_family == "held-out":
-        return "fresh"
-    return of_family if of_family == of_generator else "crossed"
+        of_change = "fresh"
+    elif trap in UNSEEN_TRAPS:
+        of_change = "unseen"
+    elif generator is not None:
+        of_change = _half(generator, DEV_GENERATORS, HELD_OUT_GENERATORS, FRESH_GENERATORS, UNSEEN_GENERATORS)
+    if of_change == of_family or of_family in NEWER[of_change]:
+        return of_change
+    return "crossed"

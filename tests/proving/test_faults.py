@@ -186,7 +186,8 @@ class TestWrongKernels:
         reached = []
         for seed in range(6):
             severity = "medium"
-            fault = FAULTS[name].draw(np.random.default_rng(seed), _probe("language"), severity)
+            drawn = (FAULTS[name].draw(np.random.default_rng(seed), _probe(k), severity) for k in ("language", "tied"))
+            fault = next(f for f in drawn if f is not None)
             assert isinstance(fault, KernelFault)
             columnwise = True in fault.columnwise and fault.operand != "weight"
             tile = (128, 128) if fault.operand == "weight" else (128, 1) if columnwise else (1, 128)

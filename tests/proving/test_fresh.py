@@ -127,12 +127,13 @@ class TestSplit:
         probes = {name: _built(name) for name in ("llama", "delayed", *split.FRESH_FAMILIES)}
         monkeypatch.setattr(plan, "DEV_FAMILIES", ("llama",))
         monkeypatch.setattr(plan, "HELD_OUT_FAMILIES", ("delayed",))
+        monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ())
         cases = plan.cases(lambda family, seed: probes[family])
-        fresh = [c for c in cases if plan.is_fresh(c.change)]
+        fresh = [c for c in cases if plan.newer(c.change) == "fresh"]
         assert {plan.case_split(c) for c in fresh} == {"fresh"}
         assert {c.change for c in fresh} == {*FRESH, *split.FRESH_TRAPS}
         assert {c.severity for c in fresh if c.kind == "fault"} == set(SEVERITIES)
-        assert not {c.family for c in cases if not plan.is_fresh(c.change)} & set(split.FRESH_FAMILIES)
+        assert not {c.family for c in cases if plan.newer(c.change) is None} & set(split.FRESH_FAMILIES)
         assert {c.family for c in fresh} == {"delayed", *split.FRESH_FAMILIES}
 
     def test_a_twin_that_shares_fresh_preparations_is_fresh(self) -> None:

@@ -18,6 +18,7 @@ from proving.split import (
     FRESH_GENERATORS,
     HELD_OUT_FAMILIES,
     HELD_OUT_GENERATORS,
+    UNSEEN_GENERATORS,
     split_of,
 )
 
@@ -154,6 +155,7 @@ def test_every_family_and_generator_is_in_one_half() -> None:
     assert not set(DEV_FAMILIES) & set(HELD_OUT_FAMILIES)
     assert not set(DEV_GENERATORS) & set(HELD_OUT_GENERATORS)
     assert not set(FRESH_GENERATORS) & set(DEV_GENERATORS + HELD_OUT_GENERATORS)
+    assert not set(UNSEEN_GENERATORS) & set(DEV_GENERATORS + HELD_OUT_GENERATORS + FRESH_GENERATORS)
     assert split_of("llama", "codes") == "dev"
     assert split_of("vit", "scales") == "held-out"
     assert split_of("vit", "codes") == split_of("llama", "scales") == "crossed"
@@ -197,20 +199,28 @@ def test_the_page_says_how_many_faults_a_figure_rests_on() -> None:
     lines = [fault(incident("delayed-clip", STEP), split="held-out"), twin() | {"split": "held-out"}]
     text = page.part(lines)
     assert "| delayed-clip | 1 | 1 | 1.00 | 1.00 | 1.00 | 2 (of 1) |" in text
-    assert "| false pages per 1000 healthy steps | ≤ 0.1 | – | 0.00 (0 in 80; at most 37.45) | – | – |" in text
+    assert "| false pages per 1000 healthy steps | ≤ 0.1 | – | – | 0.00 (0 in 80; at most 37.45) | – | – |" in text
 
 
 def test_the_fresh_set_has_its_column_and_its_sections_once_it_has_been_run() -> None:
     line = fault(incident("delayed-clip", STEP), family="bert", split="fresh")
     runs = [line, twin(family="bert") | {"split": "fresh"}]
     text = page.part(runs)
-    assert "| | goal | fresh | held out | crossed | dev |" in text
-    assert "| recall, medium and severe | ≥ 0.90 | 1.00 (1.00–1.00) | – | – | – |" in text
+    assert "| | goal | unseen | fresh | held out | crossed | dev |" in text
+    assert "| recall, medium and severe | ≥ 0.90 | – | 1.00 (1.00–1.00) | – | – | – |" in text
     assert "### By mode, fresh" in text
     without = page.part([fault(), twin()])
     assert "### By mode, fresh" not in without
-    assert "| faulty runs / distinct faults |  | – | – | – | 1 / 1 |" in without
+    assert "| faulty runs / distinct faults |  | – | – | – | – | 1 / 1 |" in without
     assert "| median lead over the loss, in steps |  | – |" in without
+
+
+def test_the_unseen_set_comes_first_once_it_has_been_run() -> None:
+    line = fault(incident("delayed-clip", STEP), family="world", split="unseen")
+    text = page.part([line, twin(family="world") | {"split": "unseen"}])
+    assert "| recall, medium and severe | ≥ 0.90 | 1.00 (1.00–1.00) | – | – | – | – |" in text
+    assert "### By mode, unseen" in text
+    assert "### By mode, fresh" not in text
 
 
 def test_what_the_twin_of_a_fresh_event_says_in_another_half_is_not_counted_again() -> None:

@@ -101,6 +101,21 @@ def rollouts() -> Training:
     return t
 
 
+def tied() -> Training:
+    """One table for embedding and head, two groups of two queries, an MLP of two blocks of K, two micro-batches, prompts."""
+    blocks = [parts.Block(DIM, 4, 2, parts.SwiGLU(DIM, 256)) for _ in range(2)]
+    model = parts.Decoder(VOCAB, DIM, list(blocks))
+    model.output.weight = model.tok_embeddings.weight
+
+    def batch(number: int) -> dict[str, Tensor]:
+        made = _tokens(number)
+        return made | {"labels": made["labels"].masked_fill(torch.arange(TOKENS) < 3, -100)}
+
+    t = _training("tied", model, _loss, batch)
+    t.accumulate = 2
+    return t
+
+
 class _Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,5 +142,5 @@ def images() -> Training:
 
 
 KINDS: dict[str, Callable[[], Training]] = {
-    f.__name__: f for f in (language, experts, images, delayed, scaler, ranks, rollouts)
+    f.__name__: f for f in (language, experts, images, delayed, scaler, ranks, rollouts, tied)
 }

@@ -89,7 +89,7 @@ def write_page(
 def _intro(every: int, split: str, num_seeds: int, where: str, took_s: float, proved: str, command: str) -> str:
     return f"""# Detection: how well failures are found
 
-Three measurements: faults put into real trainings of twenty families (`make prove`), slow trends in real trainings of six
+Three measurements: faults put into real trainings of twenty-three families (`make prove`), slow trends in real trainings of six
 (`make prove-forecasts`), and a test of the engine alone on traces (`make bench-detect`). All at attach's defaults; another setting stands in a second column, and says so.
 
 {proved}
