@@ -9,6 +9,7 @@ from __future__ import annotations
 from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.training_setup import TrainingSetup
+from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
@@ -43,6 +44,7 @@ MODE = Mode(
         LossJumps,
         TrainingSetup,
         OptimizerState,
+        WeightUpdates,
     ),
     alternatives_of=alternatives,
 )

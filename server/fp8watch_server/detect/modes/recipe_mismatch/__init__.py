@@ -7,6 +7,7 @@ at clipping and at causal attention in each step.
 from __future__ import annotations
 
 from fp8watch_server.detect.families.training_setup import TrainingSetup
+from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.recipe_mismatch.words import alternatives, fixes, words
@@ -25,6 +26,6 @@ MODE = Mode(
             "resume_scale_octaves", 2, "octaves", 0.5, 32, "a saved scale continues within the spread of gradients, 2σ"
         ),
     ),
-    detectors=(TrainingSetup,),
+    detectors=(TrainingSetup, WeightUpdates),
     alternatives_of=alternatives,
 )
