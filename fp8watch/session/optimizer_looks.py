@@ -5,6 +5,9 @@ Shapes:     numbers of a step by name, or [] tensors     Thread: training, aroun
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,17 +16,25 @@ from fp8watch.observer.observation_plan import ObservationPlan
 from fp8watch.observer.recompute_values import only_news
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.group_rates import GroupRates
+from fp8watch.session.sites import SlabSite, operand_name
 from fp8watch.session.standing_state import Optimizer, StandingState
 from fp8watch.session.update_turns import UpdateTurns
 
 
 class OptimizerLooks(StandingState):
-    """Looks at the optimizers of one watch; see `StandingState`."""
+    """Looks at the optimizers of one watch; see `StandingState`.
 
-    def __init__(self, model: nn.Module, plan: ObservationPlan | None) -> None:
+    Args:
+        table: of the sites, whose operands may be recomputed.
+    """
+
+    def __init__(self, model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite] = ()) -> None:
         super().__init__(model, plan)
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
         self.left = GradientsLeft()
+        if plan is not None:  # it outlives a watch that was dropped
+            plan.step.on_backward = weakref.WeakMethod(self.backward_begins)
+            plan.step.again.name_of = partial(operand_name, table)
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""

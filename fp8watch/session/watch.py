@@ -32,7 +32,7 @@ from fp8watch.session.optimizer_looks import OptimizerLooks
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
-from fp8watch.session.sites import first_rows, operand_name
+from fp8watch.session.sites import first_rows
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
@@ -58,7 +58,7 @@ class Watch:
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
-        standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None)
+        standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None, self._table)
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
         self._on_targets = self._scalars.batches.see_targets
         self._ending, self._paused, self._stuck = False, False, ""
@@ -79,8 +79,6 @@ class Watch:
             plan.step.on_stuck = weakref.WeakMethod(self._on_stuck)  # the plan outlives a watch that was dropped
             if plan.sites.quantizers:
                 plan.step.on_unwatched = weakref.WeakMethod(self._on_unwatched)
-            plan.step.on_backward = weakref.WeakMethod(standing.backward_begins)
-            plan.step.again.name_of = partial(operand_name, self._table)
             self._gone = weakref.finalize(self, step_boundary.abandoned, plan, recorder)
             self._gone.atexit = False
 

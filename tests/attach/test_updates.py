@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8watch.session import update_turns
 from fp8watch_agent.update_names import (
     ASTRAY,
     COARSE,
@@ -128,7 +129,7 @@ def test_gradients_that_another_backward_found_are_no_fault_where_they_are_clear
     for _ in range(6):
         other = model(torch.randint(64, (4, 16), generator=g))
         torch.autograd.grad(other, [model.layers[0].weight])  # a penalty, another network's pass
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         model(torch.randint(64, (4, 16), generator=g)).backward()
         optimizer.step()
     assert news(watch) == [{}] * 6
@@ -160,6 +161,13 @@ def test_one_batch_again_and_again_at_a_rate_of_0_repeats_all_gradients_and_says
     for _ in range(8):
         steps(model, optimizer, 1, first=3)
     assert news(watch) == [{}] * 8
+
+
+def test_weights_that_the_loss_wants_smaller_are_no_decay(attach, mlp, train, monkeypatch):
+    monkeypatch.setattr(update_turns, "SHRUNK_LOOKS", 1)
+    watch = attach(mlp)
+    train(mlp, 16)  # its loss is its output
+    assert not any(SHRINK in s for s in news(watch))
 
 
 @torch.no_grad()
@@ -194,7 +202,7 @@ def test_weights_that_all_shrink_are_told_beside_their_decay(attach):
     model = Deep()
     watch, optimizer = attach(model), adam(model, weight_decay=0.1)
     steps(model, optimizer, 6)
-    steps(model, optimizer, 12, first=6, after=lambda step: step % 4 == 2 and shrunk(model, 0.02))
+    steps(model, optimizer, 12, first=6, after=lambda step: step % 3 == 0 and shrunk(model, 0.02))
     steps(model, optimizer, 10, first=18, after=lambda _: shrunk(model, 0.02))
     said = news(watch)
     assert said[:20] == [{}] * 20, "now and then, as averages that are written back"
@@ -278,6 +286,7 @@ def test_a_group_that_is_unfrozen_did_not_leap(attach):
     optimizer.param_groups[0]["lr"] = 1e-3
     steps(model, optimizer, 3, first=20)
     assert not any(RATE_TIMES in s for s in news(watch))
+    assert not watch.guard.errors
 
 
 def test_a_recomputation_of_other_values_is_named(attach):
@@ -292,6 +301,19 @@ def test_a_recomputation_of_other_values_is_named(attach):
         assert set(found) == {f"{RECOMPUTED}layers.{i}.input" for i in range(2)}
         assert all(0.1 < off < 2 for off in found.values())
     assert not watch.guard.errors
+
+
+def test_a_pipeline_runs_several_first_passes_before_the_first_comes_back(attach):
+    model = Deep(again=True)
+    watch, optimizer = attach(model), adam(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        g = torch.Generator().manual_seed(step)
+        losses = [model(torch.randint(64, (4, 16), generator=g)) for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    assert news(watch) == [{}] * 4
 
 
 def test_watching_updates_changes_no_number_and_leaves_nothing_behind(attach):

@@ -1,7 +1,8 @@
 """Optimizer diverging: mode 13, optimizer-divergence.
 
 `detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `families.training_setup` by
-gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0.
+gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0, `families.weight_updates` by gradients
+that nobody clears, weights that shrink together, and a group's rate that leaps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recipe changed: mode 10, recipe-mismatch.
 
 `registry` asks `detector` when sites or sessions are registered, the engine `scale_history` at a resume; `families.training_setup` looks
-at clipping and at causal attention in each step.
+at clipping and at causal attention in each step, `families.weight_updates` at weights that are rounded behind each update.
 """
 
 from __future__ import annotations
