@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,8 @@ from fp8watch_agent.update_names import (
 )
 
 ROWS, SAMPLE = 8, 512
-REST_STEPS = 6
-"""Steps between two turns, where launches on a device are what a turn takes."""
+COST_SHARE, MAX_REST = 0.005, 62
+"""Of the time of a step, that turns take on average; at most so many steps lie between two of them."""
 REFRESH_TURNS = 64
 MAX_NAMES = 1 << 16
 MIN_NONZERO, MIN_MOVED = 16, 64
@@ -87,8 +88,15 @@ class _Known:
     rows: list[_Row]
     begin: int  # of their names
     num_turns: int = 0
-    rest: int = 0
+    rest: int = 0  # steps until the next turn
     turn: _Turn | None = None
+    began_s: float = 0.0  # its first step
+    took_s: float = 0.0  # there
+
+    def rests(self, began_s: float) -> int:
+        """Steps to rest behind a turn whose second step was looked at from `began_s` on."""
+        took_s, step_s = self.took_s + perf_counter() - began_s, began_s - self.began_s
+        return max(0, min(MAX_REST, int(took_s / max(COST_SHARE * step_s, 1e-9)) - 1))
 
 
 class UpdateTurns:
@@ -128,15 +136,17 @@ class UpdateTurns:
         if known.rest > 0:
             known.rest -= 1
             return {}
+        began_s = perf_counter()
         turn, known.turn = known.turn, None
         if turn is None:
-            known.turn = self._begun(optimizer, known)
+            known.turn, known.began_s = self._begun(optimizer, known), began_s
+            known.took_s = perf_counter() - began_s
             return {}
         known.num_turns += 1
-        known.rest = 0 if turn.weights.is_cpu else REST_STEPS
         numbers = _ended(optimizer, turn)
         if turn.weights.is_cpu:
             self.named(numbers)
+        known.rest = known.rests(began_s)
         return numbers
 
     def _made(self, optimizer: Optimizer) -> _Known:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8watch.observer.batch_arithmetic import copies
+from fp8watch.observer.recompute_values import RecomputeValues
 from fp8watch.session import update_turns
+from fp8watch.session.gradients_left import GradientsLeft
+from fp8watch_agent.batch_names import COPIES
 from fp8watch_agent.update_names import (
     ASTRAY,
     COARSE,
@@ -31,6 +36,13 @@ NEWS = (
     RATE_PARAMETERS, OF, RECOMPUTED,
 )  # fmt: skip
 DIM = 64
+
+
+@pytest.fixture(autouse=True)
+def each_step(monkeypatch, request):
+    """A turn takes a larger share of a step than is allowed, in models of this size."""
+    if "rest" not in request.node.name:
+        monkeypatch.setattr(update_turns, "COST_SHARE", 1e9)
 
 
 def news(watch):
@@ -327,3 +339,45 @@ def test_watching_updates_changes_no_number_and_leaves_nothing_behind(attach):
             assert not model.layers[0].weight._backward_hooks
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
+def test_nothing_waits_for_a_device(name):
+    model = Deep().to("meta")  # what asks one of its tensors for its value raises
+    optimizer = OPTIMIZERS[name](model)
+    turns, left, values = update_turns.UpdateTurns(model), GradientsLeft(), RecomputeValues(turn=frozenset([0]))
+    turns.follow(optimizer, looks=True)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+        key = torch.empty_like(p, requires_grad=False)
+        if name == "AdamW":
+            optimizer.state[p] = {"exp_avg": key, "exp_avg_sq": key}
+    found = {}
+    for _ in range(4):
+        found |= turns.before(optimizer) | left.before(optimizer)
+        left.after(optimizer, looks=True)
+        left.backward_begins()
+        left.backward_begins()
+    values.keep(0, torch.empty(8, 64, device="meta"))
+    values.again(0, torch.empty(8, 64, device="meta"))
+    found |= values.take() | {COPIES: copies([torch.empty(8, 16, dtype=torch.int64, device="meta")])}
+    assert {REPEATED, COARSE, SHRINK, ASTRAY, GRADIENTS_LEFT, f"{RECOMPUTED}0", COPIES} <= set(found)
+    assert all(v.is_meta for k, v in found.items() if k not in (UPDATES_LOOKED, DECAY, GRADIENTS_KEPT))
+
+
+def test_turns_rest_for_as_long_as_they_cost(monkeypatch):
+    model, clock, at, now = Deep(), iter(range(10**6)), [], [0]
+    turns, optimizer = update_turns.UpdateTurns(model), adam(Deep())
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    turns.follow(optimizer, looks=True)
+    monkeypatch.setattr(update_turns, "perf_counter", lambda: next(clock))  # all that is done takes a second
+    begun = turns._begun
+    monkeypatch.setattr(turns, "_begun", lambda *args: at.append(now[0]) or begun(*args))
+    for now[0] in range(200):
+        turns.before(optimizer)
+        for _ in range(30):
+            next(clock)  # a step, thirty
+    apart = {b - a for a, b in pairwise(at)}
+    assert len(apart) == 1
+    assert 2 / (30 * apart.pop()) < 1.5 * update_turns.COST_SHARE
