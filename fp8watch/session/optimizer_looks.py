@@ -31,7 +31,7 @@ class OptimizerLooks(StandingState):
     def __init__(self, model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite] = ()) -> None:
         super().__init__(model, plan)
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
-        self.left = GradientsLeft()
+        self.left = GradientsLeft(model)
         if plan is not None:  # it outlives a watch that was dropped
             plan.step.on_backward = weakref.WeakMethod(self.backward_begins)
             plan.step.again.name_of = partial(operand_name, table)

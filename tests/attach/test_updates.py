@@ -147,6 +147,27 @@ def test_gradients_that_another_backward_found_are_no_fault_where_they_are_clear
     assert news(watch) == [{}] * 6
 
 
+@pytest.mark.parametrize("way", ["assigned", "copied", "copies"])
+def test_gradients_that_are_written_over_need_not_be_cleared(attach, way):
+    model = Deep()
+    watch, params = attach(model), list(model.parameters())
+    held = [p.detach().clone().requires_grad_() for p in params] if way == "copies" else params
+    optimizer = torch.optim.SGD(held, lr=1e-2)
+    for p in held:
+        p.grad = torch.zeros_like(p)
+    for step in range(8):
+        g = torch.Generator().manual_seed(1)
+        loss = model(torch.randint(64, (4, 16), generator=g)) * (1 if way == "assigned" else (-1) ** step)
+        for p, gradient in zip(held, torch.autograd.grad(loss, params), strict=True):
+            if way == "assigned":
+                p.grad = gradient
+            else:
+                p.grad.copy_(gradient)
+        optimizer.step()
+    assert not any(GRADIENTS_LEFT in s for s in news(watch))
+    assert not watch.guard.errors
+
+
 def test_a_gradient_that_is_that_of_the_step_before_is_named_clipped_or_not(attach):
     model = Deep()
     watch, optimizer = attach(model), adam(model)
@@ -345,7 +366,7 @@ def test_watching_updates_changes_no_number_and_leaves_nothing_behind(attach):
 def test_nothing_waits_for_a_device(name):
     model = Deep().to("meta")  # what asks one of its tensors for its value raises
     optimizer = OPTIMIZERS[name](model)
-    turns, left, values = update_turns.UpdateTurns(model), GradientsLeft(), RecomputeValues(turn=frozenset([0]))
+    turns, left, values = update_turns.UpdateTurns(model), GradientsLeft(model), RecomputeValues(turn=frozenset([0]))
     turns.follow(optimizer, looks=True)
     for p in model.parameters():
         p.grad = torch.empty_like(p)

@@ -34,9 +34,16 @@ OF_UPDATES = [
     Bug(
         "weights that were coarse from the start",
         "weight_updates:WeightUpdates._of_rank",
-        "if self._coarse_first > FROM_THE_START",
+        'if self._first["weights-rounded "] > FROM_THE_START',
         "if True",
         f"{UPDATES}::test_weights_that_were_coarse_from_the_start_are_information",
+    ),
+    Bug(
+        "an update that always went astray",
+        "weight_updates:WeightUpdates._of_rank",
+        'if self._first[f"update-astray {about}"] > BY_HABIT',
+        "if True",
+        f"{UPDATES}::test_an_update_that_went_astray_from_the_start_is_information",
     ),
     Bug(
         "gradients that are left go on",

@@ -132,6 +132,14 @@ def test_weights_that_were_coarse_from_the_start_are_information() -> None:
     assert (incident.mode, incident.severity) == ("recipe-mismatch", "info")
 
 
+def test_an_update_that_went_astray_from_the_start_is_information() -> None:
+    every = range(4, STEPS, 4)
+    t = made()
+    logs = {UPDATES_LOOKED: at(*every, value=5), ASTRAY: at(*every, value=0.3), f"{OF}{module(t)}.weight": at(*every)}
+    [incident] = incidents(t, logs)
+    assert (incident.mode, incident.severity) == ("silent-data-corruption", "info")
+
+
 def test_what_goes_on_is_one_incident() -> None:
     logs = {GRADIENTS_LEFT: at(*range(AT, AT + 20)), GRADIENTS_KEPT: at(*range(AT, AT + 20))}
     [incident] = incidents(made(), logs)

@@ -41,8 +41,8 @@ REPEAT_STEPS = 5
 AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96)}
 """(times that it must be seen, each within so many steps of the one before)."""
 MAX_SEEN = 8
-FROM_THE_START = 24
-"""Steps of a run; weights that were coarse before were meant to be, perhaps."""
+FROM_THE_START, BY_HABIT = 24, 64
+"""Steps of a run. Weights that were coarse before the first, and updates that went astray before the second, are meant to be, perhaps."""
 RATE_LEAP = 3.0
 """As of the learning rate of all: a leap, not a schedule."""
 Logs = Mapping[str, float]
@@ -66,7 +66,7 @@ class WeightUpdates(Detector):
         self._told: dict[str, int] = {}
         self._seen: dict[str, list[int]] = {}  # kind and name -> steps
         self._num_steps = 0
-        self._coarse_first = -1  # how many steps were seen before the first coarse weight
+        self._first: dict[str, int] = {}  # kind and name -> how many steps were seen before it
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -119,17 +119,16 @@ class WeightUpdates(Detector):
             hits.append(_Hit("gradients-repeated", "silent-data-corruption", "warning", about, same))
         if (share := logs.get(ASTRAY, 0.0)) > 0 and self._again("update-astray", about, step):
             astray = [Evidence("update_astray", _short(share), 0, "share of the update", step)]
-            hits.append(_Hit("update-astray", "silent-data-corruption", "warning", about, astray))
-        if num := int(logs.get(COARSE, 0)):
-            self._coarse_first = self._num_steps if self._coarse_first < 0 else self._coarse_first
-            if self._again("weights-rounded", "", step):
-                bits = [
-                    Evidence("weight_bits", int(logs.get(COARSE_BITS, 16)), 24, "bits at most", step),
-                    Evidence("weights", num, 0, of, step),
-                    Evidence("updates_lost", _short(logs.get(UPDATES_LOST, 0.0)), 0, "share of the elements", step),
-                ]
-                begins: Severity = "warning" if self._coarse_first > FROM_THE_START else "info"
-                hits.append(_Hit("weights-rounded", "recipe-mismatch", begins, about, bits))
+            habit: Severity = "warning" if self._first[f"update-astray {about}"] > BY_HABIT else "info"
+            hits.append(_Hit("update-astray", "silent-data-corruption", habit, about, astray))
+        if (num := int(logs.get(COARSE, 0))) and self._again("weights-rounded", "", step):
+            bits = [
+                Evidence("weight_bits", int(logs.get(COARSE_BITS, 16)), 24, "bits at most", step),
+                Evidence("weights", num, 0, of, step),
+                Evidence("updates_lost", _short(logs.get(UPDATES_LOST, 0.0)), 0, "share of the elements", step),
+            ]
+            begins: Severity = "warning" if self._first["weights-rounded "] > FROM_THE_START else "info"
+            hits.append(_Hit("weights-rounded", "recipe-mismatch", begins, about, bits))
         if (shrink := logs.get(SHRINK, 0.0)) > 0:
             shrinks = [
                 Evidence("weights_shrink", _short(shrink), _short(logs.get(DECAY, 0.0)), "share a step", step),
@@ -145,6 +144,7 @@ class WeightUpdates(Detector):
     def _again(self, kind: str, name: str, step: int) -> bool:
         """Whether it was seen often enough; the first of these steps is when it began."""
         times, within = AGAIN[kind]
+        self._first.setdefault(f"{kind} {name}", self._num_steps)
         steps = [s for s in self._seen.get(f"{kind} {name}", []) if s < step]
         if not steps or step - steps[-1] >= within:
             steps = []
