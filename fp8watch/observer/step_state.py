@@ -123,7 +123,10 @@ class StepState:
         if task != self._task:
             self._task = task
             if self.on_backward is not None and (begins := self.on_backward()) is not None:
-                self.guard.run("updates", begins)
+                try:
+                    begins()
+                except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+                    self.guard.swallow("updates", error)
             if self.forward_since:  # reentrant checkpointing nests a backward for each of its parts
                 self.forward_since = False
                 self._count_pass()

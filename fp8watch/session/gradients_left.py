@@ -117,8 +117,13 @@ def _part(gradient: Tensor) -> Tensor:
 def _look(one: _Left) -> None:
     """Hold what is there against what was left: its bits at the first backward, that it is not 0 at the others."""
     first, one.begun = not one.begun, True
-    gradient = readable(one.parameter.grad)
-    if gradient is None or gradient.dtype != one.values.dtype or gradient.device != one.values.device:
+    gradient = one.parameter.grad
+    if (
+        gradient is None
+        or (gradient := readable(gradient)) is None
+        or gradient.dtype != one.values.dtype
+        or gradient.device != one.values.device
+    ):
         one.stays = False
         return
     now = _part(gradient)

@@ -33,7 +33,7 @@ class OptimizerLooks(StandingState):
         self._updates, self._rates = UpdateTurns(model), GroupRates(model)
         self.left = GradientsLeft(model)
         if plan is not None:  # it outlives a watch that was dropped
-            plan.step.on_backward = weakref.WeakMethod(self.backward_begins)
+            plan.step.on_backward = weakref.WeakMethod(self.left.backward_begins)
             plan.step.again.name_of = partial(operand_name, table)
 
     def before(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -42,9 +42,12 @@ class OptimizerLooks(StandingState):
         if self._plan is None or not self._updates.follows(optimizer):
             return found
         with self._timed():
-            for look in (self._rates.before, self.left.before, self._updates.before):
-                found.update(self._plan.guard.run("updates", look, optimizer) or {})
+            self._plan.guard.run("updates", self._news, optimizer, found)
         return found
+
+    def _news(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        for look in (self._rates.before, self.left.before, self._updates.before):
+            found.update(look(optimizer))
 
     def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
         """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
@@ -52,12 +55,11 @@ class OptimizerLooks(StandingState):
         if self._plan is None:
             return
         with self._timed():
-            self._plan.guard.run("updates", self._updates.follow, optimizer, looks=looks)
-            self._plan.guard.run("updates", self.left.after, optimizer, looks=looks)
+            self._plan.guard.run("updates", self._follow, optimizer, looks)
 
-    def backward_begins(self) -> None:
-        """A backward has come to its first watched module."""
-        self.left.backward_begins()
+    def _follow(self, optimizer: Optimizer, looks: bool) -> None:
+        self._updates.follow(optimizer, looks=looks)
+        self.left.after(optimizer, looks=looks)
 
     def stop(self) -> None:
         """Look no more."""
