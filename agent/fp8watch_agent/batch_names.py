@@ -24,4 +24,7 @@ MASK = f"{BATCH}mask"
 CONCENTRATION = f"{BATCH}concentration"
 """Σ p² over the tokens of a step, in `BUCKETS` buckets: 1 where all are one token, 1 / BUCKETS where all are as frequent."""
 
+COPIES = f"{BATCH}copies"
+"""Share of the rows of a micro-batch that are copies of another row in it; 0 … 1."""
+
 BUCKETS = 4096

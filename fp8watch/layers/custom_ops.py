@@ -142,8 +142,12 @@ def run_operand(
             how = "codes" if codes else "high precision" if warming else "fp8"
             if number is not None:
                 plan.recomputed.first[asked.first] = x.dtype, x.shape[-1], how
+                if first in plan.step.again.turn and operand == INPUT:
+                    plan.guard.run("recompute", plan.step.again.keep, first, x)
             else:
                 plan.guard.run("recompute", plan.recomputed.again, asked.first, x, how)
+                if operand == INPUT:
+                    plan.guard.run("recompute", plan.step.again.again, first, x)
         elif asked.stateful and graph_task() == -1:
             for quantizer in asked.quantizers:  # evaluation reads the scales that training has left
                 quantizer.close_passes(plan.passes.close_passes())

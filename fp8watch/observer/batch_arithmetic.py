@@ -9,6 +9,7 @@ computes. On the CPU numpy computes the same from the same memory. Elsewhere not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,8 @@ from fp8watch_agent.batch_names import BUCKETS, SHIFTS
 
 HASHED_ELEMENTS = 1 << 16
 """At most so many of a tensor are hashed, evenly spread."""
+
+COPIED_COLUMNS = 256
 
 Number = Tensor | float
 _GOLDEN = 0x1E3779B97F4A7C15  # odd, and of as many ones as zeros
@@ -57,6 +60,31 @@ def concentration(tokens: Tensor) -> Number:
     count = torch.zeros(BUCKETS, dtype=torch.float64, device=tokens.device)
     count.scatter_add_(0, buckets, torch.ones_like(buckets, dtype=torch.float64))
     return (count / tokens.numel()).square().sum()
+
+
+def copies(inputs: Sequence[Tensor]) -> Number:
+    """Share of rows that are copies of another one: in all of these, as far as COPIED_COLUMNS evenly spread elements show.
+
+    Args:
+        inputs: integers or floats [B, ...], of one device.
+    """
+    rows = [_columns(x) for x in inputs]
+    if _on_host(rows[0]):
+        known = sum((_host(x).astype(np.int64) * _GOLDEN ^ i) @ _ODD[: x.shape[1]] for i, x in enumerate(rows))
+        return 1.0 - len(np.unique(known)) / len(rows[0])
+    hashed = sum(((x.long() * _GOLDEN ^ i) * _odd(x.device)[: x.shape[1]]).sum(1) for i, x in enumerate(rows))
+    assert isinstance(hashed, Tensor)
+    ordered = hashed.sort().values
+    return (ordered[1:] == ordered[:-1]).sum().double() / len(ordered)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Rows of some elements, floats as their bits. [B, at most 2 · COPIED_COLUMNS]"""
+    flat = x.detach().reshape(len(x), -1)
+    flat = flat[:, :: max(1, flat.shape[1] // COPIED_COLUMNS)].contiguous()
+    if x.is_floating_point():
+        flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return flat
 
 
 def mean(mask: Tensor) -> Number:

@@ -19,6 +19,7 @@ from fp8watch.observer.batch_arithmetic import (
     HASHED_ELEMENTS,
     Number,
     concentration,
+    copies,
     fits_shifts,
     hash_integers,
     mean,
@@ -26,11 +27,13 @@ from fp8watch.observer.batch_arithmetic import (
     shares_of_shifts,
 )
 from fp8watch.sketch.weight_hash import hash_bits
-from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED
 
 MAX_TENSORS = 16
 MIN_TOKENS, MAX_TOKENS = 64, 8192
 """Of a micro-batch; of more, the first rows are read."""
+MIN_ROWS, MAX_ROWS, MIN_COLUMNS = 4, 4096, 4
+"""Of a micro-batch whose rows are held against each other."""
 _HASH_BITS = (1 << 52) - 1  # a float64 holds it
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -53,6 +56,10 @@ class BatchFacts:
         for x in whole or [x for _, x in named if x.is_floating_point()]:
             mine = hash_bits(_some(x)) if x.is_floating_point() else hash_integers(_some(x))
             self._hash = mine if self._hash is None else _sum(self._hash, mine)
+        if COPIES not in self._facts:
+            rows = _rows(whole or [x for _, x in named if x.is_floating_point()])
+            if rows:
+                self._facts[COPIES] = copies(rows)
         flat = [(name, x) for name, x in named if x.ndim == 2 and not x.is_floating_point()]
         tokens = next((x for name, x in flat if "mask" not in name and x.numel() >= MIN_TOKENS), None)
         if tokens is not None and tokens.dtype in _INTEGERS and CONCENTRATION not in self._facts:
@@ -109,6 +116,14 @@ def _readable(x: Any) -> bool:
     if torch._C._get_tracing_state() is not None:  # what torch.jit.trace writes down is the model's alone
         return False
     return x.layout == torch.strided and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _rows(inputs: list[Tensor]) -> list[Tensor]:
+    """Those that hold a row for each row of the first one; none where rows are few, very many, or numbers alone."""
+    first = next((x for x in inputs if x.ndim >= 2), None)
+    if first is None or not MIN_ROWS <= len(first) <= MAX_ROWS or first[0].numel() < MIN_COLUMNS:
+        return []
+    return [x for x in inputs if x.ndim >= 1 and len(x) == len(first) and x.device == first.device]
 
 
 def _some(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8watch.observer.nonfinite_checks import nonfinite_outputs
 from fp8watch.observer.pass_counter import graph_task
+from fp8watch.observer.recompute_values import RecomputeValues
 from fp8watch.observer.step_sample import EVERYTHING, StepSample
 from fp8watch_agent.guard import Guard
 
@@ -43,6 +44,7 @@ class StepState:
         None  # hears that the model ran, and no watched module
     )
     on_forward: Callable[[], None] | None = None  # ends the step before, where its optimizers ran in backward
+    on_backward: weakref.WeakMethod[Callable[[], None]] | None = None  # hears that a backward has begun
 
     # ---- what has happened: written by the custom ops ----------------------------------------------------------------
     num_begun: int = 0  # steps
@@ -64,6 +66,7 @@ class StepState:
     hashed: set[int] = field(default_factory=set)  # rows whose weight was hashed
     held: dict[tuple[int, str], int] = field(default_factory=dict)  # (row, what) to be read again -> calls
     unasked: dict[int, int] = field(default_factory=dict)  # columnwise row -> calls that left it out
+    again: RecomputeValues = field(default_factory=RecomputeValues)  # what is recomputed, beside what was computed
     forward_since: bool = False  # of the last backward that was counted
     _task: int = -1
     _resting: int = 0  # modules that ran and were not looked at, since the last backward; of those with a gradient
@@ -119,6 +122,11 @@ class StepState:
         task = graph_task()
         if task != self._task:
             self._task = task
+            if self.on_backward is not None and (begins := self.on_backward()) is not None:
+                try:
+                    begins()
+                except Exception as error:  # noqa: BLE001 - training goes on, and the guard counts
+                    self.guard.swallow("updates", error)
             if self.forward_since:  # reentrant checkpointing nests a backward for each of its parts
                 self.forward_since = False
                 self._count_pass()

@@ -86,6 +86,7 @@ class StepScalars:
         values = {name: value for name, value in self.of_optimizer.items() if value is not None}
         values.update(self.of_state)
         values.update(self.batches.take())
+        values.update(step.again.take())
         values.update({f"max_attention_logit/{fqn}": largest for fqn, largest in step.logits.items()})
         values.update({SEES_AHEAD + fqn: ahead for fqn, ahead in step.sees_ahead.items()})
         values.update({NONFINITE_INPUT + fqn: count for fqn, count in step.entered.items()})

@@ -28,11 +28,11 @@ from fp8watch.session.checkpoint_state import load_scale_state, resume_facts, re
 from fp8watch.session.checkpoint_steps import CheckpointSteps
 from fp8watch.session.fingerprint import Fingerprint, fingerprint, moments_fingerprint
 from fp8watch.session.gradient_norm import GradientNorm
+from fp8watch.session.optimizer_looks import OptimizerLooks
 from fp8watch.session.overhead_budget import Overhead
 from fp8watch.session.precision_map import LATE, late_facts
 from fp8watch.session.replaced_modules import CHECK_EVERY, FIRST_CHECKS, ReplacedModules
 from fp8watch.session.sites import first_rows
-from fp8watch.session.standing_state import StandingState
 from fp8watch.session.step_cycle import StepCycle
 from fp8watch.session.step_flush import step_flush
 from fp8watch.session.step_optimizer import NEVER_RAN, NO_STEP_ENDED, STUCK_FACT, StepOwner, optimizer_scalars
@@ -58,7 +58,7 @@ class Watch:
         as_they_are = [m.module for m in self.te.modules] if self.te is not None else ()
         self._owner = StepOwner(self._model, as_they_are, cadence.optimizers, session.say)
         self._owns = self._owner.owns
-        standing = StandingState(self._model, self._plan if self._recorder is not None else None)
+        standing = OptimizerLooks(self._model, self._plan if self._recorder is not None else None, self._table)
         self._scalars = StepScalars(session.guard, session.say, GradientNorm(self._model, self._owner.has), standing)
         self._on_targets = self._scalars.batches.see_targets
         self._ending, self._paused, self._stuck = False, False, ""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8watch.observer import batch_arithmetic, batch_facts
-from fp8watch_agent.batch_names import BATCH, CONCENTRATION, HASH, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import BATCH, CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS
 
 NEXT, SECOND = SHIFTS[1], SHIFTS[2]
 
@@ -171,7 +171,7 @@ def test_floats_are_hashed_where_there_are_no_integers(attach, mlp):
     steps(mlp, lambda: mlp(x), lambda: mlp(x), lambda: mlp(x * 1.001))
     one, again, other = logged(watch)
     assert one == again
-    assert set(one) == {HASH}
+    assert set(one) == {HASH, COPIES}
     assert one[HASH] != other[HASH]
 
 
@@ -187,3 +187,23 @@ def test_cross_entropy_is_torchs_own_again_behind_detach(attach, lm):
         F.cross_entropy(logits, targets[:4])
     watch.detach()
     assert F.cross_entropy is plain
+
+
+@pytest.mark.parametrize("kind", ["tokens", "floats"])
+def test_rows_that_are_copies_of_another_are_counted(attach, lm, mlp, kind):
+    model = lm if kind == "tokens" else mlp
+    watch = attach(model)
+
+    def loss(again):
+        x = rows(1, 32) if kind == "tokens" else torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+        x = x[torch.tensor([0, 1, 0, 0])] if again else x
+        return lambda: lm(x, targets=x) if kind == "tokens" else mlp(x)
+
+    steps(model, loss(False), loss(True))
+    assert [logs[COPIES] for logs in logged(watch)] == [0.0, 0.5]
+
+
+def test_rows_with_the_same_mask_and_other_tokens_are_no_copies(attach, lm):
+    watch = attach(lm)
+    steps(lm, outside(lm, 1, attention_mask=torch.ones(4, 32, dtype=torch.long)))
+    assert logged(watch)[0][COPIES] == 0

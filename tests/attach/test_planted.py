@@ -7,6 +7,7 @@ from attach import bugs_trainers
 from attach.bugs_checkpoints import CHECKPOINT_BUGS
 from attach.bugs_experts import EXPERT_BUGS
 from attach.bugs_own import OWN_BUGS
+from attach.bugs_updates import UPDATE_BUGS
 from support.planted import Bug, all_fit, seen_to_fail
 
 A = "tests/attach"
@@ -15,6 +16,7 @@ BUGS = [
     *OWN_BUGS,
     *EXPERT_BUGS,
     *CHECKPOINT_BUGS,
+    *UPDATE_BUGS,
     Bug("a step on its way is not read before it arrived", "step_flush:StepFlush.drain",
         "if not wait and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",
         "if False:", f"{A}/test_arrival.py::test_a_step_is_consumed_a_step_later_and_nothing_is_waited_for"),

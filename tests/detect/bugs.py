@@ -7,6 +7,7 @@ from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
 from detect.bugs_seen import SEEN_TO_BE_WRONG
+from detect.bugs_updates import OF_UPDATES
 from support.planted import Bug
 
 D = "server/fp8watch_server/detect"
@@ -346,4 +347,4 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES, *OF_BATCHES, *OF_TRAINING]
+BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES, *OF_BATCHES, *OF_TRAINING, *OF_UPDATES]

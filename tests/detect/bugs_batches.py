@@ -52,7 +52,7 @@ OF_BATCHES = [
     Bug(
         "what batches are made of",
         "composition:_moved",
-        "abs(change) <= max(sigma * spread, LEAST * abs(usual))",
+        "abs(change) <= max(sigma * spread, LEAST * abs(usual), least)",
         "abs(change) <= 99 * sigma * spread",
         f"{BATCHES}::test_a_mask_that_is_dropped_and_a_source_of_noise_are_information",
     ),

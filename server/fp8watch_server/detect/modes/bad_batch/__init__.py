@@ -1,7 +1,8 @@
 """Bad batch or data shift: mode 14, bad-batch.
 
-Two find it in the loss: `families.loss` one that jumps, `level` one that stays a little higher. Three in what enters the
-model: `repeated` batches that come again, `labels` labels beside their tokens, `composition` padding and frequent tokens.
+Two find it in the loss: `families.loss` one that jumps, `level` one that stays a little higher. Four in what enters the
+model: `repeated` batches that come again, `copies` rows that are alike, `labels` labels beside their tokens, `composition` padding,
+frequent tokens and labels that stand where they are asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.bad_batch.composition import Composition
+from fp8watch_server.detect.modes.bad_batch.copies import CopiedRows
 from fp8watch_server.detect.modes.bad_batch.labels import LabelMatch
 from fp8watch_server.detect.modes.bad_batch.level import LossLevel
 from fp8watch_server.detect.modes.bad_batch.repeated import RepeatedBatches
@@ -40,5 +42,5 @@ MODE = Mode(
         threshold("loss_level_min", 0.05, "share", 0.001, 100, "an info; half of the labels shifted by one: 0.18"),
         threshold("repeated_steps", 3, "steps", 2, 1000, "bit for bit the inputs of as many steps before: no chance"),
     ),
-    detectors=(LossJumps, LossLevel, RepeatedBatches, LabelMatch, Composition),
+    detectors=(LossJumps, LossLevel, RepeatedBatches, LabelMatch, Composition, CopiedRows),
 )

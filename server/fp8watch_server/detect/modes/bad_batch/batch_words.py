@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, MASK, SCORED, SHIFTS
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.phrases import number
 from fp8watch_server.detect.remedies import Fix, Place
@@ -13,6 +13,8 @@ INNOCENT = "FP8 is not the cause: this is of what entered the model, before anyt
 def words(f: Finding) -> tuple[str, str]:
     """Title and cause."""
     kind = f.extra.get("kind")
+    if kind == "copies":
+        return _copies(f)
     return _repeated(f) if kind == "repeated" else _labels(f) if kind == "labels" else _composition(f)
 
 
@@ -35,6 +37,18 @@ def _repeated(f: Finding) -> tuple[str, str]:
         f"{some} again and again since step {lag.since_step}",
         f"The inputs of each of the last {run.value} steps are bit for bit {which}; batches come again since step {lag.since_step}.{fresh} "
         f"A model learns them by heart, so a loss that falls says little of other data. {INNOCENT}",
+    )
+
+
+def _copies(f: Finding) -> tuple[str, str]:
+    told = _of(f, COPIES)
+    if told is None or not isinstance(told.value, int | float) or not isinstance(told.baseline, int | float):
+        return "Rows of a batch are copies of each other", f"Rows of a batch are copies of each other. {INNOCENT}"
+    at = told.since_step
+    return (
+        f"{_percent(told.value)} of the rows of a batch are copies of others since step {at}",
+        f"In each step since {at} rows came more than once: {_percent(told.value)} of a micro-batch are copies of another row in it, {_percent(told.baseline)} "
+        f"at most were before. The batch is smaller than it seems, and its gradient noisier. {INNOCENT}",
     )
 
 
@@ -70,6 +84,12 @@ def _composition(f: Finding) -> tuple[str, str]:
             f"The share of places that are attended to went from {values.replace('→', 'to')} at step {at} and stays: "
             f"{'a mask that no longer reaches the model, or rows with less padding' if rose else 'more padding, or shorter rows'}.",
         )
+    elif told.field == SHIFTS[0]:
+        what, why = (
+            f"{'More' if rose else 'Fewer'} labels stand among the tokens since step {at}: {values}",
+            f"The share of scored labels that are the token of their own place went from {values.replace('→', 'to')} at step {at} and stays: "
+            f"{'the model sees part of what it is asked for, and a loss that falls says nothing' if rose else 'less of what is asked for is shown'}.",
+        )
     elif told.field == SCORED:
         what, why = (
             f"{'More' if rose else 'Fewer'} labels are scored since step {at}: {values}",
@@ -94,6 +114,12 @@ def fixes(p: Place) -> list[Fix]:
             p.batch,
             Fix("data", "If it is meant (a test that a batch can be learnt): silence bad-batch for this run."),
         ]  # fmt: skip
+    if kind == "copies":
+        return [
+            Fix("data", "Look at the seeds of the loader's workers (worker_init_fn, a generator that is copied into each), at sampling with replacement, and at a cache of rows."),
+            p.batch,
+            Fix("data", "If it is meant (several samples of one prompt): silence bad-batch for this run."),
+        ]  # fmt: skip
     if kind == "labels":
         return [
             Fix("data", "Shift once: transformers' losses shift labels themselves, torch's cross_entropy does not. Look at what changed in the collator at that step."),
@@ -101,6 +127,9 @@ def fixes(p: Place) -> list[Fix]:
             Fix("data", "Decode one row of tokens beside its labels, of a step before and of one after."),
         ]  # fmt: skip
     fix = {
+        SHIFTS[
+            0
+        ]: "Decode one row of tokens beside its labels: look at what hides tokens that are asked for, and at the shift.",
         MASK: "Look at the collator and at what hands attention_mask to the model; compare the row lengths before and after.",
         SCORED: "Look at where labels are set to the ignored index: padding, prompts, document boundaries.",
         CONCENTRATION: "Decode some rows of before and after; compare source, filter and tokenizer of that shard.",

@@ -1,6 +1,6 @@
 """What batches are made of changed and stays so: mode 14, bad-batch, as information.
 
-Shapes:     shares of padding, scored labels and frequent tokens, per step -> at most one finding
+Shapes:     shares of padding, scored labels, frequent tokens and labels in their own place, per step -> at most one finding
 Thread:     detect worker
 
 A mask that no longer reaches the model, padding that is scored, a source whose tokens are noise: what the model is given
@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED
+from fp8watch_agent.batch_names import CONCENTRATION, MASK, SCORED, SHIFTS
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import LOSS_FLOW, Evidence, Finding
@@ -26,7 +26,9 @@ MOST = sum(WINDOWS[-1][:2])
 LEAST = 0.03
 """Share of the usual value under which a change is none."""
 ONE_SIDE = 0.85
-NAMES = (MASK, SCORED, CONCENTRATION)
+LEAST_SHOWN = 0.05
+"""Of all labels: fewer that stand where they are asked for, or more, are another text."""
+NAMES = (MASK, SCORED, CONCENTRATION, SHIFTS[0])
 
 
 class Composition(Detector):
@@ -56,21 +58,21 @@ class Composition(Detector):
                 continue
             values = self._values[name] = [*self._values.get(name, []), value][-MOST:]
             steps = self._steps[name] = [*self._steps.get(name, []), ctx.now.step][-MOST:]
-            if (moved := _moved(values, steps)) is not None:
+            if (moved := _moved(values, steps, LEAST_SHOWN if name == SHIFTS[0] else 0.0)) is not None:
                 self._values[name], self._steps[name] = [], []
                 return [_finding(ctx, name, *moved)]
         return []
 
 
-def _moved(values: list[float], steps: list[int]) -> tuple[float, float, int, int] | None:
-    """(usual, level, first step, values on it) of a level that was left for good."""
+def _moved(values: list[float], steps: list[int], least: float = 0.0) -> tuple[float, float, int, int] | None:
+    """(usual, level, first step, values on it) of a level that was left for good, by more than `least`."""
     for num_last, num_before, sigma in WINDOWS:
         if len(values) < num_last + num_before:
             continue
         some = np.array(values[-num_last - num_before :])
         usual, level, spread = levels(some, num_last)
         change = level - usual
-        if abs(change) <= max(sigma * spread, LEAST * abs(usual)):
+        if abs(change) <= max(sigma * spread, LEAST * abs(usual), least):
             continue
         side = float(np.sign(change))
         if np.count_nonzero((some[-num_last:] - usual) * side > 0) < ONE_SIDE * num_last:

@@ -1,7 +1,8 @@
 """Optimizer diverging: mode 13, optimizer-divergence.
 
 `detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `families.training_setup` by
-gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0.
+gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0, `families.weight_updates` by gradients
+that nobody clears, weights that shrink together, and a group's rate that leaps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.training_setup import TrainingSetup
+from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
@@ -43,6 +45,7 @@ MODE = Mode(
         LossJumps,
         TrainingSetup,
         OptimizerState,
+        WeightUpdates,
     ),
     alternatives_of=alternatives,
 )

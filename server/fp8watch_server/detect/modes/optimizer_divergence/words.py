@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import baseline, evidence, number
 from fp8watch_server.detect.remedies import Fix, Place
@@ -9,6 +10,8 @@ from fp8watch_server.detect.remedies import Fix, Place
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if update_words.is_one(f.extra.get("kind")):
+        return update_words.words(f)
     if f.extra.get("kind") == "clipping-lost":
         return _of_clipping(f)
     if f.extra.get("kind") == "second-moments":
@@ -71,11 +74,15 @@ _CLIPPING = (
 
 def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
     """What else it could be, of findings that are about no weights that grow; None for those that are."""
+    if update_words.is_one(kind := f.extra.get("kind", "")):
+        return update_words.alternatives(str(kind))
     return {"second-moments": _SECOND, "clipping-lost": _CLIPPING}.get(str(f.extra.get("kind", "")))
 
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if update_words.is_one(kind := p.extra.get("kind", "")):
+        return update_words.fixes(str(kind))
     if p.extra.get("kind") == "clipping-lost":
         return [
             Fix("code", "Call clip_grad_norm_ between backward and optimizer.step again, with the norm of before: look at what changed at that step."),

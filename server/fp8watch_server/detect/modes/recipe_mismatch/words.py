@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.families.fault_why import IN_EFFECT
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.modes.recipe_mismatch import in_effect
@@ -19,6 +20,8 @@ IN_TITLE = 3
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if update_words.is_one(f.extra.get("kind")):
+        return update_words.words(f)
     if f.extra.get("kind") in ("clipping", "sees-ahead"):
         return _of_training(f)
     if f.extra.get("kind") == IN_EFFECT:
@@ -96,6 +99,8 @@ def _of_training(f: Finding) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if update_words.is_one(kind := p.extra.get("kind", "")):
+        return update_words.fixes(str(kind))
     if p.extra.get("kind") == IN_EFFECT:
         return in_effect.fixes(p)
     if p.extra.get("kind") == "clipping":
@@ -183,4 +188,5 @@ _ALTERNATIVES = {
 
 def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
     """What else it could be, of findings that are about no change of the recipe; None for those that are."""
-    return _ALTERNATIVES.get(str(f.extra.get("kind", "")))
+    kind = str(f.extra.get("kind", ""))
+    return update_words.alternatives(kind) if update_words.is_one(kind) else _ALTERNATIVES.get(kind)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fp8watch_agent.batch_names import CONCENTRATION, HASH, MASK, SCORED, SHIFTS
+from fp8watch_agent.batch_names import CONCENTRATION, COPIES, HASH, MASK, SCORED, SHIFTS
 from fp8watch_agent.experts import CHECKED_EXPERT, CHECKED_PRODUCT, NONFINITE_EXPERT, NONFINITE_EXPERT_ROW
 from fp8watch_agent.fault_names import WHY
 from fp8watch_agent.nonfinite_names import NONFINITE_INPUT
 from fp8watch_agent.training_names import OPTIMIZER, SEES_AHEAD
+from fp8watch_agent.update_names import RECOMPUTED
 from fp8watch_server.detect.baseline import Baseline
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.detector import Detector
@@ -35,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 MAX_NAMES = 512
-OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, *SHIFTS.values())
+OF_BATCHES = (HASH, MASK, SCORED, CONCENTRATION, COPIES, *SHIFTS.values())
 OTHERS_DETECT = (
     "max_attention_logit",
     "checkpoint_saved",
@@ -45,6 +46,7 @@ OTHERS_DETECT = (
     NONFINITE_EXPERT_ROW,
     NONFINITE_INPUT,
     OPTIMIZER,
+    RECOMPUTED,
     SEES_AHEAD,
     WHY,
     *OF_BATCHES,

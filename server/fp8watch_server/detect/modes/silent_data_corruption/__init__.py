@@ -1,16 +1,17 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Three find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas, `families.optimizer_state`
-by moments that change while no optimizer runs.
+Four find it: `families.corruption` by a leap, `families.agreement` by hashes that differ between replicas, `families.optimizer_state`
+by moments that change while no optimizer runs, `families.weight_updates` by what one update did.
 """
 
 from __future__ import annotations
 
 from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
+from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.silent_data_corruption.words import fixes, words
+from fp8watch_server.detect.modes.silent_data_corruption.words import alternatives, fixes, words
 
 MODE = Mode(
     number=15,
@@ -32,5 +33,6 @@ MODE = Mode(
             "30 × the floor of weights; the largest healthy step is 0.04",
         ),
     ),
-    detectors=(Corruption, OptimizerState),
+    detectors=(Corruption, OptimizerState, WeightUpdates),
+    alternatives_of=alternatives,
 )

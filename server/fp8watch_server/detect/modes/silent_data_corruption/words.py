@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.phrases import evidence, expert_words, number
 from fp8watch_server.detect.remedies import Fix, Place
@@ -9,6 +10,8 @@ from fp8watch_server.detect.remedies import Fix, Place
 
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
+    if update_words.is_one(f.extra.get("kind")):
+        return update_words.words(f)
     if f.extra.get("kind") == "moments":
         return _of_moments(f)
     module = s.module if s else "a tensor"
@@ -61,6 +64,8 @@ def _of_moments(f: Finding) -> tuple[str, str]:
 
 def fixes(p: Place) -> list[Fix]:
     """What to change, most likely first."""
+    if update_words.is_one(kind := p.extra.get("kind", "")):
+        return update_words.fixes(str(kind))
     if p.extra.get("kind") == "moments":
         return [
             Fix("code", "Look at what runs between two optimizer steps there: load_state_dict, a rollback, a hook that writes into optimizer.state."),
@@ -82,3 +87,9 @@ def fixes(p: Place) -> list[Fix]:
             "Reload: take weights and optimizer state from a replica that agrees with the others, or from the checkpoint.",
         ),
     ]
+
+
+def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
+    """What else it could be, of findings about updates and gradients; None for the others."""
+    kind = f.extra.get("kind", "")
+    return update_words.alternatives(str(kind)) if update_words.is_one(kind) else None

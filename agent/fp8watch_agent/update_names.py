@@ -1,0 +1,57 @@
+"""Names of scalars by which a step says what its update did to a few weights, looked at in turns; only where there is news.
+
+Shapes:     name -> one float64 a step
+Thread:     any; data alone
+"""
+
+from __future__ import annotations
+
+from fp8watch_agent.training_names import OPTIMIZER
+
+GRADIENTS_LEFT = f"{OPTIMIZER}gradients_left"
+"""Gradients that the optimizer had used and nobody had cleared when a backward added to them, of those that were looked at."""
+
+GRADIENTS_KEPT = f"{OPTIMIZER}gradients_kept"
+"""Gradients that were looked at for that."""
+
+UPDATES_LOOKED = f"{OPTIMIZER}updates_looked"
+"""Weights whose last update was looked at; the names below are of these."""
+
+REPEATED = f"{OPTIMIZER}gradients_repeated"
+"""Those whose gradient is that of the step before, times a number, while others have another one."""
+
+COARSE = f"{OPTIMIZER}weights_coarse"
+"""Those whose last bits are 0 in every element that the update has moved."""
+
+COARSE_BITS = f"{OPTIMIZER}weight_bits"
+"""Bits of the significand that those hold, the first among them: 8 is bfloat16, 11 is float16."""
+
+UPDATES_LOST = f"{OPTIMIZER}updates_lost"
+"""Share of their elements with a gradient that the update has not moved."""
+
+SHRINK = f"{OPTIMIZER}weights_shrink"
+"""By which share the median weight shrank along itself in one step."""
+
+SHRINKING = f"{OPTIMIZER}weights_shrinking"
+"""Weights that shrank."""
+
+DECAY = f"{OPTIMIZER}decay"
+"""By which share weight decay is to shrink a weight in one step: learning rate times decay, of the first group."""
+
+ASTRAY = f"{OPTIMIZER}update_astray"
+"""Share of what moved one weight that does not go against its moment, or its gradient, while that of all others does."""
+
+RATE_TIMES = f"{OPTIMIZER}rate_times"
+"""How many times its share of the other groups' rate the rate of some parameters is since this step."""
+
+RATE_PARAMETERS = f"{OPTIMIZER}rate_parameters"
+"""How many parameters."""
+
+OF = f"{OPTIMIZER}of/"
+"""Before the name of the first parameter that one of these is about: 1."""
+
+WHICH = f"{OPTIMIZER}which/"
+"""Before REPEATED, COARSE or ASTRAY without its beginning: which of the weights looked at is the first; not sent."""
+
+RECOMPUTED = "recompute_differs/"
+"""Before the name of an operand whose recomputation is not what the first pass had: ‖again − first‖/‖first‖ of a sample."""

@@ -1,0 +1,144 @@
+"""Whether gradients that an optimizer has used are cleared before a backward adds to them.
+
+Shapes:     WIDTH elements of a few gradients, behind a step of their optimizer and where each backward begins
+Thread:     training, and autograd's; nothing waits for a device
+
+Without `zero_grad` each update is that of the sum of all gradients since, and no loss says why. Trainings clear gradients
+anywhere between two backwards, and several micro-batches add up on purpose; so what counts is that the very bits which the
+optimizer left are there where the first backward behind it begins, that none of the backwards of the step begins without them, and that
+what the optimizer is given lies in the same memory and along them: loops that write a new gradient over the old one clear nothing
+either. Copies that an optimizer holds of the parameters are written over as a rule, and are not looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8watch.session.standing_state import WIDTH, readable
+from fp8watch_agent.update_names import GRADIENTS_KEPT, GRADIENTS_LEFT
+
+MAX_KEPT = 3
+"""Parameters of an optimizer whose gradients are followed: one of each of its groups."""
+ALONG = 0.35
+"""Cosine of what the optimizer left and what it is given: 0.7 where as large a gradient was added, 0 ± 0.13 where one was written over it."""
+REFRESH_STEPS = 256
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass
+class _Left:
+    """A gradient behind its optimizer's step."""
+
+    parameter: Tensor
+    values: Tensor  # [WIDTH], a copy: the gradient's memory is not held
+    address: int
+    begun: bool = False  # a backward has
+    stays: Tensor | bool = True  # as far as is known: [] bool on the device
+
+
+class GradientsLeft:
+    """Follows the optimizers of one watch.
+
+    Args:
+        model: whose parameters autograd gives gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._ids = model, frozenset[int]()
+        self._left: weakref.WeakKeyDictionary[Optimizer, list[_Left]] = weakref.WeakKeyDictionary()
+        self._turn = 0
+
+    def stop(self) -> None:
+        """Follow nothing any more."""
+        self._left.clear()
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer, *, looks: bool) -> None:
+        """It has stepped: what gradients it leaves."""
+        if not looks:
+            self._left.pop(optimizer, None)
+            return
+        if self._turn % REFRESH_STEPS == 0:  # FSDP2 replaces them
+            self._ids = frozenset(id(p) for p in self._model.parameters())
+        left, self._turn = [], self._turn + 1
+        for group in optimizer.param_groups[:MAX_KEPT]:
+            params = group["params"]
+            if not params:
+                continue
+            p = params[(self._turn * 7 + len(params) // 2) % len(params)]
+            if id(p) not in self._ids or (gradient := readable(p.grad)) is None:
+                continue
+            part = _part(gradient)
+            if part.is_cpu and not part.any():
+                continue
+            left.append(_Left(p, part.clone(), gradient.data_ptr()))
+        self._left[optimizer] = left
+
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        """A backward of the model has come to its first watched module."""
+        for left in self._left.values():
+            for one in left:
+                if one.stays is not False:
+                    _look(one)
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer) -> dict[str, Any]:
+        """It is about to step: how many gradients were left in place; empty where nothing was, on a CPU."""
+        left = [one for one in self._left.pop(optimizer, ()) if one.begun]
+        stay = [stays for one in left if (stays := _was_added_to(one)) is not False]
+        if not stay:
+            return {}
+        tensors = [s for s in stay if isinstance(s, Tensor)]
+        if len({t.device for t in tensors}) > 1:
+            return {}
+        num: Any = torch.stack(tensors).sum() if tensors else 0
+        return {GRADIENTS_LEFT: num + (len(stay) - len(tensors)), GRADIENTS_KEPT: len(left)}
+
+    @staticmethod
+    def named(numbers: dict[str, float]) -> None:
+        """Numbers of a step that have arrived: where nothing was left, nothing stays."""
+        if not numbers.get(GRADIENTS_LEFT):
+            numbers.pop(GRADIENTS_LEFT, None)
+            numbers.pop(GRADIENTS_KEPT, None)
+
+
+def _part(gradient: Tensor) -> Tensor:
+    """Elements from the middle. [WIDTH]"""
+    start = (gradient.numel() - WIDTH) // 2
+    return gradient.as_strided((WIDTH,), (1,), gradient.storage_offset() + start)
+
+
+def _look(one: _Left) -> None:
+    """Hold what is there against what was left: its bits at the first backward, that it is not 0 at the others."""
+    first, one.begun = not one.begun, True
+    gradient = one.parameter.grad
+    if (
+        gradient is None
+        or (gradient := readable(gradient)) is None
+        or gradient.dtype != one.values.dtype
+        or gradient.device != one.values.device
+    ):
+        one.stays = False
+        return
+    now = _part(gradient)
+    if now.is_cpu:
+        one.stays = torch.equal(now, one.values) if first else bool(now.any())
+        return
+    stays = (now == one.values).all() & (now != 0).any() if first else (now != 0).any()
+    one.stays = stays & one.stays if isinstance(one.stays, Tensor) else stays
+
+
+def _was_added_to(one: _Left) -> Tensor | bool:
+    """Whether what stayed is part of the gradient of now."""
+    gradient = readable(one.parameter.grad)
+    if one.stays is False or gradient is None or gradient.data_ptr() != one.address:
+        return False
+    now, last = _part(gradient).double(), one.values.double()
+    along = (now * last).sum() > ALONG * now.norm() * last.norm()
+    return bool(along) and one.stays if along.is_cpu else along & one.stays

@@ -1,0 +1,75 @@
+"""All that is looked at of an optimizer: what it keeps, what its updates do, whether its gradients are cleared, its rates.
+
+Shapes:     numbers of a step by name, or [] tensors     Thread: training, around each optimizer step
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fp8watch.observer.observation_plan import ObservationPlan
+from fp8watch.observer.recompute_values import only_news
+from fp8watch.session.gradients_left import GradientsLeft
+from fp8watch.session.group_rates import GroupRates
+from fp8watch.session.sites import SlabSite, operand_name
+from fp8watch.session.standing_state import Optimizer, StandingState
+from fp8watch.session.update_turns import UpdateTurns
+
+
+class OptimizerLooks(StandingState):
+    """Looks at the optimizers of one watch; see `StandingState`.
+
+    Args:
+        table: of the sites, whose operands may be recomputed.
+    """
+
+    def __init__(self, model: nn.Module, plan: ObservationPlan | None, table: Sequence[SlabSite] = ()) -> None:
+        super().__init__(model, plan)
+        self._updates, self._rates = UpdateTurns(model), GroupRates(model)
+        self.left = GradientsLeft(model)
+        if plan is not None:  # it outlives a watch that was dropped
+            plan.step.on_backward = weakref.WeakMethod(self.left.backward_begins)
+            plan.step.again.name_of = partial(operand_name, table)
+
+    def before(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer is about to step: what is not as it was left, and what is new of its last update, its gradients and rates."""
+        found = super().before(optimizer)
+        if self._plan is None or not self._updates.follows(optimizer):
+            return found
+        with self._timed():
+            self._plan.guard.run("updates", self._news, optimizer, found)
+        return found
+
+    def _news(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        for look in (self._rates.before, self.left.before, self._updates.before):
+            found.update(look(optimizer))
+
+    def after(self, optimizer: Optimizer, *, looks: bool = True) -> None:
+        """The optimizer has stepped: keep what it leaves, where the next step `looks` at it."""
+        super().after(optimizer, looks=looks)
+        if self._plan is None:
+            return
+        with self._timed():
+            self._plan.guard.run("updates", self._follow, optimizer, looks)
+
+    def _follow(self, optimizer: Optimizer, looks: bool) -> None:
+        self._updates.follow(optimizer, looks=looks)
+        self.left.after(optimizer, looks=looks)
+
+    def stop(self) -> None:
+        """Look no more."""
+        super().stop()
+        for looks in (self._updates, self._rates, self.left):
+            looks.stop()
+
+    def named(self, numbers: dict[str, float]) -> None:
+        """Numbers of a step that have arrived: what changed gets its name, and where there is no news nothing stays."""
+        super().named(numbers)
+        self.left.named(numbers)
+        self._updates.named(numbers)
+        only_news(numbers)

@@ -1,0 +1,137 @@
+"""What is said of updates that are not what the optimizer computed, and of gradients that are not those of their step.
+
+Shapes:     a finding of `weight_updates` -> title, cause, what to change, what else it could be
+Thread:     any
+"""
+
+from __future__ import annotations
+
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.phrases import baseline, evidence, number
+from fp8watch_server.detect.remedies import Fix
+
+_INNOCENT = "FP8 is not the cause."
+
+
+def is_one(kind: object) -> bool:
+    """Whether these words are of such a finding."""
+    return kind in _FIXES
+
+
+def words(f: Finding) -> tuple[str, str]:
+    """Title and cause."""
+    kind, at, first = f.extra.get("kind"), f.onset, f.extra.get("first") or "a weight"
+    if kind == "gradients-left":
+        return (
+            f"Gradients are not cleared since step {at}: each update is of a sum over steps",
+            f"The bits that the optimizer left in .grad behind step {at - 1} were still there where the backward of step {at} began, and it "
+            f"added to them. The update is that of several steps' gradients, larger each time. {_INNOCENT}",
+        )
+    if kind == "gradients-repeated":
+        num = evidence(f, "gradients_repeated")
+        more = f" and {num - 1} more" if isinstance(num, int) and num > 1 else ""
+        return (
+            f"The gradient of {first}{more} is that of the step before",
+            f"At step {at} the gradient of {first}{more} was that of the step before times a number, to the last rounding, while other "
+            "weights had new ones: the optimizer reads a buffer that this step's backward did not write. A few weights are looked at in each "
+            f"step, one after the other: it may have begun earlier, and concern more. {_INNOCENT}",
+        )
+    if kind == "update-astray":
+        share = evidence(f, "update_astray")
+        percent = number(round(100 * share)) if isinstance(share, int | float) else "Some"
+        return (
+            f"{percent} % of the update of {first} does not follow from its gradient",
+            f"Each element of a weight moves against its moment, or its gradient, and those of the other weights did. Of {first} {percent} % of "
+            f"what was moved did not, twice since step {at}: updates of other rows or of another tensor were added to it (an index that wraps or is off by one, "
+            f"moments in another order), or something else writes into it. {_INNOCENT}",
+        )
+    if kind == "weights-rounded":
+        bits, lost = evidence(f, "weight_bits"), evidence(f, "updates_lost")
+        share = (
+            f" {number(round(100 * lost))} % of the elements with a gradient did not move at all."
+            if isinstance(lost, int | float)
+            else ""
+        )
+        like = {8: ", as bfloat16 has", 11: ", as float16 has"}.get(int(bits) if isinstance(bits, int) else 0, "")
+        return (
+            f"Weights are rounded behind each update since step {at}: {number(bits)} bits of 24",
+            f"Of {first} every element that the update moved, of those looked at, holds at most {number(bits)} bits{like}, in a float32 tensor: no copy of full "
+            f"precision stands behind it. What is smaller than half a step of that format is lost.{share} {_INNOCENT}",
+        )
+    if kind == "weights-shrink":
+        share, meant = evidence(f, "weights_shrink"), baseline(f, "weights_shrink")
+        percent = number(round(100 * share, 2)) if isinstance(share, int | float) else "some"
+        asked = f"{number(round(100 * meant, 4))} %" if isinstance(meant, int | float) else "less"
+        return (
+            f"All weights shrink by {percent} % a step since step {at}",
+            f"Every weight that was looked at shrank along itself, by {percent} % in the median; learning rate times weight decay is {asked}. "
+            f"Decay that is not multiplied by the learning rate does this, or is applied twice. {_INNOCENT}",
+        )
+    if kind == "rate-of-group":
+        times, num = number(evidence(f, "rate_times")), evidence(f, "parameters")
+        some = "1 parameter" if num == 1 else f"{num} parameters"
+        return (
+            f"The learning rate of {first} is {times} times its share of the others' since step {at}",
+            f"{some}, {first} first, got a learning rate at step {at} that is {times} times what it was beside the others'; a schedule moves all "
+            f"of them alike. {_INNOCENT}",
+        )
+    off = number(evidence(f, "recompute_differs"))
+    return (
+        f"What is recomputed for {first} is not what the forward pass computed",
+        f"Activation checkpointing gave {first} other values the second time, off by {off} of their norm at step {at}: the loss is of the first pass and the "
+        "gradient of the second. Dropout drew other masks, or what was kept for the backward was written over. A few operands are looked at in each "
+        f"step: it may have begun earlier. {_INNOCENT}",
+    )
+
+
+_FIXES: dict[str, tuple[str, ...]] = {
+    "gradients-left": (
+        "Call optimizer.zero_grad() between optimizer.step and the next backward, for every optimizer; look at what changed at that step.",
+        "Go back to the checkpoint before it where loss or weights have leaped since.",
+    ),
+    "gradients-repeated": (
+        "Look at buckets and buffers of the gradient reduction: an index that is not swapped, an overlap that does not wait, a parameter whose hook is gone.",
+        "Switch overlapped reduction off for a few steps (overlap_comm, overlap_grad_reduce): if it goes, it is there.",
+    ),
+    "update-astray": (
+        "Look at what updates this tensor: a sparse or fused optimizer kernel, 32-bit indices over a large table, a sharded table's row offsets, moments that were loaded in another order.",
+        "If training writes into this weight on purpose (renormed rows, pruning, clamping): silence this for it.",
+    ),
+    "weights-rounded": (
+        "Give the optimizer float32 master weights: keep parameters in float32 under autocast, or use an optimizer with master copies or stochastic rounding.",
+        "Look at what copies weights back behind each step: a gather, an offload, a checkpoint or an average in bfloat16.",
+    ),
+    "weights-shrink": (
+        "Multiply decoupled weight decay by the learning rate, as torch.optim.AdamW does; look for decay that is applied in the loss and in the optimizer.",
+        "Go back to the checkpoint before it: what has shrunk does not come back by itself.",
+    ),
+    "rate-of-group": (
+        "Look at what writes lr into the parameter groups at that step: a schedule that gives all groups one rate, a group that was added with another default.",
+        "If the group is meant to learn faster from here on: nothing.",
+    ),
+    "recompute": (
+        "Keep the random state over the recomputation (preserve_rng_state=True, Megatron's CUDA RNG tracker), and draw nothing from it in between.",
+        "Look for in-place writes into what was kept for the backward, and at offloading to the host that does not wait for its copy.",
+    ),
+}  # fmt: skip
+
+
+def fixes(kind: str) -> list[Fix]:
+    """What to change, most likely first."""
+    return [Fix("code", text) for text in _FIXES[kind]]
+
+
+_ALTERNATIVES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gradients-left": (("bad-batch", "gradients were cleared, and one batch had larger ones"),),
+    "gradients-repeated": (("bad-batch", "the gradients of all weights are those of before: the batch came again"),),
+    "update-astray": (("recipe-mismatch", "a checkpoint was loaded in that step, with moments of other parameters"),),
+    "weights-rounded": (("gradient-underflow", "weights hold all their bits, and gradients are 0"),),
+    "weights-shrink": (("silent-data-corruption", "one weight shrinks, the others do not"),),
+    "rate-of-group": (("outlier-growth", "no rate changed, and one layer grows"),),
+    "recompute": (("kernel-output-fault", "the recomputation agrees, and the product of the GEMM does not"),),
+}
+
+
+def alternatives(kind: str) -> tuple[tuple[str, str], ...]:
+    """(slug of what else it could be, how to tell it apart)."""
+    return _ALTERNATIVES[kind]

@@ -1,0 +1,174 @@
+"""What updates did to weights, and gradients that are not those of their step: modes 13, 15 and 10.
+
+Shapes:     numbers of a few weights per step and rank, only where there is news -> findings of one step
+Thread:     detect worker
+
+No baseline: bits that the optimizer left are there or not, a gradient is a multiple of the last one to the last rounding or not,
+a weight that moved uses its last bits or does not. Where chance or a habit of the trainer could do it once (elements that move with their
+moment), it must be seen again; weights that shrink together are only sent where they did so at several looks in a row. What is done on purpose to all weights at once, averages that are
+written back for one, is none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8watch_agent.update_names import (
+    ASTRAY,
+    COARSE,
+    COARSE_BITS,
+    DECAY,
+    GRADIENTS_KEPT,
+    GRADIENTS_LEFT,
+    OF,
+    RATE_PARAMETERS,
+    RATE_TIMES,
+    RECOMPUTED,
+    REPEATED,
+    SHRINK,
+    UPDATES_LOOKED,
+    UPDATES_LOST,
+)
+from fp8watch_server.detect.context import Context
+from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.finding import Evidence, Finding, Severity
+
+REPEAT_STEPS = 5
+"""Steps after which what goes on is told again, so that its incident stays open."""
+AGAIN = {"weights-rounded": (2, 24), "update-astray": (2, 96)}
+"""(times that it must be seen, each within so many steps of the one before)."""
+MAX_SEEN = 8
+FROM_THE_START, BY_HABIT = 24, 64
+"""Steps of a run. Weights that were coarse before the first, and updates that went astray before the second, are meant to be, perhaps."""
+RATE_LEAP = 3.0
+"""As of the learning rate of all: a leap, not a schedule."""
+Logs = Mapping[str, float]
+
+
+class _Hit(NamedTuple):
+    kind: str
+    mode: str
+    severity: Severity
+    about: str  # the tensor or operand that is named
+    evidence: list[Evidence]
+
+
+class WeightUpdates(Detector):
+    """What each rank says of its last update."""
+
+    modes = ("optimizer-divergence", "silent-data-corruption", "recipe-mismatch")
+    between_samples = True
+
+    def __init__(self, num_sites: int = 0) -> None:
+        self._told: dict[str, int] = {}
+        self._seen: dict[str, list[int]] = {}  # kind and name -> steps
+        self._num_steps = 0
+        self._first: dict[str, int] = {}  # kind and name -> how many steps were seen before it
+
+    def grow(self, num_sites: int) -> None:
+        """Not by site."""
+
+    def frozen(self) -> None:
+        """Baselines of sites go on."""
+
+    def resume(self) -> None:
+        """What was followed is over; how many steps the run has stays."""
+        self._told.clear()
+        self._seen.clear()
+
+    def observe(self, ctx: Context) -> list[Finding]:
+        """Judge one step."""
+        self._num_steps += 1
+        found: dict[str, Finding] = {}
+        for view in ctx.now.views:
+            logs = view.logs()
+            if not any(name in logs for name in (GRADIENTS_LEFT, UPDATES_LOOKED, RATE_TIMES)) and not any(
+                name.startswith(RECOMPUTED) for name in logs
+            ):
+                continue
+            for kind, told in self._of_rank(ctx, view.rank, logs):
+                found.setdefault(kind, told)
+        return list(found.values())
+
+    def _of_rank(self, ctx: Context, rank: int, logs: Logs) -> list[tuple[str, Finding]]:
+        step, about = ctx.now.step, next((n.removeprefix(OF) for n in logs if n.startswith(OF)), "")
+        of = f"of {int(logs.get(UPDATES_LOOKED, 0))} looked at"
+        hits: list[_Hit] = []
+        if num := int(logs.get(GRADIENTS_LEFT, 0)):
+            kept = f"of {int(logs.get(GRADIENTS_KEPT, num))} looked at"
+            hits.append(
+                _Hit(
+                    "gradients-left",
+                    "optimizer-divergence",
+                    "warning",
+                    "",
+                    [Evidence("gradients_left", num, 0, kept, step)],
+                )
+            )
+        if logs.get(RATE_TIMES, 0.0) >= RATE_LEAP:
+            times = [
+                Evidence("rate_times", _short(logs[RATE_TIMES]), 1, "of the others' rate", step),
+                Evidence("parameters", int(logs.get(RATE_PARAMETERS, 1)), None, "", step),
+            ]
+            hits.append(_Hit("rate-of-group", "optimizer-divergence", "warning", about, times))
+        if num := int(logs.get(REPEATED, 0)):
+            same = [Evidence("gradients_repeated", num, 0, of, step)]
+            hits.append(_Hit("gradients-repeated", "silent-data-corruption", "warning", about, same))
+        if (share := logs.get(ASTRAY, 0.0)) > 0 and self._again("update-astray", about, step):
+            astray = [Evidence("update_astray", _short(share), 0, "share of the update", step)]
+            habit: Severity = "warning" if self._first[f"update-astray {about}"] > BY_HABIT else "info"
+            hits.append(_Hit("update-astray", "silent-data-corruption", habit, about, astray))
+        if (num := int(logs.get(COARSE, 0))) and self._again("weights-rounded", "", step):
+            bits = [
+                Evidence("weight_bits", int(logs.get(COARSE_BITS, 16)), 24, "bits at most", step),
+                Evidence("weights", num, 0, of, step),
+                Evidence("updates_lost", _short(logs.get(UPDATES_LOST, 0.0)), 0, "share of the elements", step),
+            ]
+            begins: Severity = "warning" if self._first["weights-rounded "] > FROM_THE_START else "info"
+            hits.append(_Hit("weights-rounded", "recipe-mismatch", begins, about, bits))
+        if (shrink := logs.get(SHRINK, 0.0)) > 0:
+            shrinks = [
+                Evidence("weights_shrink", _short(shrink), _short(logs.get(DECAY, 0.0)), "share a step", step),
+                Evidence("weights", int(logs.get(UPDATES_LOOKED, 0)), None, "all that were looked at", step),
+            ]
+            hits.append(_Hit("weights-shrink", "optimizer-divergence", "warning", "", shrinks))
+        for name, value in logs.items():
+            if name.startswith(RECOMPUTED):
+                off = [Evidence("recompute_differs", _short(value), 0, "of its norm", step)]
+                hits.append(_Hit("recompute", "silent-data-corruption", "warning", name.removeprefix(RECOMPUTED), off))
+        return [(hit.kind, self._finding(ctx, rank, hit)) for hit in hits if self._is_due(hit.kind, step)]
+
+    def _again(self, kind: str, name: str, step: int) -> bool:
+        """Whether it was seen often enough; the first of these steps is when it began."""
+        times, within = AGAIN[kind]
+        self._first.setdefault(f"{kind} {name}", self._num_steps)
+        steps = [s for s in self._seen.get(f"{kind} {name}", []) if s < step]
+        if not steps or step - steps[-1] >= within:
+            steps = []
+        self._seen[f"{kind} {name}"] = [*steps[:1], *steps[1:][-MAX_SEEN:], step]
+        return len(steps) + 1 >= times
+
+    def _is_due(self, kind: str, step: int) -> bool:
+        last = self._told.get(kind, -REPEAT_STEPS)
+        if step - last < REPEAT_STEPS:
+            return False
+        self._told[kind] = step
+        return True
+
+    def _finding(self, ctx: Context, rank: int, hit: _Hit) -> Finding:
+        kind, about, facts = hit.kind, hit.about, ctx.now.table.facts
+        module, _, operand = about.rpartition(".")
+        rows = [i for i, f in enumerate(facts) if module and f.module == module and f.operand == operand]
+        began = self._seen.get(f"{kind} {about if kind == 'update-astray' else ''}", [ctx.now.step])[0]
+        more: dict[str, Any] = {"kind": kind, "first": about, "rank": rank, "began": began, "not_before": began}
+        ranks, of_rank = ctx.now.ranks, Evidence("rank", rank, None, f"of {len(ctx.now.ranks)}", ctx.now.step)
+        evidence = [*hit.evidence, of_rank] if len(ranks) > 1 else hit.evidence
+        where = np.array(rows, dtype=np.int64)
+        return ctx.now.finding(hit.mode, hit.severity, where, evidence, "shared", **more)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -1,0 +1,53 @@
+"""Bugs in what looks at gradients that were left or repeated, at what updates did, at rates, and at recomputations."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+_T = "tests/attach/test_updates.py::"
+_B = "tests/attach/test_batch_facts.py::"
+_LEFT = f"{_T}test_gradients_that_nobody_clears_are_told_in_each_such_step"
+_NAMED = f"{_T}test_a_gradient_that_is_that_of_the_step_before_is_named_clipped_or_not"
+_ROUNDED = f"{_T}test_weights_that_are_rounded_behind_updates_are_told_with_their_bits"
+_SHRINK = f"{_T}test_weights_that_all_shrink_are_told_beside_their_decay"
+_ROWS = f"{_T}test_updates_of_other_rows_are_named_with_their_tensor"
+_RATE = f"{_T}test_a_group_whose_rate_leaps_beside_the_others_is_named_and_a_schedule_of_all_is_not"
+_AGAIN = f"{_T}test_a_recomputation_of_other_values_is_named"
+UPDATE_BUGS = [
+    Bug("gradients that nobody clears", "gradients_left:_look", "torch.equal(now, one.values) if first", "False if first", _LEFT),
+    Bug("gradients that are cleared before their own backward", "gradients_left:_look", "else bool(now.any())", "else True",
+        f"{_T}test_gradients_that_another_backward_found_are_no_fault_where_they_are_cleared_before_their_own"),
+    Bug("gradients that are written over", "gradients_left:_was_added_to", "> ALONG * now.norm() * last.norm()", "> -torch.inf",
+        f"{_T}test_gradients_that_are_written_over_need_not_be_cleared"),
+    Bug("gradients that are assigned", "gradients_left:_was_added_to", " or gradient.data_ptr() != one.address", "",
+        f"{_T}test_gradients_that_are_written_over_need_not_be_cleared"),
+    Bug("where a backward begins is heard", "step_state:StepState.saw_backward", "if self.on_backward is not None and", "if False and", _LEFT),
+    Bug("a gradient that repeats", "update_turns:_repeated", "(far <= tolerance)", "(far < 0)", _NAMED),
+    Bug("a gradient that repeats has another factor where it is clipped", "update_turns:_repeated", "factor[:, None] * last", "last", _NAMED),
+    Bug("one batch again and again", "update_turns:_repeated", " & (others > OTHERS_MOVED) & (others < torch.inf)", "",
+        f"{_T}test_one_batch_again_and_again_at_a_rate_of_0_repeats_all_gradients_and_says_nothing"),
+    Bug("weights on a coarser grid", "update_turns:_coarse", "COARSE: coarse.sum()", "COARSE: 0 * coarse.sum()", _ROUNDED),
+    Bug("the bits that rounded weights hold", "update_turns:_coarse", "16 - 5 * ", "16 - 0 * ", _ROUNDED),
+    Bug("weights that shrink together", "update_turns:_shrink", "shrink = -(moved * was)", "shrink = (moved * was)", _SHRINK),
+    Bug("weights that shrink now and then", "update_turns:UpdateTurns.named", "if self._num_shrunk < SHRUNK_LOOKS:", "if not shrinks:", _SHRINK),
+    Bug("weights that the loss wants smaller", "update_turns:_shrink", "PULL_TIMES * pull", "0 * pull",
+        f"{_T}test_weights_that_the_loss_wants_smaller_are_no_decay"),
+    Bug("updates of other rows", "update_turns:_astray", "!= -against[at].sign()", "== -2 * against[at].sign()", _ROWS),
+    Bug("one tensor alone goes astray", "update_turns:_astray", " & (others < OTHERS_ASTRAY)", "",
+        f"{_T}test_averages_that_become_the_weights_are_no_misplaced_update"),
+    Bug("turns rest for as long as they cost", "update_turns:_Known.rests", "int(took_s /", "int(0 * took_s /",
+        f"{_T}test_turns_rest_for_as_long_as_they_cost"),
+    Bug("looks at updates wait for no device", "update_turns:_at", "values.index_select(0, place.view(1))[0]", "values[int(place)]",
+        f"{_T}test_nothing_waits_for_a_device[AdamW]"),
+    Bug("a rate that leaps beside the others", "group_rates:GroupRates.before", "share > LEAP * before[p]", "share > 99 * before[p]", _RATE),
+    Bug("a group that is unfrozen", "group_rates:GroupRates.before", "if before.get(p, 0.0) > 0 and share > LEAP * before[p]",
+        "if share > LEAP * before[p]", f"{_T}test_a_group_that_is_unfrozen_did_not_leap"),
+    Bug("a recomputation of other values", "recompute_values:RecomputeValues.again", "self._found[row] = torch.maximum", "_ = torch.maximum",
+        _AGAIN),
+    Bug("a recomputation is held against every first pass of its step", "recompute_values:RecomputeValues.again", "for first in kept]).amin()",
+        "for first in kept[-1:]]).amin()", f"{_T}test_a_pipeline_runs_several_first_passes_before_the_first_comes_back"),
+    Bug("rows that are copies", "batch_arithmetic:copies", "1.0 - len(np.unique(known)) / len(rows[0])", "0.0",
+        f"{_B}test_rows_that_are_copies_of_another_are_counted"),
+    Bug("rows with one mask are no copies", "batch_facts:BatchFacts.see_inputs", "rows = _rows(whole or",
+        "rows = _rows(whole[-1:] or", f"{_B}test_rows_with_the_same_mask_and_other_tokens_are_no_copies"),
+]  # fmt: skip

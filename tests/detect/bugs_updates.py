@@ -1,0 +1,69 @@
+"""What is broken on purpose in what is told of updates, of gradients that are not those of their step, and of copied rows."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+UPDATES = "tests/detect/test_weight_updates.py"
+TOLD = f"{UPDATES}::test_each_is_told_with_its_mode_place_and_fix"
+SILENT = f"{UPDATES}::test_what_is_seen_once_or_is_an_adjustment_is_silent"
+
+OF_UPDATES = [
+    Bug(
+        "an update that goes astray once",
+        "weight_updates:WeightUpdates._again",
+        "return len(steps) + 1 >= times",
+        "return True",
+        SILENT,
+    ),
+    Bug(
+        "an update that goes astray is told of its own tensor",
+        "weight_updates:WeightUpdates._of_rank",
+        'self._again("update-astray", about, step)',
+        'self._again("update-astray", "", step)',
+        SILENT,
+    ),
+    Bug("a rate that doubles", "weight_updates", "RATE_LEAP = 3.0", "RATE_LEAP = 1.5", SILENT),
+    Bug(
+        "what an update did has a place",
+        "weight_updates:WeightUpdates._finding",
+        "if module and f.module == module",
+        "if f.module == about",
+        TOLD,
+    ),
+    Bug(
+        "weights that were coarse from the start",
+        "weight_updates:WeightUpdates._of_rank",
+        'if self._first["weights-rounded "] > FROM_THE_START',
+        "if True",
+        f"{UPDATES}::test_weights_that_were_coarse_from_the_start_are_information",
+    ),
+    Bug(
+        "an update that always went astray",
+        "weight_updates:WeightUpdates._of_rank",
+        'if self._first[f"update-astray {about}"] > BY_HABIT',
+        "if True",
+        f"{UPDATES}::test_an_update_that_went_astray_from_the_start_is_information",
+    ),
+    Bug(
+        "gradients that are left go on",
+        "weight_updates:WeightUpdates._is_due",
+        "if step - last < REPEAT_STEPS:",
+        "if last >= 0:",
+        f"{UPDATES}::test_what_goes_on_is_one_incident",
+    ),
+    Bug(
+        "groups that always held copies",
+        "copies:CopiedRows._is_more",
+        "share < most + MORE",
+        "share < MORE",
+        f"{UPDATES}::test_rows_that_are_copies_are_told_where_they_were_not_and_groups_that_always_were_are_silent",
+    ),
+    Bug(
+        "labels that stand among the tokens",
+        "composition",
+        "NAMES = (MASK, SCORED, CONCENTRATION, SHIFTS[0])",
+        "NAMES = (MASK, SCORED, CONCENTRATION)",
+        f"{UPDATES}::test_labels_that_stand_where_they_are_asked_for_are_information",
+    ),
+]

@@ -1,0 +1,169 @@
+"""Updates and gradients that are not those of their step: told with their mode, words and place; what looks alike is silent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.batch_names import COPIES, SHIFTS
+from fp8watch_agent.update_names import (
+    ASTRAY,
+    COARSE,
+    COARSE_BITS,
+    DECAY,
+    GRADIENTS_KEPT,
+    GRADIENTS_LEFT,
+    OF,
+    RATE_PARAMETERS,
+    RATE_TIMES,
+    RECOMPUTED,
+    REPEATED,
+    SHRINK,
+    UPDATES_LOOKED,
+    UPDATES_LOST,
+)
+from fp8watch_server.detect.modes import MODE_BY_SLUG
+from fp8watch_server.incidents.explain import explain
+
+AT, STEPS = 80, 112
+
+
+def made() -> Trace:
+    return healthy(3, STEPS, 1, recipe="blockwise", power_2_scale=True)
+
+
+def at(*steps: int, value: float = 1.0) -> np.ndarray:
+    """NaN is "not said": a log of other steps is absent."""
+    out = np.full(STEPS, np.nan)
+    out[list(steps)] = value
+    return out
+
+
+def incidents(t: Trace, logs: dict[str, np.ndarray]) -> list[Folded]:
+    t.logs.update(logs)
+    t.absent_logs = True
+    return fold(play(Case([t], AT)), t.facts)
+
+
+def module(t: Trace) -> str:
+    return next(f.module for f in t.facts.values() if f.operand == "weight")
+
+
+LOOKED = {UPDATES_LOOKED: at(*range(AT, AT + 12), value=8)}
+TWICE, OFTEN = (AT, AT + 4), (AT, AT + 2, AT + 4)
+TOLD = {
+    "left": (
+        {GRADIENTS_LEFT: at(AT), GRADIENTS_KEPT: at(AT)},
+        "optimizer-divergence", f"Gradients are not cleared since step {AT}", "zero_grad",
+    ),
+    "repeated": (
+        LOOKED | {REPEATED: at(AT, value=2), f"{OF}{{}}.weight": at(AT)},
+        "silent-data-corruption", "The gradient of {}.weight and 1 more is that of the step before", "buckets",
+    ),
+    "astray": (
+        LOOKED | {ASTRAY: at(*TWICE, value=0.2), f"{OF}{{}}.weight": at(*TWICE)},
+        "silent-data-corruption", "20 % of the update of {}.weight does not follow from its gradient", "sparse or fused",
+    ),
+    "rounded": (
+        LOOKED | {COARSE: at(*TWICE, value=5), COARSE_BITS: at(*TWICE, value=8), UPDATES_LOST: at(*TWICE, value=0.4)},
+        "recipe-mismatch", f"Weights are rounded behind each update since step {AT}: 8 bits of 24", "master",
+    ),
+    "shrink": (
+        LOOKED | {SHRINK: at(*OFTEN, value=0.02), DECAY: at(*OFTEN, value=1e-4)},
+        "optimizer-divergence", f"All weights shrink by 2 % a step since step {AT}", "learning rate",
+    ),
+    "rate": (
+        {RATE_TIMES: at(AT, value=8), RATE_PARAMETERS: at(AT, value=3), f"{OF}{{}}.weight": at(AT)},
+        "optimizer-divergence", f"The learning rate of {{}}.weight is 8 times its share of the others' since step {AT}",
+        "parameter groups",
+    ),
+    "recompute": (
+        {f"{RECOMPUTED}{{}}.input": at(AT, value=0.3)},
+        "silent-data-corruption", "What is recomputed for {}.input is not what the forward pass computed", "preserve_rng_state",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_is_told_with_its_mode_place_and_fix(name: str) -> None:
+    logs, mode, title, fix = TOLD[name]
+    t = made()
+    where = module(t)
+    [incident] = incidents(t, {k.format(where): v for k, v in logs.items()})
+    assert (incident.mode, incident.severity, incident.first.onset, incident.named.verdict) == (
+        mode,
+        "warning",
+        AT,
+        "shared",
+    )
+    told = explain(incident.named, t.facts)
+    assert title.format(where) in told.title
+    assert "FP8 is not the cause" in told.cause
+    assert fix in " ".join(f["text"] for f in told.fix)
+    assert told.alternatives
+    assert all(a["mode"] in MODE_BY_SLUG and a["mode"] != mode for a in told.alternatives)
+    if "{}" in title:
+        assert incident.first.site is not None
+        assert t.facts[incident.first.site].module == where
+
+
+SILENT = {
+    "astray once": LOOKED | {ASTRAY: at(AT, value=0.3), f"{OF}a.weight": at(AT)},
+    "astray in one and another": LOOKED
+    | {ASTRAY: at(AT, AT + 4, value=0.3), f"{OF}a.weight": at(AT), f"{OF}b.weight": at(AT + 4)},
+    "coarse once": LOOKED | {COARSE: at(AT, value=5), COARSE_BITS: at(AT, value=8)},
+    "a rate that doubles": {RATE_TIMES: at(AT, value=2.0), RATE_PARAMETERS: at(AT, value=3)},
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_is_seen_once_or_is_an_adjustment_is_silent(name: str) -> None:
+    assert incidents(made(), SILENT[name]) == []
+
+
+def test_weights_that_were_coarse_from_the_start_are_information() -> None:
+    every = range(2, STEPS, 2)
+    logs = {UPDATES_LOOKED: at(*every, value=5), COARSE: at(*every, value=5), COARSE_BITS: at(*every, value=8)}
+    [incident] = incidents(made(), logs)
+    assert (incident.mode, incident.severity) == ("recipe-mismatch", "info")
+
+
+def test_an_update_that_went_astray_from_the_start_is_information() -> None:
+    every = range(4, STEPS, 4)
+    t = made()
+    logs = {UPDATES_LOOKED: at(*every, value=5), ASTRAY: at(*every, value=0.3), f"{OF}{module(t)}.weight": at(*every)}
+    [incident] = incidents(t, logs)
+    assert (incident.mode, incident.severity) == ("silent-data-corruption", "info")
+
+
+def test_what_goes_on_is_one_incident() -> None:
+    logs = {GRADIENTS_LEFT: at(*range(AT, AT + 20)), GRADIENTS_KEPT: at(*range(AT, AT + 20))}
+    [incident] = incidents(made(), logs)
+    assert incident.last_step >= AT + 15
+
+
+def test_rows_that_are_copies_are_told_where_they_were_not_and_groups_that_always_were_are_silent() -> None:
+    share = at(*range(STEPS), value=0.0)
+    share[AT:] = 0.5
+    [incident] = incidents(made(), {COPIES: share})
+    assert (incident.mode, incident.severity, incident.first.onset) == ("bad-batch", "warning", AT)
+    told = explain(incident.named, made().facts)
+    assert told.title == f"50 % of the rows of a batch are copies of others since step {AT}"
+    assert "seeds" in told.fix[0]["text"]
+    once = at(*range(STEPS), value=0.0)
+    once[AT : AT + 2] = 0.5
+    assert incidents(made(), {COPIES: once}) == []
+    assert incidents(made(), {COPIES: at(*range(STEPS), value=0.75)}) == []
+
+
+def test_labels_that_stand_where_they_are_asked_for_are_information() -> None:
+    rng = np.random.default_rng(1)
+    shown = 0.2 + 0.03 * rng.standard_normal(STEPS)
+    shown[AT:] += 0.2
+    [incident] = incidents(made(), {SHIFTS[0]: shown})
+    assert (incident.mode, incident.severity) == ("bad-batch", "info")
+    assert "More labels stand among the tokens" in explain(incident.named, made().facts).title
