@@ -132,7 +132,7 @@ TOLD_BY_CAUSE = [
         "match:_at_one_place",
         "    return bool(theirs & mine)\n",
         "    return bool(theirs)\n",
-        f"{PLACE}::test_a_scale_falls_where_the_amax_that_it_follows_grows",
+        f"{PLACE}::test_what_names_no_place_follows_no_cause_at_one",
     ),
     Bug(
         "of an attention one projection stands beside the other",
