@@ -30,7 +30,7 @@ def test_a_scale_falls_where_the_amax_that_it_follows_grows(store: Store, cause:
 def test_what_names_no_place_follows_no_cause_at_one(store: Store) -> None:
     put(store, finding(store, "outlier-growth", 100, Q))
     put(store, finding(store, "scale-collapse", 110, Q, sites=[]))
-    assert modes(store) == ["outlier-growth", "scale-collapse"]
+    assert modes(store) == ["scale-collapse"]  # which may be of the whole run, and explains one site that grew
 
 
 def test_what_was_explained_and_stays_broken_keeps_its_cause_open(store: Store) -> None:
