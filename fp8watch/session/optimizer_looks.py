@@ -17,7 +17,8 @@ from fp8watch.observer.recompute_values import only_news
 from fp8watch.session.gradients_left import GradientsLeft
 from fp8watch.session.group_rates import GroupRates
 from fp8watch.session.sites import SlabSite, operand_name
-from fp8watch.session.standing_state import Optimizer, StandingState
+from fp8watch.session.standing_state import StandingState
+from fp8watch.session.tensor_places import Optimizer
 from fp8watch.session.update_turns import UpdateTurns
 
 

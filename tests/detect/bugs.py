@@ -7,6 +7,7 @@ from detect.bugs_causes import CAUSES
 from detect.bugs_engine import ENGINE, REPORTS
 from detect.bugs_names import NAMES
 from detect.bugs_seen import SEEN_TO_BE_WRONG
+from detect.bugs_told import TOLD_BY_CAUSE
 from detect.bugs_updates import OF_UPDATES
 from support.planted import Bug
 
@@ -165,42 +166,42 @@ MODES = [
     ),
     Bug(
         "attention-logit-growth",
-        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "families.attention_logits:AttentionLogits._is_over",
         "return ctx.warm and value > limit.attention_logit_floor and slope",
         "return value < 0 and slope",
         f"{T}/test_attention_logits.py::test_growth_that_lasts_is_told_before_the_limit",
     ),
     Bug(
         "logits of a young model grow in health",
-        "attention_logit_growth.detector:AttentionLogits._slope",
+        "families.attention_logits:AttentionLogits._slope",
         "        return slope if slope > young else 0.0\n",
         "        return slope\n",
         f"{T}/test_attention_logits.py::test_a_young_model_whose_logits_rise_and_level_off_is_silent",
     ),
     Bug(
         "logits that rise with the learning rate warn nobody",
-        "attention_logit_growth.detector:AttentionLogits._judge",
+        "families.attention_logits:AttentionLogits._judge",
         "            if not ctx.warm:\n",
         "            if not value:\n",
         f"{T}/test_attention_logits.py::test_logits_that_rise_with_the_learning_rate_are_information_and_then_the_usual",
     ),
     Bug(
         "a level of logits is no growth",
-        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "families.attention_logits:AttentionLogits._is_over",
         "was <= limit.attention_logit_warning or value > GREW * was",
         "True",
         f"{T}/test_attention_logits.py::test_what_was_above_the_limit_when_it_was_attached_is_no_growth_until_it_doubles",
     ),
     Bug(
         "a young model may pass the first limit and come back",
-        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "families.attention_logits:AttentionLogits._is_over",
         "            if ctx.warm and ctx.now.step < YOUNG_STEPS",
         "            if not value and ctx.now.step < YOUNG_STEPS",
         f"{T}/test_attention_logits.py::test_a_young_model_may_pass_the_first_limit_and_come_back",
     ),
     Bug(
         "a jump past the limit warns a young model as well",
-        "attention_logit_growth.detector:AttentionLogits._is_over",
+        "families.attention_logits:AttentionLogits._is_over",
         "not (jumped or slope > 0)",
         "not slope > 0",
         f"{T}/test_attention_logits.py::test_crossing_the_limit_after_the_warm_up_warns_at_once",
@@ -222,8 +223,8 @@ MODES = [
     Bug(
         "bad-batch",
         "loss_jump:LossJumps._begins",
-        "        if loss - usual <= max(ctx.limit.loss_jump_sigma",
-        "        if loss - usual <= 99 * max(ctx.limit.loss_jump_sigma",
+        "        far = max(ctx.limit.loss_jump_sigma",
+        "        far = 99 * max(ctx.limit.loss_jump_sigma",
         _scenario("bad-batch"),
     ),
     Bug(
@@ -320,8 +321,8 @@ MODES = [
     Bug(
         "chronic-quantization-noise",
         "chronic_quantization_noise.detector:Noise.observe",
-        "            noisy = self._lasting(now.sqnr_db < band, now)\n",
-        "            noisy = self._lasting(now.sqnr_db < band / 2, now)\n",
+        "            noisy = self._lasting(now.sqnr_db < band, now)",
+        "            noisy = self._lasting(now.sqnr_db < band / 2, now)",
         _scenario("chronic-quantization-noise"),
     ),
     Bug(
@@ -347,4 +348,15 @@ MODES = [
     ),
 ]
 
-BUGS = [*MODES, *REPORTS, *ENGINE, *CAUSES, *SEEN_TO_BE_WRONG, *NAMES, *OF_BATCHES, *OF_TRAINING, *OF_UPDATES]
+BUGS = [
+    *MODES,
+    *REPORTS,
+    *ENGINE,
+    *CAUSES,
+    *SEEN_TO_BE_WRONG,
+    *NAMES,
+    *OF_BATCHES,
+    *OF_TRAINING,
+    *TOLD_BY_CAUSE,
+    *OF_UPDATES,
+]

@@ -13,14 +13,14 @@ CAUSES = [
     Bug(
         "a loss that jumps asks for the learning rate",
         "loss_jump:LossJumps._begins",
-        "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
+        "            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,\n",
         "            lr=None,\n",
         f"{FIRST}::test_a_learning_rate_that_leaps_right_before_the_loss_is_the_cause_though_no_weight_was_measured",
     ),
     Bug(
         "a learning rate that leaped long before is no cause",
         "loss_jump:LossJumps._begins",
-        "            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,\n",
+        "            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,\n",
         "            lr=leap,\n",
         f"{FIRST}::test_a_learning_rate_that_leaped_long_before_is_not_blamed_for_a_batch",
     ),
@@ -69,8 +69,8 @@ CAUSES = [
     Bug(
         "what began earlier is taken over by nothing that came later",
         "match:explained_by",
-        '        if finding.earliest(window) <= latest(i.cause, i.row["first_step"], window):\n',
-        "        if finding.step > 0:\n",
+        "        if finding.earliest(window_steps * _stride(finding)) <= latest(\n",
+        "        if finding.step > 0 or finding.earliest(window_steps * _stride(finding)) <= latest(\n",
         f"{REJUDGED}::test_a_failure_that_began_later_explains_nothing_that_came_before",
     ),
     Bug(

@@ -46,8 +46,8 @@ NAMES = [
     Bug(
         "a leap that waits is not lost to a NaN",
         f"{CORRUPTION}.cut_off",
-        "        return [] if held is None else [held]\n",
-        "        return []\n",
+        "        return [f for f in (held, first) if f is not None]\n",
+        "        return [f for f in (first,) if f is not None]\n",
         f"{NAMED}::test_a_leap_that_waits_is_told_when_values_break_behind_it",
     ),
     Bug(

@@ -86,8 +86,10 @@ def test_a_detector_of_one_mode_lies_in_its_folder() -> None:
 def test_precedence_names_no_mode_that_is_not_there() -> None:
     named = {*precedence.ASKED, *precedence.GLOBAL_ROOTS, *precedence.EXACT_MODES, *precedence.SETTLING}
     named |= {*precedence.SAME_PARENT, *precedence.PRECURSORS, *precedence.PRECURSORS.values(), *precedence.EXPLAINS}
-    named = named.union(*precedence.EXPLAINS.values())
-    assert named - {precedence.LEAP, precedence.FALL, precedence.IN_EFFECT} <= set(SLUGS)
+    named |= {*precedence.FADING, *precedence.EXPLAINS_THERE}
+    named = named.union(*precedence.EXPLAINS.values(), *precedence.EXPLAINS_THERE.values())
+    kinds = {precedence.LEAP, precedence.FALL, precedence.IN_EFFECT, precedence.WEIGHT_LEAP, precedence.WEIGHT_FIRST}
+    assert named - kinds <= set(SLUGS)
     assert {slug for kind in DETECTORS for slug in kind.modes} == set(precedence.ASKED)
 
 

@@ -300,7 +300,7 @@ class DetectionEngine:
             self._note("late", view.step, view.rank, f"step {view.step} came after step {last}")
         if view.scalar("loss") is not None:
             stream.loss_seen = stream.num_steps
-        found = self._registry.findings(view.step, view.rank, view.columns.batch.header.session)
+        found = self._registry.findings(view.step, view.rank, view.columns.batch.header.session, self._table)
         outputs = kernel_output.faulty_outputs(view)
         nothing_wrong = not (view.nonfinite.any() or bad_scale.any() or outputs.any())
         broken = not nothing_wrong or nonfinite.loss_is_broken(view)

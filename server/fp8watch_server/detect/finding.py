@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fp8watch_agent.record import is_probe
-from fp8watch_server.detect.precedence import BLIND, EXACT_MODES, FACTOR, FALL, IN_EFFECT, LEAP, latest
+from fp8watch_server.detect.precedence import (
+    BLIND,
+    EXACT_MODES,
+    FACTOR,
+    FALL,
+    IN_EFFECT,
+    LEAP,
+    WEIGHT_FIRST,
+    WEIGHT_LEAP,
+    latest,
+)
 
 Severity = Literal["info", "warning", "critical"]
 Verdict = Literal["fp8", "shared", "unknown"]
@@ -174,6 +184,8 @@ class Finding:
         """Its mode, or one of those that only precedence knows: what explains a leap is not what explains a slope."""
         if self.mode == "outlier-growth" and self.extra.get("leap"):
             return LEAP
+        if self.mode == "silent-data-corruption" and self.extra.get("octaves") is not None:
+            return WEIGHT_FIRST if self.extra.get("first") is True else WEIGHT_LEAP
         if self.mode == "recipe-mismatch" and self.extra.get("blind"):
             return BLIND
         if self.mode == "recipe-mismatch" and self.extra.get("kind") == "in-effect":

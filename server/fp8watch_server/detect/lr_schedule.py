@@ -13,7 +13,9 @@ import numpy as np
 from fp8watch_server.detect.baseline import Baseline
 
 LR_JUMP = 3.0
-"""An LR this many times its usual value is a jump, not a schedule."""
+"""An LR this many times its usual value is a jump, not a schedule; a climb is one so far above every LR that it ever stood at."""
+AFTER_RISE_STEPS = 20
+"""Steps after the last rise of an LR that is out of its range, in which what begins to grow follows it."""
 
 
 class Schedule:
@@ -26,8 +28,11 @@ class Schedule:
         self._last_lr: float | None = None
         self._ramp_end: int | None = None
         self._peak: float | None = None  # largest LR that did not rise: where a warm-up ended
+        self._rise: int | None = None  # step in which the rise that is on passed the largest LR that it stood at
+        self._climbs = False  # the jump that is on is a climb
         self.jump_step: int | None = None
         self.last_leap: tuple[int, float, float] | None = None  # step, usual LR, LR: it stays when the jump is over
+        self.risen_step: int | None = None  # in which the LR leaped, or rose last where it climbs
 
     @property
     def usual_lr(self) -> float | None:
@@ -49,10 +54,13 @@ class Schedule:
         self._last_lr = lr
         rising = last is not None and lr > last
         leap = rising and last is not None and lr >= LR_JUMP * last and int(self._lr.count[0]) >= 4
+        if self._climbed(step, lr, rising=rising, leap=leap):
+            return
         above = usual is not None and lr > LR_JUMP * usual and (peak is None or lr > LR_JUMP / 2 * peak)
         if above and (leap or self.jump_step is not None):  # a ramp climbs, a fault leaps
             if usual is not None and (self.jump_step is None or leap):
                 self.last_leap = step, usual if self.jump_step is None or last is None else last, lr
+                self.risen_step = step
             self.jump_step = step if self.jump_step is None else self.jump_step
             return
         self.jump_step = None
@@ -63,9 +71,39 @@ class Schedule:
         if learn:
             self._lr.push(np.array([lr]))
 
+    def _climbed(self, step: int, lr: float, *, rising: bool, leap: bool) -> bool:
+        """Whether the LR has climbed, in small steps, far above each that it ever stood at. A warm-up has none to be above."""
+        peak = self._peak
+        if peak is None or lr <= peak:
+            self._rise, self._climbs = None, False
+            return False
+        if not self._climbs:
+            if leap or not rising or self.jump_step is not None:
+                self._rise = None
+                return False
+            self._rise = step if self._rise is None else self._rise
+            if lr <= LR_JUMP * peak:
+                return False
+            self._climbs = True
+        self.jump_step = began = step if self._rise is None else self._rise
+        if rising:
+            self.last_leap, self.risen_step = (began, peak, lr), step
+        return True
+
+    @property
+    def lr_before(self) -> float | None:
+        """LR before the jump that is on, else the usual one."""
+        return self._peak if self._climbs else self.usual_lr
+
+    def risen(self, step: int) -> tuple[int, float, float] | None:
+        """The leap or climb that what began at `step` may follow: (its first step, LR before, LR)."""
+        near = self.risen_step is not None and self.last_leap is not None and step <= self.risen_step + AFTER_RISE_STEPS
+        return self.last_leap if near and self.last_leap is not None and self.last_leap[0] <= step else None
+
     def resume(self) -> None:
         """A new session: its LR is held against the usual one from its first step on."""
-        self.jump_step, self.last_leap = None, None
+        self.jump_step, self.last_leap, self.risen_step = None, None, None
+        self._rise, self._climbs = None, False
         if self.usual_lr is not None:  # what it rises from is the schedule, not the step before a warm-up
             self._last_lr = self.usual_lr
 
@@ -73,4 +111,4 @@ class Schedule:
         """Whether statistical tests may judge this step."""
         if self._first_step is None or step - self._first_step < self._warmup_steps:
             return False
-        return self._ramp_end is None or step - self._ramp_end >= self._after
+        return self._climbs or self._ramp_end is None or step - self._ramp_end >= self._after

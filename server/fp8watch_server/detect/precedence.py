@@ -40,6 +40,12 @@ FALL = "gradient-fall"
 FACTOR = "gradient-factor"
 """The kind of a `scalar-shift` that says that the gradient norm stands at a multiple: what moved the forward pass moved it too."""
 
+WEIGHT_LEAP = "weight-leap"
+"""The kind of a `silent-data-corruption` that was told by a weight that leaped: an optimizer that is known to diverge does that too."""
+
+WEIGHT_FIRST = "weight-first"
+"""The kind of one in the weight that the step read in which values broke: they did not make it."""
+
 BLIND = "blind"
 """The kind of a `recipe-mismatch` that says what nobody observes: it explains nothing."""
 
@@ -68,7 +74,11 @@ SAME_PARENT = frozenset({"attention-logit-growth"})
 PRECURSORS = {"zero-tile-eps": "dying-tile"}
 """What comes first and is the same failure: in one module, the incident goes on under the new name."""
 
-SETTLING = frozenset({"silent-data-corruption", "optimizer-divergence", "bad-batch"})
+FADING = frozenset({"dying-tile", "dead-layer"})
+"""Modes that show both ways at once, and backwards often first, where two small factors meet: within the window of the first of them
+the site that comes first in data flow is named."""
+
+SETTLING = frozenset({"silent-data-corruption", WEIGHT_LEAP, WEIGHT_FIRST, "optimizer-divergence", "bad-batch"})
 """Causes after which the baselines around them need longer to settle."""
 
 _STATISTICAL = {
@@ -113,7 +123,15 @@ EXPLAINS: dict[str, frozenset[str]] = {
             "bad-batch",
         }
     ),
-    "silent-data-corruption": frozenset(_STATISTICAL | {"optimizer-divergence"}),
+    "silent-data-corruption": frozenset(
+        _STATISTICAL | {"optimizer-divergence", "attention-logit-growth", "nan-in-loss", "nan-in-activation"}
+    ),
+    WEIGHT_LEAP: frozenset(
+        _STATISTICAL | {"optimizer-divergence", "attention-logit-growth", "nan-in-loss", "nan-in-activation"}
+    ),
+    WEIGHT_FIRST: frozenset(
+        _STATISTICAL | NONFINITE_MODES | {"optimizer-divergence", "attention-logit-growth", "accumulator-precision"}
+    ),
     "optimizer-divergence": frozenset(_STATISTICAL | {"attention-logit-growth", "nan-in-loss", "nan-in-activation"}),
     "frozen-scale": frozenset({"delayed-clip", "chronic-quantization-noise", "gradient-underflow", "outlier-growth"}),
     "delayed-clip": frozenset({"chronic-quantization-noise", "outlier-growth", "gradient-underflow", "scale-collapse"}),
@@ -145,6 +163,16 @@ EXPLAINS: dict[str, frozenset[str]] = {
 }
 
 
+EXPLAINS_THERE: dict[str, frozenset[str]] = {
+    # logits are made of what these projections give: one whose operand is clipped teaches the others
+    "frozen-scale": frozenset({"attention-logit-growth"}),
+    "delayed-clip": frozenset({"attention-logit-growth"}),
+    # a scale of the past falls where the amax that it follows rises
+    "outlier-growth": frozenset({"scale-collapse"}),
+    "attention-logit-growth": frozenset({"scale-collapse"}),
+}
+"""Causes and consequences only where both have a place, and it is the same: elsewhere each is a failure of its own."""
+
 WINDOW_STEPS = 6
 """Observed steps by which the onset of a slow mode is uncertain."""
 
@@ -157,9 +185,16 @@ def explains(root: str, other: str) -> bool:
         return root not in ("bad-batch", "attention-logit-growth") and "outlier-growth" in EXPLAINS.get(root, ())
     if other == FACTOR and root in (LEAP, "bad-batch"):
         return True
+    if other == WEIGHT_LEAP:
+        return root == "optimizer-divergence" or "silent-data-corruption" in EXPLAINS.get(root, ())
     if other in (FALL, FACTOR):
         return root != other and "scalar-shift" in EXPLAINS.get(root, ())
     return other in EXPLAINS.get(root, ())
+
+
+def explains_there(root: str, other: str) -> bool:
+    """Whether an incident of kind `root` accounts for one of kind `other` at its own place, and nowhere else."""
+    return other in EXPLAINS_THERE.get(root, ())
 
 
 def latest(kind: str, onset: int, window: int) -> int:

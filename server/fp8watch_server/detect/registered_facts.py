@@ -15,7 +15,7 @@ from typing import Any
 from fp8watch_server.detect import sessions as s
 from fp8watch_server.detect.families import experts
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
+from fp8watch_server.detect.modes.recipe_mismatch.detector import loaded, mismatch
 from fp8watch_server.detect.modes.sensitive_layer_quantized.detector import sensitive
 from fp8watch_server.detect.sessions import FLAG, Change, SessionFacts
 from fp8watch_server.detect.step_view import SiteTable
@@ -119,12 +119,12 @@ class Registry:
             "already": {name: value for name, value in already.items() if value not in (None, "")},
         }
 
-    def findings(self, step: int, rank: int, session_id: str) -> list[Finding]:
+    def findings(self, step: int, rank: int, session_id: str, table: SiteTable) -> list[Finding]:
         """What was registered since the last step, told with one of the session that brought it."""
         found = []
         if self._changes and (not self._of or session_id in self._of):
             known = {c.fact.partition(".")[0] for c in self._changes}
-            named = list(self._changed_sites.values())
+            named = list(self._changed_sites.values()) or loaded(self._changes, table.facts)
             session = self._newest.get(rank)
             backend = session.backend if session is not None else ""
             resumed = "fingerprint" in known

@@ -21,7 +21,7 @@ from fp8watch_server.detect.finding import Finding
 from fp8watch_server.detect.limits import Limits
 from fp8watch_server.detect.lr_schedule import Schedule
 from fp8watch_server.detect.modes import DETECTORS
-from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, explains
+from fp8watch_server.detect.precedence import EXACT_MODES, SETTLING, WINDOW_STEPS, asked_at, explains
 from fp8watch_server.detect.step_view import Mask
 
 RESUME_WITHIN = 0.1
@@ -195,7 +195,15 @@ def without_consequences(found: Iterable[Finding], window: int = WINDOW_STEPS) -
         f
         for f in found
         if not any(
-            root is not f and explains(root.kind, f.kind) and root.earliest(window) <= f.latest(window)
+            root is not f
+            and explains(root.kind, f.kind)
+            and root.earliest(window) <= f.latest(window)
+            and not _first(f, root)
             for root in found
         )
     ]
+
+
+def _first(found: Finding, root: Finding) -> bool:
+    """Whether each of two explains the other, and this one began first: it is the cause."""
+    return explains(found.kind, root.kind) and (found.onset, asked_at(found.mode)) < (root.onset, asked_at(root.mode))

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from fp8watch_server.db import schema
 from fp8watch_server.detect.families.fault_why import EXPLAINED
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.precedence import NONFINITE_MODES, PRECURSORS
+from fp8watch_server.detect.precedence import FADING, NONFINITE_MODES, PRECURSORS
 from fp8watch_server.incidents.auto_resolve import close_quiet
 from fp8watch_server.incidents.causes import cause_id, remember
 from fp8watch_server.incidents.explain import Explanation, explain
@@ -249,6 +249,8 @@ def _mute(root: Open, finding: Finding) -> None:
     root.row["num_events"] += 1
     first = root.row["first_step"]  # an unseen cause may be older, but not older than it can have begun
     root.row["first_step"] = min(first, max(finding.onset, first if root.earliest is None else root.earliest))
+    if finding.mode in NONFINITE_MODES:  # values that it broke stay broken: it is not over while they are
+        root.row["last_step"] = max(root.row["last_step"], finding.step)
     if finding.mode not in root.muted:
         root.muted |= {finding.mode}
         root.events.append(("updated", finding.step, {"muted": finding.mode, "sites": _sites_of(finding)[:16]}))
@@ -282,7 +284,9 @@ def _absorb(
     incident: Open, finding: Finding, sites: Mapping[int, SiteFacts], window_steps: int, *, takes_over: bool = False
 ) -> None:
     row = incident.row
-    earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow)
+    earlier = (finding.onset, finding.rank_in_flow) < (row["first_step"], incident.flow) or _is_upstream(
+        incident, finding, window_steps
+    )
     worse = row["severity"] == "info" and finding.severity != "info"  # what was a notice is told by what made it more
     takes_over = takes_over or ((earlier or worse) and not finding.extra.get("consequence"))
     explains = _explains_it(row, finding)
@@ -317,6 +321,14 @@ def _absorb(
     if grown >= 2 * row["num_sites"]:  # spread is recorded at powers of two: a storm leaves a handful of events
         incident.events.append(("updated", finding.step, {"num_sites": grown}))
     row["num_sites"] = grown
+
+
+def _is_upstream(incident: Open, finding: Finding, window_steps: int) -> bool:
+    """Whether a site that began to fade within the window of the first comes before it in data flow."""
+    row = incident.row
+    if finding.mode not in FADING or row["mode"] != finding.mode or finding.rank_in_flow >= incident.flow:
+        return False
+    return finding.onset <= int(row["first_step"]) + window_steps * int(finding.extra.get("stride", 1))
 
 
 def _is_explained(row: Mapping[str, Any], finding: Finding) -> bool:

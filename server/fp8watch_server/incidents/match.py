@@ -19,6 +19,7 @@ from fp8watch_server.detect.precedence import (
     SAME_PARENT,
     SPREADING,
     explains,
+    explains_there,
     latest,
 )
 from fp8watch_server.incidents.auto_resolve import CLOSE_AFTER_STEPS
@@ -55,7 +56,7 @@ class Open:
 
 def target_of(incidents: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
     """The open incident that this finding belongs to."""
-    stride = int(finding.extra.get("stride", 1))
+    stride = _stride(finding)
     window = window_steps * stride
 
     def near(i: Open) -> bool:
@@ -97,12 +98,12 @@ def _is_told(i: Open, finding: Finding) -> bool:
     if not name or name in i.names:
         return True
     apart = finding.onset - i.row["first_step"]
-    return bool(abs(apart) <= CLOSE_AFTER_STEPS * max(int(finding.extra.get("stride", 1)), i.stride))
+    return bool(abs(apart) <= CLOSE_AFTER_STEPS * max(_stride(finding), i.stride))
 
 
 def covering(closed: Sequence[Open], finding: Finding, window_steps: int) -> Open | None:
     """The resolved incident that covers a finding from a late rank or spool."""
-    window = window_steps * int(finding.extra.get("stride", 1))
+    window = window_steps * _stride(finding)
     for i in closed:
         after = 0 if finding.rank in i.ranks else window  # from a rank already seen, a later finding is new
         within = i.row["first_step"] - window <= finding.step <= i.row["last_step"] + after
@@ -116,12 +117,15 @@ def root_of(
 ) -> Open | None:
     """The open incident that explains this finding, which is then muted. A finding from before its cause has none."""
     for i in incidents:
-        if not explains(i.cause, finding.kind) or not _related(i, finding, sites, i.row["mode"], window_steps):
+        there = explains_there(i.cause, finding.kind) and _at_one_place(i, finding, sites)
+        if not (there or explains(i.cause, finding.kind)) or not _related(
+            i, finding, sites, i.row["mode"], window_steps
+        ):
             continue
         if i.cause == IN_EFFECT and finding.mode == "quantiser-fault" and not _may_be_set_so(i, finding, sites):
             continue
         begins = i.row["first_step"] if i.earliest is None else i.earliest
-        if begins <= finding.latest(_window(i, finding, window_steps)):
+        if begins <= finding.latest(window_steps * _stride(finding)):
             return i
     return None
 
@@ -143,10 +147,12 @@ def explained_by(
             continue
         if not _accounts_for(finding, i, sites) or not _related(i, finding, sites, finding.mode, window_steps):
             continue
-        window = _window(i, finding, window_steps)
         if PRECURSORS.get(finding.mode) == i.row["mode"]:
             return i
-        if finding.earliest(window) <= latest(i.cause, i.row["first_step"], window):
+        # each onset is as uncertain as the samples are apart that it was seen in
+        if finding.earliest(window_steps * _stride(finding)) <= latest(
+            i.cause, i.row["first_step"], window_steps * i.stride
+        ):
             return i
     return None
 
@@ -161,7 +167,8 @@ def _may_be_set_so(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) ->
 def _accounts_for(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
     if PRECURSORS.get(finding.mode) == i.row["mode"]:
         return _same_module(finding, i, sites)
-    return explains(finding.kind, i.cause)
+    there = explains_there(finding.kind, i.cause) and _at_one_place(i, finding, sites)
+    return there or explains(finding.kind, i.cause)
 
 
 def _same_module(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> bool:
@@ -169,12 +176,22 @@ def _same_module(finding: Finding, i: Open, sites: Mapping[int, SiteFacts]) -> b
     return mine is not None and any(s in sites and sites[s].module == mine.module for s in i.row["sites"][:1])
 
 
-def _window(i: Open, finding: Finding, window_steps: int) -> int:
-    return window_steps * max(int(finding.extra.get("stride", 1)), i.stride)
+def _at_one_place(i: Open, finding: Finding, sites: Mapping[int, SiteFacts]) -> bool:
+    """Whether both name modules, and one of them is the same; of an attention, one beside the other."""
+    theirs = {sites[s].module for s in i.row["sites"] if s in sites}
+    mine = {sites[s].module for s in finding.extra.get("sites", ()) if s in sites}
+    if SAME_PARENT & {i.row["mode"], finding.mode}:
+        theirs, mine = ({m.rpartition(".")[0] for m in modules} for modules in (theirs, mine))
+    return bool(theirs & mine)
+
+
+def _stride(finding: Finding) -> int:
+    """Steps between the samples that a finding rests on."""
+    return int(finding.extra.get("stride", 1))
 
 
 def _related(i: Open, finding: Finding, sites: Mapping[int, SiteFacts], root: str, window_steps: int) -> bool:
-    stride = max(int(finding.extra.get("stride", 1)), i.stride)
+    stride = max(_stride(finding), i.stride)
     other = finding.mode if root == i.row["mode"] else i.row["mode"]
     # Non-finite values follow their cause at once, or have another.
     quiet = (window_steps if other in NONFINITE_MODES else CLOSE_AFTER_STEPS + window_steps) * stride
@@ -184,6 +201,6 @@ def _related(i: Open, finding: Finding, sites: Mapping[int, SiteFacts], root: st
         return True
     modules = {sites[s].module for s in i.row["sites"] if s in sites}
     mine = {sites[s].module for s in finding.extra.get("sites", ()) if s in sites}
-    if root in SAME_PARENT:
+    if root in SAME_PARENT or (other in SAME_PARENT and explains_there(root, other)):
         return bool({m.rpartition(".")[0] for m in modules} & {m.rpartition(".")[0] for m in mine}) or not modules
     return bool(modules & mine) or not modules or not mine

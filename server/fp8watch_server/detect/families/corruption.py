@@ -5,7 +5,8 @@ Thread:     detect worker
 
 An optimizer moves a weight by about its learning rate, and all layers alike. One tensor whose amax leaps alone, after a
 gradient of ordinary size, was written by something else: a flipped bit in the weight or in the optimizer's state. Flips
-that leave amax where it is are found by comparing hashes between replicas (`agreement`).
+that leave amax where it is are found by comparing hashes between replicas (`agreement`). Where values break in the step in which it
+is seen, they read it: it was there first.
 
 A flip leaps once. A leap of less than `CERTAIN_OCTAVES` waits for the next step: where the weight goes on by as much, it grows,
 and is told as outlier-growth after the third step of it.
@@ -25,7 +26,7 @@ from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
 from fp8watch_server.detect.finding import Evidence, Finding
 from fp8watch_server.detect.limits import Limits
-from fp8watch_server.detect.step_view import Mask
+from fp8watch_server.detect.step_view import WEIGHT, Mask
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,6 +63,7 @@ class Corruption(Detector):
         self._leaped = np.zeros(num_sites)  # octaves of the last of them
         self._began = np.full((num_sites, 2), np.nan)  # step of the first of them, and log2 amax before it
         self._held: Finding | None = None  # a leap that the next step must tell apart from growth
+        self._blind = True  # the step before was not judged
 
     def grow(self, num_sites: int) -> None:
         """More sites were registered."""
@@ -83,15 +85,43 @@ class Corruption(Detector):
         self._last[:], self._last_at[:], self._last_step = np.nan, -1, None
         self._reason[:], self._looked_at = False, None
         self._climbs[:], self._leaped[:], self._began[:], self._held = 0, 0.0, np.nan, None
+        self._blind = True
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
-        """Values broke: a leap that waited for this step is told as it was."""
+        """Values broke: a leap that waited for this step is told as it was, and one that was there before they broke."""
         held, self._held = self._held, None
-        return [] if held is None else [held]
+        first = self._was_there_first(now, limit)
+        self._blind = True
+        return [f for f in (held, first) if f is not None]
+
+    def _was_there_first(self, now: CrossRankStep, limit: Limits) -> Finding | None:
+        """A weight that leaped alone into the step in which values broke: the step before it left it so, and they read it.
+
+        Only leaps that no growth makes are told, after a step that was judged: what is written between two broken steps may
+        be of their gradients.
+        """
+        table = now.table
+        weights = (table.role == WEIGHT) & table.rowwise
+        if self._blind or self._last_step is None or len(self._last) != len(weights):
+            return None
+        move = np.where(weights & (self._last_at == self._last_step), now.log2_amax - self._last, np.nan)
+        known = np.isfinite(move)
+        usual, spread = np.nan_to_num(self._moves.median()), self._moves.spread(limit.weight_floor_octaves)
+        with np.errstate(invalid="ignore"):
+            leap = known & (np.abs(move - usual) > np.maximum(CERTAIN_OCTAVES, SIGMA * spread)) & ~self._reason
+        leap &= self._moves.count >= MIN_KNOWN
+        if not leap.any() or np.count_nonzero(leap) > max(1, FEW * np.count_nonzero(known)):
+            return None
+        self._last = np.where(leap, now.log2_amax, self._last)
+        looked_at = self._looked_at
+        measured = looked_at is not None and looked_at[0] == self._last_step and len(looked_at[1]) == len(leap)
+        return self._leap(
+            now, leap, move, usual, known, bool(measured and looked_at and looked_at[1][leap].all()), first=True
+        )
 
     def observe(self, ctx: Context) -> list[Finding]:
         """Judge one step."""
-        now, weights = ctx.now, ctx.weights()
+        now, weights, self._blind = ctx.now, ctx.weights(), False
         reason, self._reason = self._reason, self._had_a_reason(ctx)
         looked_at, self._looked_at = self._looked_at, (now.step, self._gradients_known(ctx))
         amax = np.where(weights, now.log2_amax, np.nan)
@@ -129,26 +159,38 @@ class Corruption(Detector):
         leap &= ~reason & ~goes_on
         if not leap.any():
             return found
+        # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
+        measured = looked_at is not None and looked_at[0] == now.step - 1 and len(looked_at[1]) == len(leap)
+        ordinary = bool(measured and looked_at is not None and looked_at[1][int(now.in_flow(leap)[0])])
+        norms = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        corrupted = self._leap(now, leap, move, usual, known, ordinary, norms, seen=apart == 1)
+        if bool(np.all(np.abs(move[leap]) < CERTAIN_OCTAVES)):
+            self._held = corrupted
+            return found
+        return [*found, corrupted]
+
+    @staticmethod
+    def _leap(
+        now: CrossRankStep, leap: Mask, move: Floats, usual: Floats, known: Mask, ordinary: bool,
+        norms: tuple[float | None, float] = (None, math.nan), *, seen: bool = True, first: bool = False,
+    ) -> Finding:  # fmt: skip
+        """Weights that leaped alone, after a gradient that was ordinary or is not known.
+
+        Args:
+            first: values broke in this step, behind them.
+        """
         rows = now.in_flow(leap)
         row = int(rows[0])
-        norm, usual_norm = now.scalar("grad_norm"), float(ctx.base.grad_norm.median()[0])
+        after, before = 2.0 ** now.log2_amax[row], 2.0 ** (now.log2_amax[row] - move[row])
         evidence = [
             Evidence("amax_move", round(float(move[row]), 3), round(float(usual[row]), 4), "octaves", now.step),
-            Evidence(
-                "amax_max",
-                float(f"{2.0 ** amax[row]:.4g}"),
-                float(f"{2.0 ** (amax[row] - move[row]):.4g}"),
-                "x",
-                now.step,
-            ),
+            Evidence("amax_max", float(f"{after:.4g}"), float(f"{before:.4g}"), "x", now.step),
             Evidence("leaping_weights", len(rows), 0, f"of {int(np.count_nonzero(known))} weights", now.step),
         ]
-        # A weight is written by the gradient of the step before: only one that was measured can be called ordinary.
-        measured = looked_at is not None and looked_at[0] == now.step - 1 and row < len(looked_at[1])
-        ordinary = bool(measured and looked_at is not None and looked_at[1][row])
+        norm, usual_norm = norms
         if norm is not None and math.isfinite(usual_norm):
             evidence.append(Evidence("grad_norm", float(f"{norm:.4g}"), float(f"{usual_norm:.4g}"), "", None))
-        corrupted = now.finding(
+        return now.finding(
             "silent-data-corruption",
             "critical",
             rows,
@@ -158,12 +200,10 @@ class Corruption(Detector):
             octaves=float(move[row]),
             by_hash=False,
             gradient_seen=ordinary,
-            seen=apart == 1,
+            seen=seen,
+            first=first,
+            not_before=now.step if first else None,
         )
-        if bool(np.all(np.abs(move[rows]) < CERTAIN_OCTAVES)):
-            self._held = corrupted
-            return found
-        return [*found, corrupted]
 
     def _follow(self, move: Floats, leap: Mask, amax: Floats, step: int) -> Mask:
         """Count leaps in a row; weights that go on as they leaped in the step before. [S]"""

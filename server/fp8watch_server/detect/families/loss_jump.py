@@ -7,7 +7,7 @@ Told when it is over: until then a bad batch and the beginning of a divergence l
 a median that the jump does not move, and the gradient norm must jump as well. What the data did is said of inputs that
 were measured, each with its step; an input that leaped is another cause, which `outlier` tells. Where most inputs moved,
 weights did it or what enters the model did: it is told where the input of the first GEMM moved as well. A learning rate that
-leaped at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
+leaped, or was climbing out of its range, at or right before the jump is the cause, and then it is mode 13, optimizer-divergence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8watch_server.detect.baseline import MAD_TO_SIGMA, Baseline
 from fp8watch_server.detect.context import Context
 from fp8watch_server.detect.cross_rank_step import CrossRankStep
 from fp8watch_server.detect.detector import Detector
@@ -26,9 +27,11 @@ from fp8watch_server.detect.limits import Limits
 
 SIGMA_FLOOR_SHARE = 0.01
 """Of the loss: the smallest spread that is believed."""
+SKEWED_SIGMA = 4.0
+"""Of the logarithm of the loss: a loss of each 30,000, where it is that which is normal."""
 INPUT_SIGMA = 4.0
 LR_BEFORE = 6
-"""Observed steps before the jump of the loss in which a leap of the LR is its cause."""
+"""Observed steps before the jump of the loss in which a leap of the LR, or the last of a climb, is its cause."""
 ENTERS_OCTAVES = 0.5
 """Above its own past, of the input of the first GEMM: what enters the model is larger."""
 BRIEF_STEPS = 1
@@ -135,13 +138,14 @@ class LossJumps(Detector):
             return None
         usual = float(ctx.base.loss.median()[0])
         spread = float(ctx.base.loss.spread(SIGMA_FLOOR_SHARE * abs(usual))[0])
-        if loss - usual <= max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual)):
+        far = max(ctx.limit.loss_jump_sigma * spread, ctx.limit.loss_jump_min * abs(usual))
+        if loss - usual <= far or loss - usual <= _of_skewed(ctx.base.loss, usual):
             self._left = False
             return None
         if self._left:
             return None
         usual_norm = float(ctx.base.grad_norm.median()[0])
-        step, leap = ctx.now.step, ctx.schedule.last_leap
+        step, leap, risen = ctx.now.step, ctx.schedule.last_leap, ctx.schedule.risen_step
         return _Jump(
             step=step,
             num=0,
@@ -152,9 +156,20 @@ class LossJumps(Detector):
             grad_norm=grad_norm if grad_norm is not None and math.isfinite(grad_norm) else None,
             usual_grad_norm=usual_norm if math.isfinite(usual_norm) else None,
             batch_id=ctx.now.batch_id,
-            lr=leap if leap is not None and step - LR_BEFORE <= leap[0] else None,
+            lr=leap if risen is not None and step - LR_BEFORE <= risen else None,
             inputs=_look(ctx),
         )
+
+
+def _of_skewed(losses: Baseline, usual: float) -> float:
+    """How far above its median a loss lies in health that scatters by a factor, as one that is weighted by rows or by rewards does: the
+    spread of such losses says little of the largest. Less than 6 σ where they scatter by less than a fifth."""
+    seen = losses.ordered()[0].astype(np.float64)
+    seen = seen[np.isfinite(seen)]
+    if not len(seen) or not (seen > 0).all():
+        return 0.0
+    logs = np.log(seen)
+    return usual * math.expm1(SKEWED_SIGMA * MAD_TO_SIGMA * float(np.median(np.abs(logs - np.median(logs)))))
 
 
 def _look(ctx: Context) -> _Inputs | None:

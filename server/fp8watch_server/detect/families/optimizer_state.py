@@ -94,8 +94,7 @@ class OptimizerState(Detector):
         if not hit:
             return None
         last, self._told_zero = self._told_zero, ctx.now.step
-        if last >= 0 and ctx.now.step - last < REPEAT_STEPS:
-            return []
+        goes_on = last >= 0 and ctx.now.step - last < REPEAT_STEPS
         rank, logs = hit[0]
         share = 100 * logs[SECOND_ZERO] / logs[SECOND_LOOKED]
         name = next((n.removeprefix(CHANGED) for n in logs if n.startswith(CHANGED)), "")
@@ -108,6 +107,6 @@ class OptimizerState(Detector):
         return [
             ctx.now.finding(
                 "optimizer-divergence", "warning", np.array([], dtype=np.int64), evidence, "shared", kind="second-moments", rank=rank,
-                not_before=0 if last < 0 and not logs.get(MOMENTS_CHANGED) else ctx.now.step,
+                not_before=0 if last < 0 and not logs.get(MOMENTS_CHANGED) else ctx.now.step, consequence=goes_on,
             )
         ]  # fmt: skip

@@ -1,14 +1,14 @@
 """Attention logits growing: mode 12, attention-logit-growth.
 
-Two find it: `detector` where logits are logged, `families.outlier` by weights of q and k.
+Two find it: `families.attention_logits` where logits are logged, `families.outlier` by weights of q and k.
 """
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.attention_logits import AttentionLogits
 from fp8watch_server.detect.families.outlier import Outliers
 from fp8watch_server.detect.limits import SPEC, TUNED, threshold
 from fp8watch_server.detect.mode import Mode
-from fp8watch_server.detect.modes.attention_logit_growth.detector import AttentionLogits
 from fp8watch_server.detect.modes.attention_logit_growth.words import fixes, words
 
 MODE = Mode(

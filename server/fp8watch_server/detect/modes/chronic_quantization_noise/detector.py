@@ -6,7 +6,8 @@ Thread:     detect worker
 Three tests. Absolute: E4M3 gives 31.5 dB on healthy data whatever the scale, over ten octaves; a site that stays under
 the band of its format was never healthy, and no baseline shows that. Relative: a lasting drop of the SQNR under the
 site's own baseline, which other detectors explain where they can; what nothing explains is reported here with its
-onset. Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
+onset. A scale that follows amax of steps before lags in a young model, whose amax climbs: it is judged when statistics are warm.
+Bias: noise averages out over steps, and a gain error of an input or a weight does not (`families.gain`). An operand
 that lost half of its energy, or is off by more than rounding can, is no matter of granularity: quantiser-fault.
 """
 
@@ -56,8 +57,8 @@ class Noise(Detector):
         # four bits flush a tenth to 0, and clip the largest of a block, at their best
         forward = ((now.table.role == INPUT) | (now.table.role == WEIGHT)) & ~now.table.four_bit
         with np.errstate(invalid="ignore"):
-            noisy = self._lasting(now.sqnr_db < band, now)
-            flushed = forward & (now.underflow > limit.chronic_underflow)
+            noisy = self._lasting(now.sqnr_db < band, now) & ~_lags(ctx)
+            flushed = forward & (now.underflow > limit.chronic_underflow) & ~_lags(ctx)
         if not ctx.clean:
             return []
         chronic = self._chronic.update(noisy, ~np.isnan(now.sqnr_db), now.step)
@@ -68,7 +69,7 @@ class Noise(Detector):
         error, signal, noise = gain.of_now(now)
         amax = now.column("amax_max")
         off = forward & gain.beyond(error, amax, signal, noise, now.table.e5m2, limit.chronic_gain)
-        biased = self._biased.update(off & ~now.nonfinite, ~np.isnan(error), now.step)
+        biased = self._biased.update(off & ~now.nonfinite & ~_lags(ctx), ~np.isnan(error), now.step)
         drop = np.zeros(len(now), dtype=np.bool_)
         if ctx.warm:
             need = np.maximum(limit.sqnr_drop_db, SIGMA * ctx.base.sqnr.spread(SQNR_FLOOR_DB))
@@ -135,3 +136,9 @@ class Noise(Detector):
     def _lasting(noisy: Mask, now: CrossRankStep) -> Mask:
         """Gradients whose single tokens fade below what the format can hold are no noise that anybody hears."""
         return np.asarray(np.where(now.table.role == GRAD_OUTPUT, now.table.of_channels(noisy), noisy))
+
+
+def _lags(ctx: Context) -> Mask:
+    """Sites whose scale follows amax of steps before, while a young model's amax still climbs: what that costs, the history catches up
+    with. [S]"""
+    return np.asarray(~ctx.now.table.current_scaling & (not ctx.warm))

@@ -20,8 +20,8 @@ import numpy as np
 from fp8watch_server.detect.binned_series import BinnedSeries
 from fp8watch_server.detect.context import Context, Floats
 from fp8watch_server.detect.detector import Detector
+from fp8watch_server.detect.families.attention_logits import YOUNG_OCTAVES
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.modes.attention_logit_growth.detector import YOUNG_OCTAVES
 from fp8watch_server.detect.modes.limit_ahead import quantities
 from fp8watch_server.detect.modes.limit_ahead.quantities import BY_FIELD, CLIP_DEPTH, LOGITS, UNDERFLOW, Quantity
 from fp8watch_server.detect.step_view import Mask

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fp8watch_server.detect.families.attention_logits import LOG
 from fp8watch_server.detect.finding import Evidence, Finding
-from fp8watch_server.detect.modes.attention_logit_growth.detector import LOG
 from fp8watch_server.detect.phrases import number
 
 

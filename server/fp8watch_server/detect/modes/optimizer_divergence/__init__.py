@@ -1,12 +1,14 @@
 """Optimizer diverging: mode 13, optimizer-divergence.
 
-`detector` finds it by weights, `families.loss_jump` by a loss that jumps right after the LR did, `families.training_setup` by
-gradients beyond what they were clipped to, `families.optimizer_state` by second moments that are 0, `families.weight_updates` by gradients
-that nobody clears, weights that shrink together, and a group's rate that leaps.
+`detector` finds it by weights that grow, `shrinking` by weights or inputs that shrink, `families.loss_jump` by a loss that jumps
+right after the LR did, `families.training_setup` by gradients beyond what they were clipped to, `families.optimizer_state` by second
+moments that are 0, `families.weight_updates` by gradients that nobody clears, weights that shrink along themselves, and a group's
+rate that leaps, `families.attention_logits` by logits that begin to grow when the LR has left its range.
 """
 
 from __future__ import annotations
 
+from fp8watch_server.detect.families.attention_logits import AttentionLogits
 from fp8watch_server.detect.families.loss_jump import LossJumps
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.training_setup import TrainingSetup
@@ -14,6 +16,7 @@ from fp8watch_server.detect.families.weight_updates import WeightUpdates
 from fp8watch_server.detect.limits import TUNED, threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.optimizer_divergence.detector import Divergence
+from fp8watch_server.detect.modes.optimizer_divergence.shrinking import Shrinking
 from fp8watch_server.detect.modes.optimizer_divergence.words import alternatives, fixes, words
 
 MODE = Mode(
@@ -42,10 +45,12 @@ MODE = Mode(
     ),
     detectors=(
         Divergence,
+        Shrinking,
         LossJumps,
         TrainingSetup,
         OptimizerState,
         WeightUpdates,
+        AttentionLogits,
     ),
     alternatives_of=alternatives,
 )

@@ -158,7 +158,7 @@ class Divergence(Detector):
             Evidence("weight_growth", round(median_rate, 3), baseline, "octaves/step", onset),
             Evidence("growing_weights", num_growing, 0, f"of {num_moving} weights", onset),
         ]
-        lr, usual_lr, jump_step = now.scalar("lr"), ctx.schedule.usual_lr, ctx.schedule.jump_step
+        lr, usual_lr, jump_step = now.scalar("lr"), ctx.schedule.lr_before, ctx.schedule.jump_step
         jumped = jump_step is not None and usual_lr is not None and lr is not None
         if lr is not None and usual_lr is not None:
             evidence.insert(0 if jumped else 2, Evidence("lr", lr, usual_lr, "", jump_step if jumped else None))

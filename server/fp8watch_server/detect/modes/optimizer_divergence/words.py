@@ -16,6 +16,10 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return _of_clipping(f)
     if f.extra.get("kind") == "second-moments":
         return _of_second_moments(f)
+    if f.extra.get("kind") == "shrinking":
+        return _of_shrinking(f)
+    if f.extra.get("kind") == "logits":
+        return _of_logits(f)
     jump, grown, moving = f.extra.get("lr_jump"), f.extra.get("num_sites"), f.extra.get("num_moving")
     if jump and f.extra.get("by_loss"):
         usual, loss = number(baseline(f, "loss")), number(evidence(f, "loss"))
@@ -62,9 +66,44 @@ def _of_second_moments(f: Finding) -> tuple[str, str]:
     )
 
 
+def _of_shrinking(f: Finding) -> tuple[str, str]:
+    what, share = str(f.extra.get("what", "weights")), number(evidence(f, "shrinks"))
+    num, of = number(evidence(f, f"shrinking_{what}")), f.extra.get("num_known")
+    if what == "weights":
+        why = (
+            "Weight decay does that where it is not multiplied by the learning rate, is set far too large, or is applied twice; gradients "
+            "move weights up as well as down."
+        )
+    else:
+        seen = "The weights of the GEMMs do not, so what" if f.extra.get("weights_seen") else "What"
+        why = f"{seen} lies in front of them may do it: gains of norms that weight decay reaches, a factor, the values that enter."
+    return (
+        f"{num} of {of} {what} shrink together: {share} % in each step",
+        f"The largest values of {num} of {of} {what} have become smaller together and step by step, by {share} % in each, since step {f.onset}. "
+        f"{why}",
+    )
+
+
+def _of_logits(f: Finding) -> tuple[str, str]:
+    before, lr = (number(v) for v in f.extra.get("lr_jump") or (None, None))
+    logit, usual = number(evidence(f, "max_attention_logit")), number(baseline(f, "max_attention_logit"))
+    since = next((e.since_step for e in f.evidence if e.field == "max_attention_logit"), f.step)
+    at = f" of {f.extra['attention']}" if f.extra.get("attention") else ""
+    return (
+        f"Attention logits grow{at} after LR {before} → {lr}: {usual} → {logit}",
+        f"The LR went from {before} to {lr}, beginning at step {f.onset}, and the largest attention logit{at} has grown from {usual} to {logit} "
+        f"since step {since}: the updates are too large.",
+    )
+
+
 _SECOND = (
     ("silent-data-corruption", "moments changed while no optimizer ran, and second moments are not 0"),
     ("recipe-mismatch", "a checkpoint was loaded in that step, without the optimizer's state"),
+)
+_LOGITS = (("attention-logit-growth", "logits grew before the LR did, or go on when it is back"),)
+_SHRINKING = (
+    ("dead-layer", "one layer alone has faded, the others have not"),
+    ("bad-batch", "they fell in one step, with other data"),
 )
 _CLIPPING = (
     ("recipe-mismatch", "another limit is meant: the gradient norm stays where it was"),
@@ -74,9 +113,10 @@ _CLIPPING = (
 
 def alternatives(f: Finding) -> tuple[tuple[str, str], ...] | None:
     """What else it could be, of findings that are about no weights that grow; None for those that are."""
-    if update_words.is_one(kind := f.extra.get("kind", "")):
-        return update_words.alternatives(str(kind))
-    return {"second-moments": _SECOND, "clipping-lost": _CLIPPING}.get(str(f.extra.get("kind", "")))
+    kind = str(f.extra.get("kind", ""))
+    if update_words.is_one(kind):
+        return update_words.alternatives(kind)
+    return {"second-moments": _SECOND, "clipping-lost": _CLIPPING, "logits": _LOGITS, "shrinking": _SHRINKING}.get(kind)
 
 
 def fixes(p: Place) -> list[Fix]:
@@ -93,6 +133,12 @@ def fixes(p: Place) -> list[Fix]:
             Fix("code", "Keep second moments in float32, or in bfloat16: their dtype follows that of the parameters that the optimizer was given."),
             Fix("code", "Raise eps above the square root of the least number that the state holds: 1e-4 in float16, where 1e-8 itself is 0."),
             Fix("code", "Where the state was set to zero or loaded in part: load all of it from the checkpoint, or begin with a warm-up of the LR."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "shrinking":
+        return [
+            Fix("code", "Look at weight decay: its size, whether it is multiplied by the LR, and whether another part of the loop decays weights too."),
+            Fix("code", "Leave gains of norms and biases out of weight decay: a group of their own with weight_decay=0."),
+            Fix("code", "Go back to the checkpoint before it: what has shrunk does not come back."),
         ]  # fmt: skip
     if p.lr is not None and p.usual_lr is not None:
         first = Fix(

@@ -102,9 +102,9 @@ def _rescaled(view: StepView, limit: Limits) -> Mask:
 
 
 def _destroyed(view: StepView, limit: Limits) -> Mask:
-    """Records of which less than half of the energy is left. [n]"""
+    """Records of which less than half of the energy is left, in the mean of tiles that all have a scale. [n]"""
     with np.errstate(invalid="ignore"):
-        return np.asarray(tile_sqnr_db(view) < limit.destroyed_sqnr_db)
+        return np.asarray((tile_sqnr_db(view) < limit.destroyed_sqnr_db) & (view.raw("amax_min_nonzero") > _LEAST_AMAX))
 
 
 def _judged(view: StepView) -> Mask:

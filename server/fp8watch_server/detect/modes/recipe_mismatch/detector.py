@@ -6,7 +6,8 @@ Thread:     detect worker
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fp8watch_server.detect.finding import Evidence, Finding, SiteFacts
@@ -16,6 +17,19 @@ from fp8watch_server.detect.sessions import BLIND_FACT, FLAG, Change
 MAX_CHANGES = 32
 OF_TRAINING = frozenset({"loaded_weights", "loaded_moments"})
 """Facts of what was loaded that BF16 would compute with as well; codes and scales follow from the weights."""
+
+
+_NAMES = re.compile(r"(?P<names>.+) of \d+")
+
+
+def loaded(changes: Iterable[Change], sites: Iterable[SiteFacts]) -> list[SiteFacts]:
+    """The weights that a load changed, where it says the name of each: more than a few are no place."""
+    told = next((str(c.value) for c in changes if c.fact == "loaded_weights"), "")
+    found = _NAMES.fullmatch(told)
+    if found is None or re.search(r" and \d+ more$", found["names"]):
+        return []
+    modules = {name.removesuffix(".weight") for name in found["names"].split(", ")}
+    return [f for f in sites if f.operand == "weight" and f.direction == "rowwise" and f.module in modules]
 
 
 def mismatch(

@@ -10,6 +10,8 @@ Logits of a healthy model grow until its learning rate has warmed up and for a w
 is a property of the model. So before that only the last limit pages; a value above the first is information, and is
 taken for what is usual. Afterwards a value above the first limit is growth only where it was lower, or half as much;
 in the first steps of a run, where small models in health pass that limit and come back, only where it came faster.
+
+Logits that begin to grow when the learning rate has left its range follow it: mode 13, optimizer-divergence.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ JUMP_OCTAVES = 1.0
 class AttentionLogits(Detector):
     """The largest attention logit of each name that was logged."""
 
-    modes = ("attention-logit-growth",)
+    modes = ("attention-logit-growth", "optimizer-divergence")
     between_samples = True
 
     def __init__(self, num_sites: int = 0) -> None:
@@ -51,6 +53,7 @@ class AttentionLogits(Detector):
         self._num_over: dict[str, int] = {}
         self._since: dict[str, int] = {}
         self._at: dict[str, list[int]] = {}
+        self._told = -1  # step of the leap of the LR that was told by logits: what more of them grow is the same
 
     def grow(self, num_sites: int) -> None:
         """Not by site."""
@@ -141,16 +144,20 @@ class AttentionLogits(Detector):
         rows = ctx.now.in_flow(inside & ctx.inputs())[:1] if module else np.zeros(0, dtype=np.int64)
         usual = float(self._usual[name].median()[0])
         baseline = float(f"{usual:.4g}") if math.isfinite(usual) else None
+        since = self._since.get(name, ctx.now.step)
+        evidence = [
+            Evidence("max_attention_logit", float(f"{value:.6g}"), baseline, "logit", since),
+            Evidence("logit_growth", round(slope, 4), 0, "octaves/step", since),
+        ]
+        risen = ctx.schedule.risen(since)
+        if risen is None or not ctx.warm:
+            return ctx.now.finding(
+                "attention-logit-growth", severity, rows, evidence, "shared", bound=False, began=since, attention=module or None
+            )  # fmt: skip
+        at, before, lr = risen
+        goes_on, self._told = self._told == at, at
+        evidence.insert(0, Evidence("lr", lr, before, "", at))
         return ctx.now.finding(
-            "attention-logit-growth",
-            severity,
-            rows,
-            [
-                Evidence("max_attention_logit", float(f"{value:.6g}"), baseline, "logit", self._since.get(name)),
-                Evidence("logit_growth", round(slope, 4), 0, "octaves/step", self._since.get(name)),
-            ],
-            "shared",
-            bound=False,
-            began=self._since.get(name, ctx.now.step),
-            attention=module or None,
-        )
+            "optimizer-divergence", severity, rows, evidence, "shared", kind="logits", began=at, not_before=at,
+            lr_jump=(before, lr), attention=module or None, consequence=goes_on,
+        )  # fmt: skip

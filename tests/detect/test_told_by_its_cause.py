@@ -1,0 +1,230 @@
+"""What follows from a cause that is known is told under its name: an LR that left its range, a weight that was written, a young history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import Case
+from detect.trace import Trace, healthy
+
+from fp8watch_agent.training_names import SECOND_LOOKED, SECOND_ZERO
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.lr_schedule import Schedule
+from fp8watch_server.detect.modes.recipe_mismatch.detector import loaded
+from fp8watch_server.detect.sessions import Change
+from fp8watch_server.incidents.explain import explain
+
+AT, STEPS = 120, 180
+FC2, Q = "layers.1.mlp.down_proj", "layers.0.attn.q_proj"
+LOGIT = "max_attention_logit/layers.0.attn"
+since = np.maximum(np.arange(STEPS) - AT, 0)
+
+
+def found_in(t: Trace) -> list[Finding]:
+    return play(Case([t], AT))
+
+
+def told(t: Trace) -> list[Folded]:
+    return fold(found_in(t), t.facts)
+
+
+def with_logits(t: Trace, octaves: float, begins: int = AT) -> None:
+    t.logs[LOGIT] = 25.0 * np.exp2(octaves * np.maximum(np.arange(STEPS) - begins, 0))
+
+
+def climbing(rate: float, most: float, begins: int = AT) -> np.ndarray:
+    return 2e-3 * np.minimum(rate ** np.maximum(np.arange(STEPS) - begins, 0), most)
+
+
+# ---- the learning rate
+
+
+def test_an_lr_that_climbs_out_of_its_range_is_a_jump_from_its_first_step_beyond_it() -> None:
+    schedule = Schedule(50, 10)
+    for step, lr in enumerate(climbing(1.15, 20)):
+        schedule.observe(step, float(lr), learn=True)
+    assert schedule.jump_step == AT + 1
+    assert schedule.last_leap is not None
+    assert schedule.last_leap[:2] == (AT + 1, pytest.approx(2e-3))
+    assert schedule.last_leap[2] == pytest.approx(4e-2)
+    assert schedule.warm(STEPS)
+
+
+def test_a_warm_up_to_where_it_was_and_one_from_nothing_are_no_climb() -> None:
+    again = np.concatenate([np.full(80, 2e-3), 2e-4 * 1.1 ** np.minimum(np.arange(60), 24)])
+    for lrs in (again, 1e-5 * 1.1 ** np.minimum(np.arange(80), 60)):
+        schedule = Schedule(50, 10)
+        for step, lr in enumerate(lrs):
+            schedule.observe(step, float(lr), learn=True)
+            assert schedule.jump_step is None
+
+
+def test_logits_that_grow_when_the_lr_has_left_its_range_are_the_optimizers() -> None:
+    t = healthy(5, STEPS, 2, lr=climbing(1.15, 20))
+    with_logits(t, 0.15, AT + 12)
+    [incident] = told(t)
+    assert incident.mode == "optimizer-divergence"
+    assert AT < incident.first.onset <= AT + 2
+    words = explain(incident.first, t.facts)
+    assert "LR 0.002 →" in words.title
+    assert "layers.0.attn" in words.title
+
+
+def test_logits_that_grow_long_after_the_lr_leaped_are_told_by_themselves() -> None:
+    lr = np.where(np.arange(STEPS) < 80, 2e-3, 8e-3)
+    t = healthy(5, STEPS, 2, lr=lr)
+    with_logits(t, 0.15, AT + 10)
+    assert [i.mode for i in told(t)] == ["attention-logit-growth"]
+
+
+def test_logits_that_grow_again_after_one_leap_of_the_lr_open_nothing_new() -> None:
+    t = healthy(5, STEPS, 2, lr=np.where(np.arange(STEPS) < AT, 2e-3, 1e-2))
+    with_logits(t, 0.12, AT)
+    t.logs[LOGIT][AT + 15 :] = t.logs[LOGIT][AT + 15]
+    t.logs["max_attention_logit/layers.1.attn"] = 30.0 * np.exp2(0.12 * np.maximum(np.arange(STEPS) - AT - 15, 0))
+    found = [f for f in found_in(t) if f.extra.get("kind") == "logits"]
+    assert [bool(f.extra["consequence"]) for f in found] == [False, *[True] * (len(found) - 1)]
+    assert len(found) > 3
+
+
+# ---- what the optimizer writes
+
+
+def zeros(t: Trace, first: int, last: int) -> None:
+    steps = np.arange(STEPS)
+    t.logs[SECOND_LOOKED] = np.full(STEPS, 1000.0)
+    t.logs[SECOND_ZERO] = np.where((steps >= first) & (steps <= last), 300.0, 0.0)
+
+
+def leaps(t: Trace, octaves: float, at: int = AT) -> None:
+    t.grow(t.mask(FC2, "weight"), np.where(np.arange(STEPS) >= at, octaves, 0.0))
+
+
+def test_a_weight_that_leaps_under_moments_that_are_wrong_is_no_flipped_bit() -> None:
+    t = healthy(3, STEPS)
+    zeros(t, AT - 4, AT + 4)
+    leaps(t, 2.0)
+    assert [i.mode for i in told(t)] == ["optimizer-divergence"]
+    alone = healthy(3, STEPS)
+    leaps(alone, 2.0)
+    assert [i.mode for i in told(alone)] == ["silent-data-corruption"]
+
+
+def test_second_moments_that_stay_wrong_keep_their_incident_open() -> None:
+    t = healthy(3, STEPS)
+    zeros(t, AT, AT + 40)
+    [incident] = told(t)
+    assert (incident.first.step, incident.last_step) == (AT, AT + 40)
+
+
+def test_a_weight_that_leaped_is_told_in_the_step_that_it_breaks() -> None:
+    t = healthy(3, STEPS)
+    leaps(t, 100.0)
+    t.steps["loss"][AT:] = np.nan
+    rows = t.mask("layers.2", "input")
+    t.columns["num_nan"][AT:, rows] = 5
+    [incident] = [i for i in told(t) if i.first.onset >= AT]
+    assert incident.mode == "silent-data-corruption"
+    assert incident.named.onset == AT
+    assert t.facts[incident.named.site or 0].module == FC2
+
+
+def test_a_weight_that_leaps_behind_values_that_broke_before_is_their_consequence() -> None:
+    t = healthy(3, STEPS)
+    leaps(t, 100.0, AT + 1)
+    t.steps["loss"][AT:] = np.nan
+    t.columns["num_nan"][AT:, t.mask("layers.2", "input")] = 5
+    assert "silent-data-corruption" not in {i.mode for i in told(t)}
+
+
+# ---- what shrinks
+
+
+@pytest.mark.parametrize("each", [0.02, 0.25])
+def test_weights_that_lose_a_share_of_themselves_in_each_step_are_told(each: float) -> None:
+    t = healthy(3, STEPS)
+    t.grow(t.mask(None, "weight"), np.log2(1 - each) * since)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("optimizer-divergence", "warning")
+    assert abs(incident.first.onset - AT) <= 3
+    words = explain(incident.first, t.facts)
+    assert "weights shrink together" in words.title
+    assert "Weight decay" in words.cause
+
+
+def test_inputs_that_shrink_together_while_weights_stand_are_told() -> None:
+    t = healthy(3, STEPS)
+    t.grow(t.mask(None, "input"), np.log2(1 - 0.05) * since)
+    incident = told(t)[0]
+    assert incident.mode == "optimizer-divergence"
+    assert "inputs shrink together" in explain(incident.first, t.facts).title
+
+
+@pytest.mark.parametrize("operand", ["weight", "input"])
+def test_what_becomes_smaller_at_once_does_not_shrink(operand: str) -> None:
+    t = healthy(3, STEPS)
+    t.grow(t.mask(None, operand), np.where(np.arange(STEPS) >= AT, -0.7, 0.0))
+    assert "shrinking" not in {f.extra.get("kind") for f in found_in(t)}
+
+
+# ---- what is no failure
+
+
+def test_a_history_that_lags_in_a_young_model_is_not_chronic() -> None:
+    for first, said in ((0, []), (60, ["chronic-quantization-noise"])):
+        t = healthy(3, STEPS, recipe="delayed")
+        rows = t.mask(FC2, "input")
+        noisy = (np.arange(STEPS) >= first) & (np.arange(STEPS) < first + 45)
+        t.set_sqnr(rows, np.where(noisy, 25.0, 31.0))
+        assert [i.mode for i in told(t)] == said
+
+
+def test_a_loss_that_scatters_by_a_factor_has_no_bad_batch() -> None:
+    t = healthy(3, STEPS)
+    t.steps["loss"] = 3.0 * np.exp(np.random.default_rng(7).normal(0, 0.5, STEPS))
+    t.steps["loss"][AT] = 3.0 * np.exp(1.5)
+    t.steps["grad_norm"][AT] = 12.0
+    assert told(t) == []
+    t.steps["loss"][AT] = 3.0 * np.exp(3.5)
+    assert [i.mode for i in told(t)] == ["bad-batch"]
+
+
+def test_tiles_below_the_range_of_a_scale_are_no_fault_of_the_quantiser() -> None:
+    t = healthy(3, STEPS)
+    rows = t.mask(FC2, "input")
+    t.set_sqnr(rows, np.where(np.arange(STEPS) >= AT, 1.0, 31.0))
+    assert "quantiser-fault" in {f.mode for f in found_in(t)}
+    t.columns["amax_min_nonzero"][AT:, rows] = 2.0**-120
+    assert "quantiser-fault" not in {f.mode for f in found_in(t)}
+
+
+# ---- where
+
+
+def test_what_was_loaded_otherwise_has_the_place_of_its_weight() -> None:
+    facts = list(healthy(3, 2).facts.values())
+
+    def places(said: str) -> list[str]:
+        return [f.module for f in loaded([Change("loaded_weights", said, "as saved", "the checkpoint")], facts)]
+
+    assert places(f"{FC2}.weight, {Q}.weight of 21") == [
+        f.module for f in facts if f.module in (FC2, Q) and f.operand == "weight"
+    ]
+    assert places(f"{FC2}.weight of 21") == [FC2]
+    assert places(f"{FC2}.weight, {Q}.weight, x.weight and 12 more of 21") == []
+
+
+def test_of_two_that_explain_each_other_the_earlier_is_the_cause() -> None:
+    from fp8watch_server.detect.statistics import without_consequences
+
+    t = healthy(3, STEPS)
+    leaps(t, 2.0)
+    leap = next(f for f in found_in(t) if f.mode == "silent-data-corruption")
+    later = replace(leap, mode="optimizer-divergence", step=leap.step + 2, extra={"sites": [], "num_sites": 0})
+    for began, cause in ((leap.step + 2, leap), (leap.step - 2, None), (leap.step, None)):
+        grows = replace(later, extra={**later.extra, "began": began})
+        assert without_consequences([leap, grows]) == [cause or grows]
