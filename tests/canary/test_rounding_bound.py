@@ -294,6 +294,18 @@ def test_rows_that_are_one_vector_at_right_angles_to_the_signs_are_no_error(dtyp
     assert check_product((1.1 * right).to(dtype), a, b) is not None
 
 
+def test_what_float16_rounds_below_its_normal_numbers_is_no_error() -> None:
+    g = torch.Generator().manual_seed(8)
+    a, b = torch.randn(200, 64, generator=g) * 1e-4, torch.randn(64, 96, generator=g) * 4e-4
+    right = a @ b
+    rounded = right.to(torch.float16)
+    assert (rounded.float() - right).norm() > 0.02 * right.norm()
+    assert check_product(rounded, a, b) is None
+    assert check_product((4 * right).to(torch.float16), a, b) is not None
+    assert check_product(right.to(torch.bfloat16), a, b) is None
+    assert check_product((1.1 * right).to(torch.bfloat16), a, b) is not None
+
+
 def test_a_few_rows_that_nobody_wrote_are_no_narrow_accumulator() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(256, 96), torch.randn(96, 64)
