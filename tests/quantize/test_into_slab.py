@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks import kernels
 from quantize.measured_operands import KINDS, operand, same
 
-from fp8watch.kernels import cpu, cpu_call
+from fp8watch.kernels import cpu, cpu_call, cpu_library
 from fp8watch.kernels.registry import available
 from fp8watch.numerics.formats import E4M3, E5M2
 from fp8watch.numerics.quantize_job import QuantizeJob
@@ -86,3 +87,14 @@ def test_operands_of_many_shapes_are_each_told_apart() -> None:
     for length in range(1, cpu_call._MAX_SHAPES + 20):
         cpu.measure(torch.ones(1, length), job)
     assert len(job.prepared) <= cpu_call._MAX_SHAPES, "sequences of any length fill no memory"
+
+
+@pytest.mark.parametrize(("stats", "heavy"), [(False, False), (True, False), (True, True)])
+def test_what_the_benchmark_times_is_a_call_of_the_library(stats, heavy) -> None:
+    x = torch.randn(16, 256)
+    call = kernels.arguments(x, QuantizeJob((1, 128), E4M3, stats=stats, heavy=heavy))
+    assert cpu_library.load().fp8watch_operand(*call) == 0
+    codes, scale_inv, _ = cpu.quantize(x, QuantizeJob((1, 128), E4M3, stats=False))
+    out, its_scale_inv = kernels._alive[-3], kernels._alive[-1]
+    assert torch.equal(out, codes.view(torch.uint8))
+    assert torch.equal(its_scale_inv, scale_inv)
