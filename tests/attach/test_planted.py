@@ -146,7 +146,7 @@ BUGS = [
     Bug("an attention with a compiled part is left alone", "attention_calls:AttentionSeam._open",
         "m._compiled_call_impl is not None or", "",
         f"{A}/test_attention_logits.py::test_a_compiled_part_is_left_alone"),
-    Bug("each head meets each row in its turn", "attention_logits:_part",
+    Bug("each head meets each row in its turn", "observer.attention_logits:_part",
         "turn // apart", "turn",
         f"{A}/test_attention_logits.py::test_each_head_and_row_has_its_turn"),
     Bug("what led up to an event leaves with it", "tile_map_flush:TileMapFlush.capture",
