@@ -17,7 +17,7 @@ CHECKPOINT_BUGS = [
         "if not bool(filled.any()):\n        return\n        yield", FAULTS),
     Bug("v is 0 only where m is", "checkpoint_checks:moments", "if num_lost:", "if False:", FAULTS),
     Bug("one element does not hold a weight's energy", "checkpoint_checks:distribution",
-        "v.amax**2 > ONE_ELEMENT * v.energy", "False", FAULTS),
+        "v.amax**2 > ONE_ELEMENT * v.energy", "False", f"{_C}test_one_element_that_is_most_of_a_weight_is_named"),
     Bug("the same weight of other layers is compared", "check_checkpoint:_peers",
         "if abs(off) > FAR_FROM_PEERS:", "if False:", FAULTS),
     Bug("a scale may lie in another file", "checkpoint_files:Checkpoint.__init__",

@@ -75,6 +75,15 @@ def test_each_fault_is_named_with_its_tensor(base, tmp_path, fault):
     assert {f.removesuffix("_scale_inv").removesuffix("_sq") for f in failed} == roots
 
 
+def test_one_element_that_is_most_of_a_weight_is_named(tmp_path):
+    weights = {
+        name: torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) / 8 for name in ("sound", "flipped")
+    }
+    weights["flipped"][3, 5] = 100.0
+    report = check_checkpoint(made.save(weights, tmp_path, "torch.save"))
+    assert [(f.status, f.tensor, f.check) for f in report.findings] == [("FAIL", "flipped", "distribution")]
+
+
 def test_a_sound_checkpoint_of_each_format_has_no_finding_at_all(base, tmp_path):
     for i, how in enumerate(HOW):
         if how == "safetensors":
