@@ -81,7 +81,7 @@ def test_one_element_that_is_most_of_a_weight_is_named(tmp_path):
     }
     weights["flipped"][3, 5] = 100.0
     report = check_checkpoint(made.save(weights, tmp_path, "torch.save"))
-    assert [(f.status, f.tensor, f.check) for f in report.findings] == [("FAIL", "flipped", "distribution")]
+    assert [(f.status, f.tensor, f.check) for f in report.findings] == [("FAIL", "state.flipped", "distribution")]
 
 
 def test_a_sound_checkpoint_of_each_format_has_no_finding_at_all(base, tmp_path):
