@@ -93,6 +93,7 @@ def test_a_mirror_may_log_to_the_same_accelerator(kept, tmp_path):
     for _ in range(3):
         accelerator.backward(model(torch.randn(16, 32)))
         optimizer.step()
+        optimizer.zero_grad()
     accelerator.end_training()
     assert seen == [0, 1, 2]
     logged = [{name for name in logs if not name.startswith("batch/")} for *_, logs, _ in kept[0].steps]
