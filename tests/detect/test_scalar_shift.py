@@ -156,8 +156,11 @@ def test_a_shift_is_told_once_and_the_new_level_is_then_usual() -> None:
 # ---- gradients that vanish together
 
 
-def vanish(t: Trace, factor: float, *, norm: bool = True, sites: bool = True) -> None:
+def vanish(t: Trace, factor: float, *, norm: bool = True, sites: bool = True, but: str | None = None) -> None:
+    """Gradients times a factor; of modules whose names end in `but` they go on."""
     grads = t.mask(operand="grad_output")
+    if but is not None:
+        grads &= ~t.mask(module=but)
     if norm:
         t.steps["grad_norm"][AT:] *= factor
     if sites and factor > 0:
@@ -183,6 +186,17 @@ def test_a_loss_that_is_scaled_away_is_said_whether_the_norm_is_logged_or_not(fa
     assert incident.first.verdict == "shared"
     assert ("norm fell from" if logged else "Gradients ") in said(t)
     assert "loss scale" in explain(incident.named, t.facts).fix[0]["text"]
+
+
+def test_most_of_a_model_that_a_clamped_term_cuts_off_is_no_loss_that_is_scaled_away() -> None:
+    """As free bits do to what is behind a divergence: the rest learns on."""
+    t = made()
+    part = t.sites[-1].module.rpartition(".")[2]
+    left = np.count_nonzero(t.mask(module=part, operand="grad_output"))
+    assert 0 < 2 * left < np.count_nonzero(t.mask(operand="grad_output"))
+    vanish(t, 0.0, norm=False, but=part)
+    t.steps["present"] &= 0xFF ^ int(StepPresent.GRAD_NORM)
+    assert {i.mode for i in incidents(t)} <= {"dead-layer"}
 
 
 @pytest.mark.parametrize(("factor", "plotted"), [(1e-3, True), (0.01, True), (0.01, False)])

@@ -5,7 +5,8 @@ Thread:     detect worker
 
 A loss that is scaled by 1e-9 or by 0, an output that was detached, a mask over every token: the loss may look as ever,
 the norm of the gradient does not. What all gradients do together is taken out before one layer is judged, so no other
-detector sees it. The norm is what people log; where it is not, the median gradient against its own baseline says it.
+detector sees it. The norm is what people log; where it is not, nine of ten gradients against their own baselines say it: where some go
+on as ever, a part of the model is cut off from the loss, for good or by a term that is clamped, and `dead-layer` names it.
 
 Ten octaves are told however they come. Five are where they come from one step to the next, and the norm is a quarter of the
 smallest of late: a loss divided twice by its tokens.
@@ -25,6 +26,8 @@ from fp8watch_server.detect.step_view import Mask
 SUSTAIN = 3
 """Steps in a row: a batch whose every token is masked has no gradient for one of them."""
 MIN_GRADIENTS = 3
+SPARED = 0.1
+"""Of the gradients, that need not have fallen."""
 AT_ONCE_OCTAVES = 5.0
 """A fall from one step to the next; what drifts there is the training's own."""
 USUAL_OCTAVES = 1.5
@@ -94,12 +97,14 @@ class GradientFall(Detector):
 
     @staticmethod
     def _fallen(ctx: Context) -> float | None:
-        """Octaves that the median gradient stands under its baseline; Inf where all are zero, None where none was seen."""
+        """Octaves that nine of ten gradients stand under their baselines at least; Inf where they are zero, None where none was seen."""
         now = ctx.now
         change = ctx.base.amax.median() - now.log2_amax
         change = np.where(now.all_zero, math.inf, change)
         known = ctx.gradients() & ctx.known(ctx.base.amax) & ~np.isnan(change)
-        return float(np.median(change[known])) if np.count_nonzero(known) >= MIN_GRADIENTS else None
+        if np.count_nonzero(known) < MIN_GRADIENTS:
+            return None
+        return float(np.quantile(change[known], SPARED, method="lower"))
 
     def _finding(self, ctx: Context, norm: float | None, usual: float, fallen: float | None) -> Finding:
         evidence = []

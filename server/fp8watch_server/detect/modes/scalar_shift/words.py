@@ -109,7 +109,7 @@ def _fall_words(f: Finding) -> tuple[str, str]:
         what = (
             "Gradients are all zero" if fall.value == "all zero" else f"Gradients fell by {number(fall.value)} octaves"
         )
-        cause = f"{what} in the median layer at step {fall.since_step}."
+        cause = f"{what}, in nine of ten layers at least, at step {fall.since_step}."
     else:
         return "Gradients fell", "The gradients fell; by how much was not measured."
     loss = next((e for e in f.evidence if e.field == "loss"), None)
