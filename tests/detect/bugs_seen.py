@@ -77,7 +77,7 @@ SEEN_TO_BE_WRONG = [
     Bug(
         "what is cut off from a loss is no loss that vanished",
         "gradient_fall:GradientFall._fallen",
-        "np.quantile(change[known], SPARED, method=\"lower\")",
+        'np.quantile(change[known], SPARED, method="lower")',
         "np.median(change[known])",
         f"{SCALARS}::test_most_of_a_model_that_a_clamped_term_cuts_off_is_no_loss_that_is_scaled_away",
     ),
