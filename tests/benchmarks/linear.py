@@ -227,7 +227,7 @@ def parts(shape: dict[str, int], steps: int) -> str:
 
     undo = [
         timed(ObservationPlan, "quantize", "quantising"),
-        timed(ObservationPlan, "_merge", "keeping the tiles"),
+        timed(ObservationPlan, "_keep", "keeping the tiles"),
         timed(ObservationPlan, "note_probe", "probes of norms and attention"),
         timed(Watch, "_close", "end of the step"),
         timed(StandingState, "before", "what the optimizer keeps, before its step"),
