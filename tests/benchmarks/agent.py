@@ -97,9 +97,10 @@ def lightened(rows: np.ndarray, light: np.ndarray) -> np.ndarray:
 VOLUME_STEPS, VOLUME_FROM = 256, 128
 
 
-def volume(merge_steps: int) -> tuple[float, float, float]:
+def volume(merge_steps: int) -> tuple[float, float, float, float]:
     """What one rank sends of a step: records, bytes a site, of a training past its first steps; full statistics of each site
-    once in ROTATION steps. Third: bytes a site if that were all, all sites in the same step and eight of these a body."""
+    once in ROTATION steps. Third and fourth: bytes a site if that were all, all sites in the same step, each such step in a
+    body of its own (it waits for no more than eight steps, as all else does), and eight of these a body (it waits for 128)."""
     os.environ["FP8WATCH_MERGE_STEPS"] = str(merge_steps)
     torch.manual_seed(0)
     model, data = ByteModel(num_layers=16, dim=64, num_heads=4, hidden=128), batches(load_text(), 4, 64)
@@ -130,7 +131,8 @@ def volume(merge_steps: int) -> tuple[float, float, float]:
         full.append((ids[once], rows[once]))
     each = VOLUME_STEPS - VOLUME_FROM
     num_records = sum(len(ids) for ids, _ in kept)
-    return num_records / each / num_sites, _bytes(kept) / each / num_sites, _bytes(full) / each / num_sites
+    sizes = (_bytes(kept), sum(_bytes([step]) for step in full), _bytes(full))
+    return (num_records / each / num_sites, *(size / each / num_sites for size in sizes))
 
 
 def _bytes(steps: list[tuple[np.ndarray, np.ndarray]]) -> int:
@@ -205,17 +207,23 @@ steps, in bodies of eight steps; 611 sites. From 256 ranks on rows that say noth
 
 {
         table.table(
-            ("", "records", "bytes", "against full records alone"),
+            ("", "records", "bytes", "against the first row"),
             [
                 ("full records each 16th step, nothing between", f"{1 / ROTATION:.3f}", f"{each[2]:.2f}", "1"),
                 (
-                    "and a light record in each other step",
+                    "the same, eight such steps a body: they wait for 128 steps",
+                    f"{1 / ROTATION:.3f}",
+                    f"{each[3]:.2f}",
+                    f"{each[3] / each[2]:.2f}",
+                ),
+                (
+                    "full records each 16th step and a light one in each other step",
                     f"{each[0]:.3f}",
                     f"{each[1]:.2f}",
                     f"{each[1] / each[2]:.2f}",
                 ),
                 (
-                    "the same from 256 ranks on",
+                    "that from 256 ranks on",
                     f"{of_many[0]:.3f}",
                     f"{of_many[1]:.2f}",
                     f"{of_many[1] / of_many[2]:.2f}",
