@@ -268,7 +268,15 @@ def _wide(size: int) -> torch.dtype:
 
 
 def prepare(x: torch.Tensor, job: QuantizeJob, kinds: Kinds) -> Prepared:
-    """Work out what the library is told of each call with such an operand, and remember it."""
+    """Work out what the library is told of each call with such an operand, and remember it.
+
+    Raises:
+        ValueError: both directions of tiles that are not one row high: the library would write beside what it is given.
+    """
+    if len(kinds) == 2 and job.tile[0] != 1:
+        raise ValueError(
+            f"both directions of {job.tile[0]}×{job.tile[1]} tiles in one call: the rowwise tile must be 1 high; quantise each direction"
+        )
     rows, columns = int(x.shape[0]), int(x.shape[1])
     packed, places, at = b"", [], 0
     for kind, one in zip(kinds, (job, job.transposed()) if len(kinds) == 2 else (job,), strict=True):

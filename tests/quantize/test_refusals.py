@@ -12,7 +12,7 @@ from fp8watch.kernels import Backend, available, reference, resolve
 from fp8watch.kernels.backend import quantize_dequantize_both
 from fp8watch.kernels.cpu_compiler import Unavailable, find_compiler
 from fp8watch.numerics.formats import FORMATS
-from fp8watch.numerics.quantize_job import QuantizeJob
+from fp8watch.numerics.quantize_job import QuantizeJob, quantize_jobs
 from fp8watch.quantize import quantize_blockwise
 
 E4M3 = FORMATS["E4M3"]
@@ -138,3 +138,12 @@ def test_the_cpu_backend_serves_wherever_a_compiler_does() -> None:
     except Unavailable as reason:
         pytest.skip(str(reason))
     assert available("cpu")["cpu"] is None
+
+
+def test_both_directions_of_tiles_that_are_not_one_row_high_are_refused_before_memory_is_written() -> None:
+    cpu = pytest.importorskip("fp8watch.kernels.cpu")
+    if cpu.probe(torch.device("cpu")) is not None:
+        pytest.skip("no compiler")
+    for job in quantize_jobs((128, 128), "E4M3"):
+        with pytest.raises(ValueError, match=r"both directions of 128×128 tiles .*rowwise tile must be 1 high"):
+            cpu.quantize_dequantize_both(torch.ones(512, 512), job)
