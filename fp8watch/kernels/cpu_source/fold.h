@@ -100,29 +100,30 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
     struct row *row = &f->row;
     const int64_t Kt = ceil_div(job->K, job->bk);
     int32_t bucket[GROUP];
-    vi amax_high = load_i(g->amax), amax_low = amax_high, inv_high = (vi)load_f(g->scale_inv), inv_low = inv_high;
-    vi ratio_high = (vi)load_f(g->ratio), ratio_low = ratio_high;
+    vi larger = splat_i(0), most = splat_i(bits_of(row->amax_max));
+    if (!f->num_groups++) {
+        store_i(f->amax_low, splat_i(ABS_MASK)), store_i(f->inv_low, splat_i(ABS_MASK)), store_i(f->ratio_low, splat_i(ABS_MASK));
+    }
+    vi amax_low = load_i(f->amax_low), inv_high = load_i(f->inv_high), inv_low = load_i(f->inv_low);
+    vi ratio_high = load_i(f->ratio_high), ratio_low = load_i(f->ratio_low);
     for (int k = 0; k < GROUP; k += VL) { /* positive numbers order as their bits do */
         vi amax = load_i(g->amax + k), inv = (vi)load_f(g->scale_inv + k), ratio = (vi)load_f(g->ratio + k);
-        amax_high = max_i(amax_high, amax), amax_low = min_i(amax_low, amax);
+        larger |= amax >= most, amax_low = min_i(amax_low, amax);
         inv_high = max_i(inv_high, inv), inv_low = min_i(inv_low, inv);
         ratio_high = max_i(ratio_high, ratio), ratio_low = min_i(ratio_low, ratio);
         store_i(bucket + k, min_i(max_i(((amax + (1 << 21)) >> 23) - AMAX_BUCKET_SHIFT, splat_i(1)), splat_i(63)));
     }
-    float high = float_of(max_of_lanes(amax_high));
-    row->amax_min_nonzero = min_or_nan(row->amax_min_nonzero, float_of(-max_of_lanes(-amax_low)));
-    row->scale_inv_max = max_or_nan(row->scale_inv_max, float_of(max_of_lanes(inv_high)));
-    row->scale_inv_min = min_or_nan(row->scale_inv_min, float_of(-max_of_lanes(-inv_low)));
-    row->scale_ratio_max = max_or_nan(row->scale_ratio_max, float_of(max_of_lanes(ratio_high)));
-    row->scale_ratio_min = min_or_nan(row->scale_ratio_min, float_of(-max_of_lanes(-ratio_low)));
+    store_i(f->amax_low, amax_low), store_i(f->inv_high, inv_high), store_i(f->inv_low, inv_low);
+    store_i(f->ratio_high, ratio_high), store_i(f->ratio_low, ratio_low);
     row->num_tiles += GROUP;
-    for (int k = 0; k < GROUP; k++) row->amax_hist[bucket[k]]++;
+    for (int k = 0; k < GROUP; k++) f->buckets[k % 4][bucket[k]]++;
     const int64_t first = tiles[0].i * Kt + tiles[0].j, each = tiles[0].rows * tiles[0].columns;
-    if (high >= row->amax_max)
+    if (any_b((vb)larger))
         for (int k = 0; k < GROUP; k++) {
-            int64_t place = tiles[k].i * Kt + tiles[k].j;
-            if (float_of(g->amax[k]) != high || (high == row->amax_max && !earlier(place, f->worst))) continue;
-            row->amax_max = high;
+            const float amax = float_of(g->amax[k]);
+            const int64_t place = tiles[k].i * Kt + tiles[k].j;
+            if (amax < row->amax_max || (amax == row->amax_max && !earlier(place, f->worst))) continue;
+            row->amax_max = amax;
             f->worst = place;
         }
     /* alike, side by side, and all of them as most tiles are: written at once */
@@ -153,6 +154,19 @@ static void fold_group(const struct job *job, struct fold *f, const struct tile 
         counted.saturated = counted.nan = counted.inf = 0;
         write_marks(job, place, &counted, flags);
     }
+}
+
+/* What groups left lane by lane, into the record; the part of the operand is over. */
+static void groups_finish(struct fold *f) {
+    struct row *row = &f->row;
+    if (!f->num_groups) return;
+    row->amax_min_nonzero = min_or_nan(row->amax_min_nonzero, float_of(-max_of_lanes(-load_i(f->amax_low))));
+    row->scale_inv_max = max_or_nan(row->scale_inv_max, float_of(max_of_lanes(load_i(f->inv_high))));
+    row->scale_inv_min = min_or_nan(row->scale_inv_min, float_of(-max_of_lanes(-load_i(f->inv_low))));
+    row->scale_ratio_max = max_or_nan(row->scale_ratio_max, float_of(max_of_lanes(load_i(f->ratio_high))));
+    row->scale_ratio_min = min_or_nan(row->scale_ratio_min, float_of(-max_of_lanes(-load_i(f->ratio_low))));
+    for (int q = 0; q < 4; q++)
+        for (int b = 1; b < 64; b++) row->amax_hist[b] += f->buckets[q][b];
 }
 
 INLINE void note_ratio(struct fold *f, int64_t place, double ratio) {

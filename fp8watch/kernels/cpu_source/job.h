@@ -88,6 +88,10 @@ struct fold {
     struct row row;
     int64_t worst, noisiest, off_scale, first_nonfinite;  /* linear places; −1: nowhere */
     float badness;
+    /* Of groups of ordinary tiles, lane by lane until `groups_finish`: bits of extremes, and buckets of amax, four tables
+     * of them because neighbours fall into the same bucket and would wait for each other. */
+    int64_t num_groups;
+    int32_t amax_low[VL], inv_high[VL], inv_low[VL], ratio_high[VL], ratio_low[VL], buckets[4][64];
     int64_t vector_nonzero;       /* elements whose depth was counted by vectors */
     int64_t vector_depth[31];     /* and how many of them lie in each bucket but the last */
     /* Depths are counted with one bit an element, and added bit by bit: bit k of a lane of plane l counts 2^l elements

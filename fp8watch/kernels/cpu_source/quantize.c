@@ -156,6 +156,7 @@ static int run(struct work *w, int num_jobs) {
             struct fold *f = w->folds[k];
             for (int64_t c = 0; c < w->num_chunks; c++) {
                 depth_finish(f + c);
+                groups_finish(f + c);
                 if (c) fold_merge(f, f + c);
             }
             fold_write(one, f, one->row);
