@@ -92,9 +92,10 @@ def attach(
         every: energies, moments and depth of each operand once in n optimizer steps, of some in each step; of all in the
             first step and in some after a jump or a break. Amax, counts and scales are of each step, but see below.
         tile_maps: "triggered", "all" or "every:N" (of each operand once in N steps): which full tile maps are streamed.
-        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`, at
-            most half as much again as what each step needs; with recipe "observe" a Linear's amax and counts come once in up
-            to 16 steps as well. None switches that off.
+        overhead_budget: share of a step that observing may cost before full statistics come less often than `every`. What
+            each step needs is not cut: where that leaves little or nothing, they may cost a quarter of the budget, or half
+            of what is beyond it; with recipe "observe" a Linear's amax and counts come once in up to 16 steps as well. None
+            switches that off.
         optimizer: the one whose steps count, or a list of those that end a step together: a torch optimizer, or an engine's
             or trainer's that has one inside; default: those that hold watched parameters, or copies of them.
         start_step: number of the first step, from a checkpoint.

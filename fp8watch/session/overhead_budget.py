@@ -31,8 +31,10 @@ MAX_EVERY = 64
 MAX_LIGHT_EVERY = 16
 """Fewer steps than an incident stays open without being seen again."""
 
+LEAST = 0.25
+"""Of the budget: what full statistics may cost however little is left of it."""
 OVER = 0.5
-"""Of what is looked at in each step: what full statistics may cost where that takes the budget by itself."""
+"""Of what is looked at in each step beyond the budget: what they may cost where that is more."""
 
 NOTABLE = 1.5
 """Times the budget: what costs more than this is said even where rarer statistics would not help."""
@@ -64,13 +66,11 @@ def choose_light_every(cost: Cost, budget: float) -> int:
 
 
 def choose_every(cost: Cost, budget: float, light_every: int = 1) -> int:
-    """How often full statistics fit into the budget. Where they do not even each `MAX_EVERY` steps, because what is
-    looked at in each step takes most of it or more, they may cost half as much again as that."""
+    """How often full statistics fit into what each step leaves of the budget. Where that is little or nothing, they have a
+    share of their own: a quarter of the budget, or half of what each step takes beyond it."""
     each = cost.fixed + cost.light / light_every
-    left = budget - each
-    if left > 0 and cost.sampling <= left * MAX_EVERY:
-        return max(1, math.ceil(cost.sampling / left - 1e-9))
-    return min(MAX_EVERY, max(1, math.ceil(cost.sampling / max(each * OVER, 1e-9) - 1e-9)))
+    share = max(budget - each, LEAST * budget, OVER * (each - budget), 1e-9)
+    return min(MAX_EVERY, max(1, math.ceil(cost.sampling / share - 1e-9)))
 
 
 class Overhead:
