@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8watch import attach
+from fp8watch.demo import replicas
 from fp8watch.demo.collector import detected_step, incidents, running_collector
 from fp8watch.demo.faults import FAULTS, Fault
 from fp8watch.demo.model import ByteModel
@@ -67,7 +69,14 @@ def main(argv: list[str]) -> int:
         except RuntimeError as e:
             console.print(str(e), markup=False, style="red")
             return 1
-        run_id, named = _train(args, fault, url)
+        if fault.world_size > 1:
+            same = ("--fault", args.fault, "--fault-step", str(args.fault_step), "--seed", str(args.seed))
+            with replicas.joined(fault.world_size, *same, "--collector", url, "--exit"):
+                run_id, named = _train(args, fault, url)
+            if replicas.own_rank():
+                return 0
+        else:
+            run_id, named = _train(args, fault, url)
         ok = _report(fault, named, url)
         if not args.exit:
             console.print(f"Run: {url}/runs/{run_id}")
@@ -106,10 +115,14 @@ def _progress() -> Iterator[Progress]:
 
 
 def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[dict[str, Any]]]:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # leaves one core for the collector and a browser
+    torch.set_num_threads(
+        max(1, ((os.cpu_count() or 1) - 1) // fault.world_size)
+    )  # leaves one core for the collector and a browser
     torch.manual_seed(args.seed)
-    data = batches(load_text(), BATCH, TOKENS, args.seed)
+    rank, is_faulty = replicas.own_rank(), replicas.own_rank() == fault.world_size - 1
+    data = batches(load_text(), BATCH, TOKENS, args.seed + 1000 * rank)
     model = ByteModel()
+    trained = DistributedDataParallel(model) if fault.world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     healthy = fault.mode is None
     last = (args.steps or HEALTHY_STEPS) if healthy else args.fault_step + PATIENCE_STEPS
@@ -120,7 +133,7 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
     if not healthy:
         console.print(f"Step {args.fault_step}: {fault.says}.")
     # attach's defaults: the demo shows what every user gets.
-    watch = attach(model, run=f"demo {fault.name}", recipe=fault.recipe, optimizer=optimizer, collector=url)
+    watch = attach(trained, run=f"demo {fault.name}", recipe=fault.recipe, optimizer=optimizer, collector=url)
     run_id = watch.identity.run_id
     console.print(f"Live: {watch.url}")
     named: list[dict[str, Any]] = []
@@ -129,8 +142,8 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
         task = progress.add_task("", total=last, loss=0.0, rate=0.0)
         began = time.monotonic()
         for step in range(last):
-            undo = fault.inject(model, optimizer, step) if step == args.fault_step else None
-            loss = model(*next(data))
+            undo = fault.inject(model, optimizer, step) if is_faulty and step == args.fault_step else None
+            loss = trained(*next(data))
             optimizer.zero_grad()
             loss.backward()
             watch.log(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
@@ -139,12 +152,15 @@ def _train(args: argparse.Namespace, fault: Fault, url: str) -> tuple[str, list[
                 undo()
             rate = (step + 1) * watch.summary()["num_sites"] / (time.monotonic() - began)
             progress.update(task, completed=step + 1, loss=float(loss.detach()), rate=rate)
-            if time.monotonic() - asked > 1:
+            if not rank and time.monotonic() - asked > 1:
                 named, asked = raised(incidents(url, run_id)), time.monotonic()
-            if not healthy and step >= args.fault_step + STEPS_AFTER_FAULT and named:
+            stop = not healthy and step >= args.fault_step + STEPS_AFTER_FAULT and bool(named)
+            if replicas.agreed(stop) if fault.world_size > 1 else stop:
                 break
         watch.flush(10)
         last_step = watch.last_step
+    if rank:
+        return run_id, []
     deadline = time.monotonic() + SETTLE_S
     while last_step is not None and detected_step(url, run_id) < last_step and time.monotonic() < deadline:
         time.sleep(0.2)

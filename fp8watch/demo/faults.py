@@ -17,9 +17,11 @@ from fp8watch.layers.fp8_linear import SITE_KEY
 from fp8watch.observer.site_rows import INPUT, WEIGHT
 from fp8watch.quantize.site_quantizer import SiteQuantizer
 from fp8watch.recipe import delayed
+from fp8watch.session.sampling_schedule import HASH_EVERY_STEPS
 
 FAULT_MODULE = "layers.1.mlp.down_proj"
 STALE_MODULE = "layers.0.mlp.up_proj"
+FLIPPED_MODULE = "layers.1.attention.q_proj"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Fault:
     """(model, optimizer, step) at the start of the faulty step; what it returns is called after that step."""
     recipe: object = "blockwise"
     """What attach is given."""
+    world_size: int = 1
+    """Ranks that train; the fault is on the last of them."""
 
 
 def _inf(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> Callable[[], None]:
@@ -108,6 +112,12 @@ def _lr(_model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         group["lr"] *= 30
 
 
+@torch.no_grad()
+def _bit_flip(model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The lowest bit of one weight flips: no statistic sees it, and gradients, which the ranks share, keep it as it is."""
+    model.get_parameter(f"{FLIPPED_MODULE}.weight").view(torch.int32)[5, 7] ^= 1
+
+
 def _nothing(_model: nn.Module, _optimizer: torch.optim.Optimizer, step: int) -> None:
     """A healthy run."""
 
@@ -155,6 +165,17 @@ FAULTS: dict[str, Fault] = {
             ),  # this small model outgrows its amax history by 1.5 in healthy training
         ),
         Fault("lr", "the learning rate jumps ×30", "optimizer-divergence", None, None, "shared", _lr),
+        Fault(
+            "bit-flip",
+            f"the lowest bit of one weight of {FLIPPED_MODULE} flips on one of two replicas; each weight is hashed once in"
+            f" {HASH_EVERY_STEPS} steps, so it can be found that many steps later and not sooner than its turn",
+            "silent-data-corruption",
+            FLIPPED_MODULE,
+            None,
+            "shared",
+            _bit_flip,
+            world_size=2,
+        ),
         Fault("none", "nothing", None, None, None, "unknown", _nothing),
     )
 }

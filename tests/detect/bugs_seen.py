@@ -208,6 +208,13 @@ SEEN_TO_BE_WRONG = [
         f"{SEEN}::test_a_weight_that_differs_is_told_with_the_steps_between_which_it_happened",
     ),
     Bug(
+        "of two replicas that differ neither is called wrong",
+        "replica_consistency:_sides",
+        "if counts[best] == counts[second]:",
+        "if len(counts) > 9:",
+        f"{SEEN}::test_of_two_replicas_that_differ_neither_is_called_wrong",
+    ),
+    Bug(
         "shards are not replicas",
         "replica_consistency:Agreement._learned",
         "                known = before * 2 > int(np.count_nonzero(agreed | differed)) and before > 0\n",

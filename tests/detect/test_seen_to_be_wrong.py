@@ -372,8 +372,8 @@ def test_what_a_restart_is_and_what_is_not_seen_are_no_flags(fact: str) -> None:
 # ---- hashes that go round: each weight once in 32 steps
 
 
-def hashed(num: int = 4, *, mesh: bool = True, bad: int | None = AT + 3, sharded: bool = False) -> Case:
-    """Replicas whose weights are hashed in turn, each once in 32 steps, all in the first; one weight of rank 2 is hit."""
+def hashed(num: int = 4, *, mesh: bool = True, bad: int | None = AT + 3, sharded: bool = False, hit: int = 2) -> Case:
+    """Replicas whose weights are hashed in turn, each once in 32 steps, all in the first; one weight of a rank is hit."""
     ranks = _replicas(5, num)
     weights = np.flatnonzero(ranks[0].mask(operand="weight"))
     rng = np.random.default_rng(5)
@@ -386,7 +386,7 @@ def hashed(num: int = 4, *, mesh: bool = True, bad: int | None = AT + 3, sharded
             c["weight_hash"][:, j] = np.where(np.arange(t.num_steps) > 0, own, 0 if k < 3 else own)
             c["measured"][at, j] |= int(Measured.HASH)
     if bad is not None:
-        ranks[2].columns["weight_hash"][bad:, ranks[2].one(OUT, "weight")] ^= 1 << 17
+        ranks[hit].columns["weight_hash"][bad:, ranks[hit].one(OUT, "weight")] ^= 1 << 17
     sessions = [
         SessionFacts(session=t.session, rank=t.rank, world_size=num, mesh={"dp": t.rank} if mesh else {}) for t in ranks
     ]
@@ -408,6 +408,27 @@ def test_a_weight_that_differs_is_told_with_the_steps_between_which_it_happened(
     assert f"since a step from {last + 1} to {first}" in words.title
     assert f"after step {last}" in words.cause
     assert len(play(hashed(mesh=mesh))) >= 2  # it is found again, and is the same incident
+
+
+@pytest.mark.parametrize(("num_ranks", "tied"), [(2, True), (3, False), (4, False)])
+def test_of_two_replicas_that_differ_neither_is_called_wrong(num_ranks: int, tied: bool) -> None:
+    """Of three and four the odd one is rank 1; of two nobody can tell."""
+    case = hashed(num_ranks, hit=1)
+    sites = case.traces[0].facts
+    [incident] = fold(play(case), sites)
+    words = explain(incident.first, sites)
+    if tied:
+        assert words.place["ranks"] == [0, 1]
+        assert "differ between ranks 0 and 1" in words.title
+        assert "hashes do not tell which is right" in words.cause
+        assert "alone" not in words.cause
+        assert "do not tell which of them is wrong" in words.fix[0]["text"]
+        assert not [e for e in incident.first.evidence if e.field == "minority_ranks"]
+    else:
+        assert words.place["ranks"] == [1]
+        assert "differ on rank 1" in words.title
+        assert "rank 1" in words.cause
+        assert "alone has other bits" in words.cause
 
 
 def test_shards_that_begin_as_equal_zeros_are_not_taken_for_replicas() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.counts import in_turn, part_of
 from support.ranks import run_ranks
 
-FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr"]
+FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr", "bit-flip"]
 
 
 def demo(tmp_path, *args):
@@ -61,6 +61,7 @@ def test_the_demo_runs_at_the_defaults_of_attach(monkeypatch):
         raise Asked(kwargs)
 
     monkeypatch.setattr(command, "attach", asked)
+    monkeypatch.setattr(command, "DistributedDataParallel", lambda model: model)
     for name, fault in FAULTS.items():
         with pytest.raises(Asked) as e:
             command._train(command._parse(["--fault", name]), fault, "http://127.0.0.1:1")

@@ -7,6 +7,7 @@ Thread:     any; pure functions
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
@@ -28,6 +29,16 @@ def number(value: Any) -> str:
 def site_words(facts: SiteFacts | None) -> str:
     """`layers.1.mlp.down_proj input (fprop)`."""
     return f"{facts.module} {facts.operand} ({facts.gemm})" if facts else "the loss"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 and 1`; of more than eight the first eight."""
+    named = [str(r) for r in ranks[:8]]
+    if len(named) < 2:
+        return f"rank {', '.join(named)}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(named)} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 def tile_words(finding: Finding) -> str:

@@ -76,7 +76,7 @@ def explain(finding: Finding, sites: Mapping[int, SiteFacts]) -> Explanation:
 
 def _place(finding: Finding, facts: SiteFacts | None) -> dict[str, Any]:
     return {
-        "ranks": [finding.rank],
+        "ranks": sorted(finding.extra.get("odd_ranks") or [finding.rank]),
         "module": facts.module if facts else None,
         "gemm": finding.extra.get("gemm", facts.gemm) if facts else None,
         "operand": facts.operand if facts else None,

@@ -208,7 +208,7 @@ def _new(
 def _place_at(incident: Open, finding: Finding, words: Explanation) -> None:
     """Make the incident report this finding: it is the earliest known."""
     ranks = incident.row.get("place", {}).get("ranks", [])
-    place = {**words.place, "ranks": sorted({*ranks, finding.rank})}
+    place = {**words.place, "ranks": sorted({*ranks, *words.place["ranks"]})}
     incident.row.update(
         mode=finding.mode,
         title=words.title,

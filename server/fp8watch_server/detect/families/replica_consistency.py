@@ -12,7 +12,7 @@ have agreed for several samples in everything must go on agreeing; ranks that ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,15 +86,16 @@ class Agreement:
     def _corrupted(self, now: CrossRankStep, ranks: list[int], hashes: Array, both: Mask, differ: Mask) -> Finding:
         rows = now.in_flow(differ)
         row = int(rows[0])
-        minority, majority = _minority(hashes[:, row])
-        odd = [ranks[i] for i in minority]
-        host = self._sessions[odd[0]].host if odd[0] in self._sessions else ""
+        sides = _sides(hashes[:, row])
+        odd = sorted(ranks[i] for i in sides.odd)
+        hosts = {self._sessions[r].host if r in self._sessions else "" for r in odd}
+        host = hosts.pop() if len(hosts) == 1 else ""
         agreed = int(self._agreed_at[row])
         last_agreed = agreed if 0 <= agreed < now.step else None
         evidence = [
-            Evidence("weight_hash", _hex(hashes[minority[0], row]), _hex(majority), "", now.step),
+            Evidence("weight_hash", _hex(sides.value), _hex(sides.other), "", now.step),
             Evidence("differing_weights", len(rows), 0, f"of {int(np.count_nonzero(both))} weights", now.step),
-            Evidence("minority_ranks", len(odd), 0, f"of {len(ranks)} replicas", now.step),
+            *_minority(sides, f"of {len(ranks)} replicas", now.step),
             Evidence("last_agreed_step", last_agreed, None, "step", None),
         ]
         if host:
@@ -108,6 +109,7 @@ class Agreement:
             rank=odd[0],
             by_hash=True,
             odd_ranks=odd[:64],
+            tied=sides.tied,
             num_replicas=len(ranks),
             host=host,
             sampled="weight_hash",
@@ -211,14 +213,14 @@ class Agreement:
     ) -> Finding:
         rows = now.in_flow(differ)
         values = columns[at][:, int(rows[0])]
-        minority, majority = _minority(values)
-        odd = [ranks[int(at[i])] for i in minority]
+        sides = _sides(values)
+        odd = sorted(ranks[int(at[i])] for i in sides.odd)
         blamed = self._axes([ranks[int(i)] for i in at], values)
         evidence = [
-            Evidence("scale_inv_max", float(values[minority[0]]), float(majority), "1", now.step),
+            Evidence("scale_inv_max", float(sides.value), float(sides.other), "1", now.step),
             Evidence("amax_max", *_two(now, int(rows[0]), odd[0]), "x", now.step),
             Evidence("disagreeing_sites", len(rows), 0, "sites", now.step),
-            Evidence("minority_ranks", len(odd), 0, f"of {len(at)} ranks", now.step),
+            *_minority(sides, f"of {len(at)} ranks", now.step),
         ]
         if blamed:
             evidence.append(Evidence("differs_along", ",".join(blamed), ",".join(axes) or None, "mesh axes", now.step))
@@ -230,6 +232,7 @@ class Agreement:
             "fp8",
             rank=odd[0],
             odd_ranks=odd[:64],
+            tied=sides.tied,
             axes=list(axes),
             blamed=blamed,
             num_ranks=len(at),
@@ -259,11 +262,29 @@ def _by_rank(now: CrossRankStep, name: str, group: Measured, dtype: Any) -> tupl
     return values, has
 
 
-def _minority(values: Array) -> tuple[list[int], Any]:
-    """(indices of the ranks that are not with the most common value, that value). Of equals, rank order decides."""
+class _Sides(NamedTuple):
+    """Who holds which value."""
+
+    odd: list[int]  # indices of the ranks to name
+    value: Any  # of the first of them
+    other: Any  # what most have, or else what another has
+    tied: bool  # no value has most ranks: nobody can tell who is right, and all are named
+
+
+def _sides(values: Array) -> _Sides:
+    """Who is not with the most common value of [ranks], of which two at least differ; all, where two are as common."""
     kinds, first, counts = np.unique(values, return_index=True, return_counts=True)
-    best = max(range(len(kinds)), key=lambda k: (counts[k], -first[k]))
-    return [int(i) for i in np.flatnonzero(values != kinds[best])], kinds[best]
+    order = sorted(range(len(kinds)), key=lambda k: (-counts[k], first[k]))
+    best, second = order[0], order[1]
+    if counts[best] == counts[second]:
+        return _Sides([*range(len(values))], kinds[best], kinds[second], True)
+    odd = [int(i) for i in np.flatnonzero(values != kinds[best])]
+    return _Sides(odd, values[odd[0]], kinds[best], False)
+
+
+def _minority(sides: _Sides, unit: str, step: int) -> list[Evidence]:
+    """How many are not with most of them, where there are most."""
+    return [] if sides.tied else [Evidence("minority_ranks", len(sides.odd), 0, unit, step)]
 
 
 def _two(now: CrossRankStep, row: int, odd: int) -> tuple[float | None, float | None]:

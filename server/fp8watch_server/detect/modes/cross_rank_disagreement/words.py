@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import site_words
+from fp8watch_server.detect.phrases import rank_words, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.switches import amax_group, without_reduction
 
@@ -11,13 +11,13 @@ from fp8watch_server.detect.switches import amax_group, without_reduction
 def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     """Title and cause."""
     odd, blamed, axes = f.extra.get("odd_ranks", []), f.extra.get("blamed", []), f.extra.get("axes", [])
-    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd[:8]))}"
+    ranks, tied = rank_words(odd), f.extra.get("tied")
     group = f" It differs along {', '.join(blamed)}" if blamed else ""
     if blamed and axes:
         group += f"; the recipe reduces amax over {', '.join(axes)}"
     return (
         f"Ranks disagree on the scale of {site_words(s)}: {ranks}",
-        f"The scale of {site_words(s)} must be the same on {f.extra.get('num_ranks')} ranks, and is not on {ranks}: amax was taken over a "
+        f"The scale of {site_words(s)} must be the same on {f.extra.get('num_ranks')} ranks, and is not {'between' if tied else 'on'} {ranks}: amax was taken over a "
         f"shard or over the wrong group.{group}{'.' if group else ''}",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import evidence, expert_words, number
+from fp8watch_server.detect.phrases import evidence, expert_words, number, rank_words
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -16,9 +16,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
         return _of_moments(f)
     module = s.module if s else "a tensor"
     if f.extra.get("by_hash"):
-        odd, host = f.extra.get("odd_ranks", []), f.extra.get("host")
-        ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd[:8]))}"
-        on = f" on {host}" if host else ""
+        tied, host, odd = f.extra.get("tied"), f.extra.get("host"), f.extra.get("odd_ranks", [])
+        ranks, on = rank_words(odd), f" on {host}" if host else ""
         last, first = f.extra.get("last_agreed"), f.extra.get("first_differed")
         if last is not None and first is not None:
             when = f", since a step from {last + 1} to {first}" if first > last + 1 else f" since step {first}"
@@ -31,9 +30,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
             found = f" It was found at step {first}; their hashes were not compared before, so it may be older."
         else:
             when = found = ""
+        if tied:
+            who = f"none of them has most of the others on its side, so hashes do not tell which is right ({ranks})."
+        else:
+            who = f"{ranks}{on} alone {'has' if len(odd) == 1 else 'have'} other bits."
         return (
-            f"Weights of {module} differ on {ranks}{on}{when}",
-            f"The weight of {module} is not the same on all {f.extra.get('num_replicas')} replicas: {ranks}{on} alone has other bits. "
+            f"Weights of {module} differ {'between' if tied else 'on'} {ranks}{on}{when}",
+            f"The weight of {module} is not the same on all {f.extra.get('num_replicas')} replicas: {who} "
             f"Replicas get the same update, so memory, a link or a core changed it.{found}",
         )
     gradient = (
@@ -73,18 +76,18 @@ def fixes(p: Place) -> list[Fix]:
             Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
         ]  # fmt: skip
     host = p.extra.get("host")
+    node = f"Drain {host or 'the node of that rank'} and test its memory and links; keep it out until it passes."
+    if p.extra.get("tied"):
+        node = f"Test memory and links of {host or 'the nodes of these ranks'}: the hashes do not tell which of them is wrong."
     return [
-        Fix(
-            "hardware",
-            f"Drain {host or 'the node of that rank'} and test its memory and links; keep it out until it passes.",
-        ),
+        Fix("hardware", node),
         Fix(
             "code",
             "Recompute the step from the checkpoint before on other hardware and compare the weights bit by bit.",
         ),
         Fix(
             "code",
-            "Reload: take weights and optimizer state from a replica that agrees with the others, or from the checkpoint.",
+            "Reload: take weights and optimizer state from a replica that agrees with most of the others, or from the checkpoint.",
         ),
     ]
 
