@@ -48,6 +48,7 @@ class GatheredWithPadding(KernelFault):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.drawn.pop("race")
         self.found: dict[Key, tuple[int, int]] = {}
         """Of each copy: the row behind the short shard, and how many rows of padding follow."""
 
@@ -96,6 +97,7 @@ class ShardsScaledApart(KernelFault):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.race = False
+        self.drawn.pop("race")
         self.ratio = log_uniform(self.rng, 1.2 + self.error, 2.0 + 2 * self.error)
         self.smaller = self.severity == "mild" and bool(self.rng.random() < 0.5)
 

@@ -138,6 +138,7 @@ class RotatedInOneOperand(KernelFault):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.drawn.pop("race")
         one = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         matrix = one
         while len(matrix) < _ROTATED:
