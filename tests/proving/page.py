@@ -33,12 +33,14 @@ from proving.split import (
     FRESH_GENERATORS,
     HELD_OUT_FAMILIES,
     HELD_OUT_GENERATORS,
+    SEALED_FAMILIES,
+    SEALED_GENERATORS,
     UNSEEN_FAMILIES,
     UNSEEN_GENERATORS,
 )
 
 PAGE = ROOT / "docs" / "detection.md"
-SPLITS = ("unseen", "fresh", "held-out", "crossed", "dev")
+SPLITS = ("sealed", "unseen", "fresh", "held-out", "crossed", "dev")
 Measure = Callable[[Sequence[Judged]], float]
 
 
@@ -106,7 +108,7 @@ def goals(splits: dict[str, Score]) -> list[str]:
             lambda s: f"{len(s.scored)} / {len({j.line['change'] for j in s.scored})}" if s.scored else "–",
         ),
     ]
-    head = ["| | goal | unseen | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|---|"]
+    head = ["| | goal | sealed | unseen | fresh | held out | crossed | dev |", "|---|---|---|---|---|---|---|---|"]
     return head + [f"| {name} | {goal} | {' | '.join(f(splits[s]) for s in SPLITS)} |" for name, goal, f in rows]
 
 
@@ -159,7 +161,7 @@ def alarms(got: Score) -> list[str]:
 
 
 def newer(name: str, got: Score) -> list[str]:
-    """The sections of the unseen or the fresh set; nothing before it has been run."""
+    """The sections of the sealed, the unseen or the fresh set; nothing before it has been run."""
     if not (got.faulty or got.healthy):
         return []
     return [
@@ -195,17 +197,21 @@ def part(lines: Sequence[dict[str, Any]]) -> str:
         "",
         "*Held out*: neither the family nor the generator of the fault was used to choose anything. *Crossed*: one of the two was.",
         "*Fresh*: faults and healthy events that nobody had tuned on when they were made, see below; *unseen*: such ones made after the fresh",
-        "ones had been read. A dash where none of them has been run.",
+        "ones had been read; *sealed*: made like unseen, after the unseen set had been read, by an author who had not seen the detectors.",
+        "A dash where none of them has been run.",
         f"*Dev* families: {', '.join(DEV_FAMILIES)}; held out: {', '.join(HELD_OUT_FAMILIES)};",
-        f"fresh: {', '.join(FRESH_FAMILIES)}; unseen: {', '.join(UNSEEN_FAMILIES)}. *Dev* generators:",
+        f"fresh: {', '.join(FRESH_FAMILIES)}; unseen: {', '.join(UNSEEN_FAMILIES)};",
+        f"sealed: {', '.join(SEALED_FAMILIES)}. *Dev* generators:",
         f"{', '.join(g for g in DEV_GENERATORS if g != 'planted')}; held out: {', '.join(HELD_OUT_GENERATORS)};",
-        f"fresh: {', '.join(FRESH_GENERATORS)}; unseen: {', '.join(UNSEEN_GENERATORS)}.",
+        f"fresh: {', '.join(FRESH_GENERATORS)}; unseen: {', '.join(UNSEEN_GENERATORS)};",
+        f"sealed: {', '.join(SEALED_GENERATORS)}.",
         "Intervals are 95 %, by resampling clusters (family × fault). *Delay* is from the first wrong step to the newest step that",
         "the incident rested on; *lead* is to the first step at which the loss is 6 σ off its twin's. An incident's first step lies",
         "before the fault where a site is looked at in turns: it is the step after the last look that was good.",
         "",
         *goals(splits),
         "",
+        *newer("sealed", splits["sealed"]),
         *newer("unseen", splits["unseen"]),
         *newer("fresh", splits["fresh"]),
         "### By mode, held out",

@@ -121,7 +121,8 @@ class TestOfEachFault:
     def test_right_before_wrong_from_its_step_right_when_undone(self, name: str) -> None:
         kind, fault = _drawn(name)
         starts_over = fault.step == 0 or name in ("scales-as-exponents", "rollout-mismatch")
-        recipe = "delayed" if getattr(fault, "needs_recipe", "") == "delayed" else tiny.KINDS[kind]().recipe
+        needs = getattr(fault, "needs_recipe", "")
+        recipe = needs if needs in ("delayed", "current") else tiny.KINDS[kind]().recipe
         trace, again = _train(kind, fault)
         healthy, healthy_again = _healthy(kind, recipe, fault.step if fault.resumes else None)
         if not starts_over:

@@ -20,6 +20,7 @@ HALVES = {
     "HELD_OUT_FAMILIES": ("delayed", "moe"),
     "FRESH_FAMILIES": ("muon",),
     "UNSEEN_FAMILIES": ("world",),
+    "SEALED_FAMILIES": ("ranker",),
 }
 
 

@@ -101,6 +101,8 @@ class TestSplit:
         monkeypatch.setattr(plan, "HELD_OUT_FAMILIES", ("resume",))
         monkeypatch.setattr(plan, "FRESH_FAMILIES", ("muon",))
         monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ())
+        monkeypatch.setattr(plan, "SEALED_FAMILIES", ())
+        monkeypatch.setattr(plan, "SEALED_PER_FAULT", (0, 0))
         without = plan.cases(lambda family, seed: probes[family])
         monkeypatch.setattr(plan, "UNSEEN_FAMILIES", ("speech", "world"))
         cases = plan.cases(lambda family, seed: probes[family])
