@@ -6,6 +6,7 @@ from support.planted import Bug
 
 TOLD = "tests/detect/test_told_by_its_cause.py"
 PLACE = "tests/incidents/test_at_its_place.py"
+APART = "tests/detect/test_kept_apart.py"
 
 TOLD_BY_CAUSE = [
     Bug(
@@ -161,5 +162,33 @@ TOLD_BY_CAUSE = [
         "_is_upstream(",
         "False and _is_upstream(",
         f"{PLACE}::test_what_fades_is_named_where_it_comes_first_in_data_flow",
+    ),
+    Bug(
+        "no number that breaks makes a loss better",
+        "precedence:explains",
+        "        return root == FALL\n",
+        "        return other in EXPLAINS.get(root, ()) or 'bad-batch' in EXPLAINS.get(root, ())\n",
+        f"{APART}::test_a_loss_that_falls_and_a_quantiser_that_breaks_are_two_incidents_each_with_its_step",
+    ),
+    Bug(
+        "of a loss that may be negative no share is told",
+        "modes.bad_batch.words:level_words",
+        "min(usual, loss) <= 0",
+        "usual == 0",
+        f"{APART}::test_of_a_loss_that_may_be_negative_no_share_is_told",
+    ),
+    Bug(
+        "what was loaded otherwise explains what follows",
+        "finding:Finding.kind",
+        "            return LOADED\n",
+        "            return self.mode\n",
+        f"{APART}::test_what_follows_from_a_load_that_changed_the_model_is_told_under_it",
+    ),
+    Bug(
+        "a small batch warns nobody",
+        "families.loss_jump:_finding",
+        "(brief or jump.small is not None)",
+        "brief",
+        f"{APART}::test_a_loss_that_jumps_in_a_small_batch_is_information",
     ),
 ]

@@ -21,6 +21,8 @@ from fp8watch_server.detect.precedence import (
     FALL,
     IN_EFFECT,
     LEAP,
+    LOADED,
+    LOSS_FALL,
     WEIGHT_FIRST,
     WEIGHT_LEAP,
     latest,
@@ -190,5 +192,9 @@ class Finding:
             return BLIND
         if self.mode == "recipe-mismatch" and self.extra.get("kind") == "in-effect":
             return IN_EFFECT
+        if self.mode == "recipe-mismatch" and self.extra.get("loaded"):
+            return LOADED
+        if self.mode == "bad-batch" and self.extra.get("fell"):
+            return LOSS_FALL
         kinds = {"fall": FALL, "factor": FACTOR} if self.mode == "scalar-shift" else {}
         return kinds.get(str(self.extra.get("why")), self.mode)

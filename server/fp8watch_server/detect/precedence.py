@@ -40,6 +40,12 @@ FALL = "gradient-fall"
 FACTOR = "gradient-factor"
 """The kind of a `scalar-shift` that says that the gradient norm stands at a multiple: what moved the forward pass moved it too."""
 
+LOSS_FALL = "loss-fall"
+"""The kind of a `bad-batch` that says that the loss is lower: no number that breaks makes a loss better."""
+
+LOADED = "loaded-otherwise"
+"""The kind of a `recipe-mismatch` that says that what was loaded is not what was saved: another model goes on."""
+
 WEIGHT_LEAP = "weight-leap"
 """The kind of a `silent-data-corruption` that was told by a weight that leaped: an optimizer that is known to diverge does that too."""
 
@@ -110,6 +116,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "recipe-mismatch": frozenset(
         {"chronic-quantization-noise", "gradient-underflow", "delayed-clip", "outlier-growth"}
     ),
+    LOADED: frozenset(_STATISTICAL | {"optimizer-divergence", "attention-logit-growth", "silent-data-corruption"}),
     IN_EFFECT: frozenset(
         _STATISTICAL | {"optimizer-divergence", "nan-in-loss", "nan-in-activation", "quantiser-fault"}
     ),
@@ -185,6 +192,8 @@ def explains(root: str, other: str) -> bool:
         return root not in ("bad-batch", "attention-logit-growth") and "outlier-growth" in EXPLAINS.get(root, ())
     if other == FACTOR and root in (LEAP, "bad-batch"):
         return True
+    if other == LOSS_FALL:
+        return root == FALL
     if other == WEIGHT_LEAP:
         return root == "optimizer-divergence" or "silent-data-corruption" in EXPLAINS.get(root, ())
     if other in (FALL, FACTOR):

@@ -37,6 +37,10 @@ ENTERS_OCTAVES = 0.5
 BRIEF_STEPS = 1
 BRIEF_RATIO = 2.0
 """A jump to less than this times the usual loss that is over after so many steps is a notice: data have odd batches."""
+SMALL_SHARE = 0.5
+"""Of the usual rows: with so many or fewer a batch is a small one, and its loss scatters by that much more."""
+SIZES = 16
+"""Observed steps whose batch sizes say what is usual."""
 LR_STEPS = 2
 """Observed steps after which a loss that stays up is told, where the LR is known to have leaped."""
 
@@ -69,6 +73,7 @@ class _Jump:
     batch_id: str | None
     lr: tuple[int, float, float] | None  # step, usual, LR of the leap that came right before
     inputs: _Inputs | None
+    small: tuple[float, float] | None = None  # rows of its batch and the usual ones, where they are few
 
 
 class LossJumps(Detector):
@@ -79,6 +84,8 @@ class LossJumps(Detector):
     parts = (_Inputs, _Jump)
     _left = False
     """The loss is still up after a jump that others tell: it does not begin again."""
+    _sizes: tuple[float, ...] = ()
+    """Rows a call into the first GEMM, of the last steps."""
 
     def __init__(self, num_sites: int = 0) -> None:
         self._jump: _Jump | None = None
@@ -105,8 +112,11 @@ class LossJumps(Detector):
             return self.cut_off(ctx.now, ctx.limit)
         if loss is None:
             return []
+        small = self._small(ctx)
         if self._jump is None:
             self._jump = self._begins(ctx, loss, grad_norm)
+            if self._jump is not None:
+                self._jump.small = small
             return []
         jump = self._jump
         jump.num += 1
@@ -125,6 +135,20 @@ class LossJumps(Detector):
         told = _finding(ctx.now, jump, back=back)
         self._left = not told and not back
         return told
+
+    def _small(self, ctx: Context) -> tuple[float, float] | None:
+        """(rows of this step's batch, the usual ones) where they are few; notes the size."""
+        rows = ctx.now.in_flow(ctx.inputs())
+        if not len(rows):
+            return None
+        first = int(rows[0])
+        of_call = max(float(ctx.now.column("num_calls")[first]), 1.0) * max(ctx.now.table.facts[first].shape[1], 1)
+        size = float(ctx.now.column("num_elements")[first]) / of_call
+        if not math.isfinite(size):
+            return None
+        usual = float(np.median(self._sizes)) if len(self._sizes) == SIZES else math.nan
+        self._sizes = (*self._sizes, size)[-SIZES:]
+        return (round(size), round(usual)) if size <= SMALL_SHARE * usual else None
 
     def cut_off(self, now: CrossRankStep, limit: Limits) -> list[Finding]:
         """Values broke while a jump was open: it began before them, and is told as far as it was seen."""
@@ -218,6 +242,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         evidence.append(Evidence("recovered_after", after, "5 or less", "steps", jump.step))
     else:
         evidence.append(Evidence("steps_above", after, 0, "steps", jump.step))
+    if jump.small is not None:
+        evidence.append(Evidence("batch_rows", jump.small[0], jump.small[1], "rows", jump.step))
     if inputs is not None and back and inputs.step != jump.step:
         inputs = None  # of another batch than the one that did it
     if inputs is not None:
@@ -243,7 +269,8 @@ def _finding(now: CrossRankStep, jump: _Jump, *, back: bool, cut: bool = False) 
         return [_of_run(now, "optimizer-divergence", "warning" if back else "critical", evidence, verdict, about)]
     known = inputs is not None and (inputs.ordinary or inputs.entered)
     verdict = "shared" if healthy and known and not cut else "unknown"
-    notice = about["shift"] or (back and after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual)
+    brief = after <= BRIEF_STEPS and jump.loss < BRIEF_RATIO * jump.usual
+    notice = about["shift"] or (back and (brief or jump.small is not None))
     return [_of_run(now, "bad-batch", "info" if notice else "warning", evidence, verdict, about)]
 
 

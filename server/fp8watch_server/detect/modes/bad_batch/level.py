@@ -112,6 +112,7 @@ class LossLevel(Detector):
             evidence,
             verdict,
             level=True,
+            fell=level < usual,
             shift=True,
             began=began,
             not_before=began,

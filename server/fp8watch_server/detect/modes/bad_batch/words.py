@@ -29,9 +29,9 @@ def _inputs_words(f: Finding) -> str:
 
 
 def level_words(f: Finding) -> str:
-    """` by 18 %`, or nothing."""
+    """` by 18 %`, or nothing: of a loss that may be negative, as a log-likelihood is, a share means nothing."""
     loss, usual = evidence(f, "loss"), baseline(f, "loss")
-    if not isinstance(loss, int | float) or not isinstance(usual, int | float) or usual <= 0:
+    if not isinstance(loss, int | float) or not isinstance(usual, int | float) or min(usual, loss) <= 0:
         return ""
     return f" by {100 * abs(loss / usual - 1):.0f} %"
 
@@ -90,6 +90,13 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     took = evidence(f, "recovered_after")
     back = f"came back within {took} steps" if took is not None else "came back"
     unlike = ": one batch was unlike the others" if known or entered else ""
+    rows = next((e for e in f.evidence if e.field == "batch_rows"), None)
+    if rows is not None:
+        return (
+            f"A small batch at step {at}: {rows.value} rows where {rows.baseline} are usual, loss {usual} → {loss}, and back",
+            f"{norm} jumped at step {at} and {back}. Into the first GEMM went {rows.value} rows, and {rows.baseline} before: the mean of so few "
+            f"scatters by {number(round((float(rows.baseline or 1) / max(float(rows.value or 1), 1)) ** 0.5, 1))} times as much. {inputs}.",
+        )
     return (
         f"Bad batch at step {at}: loss {usual} → {loss}, and back"
         if known or entered

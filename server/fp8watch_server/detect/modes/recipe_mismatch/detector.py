@@ -15,6 +15,8 @@ from fp8watch_server.detect.remedies import switch_of
 from fp8watch_server.detect.sessions import BLIND_FACT, FLAG, Change
 
 MAX_CHANGES = 32
+LOADED = "loaded_"
+"""Begins the names of what is not as it was saved, see fp8watch.session.checkpoint_load."""
 OF_TRAINING = frozenset({"loaded_weights", "loaded_moments"})
 """Facts of what was loaded that BF16 would compute with as well; codes and scales follow from the weights."""
 
@@ -73,6 +75,7 @@ def mismatch(
             "changes": told,
             "resumed": resumed,
             "blind": blind,
+            "loaded": any(c.fact.startswith(LOADED) for c in changes),
         },
     )
 

@@ -6,12 +6,11 @@ from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.families.fault_why import IN_EFFECT
 from fp8watch_server.detect.finding import Finding, SiteFacts
 from fp8watch_server.detect.modes.recipe_mismatch import in_effect
+from fp8watch_server.detect.modes.recipe_mismatch.detector import LOADED
 from fp8watch_server.detect.phrases import evidence, number, site_words
 from fp8watch_server.detect.remedies import Fix, Place
 from fp8watch_server.detect.sessions import BLIND_FACT, NOT_GIVEN
 
-LOADED = "loaded_"
-"""Begins the names of what is not as it was saved, see fp8watch.session.checkpoint_load."""
 CAUSES = ("weights", "moments")
 """What was loaded otherwise comes first: codes and scales follow from it."""
 IN_TITLE = 3

@@ -1,0 +1,147 @@
+"""A loss that falls is nobody's consequence, a load that changed the model is what follows from it, a small batch is a small batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from detect.folded import Folded, fold
+from detect.play import play
+from detect.scenarios import Case, quantiser_fault
+from detect.trace import Trace, healthy
+
+from fp8watch_server.detect.finding import Finding
+from fp8watch_server.detect.modes.bad_batch.words import words as batch_words
+from fp8watch_server.detect.modes.recipe_mismatch.detector import mismatch
+from fp8watch_server.detect.precedence import LOADED, LOSS_FALL, explains
+from fp8watch_server.detect.sessions import Change
+from fp8watch_server.incidents.explain import explain
+
+AT, STEPS = 120, 180
+DETECT = "server/fp8watch_server/detect"
+
+
+def found_in(t: Trace) -> list[Finding]:
+    return play(Case([t], AT))
+
+
+def told(t: Trace) -> list[Folded]:
+    return fold(found_in(t), t.facts)
+
+
+def falls(t: Trace, at: int) -> None:
+    t.steps["loss"][at:] *= 0.7
+
+
+def quiet() -> Trace:
+    """With a fifth of the noise in its losses."""
+    t = healthy(3, STEPS)
+    smooth = 2.2 + 1.2 * np.exp(-np.arange(STEPS) / 120) + 2.5 * np.exp(-np.arange(STEPS) / 15)
+    t.steps["loss"] = smooth + 0.2 * (t.steps["loss"] - smooth)
+    return t
+
+
+def jumps(t: Trace, at: int, steps: int) -> None:
+    t.steps["loss"][at : at + steps] += 5.0
+    t.steps["grad_norm"][at : at + steps] = 12.0
+
+
+# ---- a loss that falls
+
+
+@pytest.mark.parametrize("lag", [-6, 6])
+def test_a_loss_that_falls_and_a_quantiser_that_breaks_are_two_incidents_each_with_its_step(lag: int) -> None:
+    t = quiet()
+    quantiser_fault(t, AT, 1, np.random.default_rng(0))
+    falls(t, AT + lag)
+    got = {i.mode: i for i in told(t)}
+    assert set(got) == {"quantiser-fault", "bad-batch"}
+    assert got["bad-batch"].named.onset == AT + lag
+    assert "fell" in explain(got["bad-batch"].named, t.facts).title
+    assert got["quantiser-fault"].first.step == AT
+
+
+def test_a_loss_that_rises_under_a_broken_quantiser_is_its_consequence() -> None:
+    t = quiet()
+    quantiser_fault(t, AT, 1, np.random.default_rng(0))
+    t.steps["loss"][AT:] *= 1.15
+    assert [i.mode for i in told(t)] == ["quantiser-fault"]
+
+
+def test_what_scales_the_loss_away_explains_that_it_fell() -> None:
+    assert explains("gradient-fall", LOSS_FALL)
+    assert not any(
+        explains(root, LOSS_FALL) for root in ("quantiser-fault", "optimizer-divergence", "nan-in-loss", "bad-batch")
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"), [(2.0, 1.5, " by 25 %"), (0.2755, -0.0802, ""), (-1.0, -2.0, "")]
+)
+def test_of_a_loss_that_may_be_negative_no_share_is_told(before: float, after: float, share: str) -> None:
+    t = quiet()
+    falls(t, AT)
+    [incident] = told(t)
+    evidence = tuple(
+        type(e)(e.field, after, before, e.unit, e.since_step) if e.field == "loss" else e
+        for e in incident.named.evidence
+    )
+    title, _ = batch_words(Finding(**{**incident.named.__dict__, "evidence": evidence}), None)
+    assert title.startswith(f"The loss fell{share} at step")
+
+
+# ---- a load
+
+
+def loaded(t: Trace, fact: str = "loaded_weights") -> Finding:
+    return mismatch([Change(fact, "0.weight, 1.weight and 4 more of 62", "as saved", "the checkpoint")], AT, 0)
+
+
+def test_what_follows_from_a_load_that_changed_the_model_is_told_under_it() -> None:
+    t = quiet()
+    t.steps["loss"][AT:] *= 1.15
+    rest = found_in(t)
+    assert [f.mode for f in rest] == ["bad-batch"]
+    assert [i.mode for i in fold([loaded(t), *rest], t.facts)] == ["recipe-mismatch"]
+    assert [i.mode for i in fold(rest, t.facts)] == ["bad-batch"]
+
+
+def test_another_setting_does_not_make_the_loss_rise_or_a_layer_die() -> None:
+    changed = mismatch([Change("eps", 1e-4, 0.0, "the step before")], AT, 0)
+    assert changed.kind == "recipe-mismatch"
+    assert loaded(healthy(3, 4)).kind == LOADED
+    assert not explains(changed.kind, "bad-batch")
+    assert explains(LOADED, "dead-layer")
+
+
+# ---- a small batch
+
+
+def shrunk(t: Trace, at: int, share: float) -> None:
+    for name in ("num_elements", "num_nonzero"):
+        column: Any = t.columns[name]
+        inputs = t.mask(operand="input")
+        column[at, inputs] = (column[at, inputs] * share).astype(column.dtype)
+
+
+@pytest.mark.parametrize(("share", "severity"), [(1.0, "warning"), (0.75, "warning"), (0.5, "info"), (0.0625, "info")])
+def test_a_loss_that_jumps_in_a_small_batch_is_information(share: float, severity: str) -> None:
+    t = healthy(3, STEPS)
+    jumps(t, AT, 3)
+    shrunk(t, AT, share)
+    [incident] = told(t)
+    assert (incident.mode, incident.severity) == ("bad-batch", severity)
+    words = explain(incident.named, t.facts)
+    assert ("A small batch at step 120" in words.title) == (severity == "info")
+    rows = [e for e in incident.named.evidence if e.field == "batch_rows"]
+    assert [e.value / e.baseline for e in rows] == ([share] if rows else [])
+    assert bool(rows) == (severity == "info")
+
+
+def test_a_loss_that_stays_up_behind_a_small_batch_is_no_small_batch() -> None:
+    t = healthy(3, STEPS)
+    jumps(t, AT, STEPS)
+    shrunk(t, AT, 0.0625)
+    [incident] = told(t)
+    assert "small batch" not in explain(incident.named, t.facts).title
