@@ -83,6 +83,13 @@ def test_a_detector_of_one_mode_lies_in_its_folder() -> None:
         assert room == (folder_of(kind.modes[0]) if len(kind.modes) == 1 else "families"), kind
 
 
+def test_a_family_that_is_named_is_there() -> None:
+    rooms = [p for p in FOLDERS.parent.rglob("*.py") if "families." in p.read_text()]
+    named = {(p, name) for p in rooms for name in re.findall(r"`families\.(\w+)`", p.read_text())}
+    assert len(named) >= 15
+    assert [(p, name) for p, name in named if not (FOLDERS.parent / "families" / f"{name}.py").is_file()] == []
+
+
 def test_precedence_names_no_mode_that_is_not_there() -> None:
     named = {*precedence.ASKED, *precedence.GLOBAL_ROOTS, *precedence.EXACT_MODES, *precedence.SETTLING}
     named |= {*precedence.SAME_PARENT, *precedence.PRECURSORS, *precedence.PRECURSORS.values(), *precedence.EXPLAINS}
