@@ -69,7 +69,9 @@ def test_thresholds_keep_their_names_and_their_order() -> None:
     """Rules files are written with the names; what `fp8watch rules list` prints is read by people who know its order."""
     names = [t.name for t in TABLE]
     assert names[: len(THRESHOLDS.split())] == THRESHOLDS.split()
-    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == names, "make bench-detect writes the page"
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == names, (
+        "python -m benchmarks.detection.page writes it"
+    )
 
 
 def test_a_detector_is_named_by_every_mode_that_it_finds() -> None:
