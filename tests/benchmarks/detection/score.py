@@ -56,14 +56,20 @@ def sent(case: Case, every: int) -> Case:
     return case
 
 
-def faults(first_seed: int, num_seeds: int, every: int, scenarios: Sequence[Scenario] = SCENARIOS) -> Iterator[Outcome]:
+def faults(
+    first_seed: int,
+    num_seeds: int,
+    every: int,
+    scenarios: Sequence[Scenario] = SCENARIOS,
+    levels: Sequence[int] = range(len(LEVELS)),
+) -> Iterator[Outcome]:
     """Every scenario × seed × severity, with its twin."""
     for scenario in scenarios:
         for seed in range(first_seed, first_seed + num_seeds):
             healthy_case = sent(twin(scenario, seed), every)
             in_twin = fold(play(healthy_case), healthy_case.traces[0].facts)
             twin_alarms = rule_alarms(*scalars(healthy_case.traces[0]))
-            for level in range(len(LEVELS)):
+            for level in levels:
                 yield _fault(scenario, sent(scenario.make(seed, level), every), level, in_twin, twin_alarms)
         sys.stderr.write(f"{scenario.name} ")
         sys.stderr.flush()
