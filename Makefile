@@ -100,7 +100,7 @@ serve: $(VENV)/.demo
 bench: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
-# make bench-detect detection against the public rules, and write docs/detection.md (no torch; ARGS="--seeds 1 --print")
+# make bench-detect the engine and the public rules on made-up and recorded traces, printed: for a change of it (no torch; ARGS="--seeds 1")
 bench-detect: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.detection.score $(ARGS)
 

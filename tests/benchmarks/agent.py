@@ -97,15 +97,33 @@ def lightened(rows: np.ndarray, light: np.ndarray) -> np.ndarray:
 VOLUME_STEPS, VOLUME_FROM = 256, 128
 
 
-def volume(merge_steps: int) -> tuple[float, float, float, float]:
-    """What one rank sends of a step: records, bytes a site, of a training past its first steps; full statistics of each site
-    once in ROTATION steps. Third and fourth: bytes a site if that were all, all sites in the same step, each such step in a
-    body of its own (it waits for no more than eight steps, as all else does), and eight of these a body (it waits for 128)."""
-    os.environ["FP8WATCH_MERGE_STEPS"] = str(merge_steps)
+DEFAULTS: dict[str, object] = {}
+FIXED: dict[str, object] = {"overhead_budget": None, "every": ROTATION}
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What one rank sends of a site and step."""
+
+    num_sites: int
+    every: int  # full statistics of a site once in so many steps
+    num_records: float
+    num_bytes: float
+    full_alone: float
+    """Bytes if full records were all, those of all sites in the same step, each such step in a body of its own (it waits for
+    no more than eight steps, as all else does)."""
+    full_joined: float
+    """The same with eight such steps a body (it waits for eight times as many)."""
+
+
+def volume(how: dict[str, object], merge_steps: int | None = None) -> Volume:
+    """Of a training past its first steps."""
+    if merge_steps is not None:
+        os.environ["FP8WATCH_MERGE_STEPS"] = str(merge_steps)
     torch.manual_seed(0)
     model, data = ByteModel(num_layers=16, dim=64, num_heads=4, hidden=128), batches(load_text(), 4, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    watch = attached(model, observe=True, overhead_budget=None, every=ROTATION)
+    watch = attached(model, observe=True, **how)
     recorder = watch._recorder
     assert recorder is not None
     steps: list[tuple[np.ndarray, np.ndarray]] = []
@@ -119,20 +137,20 @@ def volume(merge_steps: int) -> tuple[float, float, float, float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    num_sites = len(watch._table)
+    num_sites, every = len(watch._table), int(watch.summary()["every"])
     watch.detach()
-    del os.environ["FP8WATCH_MERGE_STEPS"]
+    os.environ.pop("FP8WATCH_MERGE_STEPS", None)
     kept = steps[VOLUME_FROM:VOLUME_STEPS]
     turns = [(ids[at], rows[at]) for ids, rows in kept for at in [(rows["measured"] & int(Measured.ENERGIES)) != 0]]
-    full = []  # those of ROTATION steps, as if they had been of one
-    for first in range(0, len(turns), ROTATION):
-        ids, rows = (np.concatenate(parts) for parts in zip(*turns[first : first + ROTATION], strict=True))
+    full = []  # those of `every` steps, as if they had been of one
+    for first in range(0, len(turns), every):
+        ids, rows = (np.concatenate(parts) for parts in zip(*turns[first : first + every], strict=True))
         once = np.unique(ids, return_index=True)[1]
         full.append((ids[once], rows[once]))
     each = VOLUME_STEPS - VOLUME_FROM
     num_records = sum(len(ids) for ids, _ in kept)
     sizes = (_bytes(kept), sum(_bytes([step]) for step in full), _bytes(full))
-    return (num_records / each / num_sites, *(size / each / num_sites for size in sizes))
+    return Volume(num_sites, every, num_records / each / num_sites, *(size / each / num_sites for size in sizes))
 
 
 def _bytes(steps: list[tuple[np.ndarray, np.ndarray]]) -> int:
@@ -160,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as spool:
         os.environ["FP8WATCH_SPOOL_DIR"] = spool
         small, large = records(2, 32), records(16, 8)
-        each, of_many = volume(1), volume(16)
+        default, each, of_many = volume(DEFAULTS), volume(FIXED, 1), volume(FIXED, 16)
     for caught, num in ((small, 1), (small, 8), (small, 32), (large, 1), (large, 8)):
         steps = np.zeros(num, STEP)
         steps["step"] = np.arange(num)
@@ -200,33 +218,47 @@ computes in float32, so amax and ratios have all their bits.
         )
     }
 
-What one rank sends of a site and step once training is past its first steps, with full statistics of each site once in {
+What one rank sends of a site and step once training is past its first steps, in bodies of eight steps; {
+        each.num_sites
+    } sites. As attached
+by default the budget chooses how often a site is sampled in full; the rows below hold it at once in {
         ROTATION
-    }
-steps, in bodies of eight steps; 611 sites. From 256 ranks on rows that say nothing new share a record over 16 steps:
+    } steps. From 256
+ranks on rows that say nothing new share a record over 16 steps:
 
 {
         table.table(
-            ("", "records", "bytes", "against the first row"),
+            ("", "records", "bytes", "against full records alone"),
             [
-                ("full records each 16th step, nothing between", f"{1 / ROTATION:.3f}", f"{each[2]:.2f}", "1"),
+                (
+                    f"as attached by default: full records each {default.every}th step, light ones between",
+                    f"{default.num_records:.3f}",
+                    f"{default.num_bytes:.2f}",
+                    "",
+                ),
+                (
+                    "full records each 16th step, nothing between",
+                    f"{1 / ROTATION:.3f}",
+                    f"{each.full_alone:.2f}",
+                    "1",
+                ),
                 (
                     "the same, eight such steps a body: they wait for 128 steps",
                     f"{1 / ROTATION:.3f}",
-                    f"{each[3]:.2f}",
-                    f"{each[3] / each[2]:.2f}",
+                    f"{each.full_joined:.2f}",
+                    f"{each.full_joined / each.full_alone:.2f}",
                 ),
                 (
                     "full records each 16th step and a light one in each other step",
-                    f"{each[0]:.3f}",
-                    f"{each[1]:.2f}",
-                    f"{each[1] / each[2]:.2f}",
+                    f"{each.num_records:.3f}",
+                    f"{each.num_bytes:.2f}",
+                    f"{each.num_bytes / each.full_alone:.2f}",
                 ),
                 (
                     "that from 256 ranks on",
-                    f"{of_many[0]:.3f}",
-                    f"{of_many[1]:.2f}",
-                    f"{of_many[1] / of_many[2]:.2f}",
+                    f"{of_many.num_records:.3f}",
+                    f"{of_many.num_bytes:.2f}",
+                    f"{of_many.num_bytes / each.full_alone:.2f}",
                 ),
             ],
         )
@@ -236,7 +268,7 @@ Hand-over of 600 records ({
         600 * ROW.itemsize >> 10
     } KiB) to the agent, 400 times back to back while its sender works: median {p50:.0f} µs,
 p99 {p99:.0f} µs. Copying the same bytes and nothing else to places of a ring of 32 MiB: median {c50:.0f} µs, p99 {
-        c99:.0f} µs.
+        c99:.0f} µs. Load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.
 """
     table.write("agent", text)
 

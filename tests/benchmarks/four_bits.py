@@ -18,6 +18,8 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "agent", "server", "tests")]
 
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
+
 import fp8watch  # noqa: E402
 from fp8watch.demo.model import ByteModel  # noqa: E402
 from fp8watch.demo.text import batches, load_text  # noqa: E402
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     given = parser.parse_args()
+    refuse_other_settings()
     os.environ["FP8WATCH_DISABLED"] = "stats"
     torch.set_num_threads(1)
     for seed in range(given.seeds):

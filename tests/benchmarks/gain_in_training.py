@@ -17,6 +17,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "agent", "server", "tests")]
 
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
 from proving.families import build  # noqa: E402
 
 import fp8watch  # noqa: E402
@@ -82,6 +83,7 @@ def train(family: str) -> None:
 
 def main() -> None:
     """Print quantiles of |gain error|, in per cent."""
+    refuse_other_settings()
     start_module.Recorder = Kept  # type: ignore[misc]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -97,7 +97,7 @@ def main() -> None:
     head = (
         f"## What HTTP takes of a batch\n\nBodies of {len(body):,} bytes; the committer answers at once, so this is the way of a request "
         "through server, authorisation, limits and routes alone. More than one batch a request: as a relay sends them. Goal: "
-        f"≤ 0.3 ms. Medians of {args.repetitions}. Load of the machine at the end: {os.getloadavg()[0]:.1f} on 2 cores.\n"
+        f"≤ 0.3 ms. Medians of {args.repetitions}. Load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n"
     )
     shown = table(("batches a request", "CPU ms a batch", "least … most"), rows)
     if args.print:

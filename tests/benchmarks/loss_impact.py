@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from benchmarks.operating_point import refuse_other_settings
 from torch import Tensor, nn
 
 import fp8watch
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--routing", action="store_true", help="the forwards of moe, by what its routers chose")
     parser.add_argument("--turns", action="store_true", help="what turns measure, beside a diagnosis")
     args = parser.parse_args()
+    refuse_other_settings()
     if args.turns:
         print(
             "| family | Linears × batches | nats per token, all rows | correlation | of ranks |\n|---|---|---|---|---|"

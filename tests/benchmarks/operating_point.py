@@ -14,10 +14,12 @@ SETTINGS = ("every", "overhead_budget", "tile_maps", "probes", "sites", "windows
 """Arguments of attach that decide how much is looked at, and when."""
 VARIABLES = ("FP8WATCH_EVERY", "FP8WATCH_MERGE_STEPS")
 """The same from the environment."""
+REFUSED = (*VARIABLES, "FP8WATCH_RECIPE", "FP8WATCH_DISABLED")
+"""Variables that nobody may have set where a published figure is made: what is computed, and what is switched off, as well."""
 
 HERE = Path(__file__).parent
 DEFAULTS = ", at attach's defaults"
-COMMANDS = {"gpu": "make bench-gpu", "detection": "make bench-detect"}
+COMMANDS = {"gpu": "make bench-gpu"}
 
 
 def settings_of(program: Path) -> tuple[str, ...]:
@@ -58,12 +60,13 @@ def _given(tree: ast.Module) -> list[tuple[str, ast.expr]]:
 
 
 def refuse_other_settings() -> None:
-    """Figures of a shell that says how often to look are not those of attach's defaults.
+    """Figures of a shell that says what to look at, or how often, are not those of attach's defaults. What measures asks
+    this first, before hours are lost; what writes a page asks it as well.
 
     Raises:
-        SystemExit: one of VARIABLES is set.
+        SystemExit: one of REFUSED is set.
     """
-    if here := [name for name in VARIABLES if os.environ.get(name)]:
+    if here := [name for name in REFUSED if os.environ.get(name)]:
         raise SystemExit(f"{', '.join(here)}: published figures are made at attach's defaults; unset it")
 
 
@@ -76,11 +79,10 @@ def _defaults() -> dict[str, object]:
 
 
 def attaches(program: Path) -> bool:
-    """Whether a program attaches at all."""
+    """Whether a program attaches at all, by attach itself, a helper or an adapter of a trainer."""
     calls = [n.func for n in ast.walk(ast.parse(program.read_text())) if isinstance(n, ast.Call)]
-    return any(
-        (f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) in ("attach", "attached") for f in calls
-    )
+    names = [f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls]
+    return any(n in ("attach", "attached") or n.startswith(("attach_", "Fp8Watch")) for n in names)
 
 
 def made_by(family: str) -> str:
@@ -91,6 +93,12 @@ def made_by(family: str) -> str:
     if settings:
         return f"Made by `{command}`. Not at attach's defaults where a row says so: {settings}."
     return f"Made by `{command}`{DEFAULTS if attaches(program) else ''}."
+
+
+def not_at_defaults(*programs: Path) -> str:
+    """What a page says of programs that pass another setting, in a sentence; nothing of those that pass none."""
+    settings = sorted({s for program in programs for s in settings_of(program)})
+    return f"Not at attach's defaults: {', '.join(f'`{s}`' for s in settings)}." if settings else ""
 
 
 def headed(family: str, text: str) -> str:

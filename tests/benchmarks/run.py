@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
+
 FAMILIES = (
     "kernels",
     "linear",
@@ -34,6 +38,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     args = parser.parse_args()
     root = HERE.parents[1]
+    refuse_other_settings()
     path = os.pathsep.join(str(root / p) for p in ("tests", "agent", "server", "."))
     for family in args.families:
         if family not in FAMILIES:

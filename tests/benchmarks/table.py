@@ -35,15 +35,15 @@ ORDER = (
     "pages",
     "many_runs",
     "peers",
-    "detection",
 )
 """Families, in the order of the page. A family that has not been measured says so."""
 
-_HEAD = """# Benchmarks
+HEAD = """# Benchmarks
 
 Written by `make bench` and its sisters (`make bench-gpu`, …). Ratios within one run, medians of interleaved
-repetitions; milliseconds are of the machine that is named beside them.
+repetitions; milliseconds are of the machine that is named beside them. A remark on a measurement stands behind it, as *Remark*.
 """
+_MISSING = "## Not measured"
 
 
 def interleaved(
@@ -94,7 +94,7 @@ def machine(*packages: str) -> str:
 
 
 def write(family: str, text: str) -> None:
-    """Replace one family's part of docs/benchmarks.md, and print it.
+    """Replace one family's part of docs/benchmarks.md, and print it. What people wrote behind a part stays where it is.
 
     Args:
         family: one of ORDER.
@@ -102,13 +102,30 @@ def write(family: str, text: str) -> None:
     """
     if family not in ORDER:
         raise ValueError(f"family={family!r}: must be one of {', '.join(ORDER)}")
-    parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", _read(OUT), re.S))
+    page = _read(OUT)
+    parts, notes = parts_of(page), notes_of(page)
     parts[family] = headed(family, text)
     missing = [name for name in ORDER if name not in parts]
-    body = "\n\n".join(f"<!-- {name} -->\n{parts[name]}\n<!-- /{name} -->" for name in ORDER if name in parts)
-    left = f"\n\n## Not measured\n\n{', '.join(missing)}.\n" if missing else "\n"
-    OUT.write_text(f"{_HEAD}\n{body}{left}")
+    pieces = []
+    for name in (name for name in ORDER if name in parts):
+        pieces += [f"<!-- {name} -->\n{parts[name]}\n<!-- /{name} -->", notes.get(name, "")]
+    body = "\n\n".join(piece for piece in pieces if piece)
+    left = f"\n\n{_MISSING}\n\n{', '.join(missing)}.\n" if missing else "\n"
+    OUT.write_text(f"{HEAD}\n{body}{left}")
     sys.stdout.write(text.strip() + "\n\n")
+    if family in notes:
+        sys.stdout.write(f"Written by hand behind this part; see whether it still holds:\n\n{notes[family]}\n\n")
+
+
+def parts_of(page: str) -> dict[str, str]:
+    """Family -> what stands between its markers."""
+    return dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
+
+
+def notes_of(page: str) -> dict[str, str]:
+    """Family -> what stands behind its part, and is nobody's part."""
+    behind = re.findall(rf"<!-- /(\w+) -->\n(.*?)(?=<!-- \w+ -->|{_MISSING}|\Z)", page, re.S)
+    return {name: text.strip() for name, text in behind if text.strip()}
 
 
 def _read(path: Path | str) -> str:

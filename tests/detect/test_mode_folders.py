@@ -69,7 +69,9 @@ def test_thresholds_keep_their_names_and_their_order() -> None:
     """Rules files are written with the names; what `fp8watch rules list` prints is read by people who know its order."""
     names = [t.name for t in TABLE]
     assert names[: len(THRESHOLDS.split())] == THRESHOLDS.split()
-    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == names, "make bench-detect writes the page"
+    assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M) == names, (
+        "python -m benchmarks.detection.page writes it"
+    )
 
 
 def test_a_detector_is_named_by_every_mode_that_it_finds() -> None:
@@ -81,6 +83,13 @@ def test_a_detector_of_one_mode_lies_in_its_folder() -> None:
     for kind in DETECTORS:
         *_, room, _ = kind.__module__.split(".")
         assert room == (folder_of(kind.modes[0]) if len(kind.modes) == 1 else "families"), kind
+
+
+def test_a_family_that_is_named_is_there() -> None:
+    rooms = [p for p in FOLDERS.parent.rglob("*.py") if "families." in p.read_text()]
+    named = {(p, name) for p in rooms for name in re.findall(r"`families\.(\w+)`", p.read_text())}
+    assert len(named) >= 15
+    assert [(p, name) for p, name in named if not (FOLDERS.parent / "families" / f"{name}.py").is_file()] == []
 
 
 def test_precedence_names_no_mode_that_is_not_there() -> None:

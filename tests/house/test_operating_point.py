@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks.detection.long_score import RESULTS
 from benchmarks.detection.score import ALWAYS, RAREST
-from benchmarks.operating_point import SETTINGS, VARIABLES, headed, made_by, settings_of
-from benchmarks.table import ORDER
+from benchmarks.operating_point import REFUSED, SETTINGS, attaches, headed, made_by, settings_of
+from benchmarks.table import ORDER, parts_of
+from stacks import heads
 
 from fp8watch.session.overhead_budget import MAX_EVERY
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 DETECTION = (ROOT / "docs" / "detection.md").read_text()
-PARTS = dict(re.findall(r"<!-- (\w+) -->\n(.*?)\n<!-- /\1 -->", PAGE, re.S))
-NO_STEP = {"agent"}
-"""Parts about what is sent of a step, which no setting of attach makes dearer: each row says what its records hold."""
+INTEGRATIONS = (ROOT / "docs" / "integrations.md").read_text()
+PARTS = parts_of(PAGE)
+MEASURE = [*(ROOT / "tests" / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "stacks").glob("*.py")]
 
 
 @pytest.mark.parametrize("family", PARTS)
@@ -31,7 +34,7 @@ def test_a_part_of_the_benchmarks_names_its_command_and_its_settings(family: str
 
 @pytest.mark.parametrize("family", [f for f in PARTS if settings_of(ROOT / "tests" / "benchmarks" / f"{f}.py")])
 def test_another_setting_stands_beside_the_defaults(family: str) -> None:
-    assert family in NO_STEP or re.search(r"^\| (?:\*\*)?as attached", PARTS[family], re.M)
+    assert re.search(r"^\| (?:\*\*)?as attached", PARTS[family], re.M)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,8 @@ def test_another_setting_stands_beside_the_defaults(family: str) -> None:
         ("attach(model, every=n)", ("every=…",)),
         ("attach(model, **{'overhead_budget': None})", ("overhead_budget=None",)),
         ("options['hash_every'] = 0; attach(model, **options)", ("hash_every=0",)),
+        ("Fp8WatchCallback(overhead_budget=None)", ("overhead_budget=None",)),
+        ("attach_deepspeed(engine, every=8)", ("every=8",)),
         ("os.environ['FP8WATCH_EVERY'] = '64'; attach(model)", ("FP8WATCH_EVERY='64'",)),
         ("subprocess.run(x, env={**os.environ, 'FP8WATCH_EVERY': '64'}); attach(model)", ("FP8WATCH_EVERY='64'",)),
     ],
@@ -53,23 +58,64 @@ def test_a_setting_is_found_however_a_program_gives_it(tmp_path: Path, line: str
     assert settings_of(program) == settings
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_published_from_a_shell_of_another_setting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "64")
     with pytest.raises(SystemExit, match=f"{name}.*attach's defaults"):
         headed("steps", "## A training step")
 
 
+MAKE = ["benchmarks.run", "benchmarks.detection.score", "benchmarks.detection.long_runs", "benchmarks.detection.long_score",
+        "benchmarks.detection.record", "benchmarks.loss_impact", "stacks.families", "stacks.trainers"]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", MAKE)
+def test_what_measures_refuses_such_a_shell_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
+) -> None:
+    monkeypatch.setenv("FP8WATCH_EVERY", "64")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = [str(tmp_path / "made")] if program.endswith(("long_runs", "long_score", "record")) else []
+    monkeypatch.setattr(sys, "argv", [program, *folder])
+    with pytest.raises(SystemExit, match="FP8WATCH_EVERY.*attach's defaults"):
+        importlib.import_module(program).main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_program_that_attaches_can_be_started_without_asking() -> None:
+    """By itself, or by `headed` where it writes a page; one that `trainers.py` starts has an environment without variables."""
+    started = [p for p in MEASURE if attaches(p) and "\ndef main" in p.read_text() and p.name != "trainer_runs.py"]
+    assert len(started) > 8
+    asks = re.compile(r"^ +refuse_other_settings\(\)$|\bwrite\(\s*\"", re.M)
+    assert [p.name for p in started if not asks.search(p.read_text())] == []
+
+
 def test_a_page_that_names_a_program_names_its_settings() -> None:
     named = [
         (page.name, program.stem, settings)
         for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-        for program in (ROOT / "tests" / "benchmarks").glob("*.py")
-        if re.search(rf"benchmarks\.{program.stem}\b", text := page.read_text())
+        for program in MEASURE
+        if re.search(rf"(?:benchmarks|detection|stacks)[./]{program.stem}\b", text := page.read_text())
         for settings in settings_of(program)
         if f"`{settings}`" not in text
     ]
     assert named == []
+
+
+@pytest.mark.parametrize(
+    ("markers", "head"),
+    [(heads.FAMILIES, lambda versions: heads.families(versions, 6)), (heads.TRAINERS, heads.trainers)],
+)
+def test_a_table_of_integrations_begins_as_its_program_writes_it(
+    markers: tuple[str, str], head: Callable[[str], list[str]]
+) -> None:
+    """Command, settings of attach and columns; behind them rows alone."""
+    [part] = re.findall(rf"{re.escape(markers[0])}.*?\n{re.escape(markers[1])}", INTEGRATIONS, re.S)
+    [versions] = re.findall(r"^Made by `make \w+` \((.*?); CPU", part, re.M)
+    lines, fixed = part.splitlines(), head(versions)
+    assert lines[: len(fixed)] == fixed
+    assert "Not at attach's defaults: `overhead_budget=None`." in part
+    assert all(line.startswith("| ") for line in lines[len(fixed) : -1])
 
 
 def test_what_the_demo_and_the_proving_ground_pass_to_attach_is_no_setting() -> None:
@@ -89,25 +135,13 @@ def test_what_the_demo_and_the_proving_ground_pass_to_attach_is_no_setting() -> 
     assert [g for g in given if g[1] in SETTINGS] == []
 
 
-def test_detection_is_scored_where_attach_gives_least_and_beside_it_where_it_gives_most() -> None:
+def test_the_engine_is_scored_where_attach_gives_least_and_beside_it_where_it_gives_most() -> None:
     assert (RAREST, ALWAYS) == (MAX_EVERY, 1)
-    assert f"here once in {RAREST}, in turns over the sites" in DETECTION
-    assert f"| | goal | full statistics once in {RAREST} steps | in each step |" in DETECTION
-    recorded = settings_of(ROOT / "tests" / "benchmarks" / "detection" / "record.py")
-    assert "every=1, overhead_budget=None" in DETECTION
-    assert recorded == ("overhead_budget=None",)
-
-
-def test_the_long_runs_say_that_they_are_of_another_setting() -> None:
-    settings = settings_of(ROOT / "tests" / "benchmarks" / "detection" / "long_runs.py")
-    assert f"Operating point: `{', '.join(settings)}`, not attach's defaults" in DETECTION
-    assert RESULTS.exists()
-
-
-@pytest.mark.parametrize("part", ["Proving ground", "Test of the engine", "Long healthy trainings"])
-def test_a_part_of_the_page_of_detection_names_its_command(part: str) -> None:
-    [text] = re.findall(rf"^##+ {part}[^\n]*\n\n([^\n]+)", DETECTION, re.M) or [f"no {part}"]
-    assert re.match(r"(?:Not run yet|Made by `(?:make|python) )", text)
+    [settings] = settings_of(ROOT / "tests" / "benchmarks" / "detection" / "record.py")
+    assert (
+        f"recorded at `{settings}`, replayed with full statistics in each step and thinned to once in {RAREST}"
+        in DETECTION
+    )
 
 
 def test_figures_of_the_readme_say_at_which_setting() -> None:

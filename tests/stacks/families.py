@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT), str(ROOT / "agent"), str(ROOT / "server")]
 
 import torch  # noqa: E402
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
+from stacks import heads  # noqa: E402
 from stacks.family_models import FAMILIES, Family  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -32,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from fp8watch_agent.record import PROBE  # noqa: E402
 
 PAGE = ROOT / "docs" / "integrations.md"
-BEGIN, END = "<!-- families -->", "<!-- /families -->"
+BEGIN, END = heads.FAMILIES
 STEPS, BREAKS_AT = 6, 4
 BY_DESIGN = re.compile(r"head|router|tied|embedding")
 
@@ -240,17 +242,7 @@ def element_of(told: str) -> str:
 
 def table(rows: list[Row], versions: str) -> str:
     """The section of the page."""
-    lines = [
-        BEGIN,
-        f"Made by `make families` ({versions}; CPU, tiny models, observe mode, {STEPS} steps). The share is of the GEMM FLOPs",
-        "of a forward as torch's dispatcher counts them, without products of activations (attention); the second leaves out",
-        "heads and routers, which the precision map keeps in high precision; the third counts them where what they are given and",
-        "what they put out is looked at. What is missing from the first stands beside it: heads, which tiny models make large, and",
-        "routers. Last column: the first incident after an Inf was put into one weight.",
-        "",
-        "| family | observed | in high precision | of what is meant for FP8 | with inputs and outputs looked at | losses bit-identical | steps | an Inf in a weight |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heads.families(versions, STEPS)
     for r in rows:
         same = "yes" if r.identical else "**no**"
         shares = f"{100 * r.observed:.1f} % | {r.rest} | {100 * r.meant:.1f} % | {100 * r.looked_at:.1f} %"
@@ -264,6 +256,7 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="print the section, and leave the page as it is")
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
+    refuse_other_settings()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen = [f for f in FAMILIES if not args.names or any(n.lower() in f.name.lower() for n in args.names)]

@@ -25,10 +25,12 @@ ROOT = HERE.parents[1]
 PATHS = [str(p) for p in (ROOT / "tests", HERE, ROOT, ROOT / "agent", ROOT / "server")]
 sys.path[:0] = PATHS
 
+from benchmarks.operating_point import refuse_other_settings  # noqa: E402
+from stacks import heads  # noqa: E402
 from stacks.trainer_runs import TRAINERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "integrations.md"
-BEGIN, END = "<!-- trainers -->", "<!-- /trainers -->"
+BEGIN, END = heads.TRAINERS
 PACKAGES = ("torch", "transformers", "lightning", "accelerate", "deepspeed", "torchtitan")
 
 
@@ -78,20 +80,7 @@ def merged(section: str, rows: list[dict[str, Any]]) -> list[str]:
 
 def table(lines: list[str]) -> str:
     """The section of the page."""
-    have = ", ".join(f"{n} {metadata.version(n)}" for n in PACKAGES)
-    return "\n".join(
-        [
-            BEGIN,
-            f"Made by `make stacks` ({have}; CPU, tiny models, observe mode). A loss is the trainer's own where the recorded one is",
-            "within 0.0001 of it in each step. Losses, and weights after the last step, are held against the same training without a",
-            "watch, bit by bit. Last column: the first incident after an Inf was put into one weight.",
-            "",
-            "| trainer | loss of a step | losses and weights bit-identical | steps | an Inf in a weight |",
-            "|---|---|---|---|---|",
-            *lines,
-            END,
-        ]
-    )
+    return "\n".join([*heads.trainers(", ".join(f"{n} {metadata.version(n)}" for n in PACKAGES)), *lines, END])
 
 
 def main() -> int:
@@ -100,6 +89,7 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="print the section, and leave the page as it is")
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
+    refuse_other_settings()
     chosen = [n for n in TRAINERS if not args.names or any(a.lower() in n.lower() for a in args.names)]
     from proving import collector
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 from benchmarks.detection.long_score import HELD_OUT
+from benchmarks.operating_point import refuse_other_settings
 from torch import Tensor
 
 import fp8watch
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, HELD_OUT, HELD_OUT + 1])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
+    refuse_other_settings()
     args.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as spool:

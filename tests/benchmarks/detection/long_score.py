@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m benchmarks.detection.long_score FOLDER
 
-`long_runs.json` is what docs/detection.md shows; the runs themselves are too large for the tree.
+`long_runs.json` is what docs/detection.md shows, and its part is written again; the runs themselves are too large for the tree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from benchmarks.detection.public_rules import RULES, episodes
+from benchmarks.operating_point import refuse_other_settings
 from detect.folded import fold
 
 from fp8watch_agent.record import Site
@@ -63,9 +64,13 @@ def score(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    refuse_other_settings()
     runs = [score(path) for path in sorted(Path(sys.argv[1]).glob("*.run"))]
     runs.sort(key=lambda r: (r["seed"], r["kind"]))
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
+    from benchmarks.detection.page import write
+
+    write()
     for r in runs:
         sys.stdout.write(f"{r['kind']}-{r['seed']}: {r['num_steps']} steps, {r['said'] or 'nothing'}\n")
 

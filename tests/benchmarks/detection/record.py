@@ -1,4 +1,4 @@
-"""Records short real trainings as traces: `python tests/benchmarks/detection/record.py FOLDER [NAME ...]`. Needs torch.
+"""Records short real trainings as traces: `PYTHONPATH=tests python -m benchmarks.detection.record FOLDER [NAME ...]`. Needs torch.
 
 A one-layer causal language model on the sources of Python's standard library, in FP8 on the CPU; healthy runs, among
 them the hard ones, and faults put in where the real ones would be. A trace is one file: the sites as JSON, and wire
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from benchmarks.operating_point import refuse_other_settings
 from torch import Tensor, nn
 
 import fp8watch
@@ -243,6 +244,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
+    refuse_other_settings()
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

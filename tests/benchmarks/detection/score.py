@@ -1,29 +1,31 @@
-"""`make bench-detect`: scores the engine and the public rules, writes docs/detection.md. No torch.
+"""`make bench-detect`: the engine and the public rules on traces, printed. A developer's look at a change; no torch.
 
-    PYTHONPATH=tests python -m benchmarks.detection.score [--seeds N] [--healthy-steps N] [--split tune|test] [--print]
+    PYTHONPATH=tests python -m benchmarks.detection.score [--seeds N] [--healthy-steps N] [--split tune|test]
+
+What is published are real trainings, `make prove`. Traces are made up, so that they show whether the engine still tells what it is
+given: tests/detect/test_engine_score.py holds it to that.
 
 Two operating points. What attach sends by default has amax, scales and counts of each step; energies, moments and depth
-of a site come once in 1 to 64 steps, by what they cost. The page shows the rarest of these, 64, and as a second column
-full statistics in each step.
+of a site come once in 1 to 64 steps, by what they cost. The first column is of the rarest of these, 64, the second of full
+statistics in each step.
 
 Two sources. Recorded: real trainings on the CPU (`record.py`), 184 steps each. Made up: traces after a calibration on
 real training, with faults put into their columns. Thresholds were chosen on the tuning seeds of the made-up part
-and on the recorded runs, which are therefore in sample; the page says so.
+and on the recorded runs, which are therefore in sample.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from benchmarks.detection.page import Point, kept, write_page
 from benchmarks.detection.recorded import Recorded, traces
+from benchmarks.detection.report import Point, report
 from benchmarks.detection.scoring import Healthy, Outcome, count_healthy, judge, rule_alarms, rules_of
+from benchmarks.operating_point import refuse_other_settings
 from detect.folded import Folded, fold
 from detect.hard import HARD
 from detect.play import play
@@ -41,7 +43,6 @@ RAREST = 64
 ALWAYS = 1
 SEEDS, HEALTHY_STEPS = 4, 33_000
 LEVELS = ("mild", "medium", "severe")
-PAGE = Path(__file__).parents[3] / "docs" / "detection.md"
 
 
 def scalars(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,14 +56,20 @@ def sent(case: Case, every: int) -> Case:
     return case
 
 
-def faults(first_seed: int, num_seeds: int, every: int) -> Iterator[Outcome]:
+def faults(
+    first_seed: int,
+    num_seeds: int,
+    every: int,
+    scenarios: Sequence[Scenario] = SCENARIOS,
+    levels: Sequence[int] = range(len(LEVELS)),
+) -> Iterator[Outcome]:
     """Every scenario × seed × severity, with its twin."""
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         for seed in range(first_seed, first_seed + num_seeds):
             healthy_case = sent(twin(scenario, seed), every)
             in_twin = fold(play(healthy_case), healthy_case.traces[0].facts)
             twin_alarms = rule_alarms(*scalars(healthy_case.traces[0]))
-            for level in range(len(LEVELS)):
+            for level in levels:
                 yield _fault(scenario, sent(scenario.make(seed, level), every), level, in_twin, twin_alarms)
         sys.stderr.write(f"{scenario.name} ")
         sys.stderr.flush()
@@ -157,8 +164,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--healthy-steps", type=int, default=HEALTHY_STEPS)
     parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--print", action="store_true", help="print instead of writing the page")
     args = parser.parse_args()
+    refuse_other_settings()
     first = SPLITS[args.split]
     began = time.process_time()
     rarest = Point(
@@ -168,17 +175,8 @@ def main() -> None:
         *recorded(RAREST),
     )
     always = Point(ALWAYS, list(faults(first, 1, ALWAYS)), [], *recorded(ALWAYS))
-    where = f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
-    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     took_s = time.process_time() - began
-    given = [] if (args.seeds, args.healthy_steps) == (SEEDS, HEALTHY_STEPS) else ["--seeds", args.seeds]
-    given += ["--healthy-steps", args.healthy_steps] if given else []
-    command = "make bench-detect" + (f' ARGS="{" ".join(map(str, given))}"' if given else "")
-    page = write_page(rarest, always, cost(), args.split, args.seeds, where, took_s, kept(old), command)
-    if args.print:
-        sys.stdout.write(page)
-    else:
-        PAGE.write_text(page, encoding="utf-8")
+    sys.stdout.write(f"\n{report(rarest, always, cost(), args.split, args.seeds)}\n{took_s:.0f} s of one core.\n")
 
 
 if __name__ == "__main__":

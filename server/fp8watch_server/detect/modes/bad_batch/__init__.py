@@ -1,6 +1,6 @@
 """Bad batch or data shift: mode 14, bad-batch.
 
-Two find it in the loss: `families.loss` one that jumps, `level` one that stays a little higher. Four in what enters the
+Two find it in the loss: `families.loss_jump` one that jumps, `level` one that stays a little higher. Four in what enters the
 model: `repeated` batches that come again, `copies` rows that are alike, `labels` labels beside their tokens, `composition` padding,
 frequent tokens and labels that stand where they are asked for.
 """

@@ -6,7 +6,7 @@ Thread:     detect worker
 Labels that are shifted for half of the rows, another mixture: the loss rises by some percent and stays, and no rule of
 spikes sees it. The last losses are held against those before them, both without their spikes: eight against 24, and where
 losses scatter too much for that, 24 against 48. The windows move along, so a loss that falls slower, or climbs over
-hundreds of steps, is none. What jumps further is told by `families.loss`.
+hundreds of steps, is none. What jumps further is told by `families.loss_jump`.
 A fall is told where it is at once and twice as far: a batch that is repeated, labels that stand in the inputs.
 """
 

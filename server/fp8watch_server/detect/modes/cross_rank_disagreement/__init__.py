@@ -1,6 +1,6 @@
 """Ranks disagree: mode 20, cross-rank-disagreement.
 
-`families.agreement` finds it: what ranks must have in common.
+`families.replica_consistency` finds it: what ranks must have in common.
 """
 
 from __future__ import annotations

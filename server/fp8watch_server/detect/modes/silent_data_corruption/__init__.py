@@ -1,7 +1,7 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Four find it: `families.corruption` by a leap, `families.replica_consistency` by hashes that differ between replicas, `families.optimizer_state`
-by moments that change while no optimizer runs, `families.weight_updates` by what one update did.
+Four find it: `families.corruption` by a leap, `families.replica_consistency` by hashes that differ between replicas,
+`families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by what one update did.
 """
 
 from __future__ import annotations
