@@ -24,7 +24,7 @@ _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 _TOP_HEAD = frozenset({"head", "output", "classifier", "score", "logits"})
 """Heads at the top level of a model; deeper, the name may mean anything."""
 _INNER = re.compile(r"attn|attention|mlp|ffn|feed_forward")
-_EMBEDDING = re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|wte|wpe)$")
+_EMBEDDING = re.compile(r"(?:^|[._])(?:\w*embed(?:ding|dings)?|embed_(?:tokens|positions|in)|wte|wpe)$")
 _ROUTER = re.compile(r"(?:^|[._])(?:router(?:\.\w+)?|(?:gating|gate|wg)(?:\.(?:weight|linear|wg))?)$")
 _NORM = re.compile(r"(?:^|[._])\w*(?:norm|ln_[f0-9])$")
 _PEFT_PREFIX = re.compile(r"^(?:base_model\.model\.)+")

@@ -24,7 +24,7 @@ from fp8watch.kernels.cpu import largest_magnitude
 from fp8watch.numerics.tile_stats import Heavy, Invariant, PerTile, TileStats
 from fp8watch.quantize.output_checks import ProbeNumbers
 from fp8watch_agent.record import PROBE, Measured
-from fp8watch_agent.roles import ROUTER, role_of
+from fp8watch_agent.roles import EMBEDDING, OUTPUT_HEAD, ROUTER, role_of
 
 NORMS, ATTENTION, HIGH_PRECISION = "norms", "attention", "high_precision"
 ATTENTION_LOGITS = "attention_logits"
@@ -49,8 +49,11 @@ class Probe:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it multiplies what it is given with a weight of its own: a Linear, or a router."""
-        return not isinstance(self.module, (nn.Embedding, nn.EmbeddingBag)) and _keeps_precision(self.fqn, self.module)
+        """Whether it multiplies what it is given with a weight of its own: a Linear, a router or a head."""
+        if isinstance(self.module, nn.Linear):
+            return True
+        looks_up = isinstance(self.module, (nn.Embedding, nn.EmbeddingBag)) or role_of(self.fqn) == EMBEDDING
+        return not looks_up and _keeps_precision(self.fqn, self.module)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -70,14 +73,14 @@ def shows_logits(module: nn.Module) -> bool:
 
 
 def _keeps_precision(fqn: str, module: nn.Module) -> bool:
-    """Embeddings, Linears, and routers that multiply with a weight of their own, as those of transformers do."""
+    """Embeddings, Linears, and heads, routers and embeddings of other classes, as transformers and Megatron have them."""
     if isinstance(module, _WEIGHTED):
         return True
     weight = module._parameters.get("weight")
     return (
         weight is not None
         and weight.dim() == 2
-        and (role_of(fqn) == ROUTER or "router" in type(module).__name__.lower())
+        and (role_of(fqn) in (ROUTER, OUTPUT_HEAD, EMBEDDING) or "router" in type(module).__name__.lower())
     )
 
 

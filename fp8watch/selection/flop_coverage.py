@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from fp8watch.observer.probes import is_norm
 from fp8watch.selection.own_parameters import NO_GEMM, OwnModule
 from fp8watch.selection.tied_heads import TiedHead
-from fp8watch_agent.roles import ROUTER, pattern, role_of
+from fp8watch_agent.roles import EMBEDDING, OUTPUT_HEAD, ROUTER, pattern, role_of
 
 NAMED_ON_LINE = 4
 MAX_FACT_CHARS = 2000
@@ -135,6 +135,7 @@ def coverage(
     left = sum(2.0 * _numel(head.embedding.weight) for head in heads)
     others: list[_Weight] = []
     passed_over: list[_Weight] = []
+    head = any(role_of(fqn) == OUTPUT_HEAD and m._parameters.get("weight") is not None for fqn, m in named)
     for fqn, module in named:
         if id(module) in seen:
             continue
@@ -146,7 +147,9 @@ def coverage(
             seen.update(id(m) for m in module.modules())
             scale, _ = _share_of_tokens(fqn, module, 2, modules)
             left += 2.0 * scale * module.in_features * module.out_features
-        elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_norm(module):
+        elif (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_norm(module) or (head and _looks_up(fqn, module))
+        ):
             seen.update(id(m) for m in module.modules())
         else:
             for parameter, weight in _weights_of(fqn, module, modules, seen):
@@ -165,6 +168,12 @@ def coverage(
     shares = {name: flops / total for name, flops in observed.items()}
     rest = _grouped([w for w in passed_over if w not in much], total)
     return Coverage(sum(observed.values()) / total, _grouped(others, total), rest, shares)
+
+
+def _looks_up(fqn: str, module: nn.Module) -> bool:
+    """Whether it is an embedding of another class than torch's, as Megatron's; without a head that has a weight of its own
+    that of the embedding may be multiplied with."""
+    return role_of(fqn) == EMBEDDING and "embedding" in type(module).__name__.lower()
 
 
 def _weights_of(

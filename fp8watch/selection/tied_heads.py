@@ -58,8 +58,8 @@ def find_tied_heads(named: Sequence[tuple[str, nn.Module]], taken: Container[int
     """
     read_as_linear = Counter(id(m._parameters.get("weight")) for _, m in named if isinstance(m, nn.Linear))
     outer = [
-        (module, dict(module.named_modules()))
-        for _, module in named
+        (name, module, dict(module.named_modules()))
+        for name, module in named
         if not isinstance(module, nn.Embedding) and any(isinstance(m, nn.Embedding) for m in module.modules())
     ]
     found: dict[int, TiedHead] = {}
@@ -75,13 +75,17 @@ def find_tied_heads(named: Sequence[tuple[str, nn.Module]], taken: Container[int
 
 
 def _readers(
-    fqn: str, embedding: nn.Embedding, outer: Sequence[tuple[nn.Module, dict[str, nn.Module]]], taken: Container[int]
+    fqn: str,
+    embedding: nn.Embedding,
+    outer: Sequence[tuple[str, nn.Module, dict[str, nn.Module]]],
+    taken: Container[int],
 ) -> Iterator[TiedHead]:
-    """Modules around an embedding whose forward reads its weight, those that multiply first, the nearest first."""
+    """Modules around an embedding whose forward reads its weight, those that multiply first, the nearest first. A wrapper
+    that has the embedding's own name is none of them: the products of an adapter are with its own parameters."""
     around: list[tuple[int, str, nn.Module]] = []
-    for module, paths in outer:
+    for name, module, paths in outer:
         path = next((p for p, m in paths.items() if m is embedding), "")
-        if path:
+        if path and name != fqn:
             around.append((path.count("."), path, module))
     only_read: list[TiedHead] = []
     for _, path, module in sorted(around, key=lambda of: of[0]):

@@ -76,14 +76,14 @@ class Kept:
 
 @pytest.fixture
 def attach(monkeypatch, tmp_path):
-    """`fp8watch.attach` with a kept recorder; every watch is detached at the end, the dropped ones too: what the last one
-    leaves wrapped would be there in the next test."""
+    """`fp8watch.attach` with a kept recorder, at its defaults: after some measured steps it may choose a larger `every` on a
+    busy machine, so a test that counts full statistics behind those says overhead_budget=None itself. Every watch is
+    detached at the end, the dropped ones too: what the last one leaves wrapped would be there in the next test."""
     monkeypatch.setenv("FP8WATCH_SPOOL_DIR", str(tmp_path))
     monkeypatch.setattr(start_module, "Recorder", Kept)
     made, dropped = [], weakref.WeakSet()
 
     def run(model, *, keep=True, **kwargs):
-        kwargs.setdefault("overhead_budget", None)
         watch = fp8watch.attach(model, **kwargs)
         if not keep:
             dropped.add(watch)

@@ -21,11 +21,14 @@ from fp8watch.session.event_follow import (
     Follow,
 )
 from fp8watch.session.jumps import RowJumps, ScalarJumps
+from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch.sketch.tile_cache import HISTORY_STEPS
 from fp8watch_agent.record import Measured, empty_rows, holds
 
 SPREADS = np.repeat([0.01, 0.12, 0.9], 20)  # octaves from step to step: weights, inputs, gradients
 WARM = 30
+SHOWN = [0, *FIRST_STEPS]
+"""Steps with full statistics of all in a run in which nothing happens: the first, and those that are measured."""
 
 
 def healthy(num_steps, seed=0):
@@ -211,7 +214,7 @@ def test_full_statistics_and_maps_follow_a_jump(attach, mlp):
 
     train(watch, mlp, at + BURST_STEPS + 8, outlier)
     assert not watch.guard.errors
-    assert full_steps(watch) == [0, *range(at + 1, at + 1 + WHOLE_STEPS)]
+    assert full_steps(watch) == [*SHOWN, *range(at + 1, at + 1 + WHOLE_STEPS)]
     behind = range(at + 1 + WHOLE_STEPS, at + 1 + BURST_STEPS)
     turns = full_turns(watch, behind)
     by_id = {s.id: (s.module, s.operand, s.direction) for s in watch._recorder.sites}
@@ -237,14 +240,14 @@ def test_sites_that_are_only_observed_have_their_turns_in_a_burst_as_soon(attach
 def test_a_jump_of_a_loss_that_comes_late_is_followed_from_where_it_is_known(attach, mlp):
     watch, at = attach(mlp, every=64), 30
     train(watch, mlp, 60, grad_norm=lambda step: torch.tensor(50.0 if step == at else 1.0 + 0.1 * (step % 3)))
-    assert full_steps(watch) == [0, *range(at + 1, at + 1 + WHOLE_STEPS)]
+    assert full_steps(watch) == [*SHOWN, *range(at + 1, at + 1 + WHOLE_STEPS)]
     assert {m.step for m in watch._recorder.maps} >= {at, at + 1, at + BURST_STEPS}
 
 
 def test_healthy_steps_are_followed_by_nothing(attach, mlp):
     watch = attach(mlp, every=64)
     train(watch, mlp, 100)
-    assert full_steps(watch) == [0]
+    assert full_steps(watch) == SHOWN
     assert not watch._recorder.maps
 
 
@@ -257,7 +260,7 @@ def test_full_statistics_follow_a_break_once(attach, mlp):
         return x
 
     train(watch, mlp, 60, inf)
-    assert full_steps(watch) == [0, *range(21, 21 + BURST_STEPS)]
+    assert full_steps(watch) == [*SHOWN, *range(21, 21 + BURST_STEPS)]
 
 
 def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
@@ -271,7 +274,7 @@ def test_the_maps_of_a_jump_stay_within_their_bytes(attach, mlp, monkeypatch):
 def test_a_window_is_not_left_for_a_jump(attach, mlp):
     watch = attach(mlp, every=64, windows=[(0, 33)])
     train(watch, mlp, 40, lambda step, x: x * 3000 if step == 30 else x)
-    assert full_steps(watch) == [0, 31, 32]
+    assert full_steps(watch) == [*SHOWN, 31, 32]
 
 
 def test_looking_for_jumps_fails_without_harm(attach, mlp, monkeypatch):

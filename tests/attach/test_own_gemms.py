@@ -355,7 +355,7 @@ def test_an_error_of_the_forward_passes_and_nothing_is_left_behind(attach):
 
 
 def test_weights_are_hashed_in_steps_in_which_nothing_else_of_them_is_looked_at(attach, train):
-    watch = attach(seeded(Moe), recipe="observe", hash_every=1)
+    watch = attach(seeded(Moe), recipe="observe", hash_every=1, overhead_budget=None)  # light_every is set here
     watch._overhead.light_every = 4
     train(watch._model, steps=5)
     steps = [operands(watch._recorder, step) for step in range(1, 5)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from attach import bugs_trainers
 from attach.bugs_checkpoints import CHECKPOINT_BUGS
+from attach.bugs_defaults import DEFAULT_BUGS
 from attach.bugs_experts import EXPERT_BUGS
 from attach.bugs_own import OWN_BUGS
 from attach.bugs_updates import UPDATE_BUGS
@@ -16,6 +17,7 @@ BUGS = [
     *OWN_BUGS,
     *EXPERT_BUGS,
     *CHECKPOINT_BUGS,
+    *DEFAULT_BUGS,
     *UPDATE_BUGS,
     Bug("a step on its way is not read before it arrived", "step_flush:StepFlush.drain",
         "if not wait and not left.copy.ready() and len(self._on_the_way) <= MAX_ON_THE_WAY:",
@@ -187,8 +189,6 @@ BUGS = [
     Bug("replicas hash the same weights", "site_rotation:SiteRotation.__init__",
         "self._hashes, self._hash_every = Turns(weights),", "self._hashes, self._hash_every = Turns(weights, rank, world_size),",
         f"{A}/test_weight_hash.py::test_replicas_hash_the_same_weights_in_the_same_step"),
-    Bug("weights are hashed in their turn", "observation_plan:ObservationPlan._hash",
-        "step.sample.hashes[row] and ", "", f"{A}/test_weight_hash.py::test_each_weight_is_hashed_once_in_so_many_steps_and_no_step_hashes_all"),
     Bug("after a pause everything is looked at", "step_cycle:StepCycle.close",
         "self._is_first = not recorded or plan.step.outside", "self._is_first = False",
         f"{A}/test_rotation.py::test_after_a_pause_the_first_step_shows_everything_again"),

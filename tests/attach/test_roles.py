@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from fp8watch.selection.module_filter import select_linears
 from fp8watch.selection.module_roles import role_facts
-from fp8watch_agent.roles import LINEAR, OUTPUT_HEAD, ROUTER, decode_roles, pattern, role_of
+from fp8watch_agent.record import is_probe
+from fp8watch_agent.roles import EMBEDDING, LINEAR, OUTPUT_HEAD, ROUTER, decode_roles, pattern, role_of
 
 
 def tree(**children):
@@ -166,3 +168,75 @@ def test_attach_leaves_out_whatever_the_collector_would_warn_of(attach):
 def test_patterns_put_numbers_for_layers_and_nothing_else():
     assert pattern("model.layers.12.w1") == "model.layers.*.w1"
     assert pattern("0.conv2.1") == "*.conv2.*"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens", "model.embed_tokens.modules_to_save.default", "decoder.embed_positions", "gpt_neox.embed_in",
+     "transformer.wte", "embedding.word_embeddings", "tok_embeddings", "token_embedding"],
+)  # fmt: skip
+def test_embeddings_are_told_by_the_names_that_models_give_them(name):
+    assert role_of(name) == EMBEDDING
+    assert role_of(f"{name}.proj") is None
+
+
+class VocabEmbedding(nn.Module):
+    """A lookup of another class than torch's, as Megatron's VocabParallelEmbedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(320, 64))
+
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.weight)
+
+
+class ParallelHead(nn.Module):
+    """A product of another class than nn.Linear, that returns a bias beside it, as Megatron's ColumnParallelLinear."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(320, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), None
+
+
+class TiedParallelHead(nn.Module):
+    weight = None
+
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight), None
+
+
+class OfItsOwnClasses(nn.Module):
+    """A model of such classes; returns a 0-d loss."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = VocabEmbedding()
+        self.up = nn.Linear(64, 64)
+        self.output_layer = TiedParallelHead() if tied else ParallelHead()
+
+    def forward(self, ids):
+        x = self.up(self.embedding.word_embeddings(ids))
+        weight = [self.embedding.word_embeddings.weight] if self.output_layer.weight is None else []
+        return self.output_layer(x, *weight)[0].square().mean()
+
+
+def test_heads_and_embeddings_of_classes_of_their_own_are_looked_at_by_default(attach):
+    watch = attach(OfItsOwnClasses())
+    watch._model(torch.randint(0, 320, (2, 8))).backward()
+    watch.step()
+    found = {(s.module, s.operand) for s in watch._recorder.sites if is_probe(s.operand, s.recipe)}
+    assert found == {("embedding.word_embeddings", "output"), ("output_layer", "output"), ("output_layer", "input")}
+    assert set(watch._recorder.step(0)[1]) >= {(module, operand, "rowwise") for module, operand in found}
+    assert not watch.guard.errors
+
+
+def test_an_embedding_of_another_class_is_a_gemm_only_where_it_may_be_the_head(attach, capsys):
+    attach(OfItsOwnClasses())
+    assert "not taken: output_layer (ParallelHead [320, 64], 83 %); run" in capsys.readouterr().err
+    attach(OfItsOwnClasses(tied=True))
+    assert "not taken: embedding.word_embeddings (VocabEmbedding [320, 64], 83 %); run" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from attach.deep_model import Deep
 
 from fp8watch.numerics.tile_stats import HEAVY
 from fp8watch.observer.nonfinite_checks import OUTPUTS_EVERY
+from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch.session.sampling_schedule import Schedule
 from fp8watch.session.site_rotation import SiteRotation, Turns, light_units, rotating_units, weight_units
 from fp8watch.session.sites import SlabSite
@@ -163,6 +164,8 @@ def test_weights_are_hashed_whatever_the_turns(attach, compiled):
 
 
 def train(attach, num_steps=40, **kwargs):
+    """Turns are counted by the `every` that is asked for: no step is measured, and none of those shows everything."""
+    kwargs.setdefault("overhead_budget", None)
     torch.manual_seed(0)
     model = Deep()
     watch = attach(model, **kwargs)
@@ -204,7 +207,7 @@ def test_ranks_are_at_different_places(attach, monkeypatch):
 def test_where_training_counts_steps_by_tens_each_site_has_its_turn_all_the_same(attach):
     torch.manual_seed(0)
     model = Deep()
-    watch = attach(model, every=8, hash_every=8)
+    watch = attach(model, every=8, hash_every=8, overhead_budget=None)  # turns are counted
     for step in range(40):
         model(torch.randn(16, 32)).backward()
         watch.step(10 * step)
@@ -224,15 +227,16 @@ def test_after_a_pause_the_first_step_shows_everything_again(attach):
     torch.manual_seed(0)
     model = Deep()
     watch = attach(model, every=100)
-    for step in range(8):
-        if step == 2:
+    for step in range(19):
+        if step == 13:
             watch.pause()
-        if step == 5:
+        if step == 16:
             watch.resume()
         model(torch.randn(16, 32)).backward()
         watch.step()
     full = {int(h["step"]): bool(holds(rows["measured"], HEAVY).all()) for h, _, rows, *_ in watch._recorder.steps}
-    assert full == {0: True, 1: False, 5: True, 6: False, 7: False}
+    assert full.keys() == {*range(13), 16, 17, 18}
+    assert {step for step, is_full in full.items() if is_full} == {0, *FIRST_STEPS, 16}, "those are measured"
 
 
 def test_what_a_gemm_puts_out_is_seen_in_its_turn_and_then_everywhere(attach, monkeypatch):
@@ -241,7 +245,7 @@ def test_what_a_gemm_puts_out_is_seen_in_its_turn_and_then_everywhere(attach, mo
 
     torch.manual_seed(0)
     model, right = Deep(), copy.copy(emulated_gemm.wgrad)
-    watch = attach(model, every=8)
+    watch = attach(model, every=8, overhead_budget=None)  # a measured step looks at all of them
 
     def wrong(*args):
         out = right(*args)

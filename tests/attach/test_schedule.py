@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8watch.numerics.tile_stats import HEAVY
+from fp8watch.session.overhead_budget import FIRST_STEPS
 from fp8watch_agent.record import FIELDS, Measured, holds
 
 LOOKS = Measured.QUANTISER | Measured.GEMM | Measured.IMPACT
@@ -49,7 +50,7 @@ def sampled(watch):
 
 
 def test_every_samples_within_windows(attach, mlp, train):
-    watch = attach(mlp, windows=[(3, 20)], every=4)
+    watch = attach(mlp, windows=[(3, 20)], every=4, overhead_budget=None)  # measured steps show everything as well
     train(mlp, steps=10)
     assert sampled(watch) == [3], "the first shows what there is; then each site has its turn"
     assert observed(watch) == list(range(3, 10))
@@ -59,10 +60,11 @@ def test_every_samples_within_windows(attach, mlp, train):
 def test_between_samples_every_row_leaves_without_what_only_samples_measure(attach, mlp, train, recipe):
     """What is not measured is absent: its bits are not set, and its fields are at their defaults."""
     watch = attach(mlp, recipe=recipe, every=1000, hash_every=0)
-    train(mlp, steps=6)
-    full, light = watch._recorder.step(0)[1], watch._recorder.step(5)[1]
+    train(mlp, steps=5)
+    full, light = watch._recorder.step(0)[1], watch._recorder.step(4)[1]
     assert set(light) == set(full)
-    assert sampled(watch) == [0]
+    measured = [] if recipe == "observe" else [FIRST_STEPS[0]]
+    assert sampled(watch) == [0, *measured], "the first, and one in which the cost is measured"
     for site, row in light.items():
         of_sample = int(full[site]["measured"])
         assert of_sample & SAMPLED == (Measured.ENERGIES if site[1] == "output" or site[0] == "lm_head" else SAMPLED)

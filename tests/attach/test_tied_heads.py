@@ -158,6 +158,26 @@ def test_an_embedding_that_is_only_looked_up_or_tied_to_a_linear_is_no_head():
     assert find_tied_heads(list(named_modules(Asks()))) == []
 
 
+def test_an_adapter_around_an_embedding_is_no_head():
+    """peft puts its layer in the embedding's place, with products of its own parameters, and reads the weight."""
+
+    class BaseTunerLayer(nn.Module):
+        def __init__(self, embedding):
+            super().__init__()
+            self.base_layer = embedding
+            self.a, self.b = nn.Parameter(torch.zeros(VOCAB, 4)), nn.Parameter(torch.zeros(4, K))
+
+        def forward(self, ids):
+            weight = self.base_layer.weight
+            return self.base_layer(ids) + (F.embedding(ids, self.a) @ self.b).to(weight)
+
+    model = Body()
+    model.wte = BaseTunerLayer(model.wte)
+    assert [head.fqn for head in find_tied_heads(list(named_modules(model)))] == ["wte.base_layer.tied_head"]
+    BaseTunerLayer.__module__ = "peft.tuners.tuners_utils"
+    assert find_tied_heads(list(named_modules(model))) == []
+
+
 def test_what_is_announced_and_never_multiplied_is_looked_for_a_few_times_and_told(attach, train, monkeypatch):
     class Never(Tied):
         def logits(self, x):

@@ -75,9 +75,9 @@ def test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps(attach, mlp, t
         assert hashed(watch, i) == {(m, "weight", "rowwise"): want[i][m] for m in turns[step]}
 
 
-def hashes_of(attach, num_steps, **kwargs):
+def hashes_of(attach, num_steps, num_weights=6, **kwargs):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(num_weights)])
     watch = attach(model, **kwargs)
     for _ in range(num_steps):
         model(torch.randn(8, 32)).sum().backward()
@@ -90,6 +90,17 @@ def test_each_weight_is_hashed_once_in_so_many_steps_and_no_step_hashes_all(atta
     assert len(of_step[0]) == 6
     assert max(len(sites) for sites in of_step[1:]) == 1
     assert sorted(site for sites in of_step[1:] for site in sites) == sorted(of_step[0])
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "observe"])
+@pytest.mark.parametrize("num_weights", [6, 40])
+def test_by_default_every_weight_is_hashed_within_any_32_steps(attach, num_weights, recipe):
+    of_step = hashes_of(attach, 72, num_weights, recipe=recipe)
+    everything = of_step[0]
+    assert len(everything) == num_weights
+    for first in range(1, len(of_step) - 31):
+        assert set().union(*of_step[first : first + 32]) == everything
+    assert max(len(sites) for sites in of_step[1:]) == -(-num_weights // 32)
 
 
 def test_replicas_hash_the_same_weights_in_the_same_step(attach, monkeypatch):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.counts import in_turn, part_of
+from support.counts import in_turn
 from support.ranks import run_ranks
 
 FAILURES = ["inf", "outlier", "zero-tile", "stale-weight-scale", "lr", "bit-flip"]
@@ -44,8 +44,9 @@ def test_every_failure_is_named_whatever_the_seed(tmp_path, fault_and_seed):
 
 @pytest.mark.heavy(13, "fp8watch/demo", "server/fp8watch_server/detect")
 @pytest.mark.timeout(600)
-def test_a_healthy_run_raises_nothing_in_600_steps(tmp_path):
-    out = demo(tmp_path, "--fault", "none", "--steps", str(part_of(600)))
+@pytest.mark.parametrize("seed", in_turn(["1", "2", "3"]))
+def test_a_healthy_run_raises_nothing_in_600_steps_whatever_the_seed(tmp_path, seed):
+    out = demo(tmp_path, "--fault", "none", "--steps", "600", "--seed", seed)
     assert out.returncode == 0, out.stdout + out.stderr
 
 

@@ -26,7 +26,7 @@ def attach(monkeypatch, tmp_path):
     made = []
 
     def run(model, **how):
-        made.append(fp8watch.attach(model, overhead_budget=None, **how))
+        made.append(fp8watch.attach(model, **how))
         return made[-1]
 
     yield run

@@ -73,6 +73,8 @@ TE = Room(
 STACKS = Room(
     seconds={
         "accelerate": 5.0,
+        "adapters": 5.0,
+        "attention": 8.0,
         "deepspeed": 14.0,
         "families": 10.0,
         "fix_files": 8.0,
@@ -80,6 +82,7 @@ STACKS = Room(
         "megatron": 8.0,
         "mirrors": 8.0,
         "names": 4.0,
+        "roles": 10.0,
         "sharded": 30.0,
         "torchtitan": 40.0,
         "transformers": 14.0,
@@ -99,9 +102,12 @@ STACKS = Room(
     },
     needs=needs(REQUIREMENTS.read_text()),
     files={
+        "adapters": ("fp8watch/selection", "agent/fp8watch_agent/roles.py"),
+        "attention": ("fp8watch/layers/attention_calls.py", "fp8watch/observer/attention_logits.py"),
         "families": ("fp8watch/layers", "fp8watch/selection"),
         "sharded": ("fp8watch/layers",),
         "fix_files": ("server/fp8watch_server/incidents",),
+        "roles": ("fp8watch/selection", "agent/fp8watch_agent/roles.py"),
     },
 )
 ROOMS = {"te": TE, "stacks": STACKS}

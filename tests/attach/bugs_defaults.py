@@ -1,0 +1,31 @@
+"""Bugs in what attach does by default: hashes, roles, and what is looked at in high precision."""
+
+from __future__ import annotations
+
+from support.planted import Bug
+
+A = "tests/attach"
+DEFAULT_BUGS = [
+    Bug("weights are hashed in their turn", "observation_plan:ObservationPlan._hash",
+        "step.sample.hashes[row] and ", "",
+        f"{A}/test_weight_hash.py::test_weights_are_hashed_as_the_gemm_reads_them_in_their_steps"),
+    Bug("by default weights are hashed in 32 steps", "sampling_schedule",
+        "HASH_EVERY_STEPS = 32", "HASH_EVERY_STEPS = 33",
+        f"{A}/test_weight_hash.py::test_by_default_every_weight_is_hashed_within_any_32_steps"),
+    Bug("embeddings are called so by transformers too", "fp8watch_agent.roles",
+        "|embed_(?:tokens|positions|in)", "", f"{A}/test_roles.py::test_embeddings_are_told_by_the_names_that_models_give_them"),
+    Bug("heads and embeddings of other classes are looked at", "probes:_keeps_precision",
+        "role_of(fqn) in (ROUTER, OUTPUT_HEAD, EMBEDDING)", "role_of(fqn) == ROUTER",
+        f"{A}/test_roles.py::test_heads_and_embeddings_of_classes_of_their_own_are_looked_at_by_default"),
+    Bug("a lookup has no input to look at", "probes:Probe.multiplies",
+        " or role_of(self.fqn) == EMBEDDING", "",
+        f"{A}/test_roles.py::test_heads_and_embeddings_of_classes_of_their_own_are_looked_at_by_default"),
+    Bug("a lookup of a class of its own is no GEMM", "flop_coverage:coverage",
+        " or (head and _looks_up(fqn, module))", "",
+        f"{A}/test_roles.py::test_an_embedding_of_another_class_is_a_gemm_only_where_it_may_be_the_head"),
+    Bug("an embedding without a head may be one", "flop_coverage:coverage",
+        "(head and _looks_up(fqn, module))", "_looks_up(fqn, module)",
+        f"{A}/test_roles.py::test_an_embedding_of_another_class_is_a_gemm_only_where_it_may_be_the_head"),
+    Bug("an adapter of an embedding is no head", "tied_heads:_readers",
+        "if path and name != fqn:", "if path:", f"{A}/test_tied_heads.py::test_an_adapter_around_an_embedding_is_no_head"),
+]  # fmt: skip
