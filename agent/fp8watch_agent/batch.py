@@ -72,8 +72,8 @@ class BatchBuilder:
         self._extra_bytes = 0
 
     def fits(self, frame: Frame) -> bool:
-        """Whether a frame can join: steps ascend and the limits hold; more rows of the last step have the same STEP, byte
-        by byte. An empty builder takes any frame.
+        """Whether a frame can join: steps ascend, or it has more of the last one, and the limits hold. An empty builder
+        takes any frame.
         """
         if not self.frames:
             return True
@@ -142,8 +142,7 @@ class BatchBuilder:
 
 
 def _is_more(frame: Frame, before: Frame) -> bool:
-    """Whether a frame holds more rows of the same step (Recorder.record_more)."""
-    return frame.steps.tobytes() == before.steps.tobytes()
+    return frame.more and frame.steps.tobytes() == before.steps.tobytes()
 
 
 def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:

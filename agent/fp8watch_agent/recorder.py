@@ -26,6 +26,7 @@ from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
 from fp8watch_agent.ring import Ring
+from fp8watch_agent.ring_file import Extra
 from fp8watch_agent.sender import ENDED, Sender
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
@@ -39,6 +40,7 @@ logger = logging.getLogger("fp8watch")
 
 MAX_EXTRA_BYTES = 16 << 10  # logs and batch id of one step
 MAX_EXPERT_BYTES = 1 << 20  # vectors over experts of one step
+_MORE = msgspec.msgpack.encode(Extra({}, None, more=True))
 _CLOSE_RESERVE_S = 0.5  # share of close's timeout that is reserved for spooling
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -157,8 +159,8 @@ class Recorder:
     def record_more(self, site_ids: npt.NDArray[np.uint64], rows: npt.NDArray[np.void]) -> None:
         """Record rows of more sites for the step that was recorded last: what was known of it only later.
 
-        In the ring they are a frame with the same STEP, which joins that of the step in a batch, or is the same step in
-        the next batch where that one has left.
+        In the ring they are a frame of their own, which joins that of the step in a batch, or is the same step in the next
+        batch where that one has left.
 
         Args:
             site_ids: [N] uint64, none of which the step has.
@@ -174,7 +176,7 @@ class Recorder:
             if rows.dtype != ROW or len(site_ids) != len(rows):
                 raise ValueError(f"{len(site_ids)} site ids, {len(rows)} rows of {rows.dtype.itemsize} bytes")
             ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
-            self._ring.push(self._last_raw, ids, np.ascontiguousarray(rows))
+            self._ring.push(self._last_raw, ids, np.ascontiguousarray(rows), _MORE)
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("record_more", e)
         finally:

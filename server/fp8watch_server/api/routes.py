@@ -250,7 +250,11 @@ def get_series(
     rank: Rank = None,
     format: Format = "json",
 ) -> Response:
-    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss."""
+    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss.
+
+    Where records of many ranks are merged over steps, `from_steps` has of each point the first step that it stands for (its own
+    is the last): its value is the extreme, or the sum of counts, of these. `at_steps`, of `amax_max`, is the step of that amax.
+    """
     require_run(conn, run_id)
     if site is not None:
         _require_site(conn, run_id, site)
