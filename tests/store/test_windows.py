@@ -58,7 +58,12 @@ def test_points_that_are_left_out_take_theirs_along(feed: Feed) -> None:
     rng, n = np.random.default_rng(0), 240
     steps = list(range(16, 16 + n))
     back, at = rng.integers(1, 16, n), rng.integers(0, 2, n)
-    fields = {"measured": LIGHT | int(Measured.WINDOW), "amax_max": rng.random(n), "window_steps_back": back, "amax_steps_back": at}
+    fields = {
+        "measured": LIGHT | int(Measured.WINDOW),
+        "amax_max": rng.random(n),
+        "window_steps_back": back,
+        "amax_steps_back": at,
+    }
     feed.send(feed.agent(), steps, fields=fields)
     with feed.engine.connect() as conn:
         got = queries.series(conn, "run-1", UP.id, "amax_max", points=30)
