@@ -250,11 +250,8 @@ def get_series(
     rank: Rank = None,
     format: Format = "json",
 ) -> Response:
-    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss.
-
-    Where records of many ranks are merged over steps, `from_steps` has of each point the first step that it stands for (its own
-    is the last): its value is the extreme, or the sum of counts, of these. `at_steps`, of `amax_max`, is the step of that amax.
-    """
+    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss. Where
+    records stand for several steps, `from_steps` has the first of each point's, `at_steps` of `amax_max` the one it lay in."""
     require_run(conn, run_id)
     if site is not None:
         _require_site(conn, run_id, site)
