@@ -26,6 +26,7 @@ from fp8watch_agent.wire import (
     decode_tile_maps,
     encode_batch,
     encode_tile_maps,
+    in_step_order,
     rows_of,
 )
 
@@ -71,14 +72,16 @@ class BatchBuilder:
         self._extra_bytes = 0
 
     def fits(self, frame: Frame) -> bool:
-        """Whether a frame can join: steps ascend and the limits hold. An empty builder takes any frame."""
+        """Whether a frame can join: steps ascend, or it has more of the last one, and the limits hold. An empty builder
+        takes any frame.
+        """
         if not self.frames:
             return True
         first, last = self.frames[0].steps["step"][0], self.frames[-1].steps["step"][0]
         step = frame.steps["step"][0]
         return bool(
             len(self.frames) < MAX_BATCH_STEPS
-            and last < step
+            and (last < step or _is_more(frame, self.frames[-1]))
             and step - first < 1 << 32
             and self.num_records + frame.num_records <= self._max_records
             and self._raw_bytes + frame.rows.nbytes <= MAX_RAW_BYTES
@@ -101,7 +104,9 @@ class BatchBuilder:
             WireError, ValueError: they cannot be encoded.
         """
         frames = self.frames
-        steps = np.concatenate([f.steps for f in frames])
+        opens = [not i or not _is_more(f, frames[i - 1]) for i, f in enumerate(frames)]
+        of_steps = [f for f, first in zip(frames, opens, strict=True) if first]  # the frame that each step began with
+        steps = np.concatenate([f.steps for f in of_steps])
         header = Header(
             run=self._session.run_id,
             session=self._session.session,
@@ -112,12 +117,12 @@ class BatchBuilder:
             num_records=self.num_records,
             clock=clock,
             health=health,
-            logs=_columns_of_logs(frames),
-            batch_ids=[f.batch_id for f in frames] if any(f.batch_id is not None for f in frames) else [],
+            logs=_columns_of_logs(of_steps),
+            batch_ids=[f.batch_id for f in of_steps] if any(f.batch_id is not None for f in of_steps) else [],
         )
         if len(msgspec.msgpack.encode(header)) > MAX_HEADER_BYTES:  # thousands of names, each logged once
             header = msgspec.structs.replace(header, logs={})
-        step = np.repeat(steps["step"], [f.num_records for f in frames])
+        step = np.repeat([f.steps["step"][0] for f in frames], [f.num_records for f in frames])
         site = np.concatenate([f.site_ids for f in frames])
         rows = np.empty(self.num_records, ROW)
         at = 0
@@ -125,11 +130,19 @@ class BatchBuilder:
             rows[at : at + f.num_records] = f.rows
             at += f.num_records
             yield_gil()
+        if not all(opens):
+            later = [f.site_ids for f, first in zip(frames, opens, strict=True) if not first]
+            order = in_step_order(step, site, [f.site_ids for f in of_steps] + later)
+            step, site, rows = step[order], site[order], rows[order]
         experts = [v for f in frames for v in unpack(f.experts, int(f.steps["step"][0]))]
         body = encode_batch(header, steps, step, site, rows, experts=experts, yield_gil=yield_gil)
         yield_gil()
         precious = any(f.precious for f in frames)
         return Parcel(Kind.BATCH, seq, body, self.num_records, frames[-1].end, frames[-1].number + 1, precious)
+
+
+def _is_more(frame: Frame, before: Frame) -> bool:
+    return frame.more and frame.steps.tobytes() == before.steps.tobytes()
 
 
 def _columns_of_logs(frames: list[Frame]) -> dict[str, list[float | None]]:

@@ -47,10 +47,12 @@ class Measured(IntFlag):
     OUTPUTS = 16384  # the output of a GEMM was looked at, and something in it was not finite
     GAIN = 32768  # goes with ENERGIES
     IMPACT = 65536  # what FP8 changed of sampled rows of an output met the gradient of the loss
+    WINDOW = 131072  # the record stands for several steps (fp8watch.session.window_merge); no device fills it
 
 
-SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS | Measured.IMPACT
-"""Groups of looks that are taken at some calls and on some ranks, in turn: a merged record holds them if any had one."""
+SOME_CALLS = Measured.QUANTISER | Measured.OUTPUTS | Measured.IMPACT | Measured.WINDOW
+"""Groups of looks that are taken at some calls and on some ranks, in turn: a merged record holds them if any had one. And
+WINDOW: over ranks, a record stands for several steps if that of any rank does."""
 
 LATER = Measured(sum(group for group in Measured if group > Measured.CAST))
 """Groups whose fields lie behind those that every backend fills."""
@@ -97,7 +99,7 @@ _C, _A, _S, _R = Measured.COUNTS, Measured.AMAX, Measured.SCALE, Measured.RATIO
 _CK, _AK = Measured.COUNTS | Measured.CAST, Measured.AMAX | Measured.CAST
 _E, _M, _D, _H = Measured.ENERGIES, Measured.MOMENTS, Measured.DEPTH, Measured.HASH
 _G, _Q, _O, _B = Measured.GEMM, Measured.QUANTISER, Measured.OUTPUTS, Measured.GAIN
-_I = Measured.IMPACT
+_I, _W = Measured.IMPACT, Measured.WINDOW
 
 FIELDS: tuple[Field, ...] = (
     # float64 sums
@@ -172,6 +174,12 @@ FIELDS: tuple[Field, ...] = (
     Field("fault_tile", "<i4", "first", _Q, -1, "tile",
           "(row, column) of the first sampled tile that the quantiser got wrong", 50, 2),
     Field("first_nonfinite", "<i4", "first", _C, -1, "element", "(row, column, call) of the first NaN or Inf", 32, 3),
+    # steps of a window, back from the record's own
+    Field("window_steps_back", "<i4", "max", _W, 0, "steps",
+          "from the first step that the record stands for to its own; 0: its own step alone", 54,
+          label="steps of the window"),
+    Field("amax_steps_back", "<i4", "of_amax_max", _W, 0, "steps", "from the step in which amax_max lay to the record's own",
+          55, label="steps since the largest amax"),
     # bookkeeping
     Field("order", "<i4", "first", _C, -1, "index", "place in the order of execution of the step's first call", 26),
     Field("measured", "<i4", "or", _C, 0, "bits", "Measured: groups of fields that this record holds", 2),

@@ -26,6 +26,7 @@ from fp8watch_agent.guard import Guard
 from fp8watch_agent.health import DROP_CLOSED, DROP_REENTRANT, DeliveryCounts, Health
 from fp8watch_agent.record import ROW, STEP, Site, TileMap
 from fp8watch_agent.ring import Ring
+from fp8watch_agent.ring_file import Extra
 from fp8watch_agent.sender import ENDED, Sender
 from fp8watch_agent.session import Registration, Session
 from fp8watch_agent.settings import AgentSettings
@@ -39,6 +40,7 @@ logger = logging.getLogger("fp8watch")
 
 MAX_EXTRA_BYTES = 16 << 10  # logs and batch id of one step
 MAX_EXPERT_BYTES = 1 << 20  # vectors over experts of one step
+_MORE = msgspec.msgpack.encode(Extra({}, None, more=True))
 _CLOSE_RESERVE_S = 0.5  # share of close's timeout that is reserved for spooling
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -74,6 +76,7 @@ class Recorder:
         self._late_maps = DeliveryCounts()
         self._num_steps = 0
         self._last_step = -1
+        self._last_raw = b""  # the STEP that was recorded last
         self._pushing = threading.Lock()  # acquired without blocking only
         self._closed = False
         self._inert = False
@@ -146,9 +149,36 @@ class Recorder:
             self._num_steps += 1
             self._last_step = int(step["step"])
             ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
+            self._last_raw = raw
             self._ring.push(raw, ids, np.ascontiguousarray(rows), extra)
         except Exception as e:  # noqa: BLE001
             self._guard.swallow("record_step", e)
+        finally:
+            self._pushing.release()
+
+    def record_more(self, site_ids: npt.NDArray[np.uint64], rows: npt.NDArray[np.void]) -> None:
+        """Record rows of more sites for the step that was recorded last: what was known of it only later.
+
+        In the ring they are a frame of their own, which joins that of the step in a batch, or is the same step in the next
+        batch where that one has left.
+
+        Args:
+            site_ids: [N] uint64, none of which the step has.
+            rows: [N] of ROW.
+        """
+        if self._inert:
+            return
+        if self._closed or not self._last_raw or not self._pushing.acquire(blocking=False):
+            reason = DROP_CLOSED if self._closed else DROP_REENTRANT
+            self._guard.call("record_more", lambda: self._late.drop(reason, len(rows)), None)
+            return
+        try:
+            if rows.dtype != ROW or len(site_ids) != len(rows):
+                raise ValueError(f"{len(site_ids)} site ids, {len(rows)} rows of {rows.dtype.itemsize} bytes")
+            ids = np.ascontiguousarray(site_ids, dtype=np.uint64)
+            self._ring.push(self._last_raw, ids, np.ascontiguousarray(rows), _MORE)
+        except Exception as e:  # noqa: BLE001
+            self._guard.swallow("record_more", e)
         finally:
             self._pushing.release()
 

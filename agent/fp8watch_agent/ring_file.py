@@ -104,6 +104,7 @@ class Extra(msgspec.Struct, array_like=True):
     logs: dict[str, float]
     batch_id: str | None
     experts: dict[int, bytes] = {}  # site -> VECTOR of each of its experts
+    more: bool = False
 
 
 @dataclass
@@ -121,6 +122,7 @@ class Frame:
     batch_id: str | None
     num_extra_bytes: int  # of logs and batch id
     experts: dict[int, bytes] = field(default_factory=dict)  # site -> VECTOR of each of its experts
+    more: bool = False  # rows of more sites of the step in the frame before (Recorder.record_more)
 
     @property
     def precious(self) -> bool:
@@ -153,11 +155,12 @@ def parse_frame(raw: bytes, position: int, number: int, num_records: int, num_ex
     logs: dict[str, float] = {}
     batch_id: str | None = None
     experts: dict[int, bytes] = {}
+    more = False
     if num_extra:
         extra = msgspec.msgpack.decode(raw[at : at + num_extra], type=Extra)
-        logs, batch_id, experts = extra.logs, extra.batch_id, extra.experts
+        logs, batch_id, experts, more = extra.logs, extra.batch_id, extra.experts, extra.more
     end, small = position + len(raw), num_extra - sum(map(len, experts.values()))
-    return Frame(position, end, number, num_records, steps, site_ids, rows, logs, batch_id, small, experts)
+    return Frame(position, end, number, num_records, steps, site_ids, rows, logs, batch_id, small, experts, more)
 
 
 class DamagedRing(ValueError):

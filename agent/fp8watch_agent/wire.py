@@ -149,6 +149,19 @@ def _merged(sites: Array, each: list[Array]) -> Array:
     return np.array(order, dtype="<u8")
 
 
+def in_step_order(step: Array, site: Array, each: list[Array]) -> npt.NDArray[np.intp]:
+    """Places of records by step, and within a step in one order of sites, so that a body has them as it does best.
+
+    Args:
+        step: [N] of each record.
+        site: [N], site ids.
+        each: site ids in the order that the steps have, those of the first that hold a site say where it stands.
+    """
+    sites = _merged(max(each, key=len), each)
+    by_id = np.argsort(sites)
+    return np.lexsort((by_id[np.searchsorted(sites, site, sorter=by_id)], step))
+
+
 def encode_batch(
     header: Header,
     steps: npt.NDArray[np.void],

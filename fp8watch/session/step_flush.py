@@ -211,10 +211,20 @@ class StepFlush:
                 left.copy.release()
         self.maps.drain(wait=wait)
 
-    def stop_mirrors(self) -> None:
-        """Let each tell what it has not told yet."""
+    def end(self) -> None:
+        """Nothing follows: windows leave as they are, and each mirror tells what it has not told yet."""
+        self._end_windows()
         while self.mirrors:
             self.mirrors.pop().stop()
+
+    def _end_windows(self) -> None:
+        if self.merge is not None:
+            self._record_windows(*self.merge.rest())
+
+    def _record_windows(self, sites: npt.NDArray[np.bool_], windows: Rows) -> None:
+        """Windows that ended with the step that was recorded last."""
+        if len(windows):
+            self.recorder.record_more(self._ids[sites], windows)
 
     def _hand_over(self, left: PendingStep, tensors: list[Tensor]) -> None:
         if left.handed_over:  # a signal came in between
@@ -246,6 +256,7 @@ class StepFlush:
         if numbers.pop(FOUND_INF, 0.0) and left.status == StepStatus.OK:
             left.status = StepStatus.SKIPPED
         if not left.recorded:
+            self._end_windows()
             return
         broken = broken_rows(rows)
         look = self.events.look
@@ -254,9 +265,11 @@ class StepFlush:
         self.checkpoints.arrived(left.step, left.status, broken=self.events.is_broken, broken_weights=nan_weight)
         leaves = rows["measured"] != 0  # between samples too: then without energies, moments and depth
         records = None
-        if self.merge is not None and followed.calm is not None and left.status == StepStatus.OK:
+        if self.merge is not None:
+            calm = followed.calm if left.status == StepStatus.OK else None
             in_burst = left.step <= self.events.follow.burst_until
-            leaves, records = self.merge.leaving(left.step, rows, followed.calm, in_burst=in_burst)
+            leaves, records, before, windows = self.merge.leaving(left.step, rows, calm, in_burst=in_burst)
+            self._record_windows(before, windows)
         logs = {k: v for k, v in numbers.items() if k not in STEP_SCALARS and (v or not k.startswith(NONFINITE_INPUT))}
         records = rows[leaves] if records is None else records
         vectors = None

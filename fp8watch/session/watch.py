@@ -219,7 +219,7 @@ class Watch:
         self.guard.run("death", self._close_unfinished)
         if self._flush is not None:
             self.guard.run("death", self._flush.drain, wait=True)
-            self.guard.run("death", self._flush.stop_mirrors)
+            self.guard.run("death", self._flush.end)
         if self._recorder is not None:
             self._recorder.close(timeout_s=2.0)
 
@@ -373,7 +373,7 @@ class Watch:
             self.guard.run("detach", self._close_unfinished)
         if self._flush is not None:
             self.guard.run("detach", self._flush.drain, wait=True)
-            self.guard.run("detach", self._flush.stop_mirrors)
+            self.guard.run("detach", self._flush.end)
         self._detached = True
         self._scalars.standing.stop()
         self._plan.close_passes()

@@ -71,6 +71,52 @@ def test_a_step_without_records_arrives(collector: Collector, settings: AgentSet
     assert collector.steps() == [4]
 
 
+MORE = make_ids(7)[[1, 4]]
+FIRST = make_ids(7)[[0, 2, 3, 5, 6]]
+
+
+def test_more_of_a_step_is_in_it_in_the_order_of_sites(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60), session)
+    recorder.register_sites(make_sites(7))
+    rows = [make_rows(7, s) for s in range(3)]
+    recorder.record_step(make_step(0, loss=1.0), make_ids(7), rows[0])
+    recorder.record_step(make_step(1, loss=2.0), FIRST, rows[1][[0, 2, 3, 5, 6]], {"aux": 1.0}, "named")
+    recorder.record_more(MORE, rows[1][[1, 4]])
+    recorder.record_step(make_step(2, loss=3.0), make_ids(7), rows[2])
+    assert recorder.flush(10)
+    assert recorder.health().num_steps == 3
+    recorder.close()
+    [got] = collector.batches()
+    assert got.steps["loss"].tolist() == [1.0, 2.0, 3.0]
+    assert got.header.per_step == 7  # one order of sites: what is cheapest to send
+    assert got.header.logs == {"aux": [None, 1.0, None]}
+    assert got.header.batch_ids == [None, "named", None]
+    assert got.site.tobytes() == np.tile(make_ids(7), 3).tobytes()
+    assert got.step.tolist() == [0] * 7 + [1] * 7 + [2] * 7
+    assert got.column("num_tiles").tobytes() == np.concatenate(rows)["num_tiles"].tobytes()
+
+
+def test_more_of_a_step_that_has_left_is_that_step_in_the_next_batch(
+    collector: Collector, settings: AgentSettings, session: Session
+) -> None:
+    recorder = Recorder(replace(settings, collector=collector.url, batch_interval_s=60), session)
+    recorder.register_sites(make_sites(7))
+    recorder.record_step(make_step(1, loss=2.0), FIRST, make_rows(5))
+    assert recorder.flush(10)
+    recorder.record_more(MORE, make_rows(2))
+    recorder.record_step(make_step(2, loss=3.0), make_ids(7), make_rows(7))
+    assert recorder.flush(10)
+    recorder.close()
+    one, other = collector.batches()
+    assert one.steps.tobytes() == other.steps[:1].tobytes()
+    assert other.steps["step"].tolist() == [1, 2]
+    assert one.site.tobytes() == FIRST.tobytes()
+    assert other.site.tobytes() == np.concatenate([MORE, make_ids(7)]).tobytes()
+    assert collector.num_records() == 14
+
+
 def test_repeated_and_descending_steps_go_into_batches_of_their_own(
     collector: Collector, settings: AgentSettings, session: Session
 ) -> None:

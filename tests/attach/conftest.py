@@ -32,6 +32,11 @@ class Kept:
         self.steps.append((np.array(step), np.array(site_ids), rows.copy(), dict(logs), batch_id))
         self.experts.append(dict(experts or {}))
 
+    def record_more(self, site_ids, rows):
+        step, ids, before, *rest = self.steps[-1]
+        assert not set(ids.tolist()) & set(site_ids.tolist())
+        self.steps[-1] = step, np.concatenate([ids, site_ids]), np.concatenate([before, rows]), *rest
+
     def record_tile_maps(self, maps):
         self.maps += maps
 

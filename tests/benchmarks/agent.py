@@ -126,12 +126,18 @@ def volume(how: dict[str, object], merge_steps: int | None = None) -> Volume:
     watch = attached(model, observe=True, **how)
     recorder = watch._recorder
     assert recorder is not None
+    places = {site.site_id: place for place, site in enumerate(watch._table)}
     steps: list[tuple[np.ndarray, np.ndarray]] = []
 
     def catch(header, site_ids, sites, logs, batch_id):  # type: ignore[no-untyped-def]
         steps.append((site_ids.copy(), sites.copy()))
 
-    recorder.record_step = catch  # type: ignore[method-assign]
+    def catch_more(site_ids, sites):  # type: ignore[no-untyped-def]
+        ids, rows = (np.concatenate(both) for both in zip(steps[-1], (site_ids, sites), strict=True))
+        order = np.argsort([places[int(i)] for i in ids])
+        steps[-1] = ids[order], rows[order]
+
+    recorder.record_step, recorder.record_more = catch, catch_more  # type: ignore[method-assign]
     for _ in range(VOLUME_STEPS):
         loss = model(*next(data))
         optimizer.zero_grad()

@@ -39,6 +39,9 @@ class Line:
         self.rows.append({int(i): row for i, row in zip(site_ids, rows.copy(), strict=True)})
         self.findings += self.engine.observe(decode_batch(body))
 
+    def record_more(self, site_ids, rows):
+        raise AssertionError("one rank merges nothing")
+
     def record_tile_maps(self, maps):
         pass
 

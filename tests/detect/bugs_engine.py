@@ -9,6 +9,20 @@ T = "tests/detect"
 
 REPORTS = [
     Bug(
+        "windows of ranks are of other steps and not compared",
+        "replica_consistency:Agreement._scales",
+        'has &= ~_by_rank(now, "window_steps_back", Measured.WINDOW, np.int64)[1]',
+        "pass",
+        f"{T}/test_merged.py::test_a_fault_of_all_ranks_is_named_at_its_place_though_each_sends_little[scale-collapse]",
+    ),
+    Bug(
+        "more of a step is no late step",
+        "engine:DetectionEngine._step",
+        "if not in_order and view.step != last:",
+        "if not in_order:",
+        f"{T}/test_merged.py::test_more_of_a_step_that_was_judged_is_neither_a_late_step_nor_a_rewind",
+    ),
+    Bug(
         "a trend that fades is not continued",
         "detect.trend:of_bins",
         "min(parts) < STEADY * slope",

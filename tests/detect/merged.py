@@ -24,9 +24,10 @@ class MergedTrace(Trace):
     def batches(self, per_batch: int = 8, every: int = 1) -> Iterator[Batch]:
         follow = EventFollow(len(self.sites))
         merge = WindowMerge(len(self.sites), self.merge_steps, self.rank)
+        before = None  # STEP of the last one of the batch before
         for batch in rotating(super().batches(per_batch, every), self.every, int(self.steps["step"][0])):
             num = len(self.sites)
-            records, steps, sites = [], [], []
+            records, steps, sites, headers = [], [], [], batch.steps
             for t, header in enumerate(batch.steps):
                 part = slice(t * num, (t + 1) * num)
                 rows = empty_rows(num)
@@ -36,16 +37,26 @@ class MergedTrace(Trace):
                 broken = broken_rows(rows)
                 numbers = {name: float(header[name]) for name in ("loss", "grad_norm")}
                 followed = follow.look(step, step, rows, broken, numbers)
-                leaves, out = np.ones(num, dtype=bool), rows
-                if followed.calm is not None:
-                    leaves, out = merge.leaving(step, rows, followed.calm, in_burst=step <= follow.follow.burst_until)
-                records.append(out)
-                steps.append(np.full(len(out), step))
-                sites.append(batch.site[part][leaves])
-            joined: np.ndarray = np.concatenate(records)
+                in_burst = step <= follow.follow.burst_until
+                leaving = merge.leaving(step, rows, followed.calm, in_burst=in_burst)
+                if len(leaving.windows):  # of the step before, which has left where it was of the batch before
+                    records.append(leaving.windows)
+                    steps.append(np.full(len(leaving.windows), int((before if t == 0 else batch.steps[t - 1])["step"])))
+                    sites.append(batch.site[part][leaving.before])
+                    headers = np.concatenate([[before], headers]) if t == 0 else headers
+                records.append(leaving.records)
+                steps.append(np.full(len(leaving.records), step))
+                sites.append(batch.site[part][leaving.now])
+            before = batch.steps[-1]
+            order = np.argsort(np.concatenate(steps), kind="stable")
+            joined: np.ndarray = np.concatenate(records)[order]
+            named = {name for name in ROW.names or () if name in batch.sent} | {"window_steps_back", "amax_steps_back"}
             yield Batch(
-                header=msgspec.structs.replace(batch.header, num_records=len(joined)), steps=batch.steps, step=np.concatenate(steps), site=np.concatenate(sites),
-                sent={name: joined[name] for name in ROW.names or () if name in batch.sent},
+                header=msgspec.structs.replace(
+                    batch.header, num_records=len(joined), num_steps=len(headers), step0=int(headers["step"][0])
+                ),
+                steps=headers, step=np.concatenate(steps)[order], site=np.concatenate(sites)[order],
+                sent={name: joined[name] for name in named},
             )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from detect.rotated_scenarios import SCENARIOS
 from detect.scenarios import BY_NAME, Case, _replicas
 from detect.trace import Trace
 
+from fp8watch_server.detect.engine import DetectionEngine
+
 AT = 120
 
 
@@ -60,6 +62,17 @@ def test_a_healthy_run_raises_nothing_and_sends_a_fraction(name):
     assert [i.mode for i in fold(play(Case([shared], 0)), trace.facts) if i.severity != "info"] == []
     count = [sum(b.header.num_records for b in t.batches()) for t in (alone, shared)]
     assert count[1] < 0.5 * count[0]  # bursts and the first steps included; 0.18 between them
+
+
+def test_more_of_a_step_that_was_judged_is_neither_a_late_step_nor_a_rewind():
+    trace = merged(BY_NAME["frozen-scale"].make(1, 1).traces[0])
+    engine, last, again = DetectionEngine(trace.facts), -1, 0
+    for batch in trace.batches(per_batch=1):
+        again += int(batch.steps["step"][0]) == last
+        last = int(batch.steps["step"][-1])
+        engine.observe(batch)
+    assert again > 0
+    assert engine.take_notices() == []
 
 
 def test_healthy_ranks_that_send_at_different_steps_raise_nothing():

@@ -13,6 +13,27 @@ DELIVERY = "tests/agent/test_delivery.py"
 
 BUGS = (
     Bug(
+        "more of a step joins it in its batch",
+        "batch:_is_more",
+        "frame.more and",
+        "False and",
+        f"{DELIVERY}::test_more_of_a_step_is_in_it_in_the_order_of_sites",
+    ),
+    Bug(
+        "more of a step has the order of its sites",
+        "batch:BatchBuilder.build",
+        "if not all(opens):",
+        "if False:",
+        f"{DELIVERY}::test_more_of_a_step_is_in_it_in_the_order_of_sites",
+    ),
+    Bug(
+        "more of a step that has left has its header",
+        "recorder:Recorder.record_step",
+        "            self._last_raw = raw\n",
+        "            self._last_raw = self._last_raw or raw\n",
+        f"{DELIVERY}::test_more_of_a_step_is_in_it_in_the_order_of_sites",
+    ),
+    Bug(
         "the guard swallows",
         "guard:Guard.run",
         "            self.swallow(place, e)\n            return None\n",

@@ -48,6 +48,8 @@ RELEASED: dict[str, tuple[int, str]] = {
     "off_scale_tile": (31, "RATIO"),
     "fault_tile": (50, "QUANTISER"),
     "first_nonfinite": (32, "COUNTS"),
+    "window_steps_back": (54, "WINDOW"),
+    "amax_steps_back": (55, "WINDOW"),
     "order": (26, "COUNTS"),
     "measured": (2, "COUNTS"),
 }

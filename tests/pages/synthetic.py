@@ -197,12 +197,13 @@ class Run:
     rank: int = 0
     start: float = field(default_factory=lambda: time.time() - 60.0)
 
-    def register(self, *, world_size: int = 1) -> Run:
-        """Run, session, sites."""
+    def register(self, *, world_size: int = 1, said: dict[str, Any] | None = None) -> Run:
+        """Run, session with the facts that it says, sites."""
         of_run = f"/v1/runs/{quote(self.run_id, safe='')}"
         facts = {"recipe": "blockwise", "backend": "reference", "world_size": world_size}
         self._ok(lambda: self.client.put(of_run, json={"name": self.name, **facts}))
         session = {"rank": self.rank, "host": "node-1", "pid": 4711, "started_at": self.start, **facts}
+        session |= {"facts": said} if said else {}
         self._ok(lambda: self.client.put(f"{of_run}/sessions/{self.session}", json=session))
         sites = [asdict(s) for s in self.sites]
         self._ok(lambda: self.client.put(f"{of_run}/sites", json={"session": self.session, "sites": sites}))

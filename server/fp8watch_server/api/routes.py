@@ -250,7 +250,8 @@ def get_series(
     rank: Rank = None,
     format: Format = "json",
 ) -> Response:
-    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss."""
+    """A field of a site over steps, `rounded_within` of itself where it says so; without a site a scalar such as loss. Where
+    records stand for several steps, `from_steps` has the first of each point's, `at_steps` of `amax_max` the one it lay in."""
     require_run(conn, run_id)
     if site is not None:
         _require_site(conn, run_id, site)

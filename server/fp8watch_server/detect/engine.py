@@ -296,7 +296,7 @@ class DetectionEngine:
     ) -> tuple[_Judged, list[Finding]]:
         last = stream.last_step
         in_order = stream.advance(view.step)
-        if not in_order:
+        if not in_order and view.step != last:  # more of the last step is no other step
             self._note("late", view.step, view.rank, f"step {view.step} came after step {last}")
         if view.scalar("loss") is not None:
             stream.loss_seen = stream.num_steps

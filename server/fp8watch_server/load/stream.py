@@ -157,6 +157,10 @@ class RankStream:
                 rows[f.name][~full] = f.default
         rows["measured"][~full] &= ~SAMPLED
         rows["num_calls"][~full] = merge
+        if merge > 1:
+            back = np.random.default_rng((self.plan.seed, 4, self.rank, step)).integers(0, merge, len(rows))
+            rows["window_steps_back"][~full], rows["amax_steps_back"][~full] = merge - 1, back[~full]
+            rows["measured"][~full] |= int(Measured.WINDOW)
         leaves: Array = full | (turn == 0)
         return leaves
 

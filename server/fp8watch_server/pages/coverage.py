@@ -31,6 +31,12 @@ def newest_facts(sessions: Sequence[SessionRow]) -> Mapping[str, Any]:
     return facts
 
 
+def merged_steps(sessions: Sequence[SessionRow]) -> int:
+    """So many steps a record of any of these sessions may stand for: many ranks merge them."""
+    said = ((s["facts"] or {}).get("merge_steps") for s in sessions)
+    return max((int(n) for n in said if isinstance(n, (int, float)) and 1 < n < 1 << 16), default=1)
+
+
 def left_out(text: object) -> list[tuple[str, str]]:
     """Module and reason of `a (reason); b (reason)`, as attach reports them. Unparsable text is kept whole."""
     if not isinstance(text, str) or not text.strip():

@@ -169,12 +169,21 @@ def curve_of(
         if len(line) > 1
     )
     dots = tuple(
-        (x_of(steps[i]), y_of(float(values[i])), f"{formatting.number(values[i])} at step {steps[i]}")
+        (x_of(steps[i]), y_of(float(values[i])), f"{formatting.number(values[i])} {at_step(series, i)}")
         for line in lines
         for i in line
         if dotted or len(line) == 1
     )
     return Curve(field, stroke, path, dots)
+
+
+def at_step(series: Mapping[str, Any], i: int) -> str:
+    """Which steps a point stands for: as `standsFor` in static/charts.js."""
+    step, first = series["steps"][i], (series.get("from_steps") or series["steps"])[i]
+    if first == step:
+        return f"at step {step}"
+    at = f"at step {series['at_steps'][i]}, " if "at_steps" in series else ""
+    return f"{at}of steps {first} to {step}"
 
 
 def marks_of(name: str, series: Mapping[str, Any], x_of: Callable[[int], float]) -> tuple[tuple[float, str, str], ...]:

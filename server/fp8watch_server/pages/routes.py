@@ -182,6 +182,7 @@ def site_page(request: Request, run_id: str, site: str) -> HTMLResponse:
             amax=first_site_chart.amax_charts(amax, marks, low, high),
             num_maps=num_maps[found["id"]],
             forecasts=forecasts.of_site(conn, run, found),
+            merged_steps=coverage.merged_steps(run["sessions"]),
         )
 
 
@@ -236,6 +237,7 @@ def run_page(request: Request, run_id: str) -> Response:
         before=before,
         safe=safe,
         drawn_over=over,
+        merged_steps=coverage.merged_steps(run["sessions"]),
         asking=headline.in_order(asking),
         owners=sorted({i["owner"] for i in incidents if i["owner"]})[:3],
         taken=[i for i in open_incidents if i not in asking],

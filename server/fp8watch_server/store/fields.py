@@ -169,6 +169,8 @@ def _plain(name: str) -> SeriesField:
     if name == "amax_min_nonzero":  # its default, Inf, means "no tile above 0" unless there was an Inf
         needs = (name, "amax_max")
         defined = lambda c: ~((c["amax_min_nonzero"] == np.inf) & (c["amax_max"] == 0))  # noqa: E731
+    if name == "amax_steps_back":  # over ranks, of the one with the largest amax
+        needs = (name, "amax_max")
     groups = Measured(0) if name in ("measured", "order", "num_calls") else f.group
     worst = "min" if f.merge == "min" else "max"
     return SeriesField(name, needs, groups, f.unit, f.doc, worst, lambda c: c[name], defined, derived=False)

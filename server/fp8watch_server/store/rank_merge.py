@@ -83,6 +83,8 @@ class RankMerge:
         merge = "of" if name in RANK_OF else FIELD_BY_NAME[name].merge
         dtype = np.dtype(dtype_of(name))
         start = _IDENTITY.get(merge, default_of(name))
+        if dtype.kind == "i" and not np.isfinite(start):
+            start = np.iinfo(dtype).min if start < 0 else np.iinfo(dtype).max
         out = np.full(self._shape(name, self._m), start, dtype=dtype)
         out[self.seen] = default_of(name)
         return out

@@ -25,8 +25,8 @@ Array = npt.NDArray[Any]
 COUNTS_OF_CODES: npt.NDArray[np.int64] = np.rint(np.exp2(np.arange(256) / 8.0) - 1.0).astype(np.int64)
 """Integer count of each histogram code: integers sum exactly in any order."""
 
-WORST_OF = {"worst_tile": "amax_max", "noise_tile": "tile_noise_ratio_max"}
-"""Coordinates that follow the rank of another column's maximum."""
+WORST_OF = {"worst_tile": "amax_max", "amax_steps_back": "amax_max", "noise_tile": "tile_noise_ratio_max"}
+"""Places, of a tile or in time, that follow the rank of another column's maximum."""
 OF_SAMPLES: dict[str, tuple[str, ...]] = {
     "tile_noise_ratio_sum": ("num_tiles", "num_zero_tiles"),
     **dict.fromkeys(("signal_energy", "noise_energy", "gain_energy", "moment2", "moment4"), ("num_elements",)),

@@ -20,8 +20,9 @@ from sqlalchemy.engine import Connection
 
 from fp8watch_agent.record import FIELD_BY_NAME, NUM_AMAX_BUCKETS, NUM_DEPTH_BUCKETS, holds
 from fp8watch_server.db import schema as t
-from fp8watch_server.store.fields import FieldError, as_data, badness, evaluate, series_field
+from fp8watch_server.store.fields import FieldError, SeriesField, as_data, badness, evaluate, series_field
 from fp8watch_server.store.reading import extent, gather, num_steps
+from fp8watch_server.store.records import Records
 from fp8watch_server.store.scalars import read_logged, read_scalars, read_several
 from fp8watch_server.store.summary import worst_of_each
 
@@ -62,10 +63,29 @@ def clamp_points(points: int) -> int:
     return min(max(points, 3), MAX_POINTS)
 
 
-def _chart(steps: Array, values: Array, present: npt.NDArray[np.bool_], points: int) -> dict[str, Any]:
+def _chart(
+    steps: Array, values: Array, present: npt.NDArray[np.bool_], points: int, back: dict[str, Array] | None = None
+) -> dict[str, Any]:
+    """`back`: names of lists of steps besides `steps`, and how far before these they lie."""
     index, stride = thin(values, present, clamp_points(points))
     data, nonfinite = as_data(values[index], present[index])
-    return {"steps": steps[index].tolist(), "values": data, "nonfinite": nonfinite, "stride": stride}
+    more = {name: (steps[index] - by[index]).tolist() for name, by in (back or {}).items()}
+    return {"steps": steps[index].tolist(), "values": data, "nonfinite": nonfinite, "stride": stride, **more}
+
+
+def _needs(fields: Sequence[SeriesField]) -> set[str]:
+    """Columns of some fields, and those that say which steps their points stand for."""
+    needs = {column for f in fields for column in f.needs} | {"window_steps_back"}
+    return needs | {"amax_steps_back"} if any(f.name == "amax_max" for f in fields) else needs
+
+
+def _chart_of(f: SeriesField, records: Records, points: int) -> dict[str, Any]:
+    """The chart of a field. Where records stand for several steps, with the first of these, and the step of the largest amax."""
+    columns = records.columns
+    back = {"from_steps": columns["window_steps_back"]} if columns["window_steps_back"].any() else {}
+    if back and f.name == "amax_max":
+        back["at_steps"] = columns["amax_steps_back"]
+    return _chart(records.step, *evaluate(f, columns), points, back)
 
 
 def series(
@@ -82,15 +102,16 @@ def series(
 
     `rank=None` merges the ranks as the field merges. Steps without a record are absent; a value that was not
     measured is null; NaN and ±Inf are null with an entry in `nonfinite`. `rounded_within` is there where light records in
-    order are rounded, as the largest relative error.
+    order are rounded, as the largest relative error. `from_steps` is there where records stand for several steps (many
+    ranks): of each point the first of the steps whose extremes and sums it has, its own being the last; over ranks, the
+    first of any rank's. `at_steps`, of amax_max, is the step of that amax.
 
     Raises:
         FieldError: a field that nobody knows.
     """
     f = series_field(field)
-    records = gather(conn, run_id, f.needs, sites=[site], from_step=from_step, to_step=to_step, rank=rank)
-    values, present = evaluate(f, records.columns)
-    return {"site": site, **f.said, **_chart(records.step, values, present, points)}
+    records = gather(conn, run_id, _needs([f]), sites=[site], from_step=from_step, to_step=to_step, rank=rank)
+    return {"site": site, **f.said, **_chart_of(f, records, points)}
 
 
 def scalars(
@@ -145,11 +166,8 @@ def several_series(
         FieldError: a field that nobody knows.
     """
     known = [series_field(name) for name in fields]
-    needs = {column for f in known for column in f.needs}
-    records = gather(conn, run_id, needs, sites=[site], from_step=from_step, to_step=to_step)
-    return {
-        f.name: {"site": site, **f.said, **_chart(records.step, *evaluate(f, records.columns), points)} for f in known
-    }
+    records = gather(conn, run_id, _needs(known), sites=[site], from_step=from_step, to_step=to_step)
+    return {f.name: {"site": site, **f.said, **_chart_of(f, records, points)} for f in known}
 
 
 def newest(

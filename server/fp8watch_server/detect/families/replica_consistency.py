@@ -168,6 +168,7 @@ class Agreement:
             return None
         columns, has = _by_rank(now, "scale_inv_max", Measured.SCALE, np.float64)
         has &= per_tensor[None, :] & (columns > 0) & np.isfinite(columns)
+        has &= ~_by_rank(now, "window_steps_back", Measured.WINDOW, np.int64)[1]  # of each rank of other steps
         declared = self._declared(ranks)
         if declared is not None:
             groups, axes = declared

@@ -1,7 +1,7 @@
 // What lies behind a chart, and is had from the menu beside its heading: a picture, a file, a table to be read aloud. And the
 // readout: what all curves of the page say at the step under the pointer.
 import { NAMES, colour, number } from "./basics.js";
-import { plotly } from "./charts.js";
+import { plotly, standsFor } from "./charts.js";
 
 const MAX_ROWS = 300;
 const known = new Map(); // figure -> {curves: [{name, series, stroke, say}], over, rows}
@@ -116,21 +116,21 @@ function point(step) {
   }
   if (step === null) return;
   const now = Math.round(step);
-  const parts = words.filter(([, found]) => found).map(([{ name, stroke, say }, [at, value]]) => {
-    const part = Object.assign(document.createElement("span"), { textContent: `${name} ${typeof value === "string" ? NAMES[value] ?? value : say ? say(value) : number(value, 5)}${at === now ? "" : ` @${at}`}` });
+  const parts = words.filter(([, found]) => found).map(([{ name, stroke, say, series }, [at, value, i]]) => {
+    const part = Object.assign(document.createElement("span"), { textContent: `${name} ${typeof value === "string" ? NAMES[value] ?? value : say ? say(value) : number(value, 5)}${at === now ? "" : ` @${at}`}${standsFor(series, i)}` });
     part.style.setProperty("--c", stroke);
     return part;
   });
   bar.replaceChildren(Object.assign(document.createElement("strong"), { textContent: `step ${now}` }), ...parts);
 }
 
-// The measured value next to a step, and its step.
+// The measured value next to a step, its step, and its place.
 export function nearest(series, step) {
   const special = new Map(series.nonfinite ?? []);
   let best = null;
   series.steps.forEach((s, i) => {
     const value = special.get(i) ?? series.values[i];
-    if (value !== null && (best === null || Math.abs(s - step) < Math.abs(best[0] - step))) best = [s, value];
+    if (value !== null && (best === null || Math.abs(s - step) < Math.abs(best[0] - step))) best = [s, value, i];
   });
   return best;
 }

@@ -77,6 +77,12 @@ export function joined(series, y, breaks = () => false) {
   return { ...points, size: all ? points.y.map(() => 5) : lone.map((l) => (l ? 5 : 0)), marked: all || lone.includes(true) };
 }
 
+// Which steps a point stands for, where that is more than its own: records of many ranks are merged over steps.
+export function standsFor({ steps, from_steps: from, at_steps: at }, i) {
+  if (!from || from[i] === steps[i]) return "";
+  return at ? ` at step ${at[i]}, of steps ${from[i]} to ${steps[i]}` : ` of steps ${from[i]} to ${steps[i]}`;
+}
+
 // One series as a line, plus marks for what a line cannot show. `at` is the height of the marks on the edge axis.
 // Counts are `stems`: one event in one step is one mark, and a line between two of them would be an invention.
 export function line(series, { name, colour: stroke, unit = "", scale = null, axis = "y", marks: row = "y9", at = 0.5, dash = "solid", percent = false, stems = false }) {
@@ -84,10 +90,11 @@ export function line(series, { name, colour: stroke, unit = "", scale = null, ax
   const y = series.values.map((v, i) => (v === null || special.has(i) || (scale === "log2" && !(v > 0)) ? null : scale === "log2" ? LOG2(v) : percent ? 100 * v : v));
   const label = (v) => (percent ? `${number(100 * v, 3)} %` : `${number(v, 5)}${unit ? ` ${unit}` : ""}`);
   const points = joined(series, y, (i) => special.has(i) || series.values[i] !== null);
+  const of = (i) => label(series.values[i]) + standsFor(series, i);
   const traces = [{
     x: points.x, y: points.y, name, type: "scatter", mode: stems ? "markers" : points.marked ? "lines+markers" : "lines", yaxis: axis, connectgaps: false,
     line: { color: stroke, width: 1.6, dash }, marker: { color: stroke, size: stems ? 5 : points.size, line: { width: 0 }, opacity: 1 },
-    customdata: points.index.map((i) => (i < 0 ? "" : label(series.values[i]))), hovertemplate: `${text(name)} %{customdata}<extra></extra>`,
+    customdata: points.index.map((i) => (i < 0 ? "" : of(i))), hovertemplate: `${text(name)} %{customdata}<extra></extra>`,
   }];
   if (stems) {
     const tall = points.y.map((v, k) => [points.x[k], v]).filter(([, v]) => v);
