@@ -1,4 +1,4 @@
-"""Two faults and two traps of the machinery's own tests: nobody scores with them."""
+"""Faults and a trap of the machinery's own tests: nobody scores with them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,26 @@ class LostMoments(Fault):
         return state | {"optimizer": state["optimizer"] | {"state": {}}}
 
 
+class FastResume(Fault):
+    """In the first three steps behind a resume the learning rate is thirty times that of the schedule."""
+
+    name, generator, resumes = "planted-fast-resume", "planted", True
+    times, steps = 30.0, 3
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, training: Training, severity: str) -> Fault | None:
+        if training.schedule is None:  # which sets the rate anew in each step
+            return None
+        step = int(rng.integers(*training.onset))
+        expected = Expected(("optimizer-divergence",), fp8=False)
+        return cls(step=step, until=step + cls.steps, severity=severity, expected=expected)
+
+    def before_step(self, t: Training, step: int) -> None:
+        if self.active(step):
+            for group in t.optimizer.param_groups:
+                group["lr"] *= self.times
+
+
 class Broken(Trap):
     """A mistake of the proving ground."""
 
@@ -50,5 +70,5 @@ class Broken(Trap):
             raise ZeroDivisionError("planted")
 
 
-FAULTS: dict[str, type[Fault]] = {c.name: c for c in (NanLoss, LostMoments)}
+FAULTS: dict[str, type[Fault]] = {c.name: c for c in (NanLoss, LostMoments, FastResume)}
 TRAPS: dict[str, type[Trap]] = {Broken.name: Broken}
