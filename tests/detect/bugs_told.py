@@ -7,6 +7,7 @@ from support.planted import Bug
 TOLD = "tests/detect/test_told_by_its_cause.py"
 PLACE = "tests/incidents/test_at_its_place.py"
 APART = "tests/detect/test_kept_apart.py"
+ZEROS = "tests/detect/test_weight_zeros.py"
 
 TOLD_BY_CAUSE = [
     Bug(
@@ -190,5 +191,26 @@ TOLD_BY_CAUSE = [
         "(brief or jump.small is not None)",
         "brief",
         f"{APART}::test_a_loss_that_jumps_in_a_small_batch_is_information",
+    ),
+    Bug(
+        "a part of a weight that becomes 0 is told",
+        "families.weight_zeros:WeightZeros.observe",
+        "(share >= LEAST)",
+        "(share >= 9 * LEAST)",
+        f"{ZEROS}::test_a_part_of_a_weight_that_becomes_zero_is_told_in_its_step",
+    ),
+    Bug(
+        "pruning of all weights is not told",
+        "families.weight_zeros:WeightZeros.observe",
+        "max(1, FEW * np.count_nonzero(judged))",
+        "np.count_nonzero(judged)",
+        f"{ZEROS}::test_pruning_of_all_weights_is_not",
+    ),
+    Bug(
+        "what codes alone show is no zero of a weight",
+        "families.weight_zeros:WeightZeros.observe",
+        ' & ~np.isnan(now.column("num_underflow"))',
+        "",
+        f"{ZEROS}::test_what_is_known_of_codes_alone_is_no_zero_of_the_weight",
     ),
 ]

@@ -1,7 +1,8 @@
 """Silent data corruption: mode 15, silent-data-corruption.
 
-Four find it: `families.corruption` by a leap, `families.replica_consistency` by hashes that differ between replicas,
-`families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by what one update did.
+Five find it: `families.corruption` by a leap, `families.weight_zeros` by elements that became 0, `families.replica_consistency` by hashes
+that differ between replicas, `families.optimizer_state` by moments that change while no optimizer runs, `families.weight_updates` by
+what one update did.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from fp8watch_server.detect.families.corruption import Corruption
 from fp8watch_server.detect.families.optimizer_state import OptimizerState
 from fp8watch_server.detect.families.weight_updates import WeightUpdates
+from fp8watch_server.detect.families.weight_zeros import WeightZeros
 from fp8watch_server.detect.limits import threshold
 from fp8watch_server.detect.mode import Mode
 from fp8watch_server.detect.modes.silent_data_corruption.words import alternatives, fixes, words
@@ -33,6 +35,6 @@ MODE = Mode(
             "30 × the floor of weights; the largest healthy step is 0.04",
         ),
     ),
-    detectors=(Corruption, OptimizerState, WeightUpdates),
+    detectors=(Corruption, WeightZeros, OptimizerState, WeightUpdates),
     alternatives_of=alternatives,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8watch_server.detect.families import update_words
 from fp8watch_server.detect.finding import Finding, SiteFacts
-from fp8watch_server.detect.phrases import evidence, expert_words, number, rank_words
+from fp8watch_server.detect.phrases import baseline, evidence, expert_words, number, rank_words
 from fp8watch_server.detect.remedies import Fix, Place
 
 
@@ -15,6 +15,8 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     if f.extra.get("kind") == "moments":
         return _of_moments(f)
     module = s.module if s else "a tensor"
+    if f.extra.get("kind") == "zeros":
+        return _of_zeros(f, module)
     if f.extra.get("by_hash"):
         tied, host, odd = f.extra.get("tied"), f.extra.get("host"), f.extra.get("odd_ranks", [])
         ranks, on = rank_words(odd), f" on {host}" if host else ""
@@ -53,6 +55,23 @@ def words(f: Finding, s: SiteFacts | None) -> tuple[str, str]:
     )
 
 
+def _of_zeros(f: Finding, module: str) -> tuple[str, str]:
+    share, before = evidence(f, "zeros"), baseline(f, "zeros")
+    now, was = (
+        f"{number(float(f'{100 * v:.3g}'))} %" if isinstance(v, int | float) else "some" for v in (share, before)
+    )
+    last = f.extra.get("last_at")
+    since = f"step {f.step}" if last == f.step - 1 else f"a step from {f.onset} to {f.step}"
+    more = evidence(f, "weights")
+    others = "other weights have none that are new" if more == 1 else f"so of {more} weights"
+    return (
+        f"{now} of the weight of {module} became exactly 0, since {since}",
+        f"At step {f.step} {now} of the elements of the weight of {module} are exactly 0, and {was} were at step {last}; {others}. No optimizer makes an element "
+        "0: a page that came back empty, a shard that did not arrive or rows that nobody wrote do, and so does pruning. FP8 is not the cause: "
+        "they are 0 before the cast.",
+    )
+
+
 def _of_moments(f: Finding) -> tuple[str, str]:
     changed, looked, name = f.extra.get("changed"), f.extra.get("looked"), f.extra.get("first") or "a moment"
     some = "all" if changed == looked else f"{changed}"
@@ -74,6 +93,12 @@ def fixes(p: Place) -> list[Fix]:
             Fix("code", "Look at what runs between two optimizer steps there: load_state_dict, a rollback, a hook that writes into optimizer.state."),
             Fix("code", "Load weights and optimizer state from one checkpoint, both or neither."),
             Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
+        ]  # fmt: skip
+    if p.extra.get("kind") == "zeros":
+        return [
+            Fix("code", "Look at what wrote this weight between the two steps: a gather or a broadcast, an offload, a shared buffer, a fused update. If it is pruned on purpose: nothing."),
+            Fix("hardware", "Where nothing of it runs: drain the node of that rank, and test its memory."),
+            Fix("code", "Go back to the checkpoint before it: what is lost does not come back by itself."),
         ]  # fmt: skip
     host = p.extra.get("host")
     node = f"Drain {host or 'the node of that rank'} and test its memory and links; keep it out until it passes."
