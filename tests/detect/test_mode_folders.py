@@ -97,7 +97,14 @@ def test_precedence_names_no_mode_that_is_not_there() -> None:
     named |= {*precedence.SAME_PARENT, *precedence.PRECURSORS, *precedence.PRECURSORS.values(), *precedence.EXPLAINS}
     named |= {*precedence.FADING, *precedence.EXPLAINS_THERE}
     named = named.union(*precedence.EXPLAINS.values(), *precedence.EXPLAINS_THERE.values())
-    kinds = {precedence.LEAP, precedence.FALL, precedence.IN_EFFECT, precedence.WEIGHT_LEAP, precedence.WEIGHT_FIRST}
+    kinds = {
+        precedence.LEAP,
+        precedence.FALL,
+        precedence.IN_EFFECT,
+        precedence.LOADED,
+        precedence.WEIGHT_LEAP,
+        precedence.WEIGHT_FIRST,
+    }
     assert named - kinds <= set(SLUGS)
     assert {slug for kind in DETECTORS for slug in kind.modes} == set(precedence.ASKED)
 

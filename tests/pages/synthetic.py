@@ -297,7 +297,7 @@ def add_incident(engine: sa.Engine, run_id: str, incident_id: str, **values: Any
     }  # fmt: skip
     row |= values
     row.setdefault("cause_id", cause_id(row["mode"], row["place"]))
-    with writing(engine) as conn:
+    with writing(engine, turn_s=10) as conn:
         conn.execute(sa.insert(schema.incident), [row])
         event = {"run_id": run_id, "tenant": "default", "incident_id": incident_id, "seq": 1, "kind": "opened"}
         conn.execute(
@@ -325,7 +325,7 @@ def faulty_run(client: httpx.Client, engine: sa.Engine, num_steps: int = 120) ->
 
 def runs_on(engine: sa.Engine, run_id: str) -> None:
     """The run is running for as long as tests look at it, however busy the machine is."""
-    with writing(engine) as conn:
+    with writing(engine, turn_s=10) as conn:
         later = {"last_seen_at": time.time() + 3600}
         conn.execute(sa.update(schema.run).where(schema.run.c.run_id == run_id).values(**later))
 
